@@ -12,10 +12,10 @@ from rlhf.runs.run_files import (
     RunFiles,
     decimal,
     entries,
+    entry_at,
     number_at,
     percent,
     rows_of,
-    value_at,
     visible,
     with_interval,
 )
@@ -73,7 +73,7 @@ def fill(named: Iterable[tuple[str, Any]], *columns: str) -> list[list[str]]:
     """Rows of (name, figures): a column is "key" or "key format", of FORMATS; without a key, the row is the figure."""
     places = [column.partition(" ") for column in columns]
     return [
-        [name, *(FORMATS[how](value_at(row, *([key] if key else []))) for key, _, how in places)] for name, row in named
+        [name, *(FORMATS[how](entry_at(row, *([key] if key else []))) for key, _, how in places)] for name, row in named
     ]
 
 
@@ -94,11 +94,11 @@ def titled(policy: str) -> str:
 def make_evaluation(run: RunFiles) -> dict[str, Any]:
     """The tables of one run's evaluation, of its audit and of other evaluations."""
     results = run.results
-    means, parts = value_at(results, "gold", "mean_score"), value_at(results, "gold", "parts")
+    means, parts = entry_at(results, "gold", "mean_score"), entry_at(results, "gold", "parts")
     models = [model for model in MODELS if model in ("sft", "ppo") or number_at(means, model) is not None]
     rows = [("all parts", means)] if means else []
     for name in dict.fromkeys(part for model in models for part, _ in entries(parts, model)):
-        rows.append((visible(name, 100), {model: value_at(parts, model, name) for model in models}))
+        rows.append((visible(name, 100), {model: entry_at(parts, model, name) for model in models}))
     gold = []
     for name, tree in rows:
         sft, ppo = number_at(tree, "sft"), number_at(tree, "ppo")
@@ -106,7 +106,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     return {
         "run": run.name,
         "audit": make_audit(run.audit),
-        "external": make_external(run.evaluations, value_at(results, "judge")),
+        "external": make_external(run.evaluations, entry_at(results, "judge")),
         "labelled": make_labelled(run.labelled),
         "models": [TITLES.get(model, model) for model in models],
         "gold": gold,
@@ -119,8 +119,8 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
 
 def make_tables(run: RunFiles) -> list[Table]:
     """The policies, their texts and the reward model, from evaluate/results.json."""
-    results, tree = run.results, value_at(run.results, "reward_model")
-    best = value_at(results, "best_of_n", "text")
+    results, tree = run.results, entry_at(run.results, "reward_model")
+    best = entry_at(results, "best_of_n", "text")
     texts = [
         *entries(results, "text"),
         *([(f"best of {number_at(results, 'best_of_n', 'n') or 0:g}", best)] if best else []),
@@ -140,7 +140,7 @@ def make_tables(run: RunFiles) -> list[Table]:
         Table(
             "Reward model",
             ("share of pairs", "value", "95% interval", "pairs"),
-            pair_rows([(label, value_at(tree, *place)) for label, *place in REWARD_FIGURES]),
+            pair_rows([(label, entry_at(tree, *place)) for label, *place in REWARD_FIGURES]),
         ),
         Table(
             "Agreement with labelers by how far apart they ranked two answers",
@@ -162,7 +162,7 @@ def make_tables(run: RunFiles) -> list[Table]:
 
 def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
     """Policy, reward, KL to SFT, win rates over SFT by the reward model and by the true score, mean true score; with baselines only."""
-    baselines = value_at(results, "baselines")
+    baselines = entry_at(results, "baselines")
     if not isinstance(baselines, dict):
         return
 
@@ -170,15 +170,15 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
         ((_, *figures),) = fill([("", tree)], f"{kl} 3", "rm_win_rate_vs_sft %", "win_rate_vs_sft %")
         return [name, decimal(reward), *figures, figure_cell(score, decimal)]
 
-    ppo = results | {"win_rate_vs_sft": value_at(results, "gold", "win_rate_vs_sft")}
+    ppo = results | {"win_rate_vs_sft": entry_at(results, "gold", "win_rate_vs_sft")}
     for name, tree in [("sft", {}), ("ppo", ppo), *baselines.items()]:
-        score = value_at(results, "gold", "score", name) or value_at(results, "gold", "mean_score", name)
+        score = entry_at(results, "gold", "score", name) or entry_at(results, "gold", "mean_score", name)
         yield row(titled(name), tree, "kl_to_sft_nats", number_at(results, "reward", name), score)
-    for title, best in [("best of", value_at(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
+    for title, best in [("best of", entry_at(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
         if best:
             name, score = (
                 f"{titled(title)} {number_at(best, 'n') or 0:g}",
-                value_at(best, "score") or value_at(best, "gold"),
+                entry_at(best, "score") or entry_at(best, "gold"),
             )
             yield row(name, best, "kl_estimate_nats", number_at(best, "reward"), score)
 
@@ -212,10 +212,10 @@ def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
 
 def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
     """{"verdict", "labels", "reasons", "tables"}, or None without an audit."""
-    decision = value_at(audit, "verdict", "decision")
+    decision = entry_at(audit, "verdict", "decision")
     if not isinstance(decision, str):
         return None
-    ceiling, labels, reasons = (value_at(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
+    ceiling, labels, reasons = (entry_at(audit, "verdict", key) for key in ("ceiling", "labels", "reasons"))
     limit = f" of {ceiling:g} nats" if number_at(audit, "verdict", "ceiling") is not None else ""
     attacks = [(visible(str(row.get("name")).replace("_", " "), 40), row) for row in rows_of(audit, "attacks")]
     return {
@@ -223,7 +223,7 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
         "labels": visible("; ".join(map(str, labels)), 1000) if isinstance(labels, list) else "",
         "reasons": [visible(str(reason), 300) for reason in reasons] if isinstance(reasons, list) else [],
         "tables": [
-            Table("Held-out comparisons", ("share of pairs", "value"), compared(value_at(audit, "comparisons"))),
+            Table("Held-out comparisons", ("share of pairs", "value"), compared(entry_at(audit, "comparisons"))),
             Table(
                 "Attacks on held-out answers, in standard deviations of SFT samples' scores",
                 ("attack", "order flipped", "score bought", "by the better", "by the worse", "KL, nats"),
@@ -246,10 +246,10 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
 def compared(figures: Any) -> list[list[str]]:
     """Accuracy with its bounds, by labeler and by gap in rank."""
     rows = [
-        ("Accuracy", value_at(figures, "accuracy")),
-        ("Accuracy above length alone", value_at(figures, "above_length")),
-        ("Labelers' agreement", value_at(figures, "agreement", "training")),
-        ("Accuracy on held-out labelers", value_at(figures, "held_out_labelers", "accuracy")),
+        ("Accuracy", entry_at(figures, "accuracy")),
+        ("Accuracy above length alone", entry_at(figures, "above_length")),
+        ("Labelers' agreement", entry_at(figures, "agreement", "training")),
+        ("Accuracy on held-out labelers", entry_at(figures, "held_out_labelers", "accuracy")),
         *((f"On {name}", figure) for name, figure in entries(figures, "by_labeler")),
         *((f"On answers {number_at(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
     ]
@@ -261,18 +261,18 @@ def compared(figures: Any) -> list[list[str]]:
 
 def make_labelled(results: dict[str, Any]) -> list[Table]:
     """Accuracy and that of the most frequent label, figures of each class, and the confusion matrix; empty without results."""
-    named = value_at(results, "classes")
+    named = entry_at(results, "classes")
     if not isinstance(named, dict) or number_at(results, "accuracy", "value") is None:
         return []
     shares = [
-        ("Accuracy", value_at(results, "accuracy")),
-        ("The most frequent label alone", value_at(results, "majority")),
+        ("Accuracy", entry_at(results, "accuracy")),
+        ("The most frequent label alone", entry_at(results, "majority")),
     ]
-    macro, examples = ("Macro F1", value_at(results, "macro_f1")), ("Examples", value_at(results, "accuracy", "n"))
+    macro, examples = ("Macro F1", entry_at(results, "macro_f1")), ("Examples", entry_at(results, "accuracy", "n"))
     whole = [*fill(shares, " %"), *fill([macro], " 3"), *fill([examples], " #")]
     names = [visible(name, 40) for name in named]
     classes = fill(zip(names, named.values(), strict=True), "precision %", "recall %", "f1 %", "n #")
-    confusion = value_at(results, "confusion")
+    confusion = entry_at(results, "confusion")
     rows = [row for row in confusion if isinstance(row, list)] if isinstance(confusion, list) else []
     square = len(rows) == len(names) <= MOST_CLASSES
     matrix = [[name, *map(str, row)] for name, row in zip(names, rows, strict=True)] if square else []
@@ -289,12 +289,12 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     trained_judge: the entry `judge` of evaluate/results.json.
     """
     pairs, shots, judged = (found.get(name) for name in ("pairs", "shots", "judge"))
-    by_subset = [("all", value_at(pairs, "overall")), *items_of(pairs, "subsets")]
-    by_subset.append(("mean of subsets", value_at(pairs, "mean_of_subsets")))
+    by_subset = [("all", entry_at(pairs, "overall")), *items_of(pairs, "subsets")]
+    by_subset.append(("mean of subsets", entry_at(pairs, "mean_of_subsets")))
     benchmarks = items_of(found, "benchmarks", "models")
     tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
     accuracy, majority = (
-        FORMATS["%"](value_at(trained_judge, "held_out", "accuracy")),
+        FORMATS["%"](entry_at(trained_judge, "held_out", "accuracy")),
         percent(number_at(shots, "majority")),
     )
     judged_pairs = [
@@ -320,7 +320,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
             fill(items_of(found, "instructions"), "prompts %", "instructions %"),
         ),
         Table(
-            f"In-context learning on {visible(str(value_at(shots, 'task')), 60)}; the most frequent label alone: {majority}",
+            f"In-context learning on {visible(str(entry_at(shots, 'task')), 60)}; the most frequent label alone: {majority}",
             ("model", "examples", "that fit", "accuracy"),
             [
                 [name, *cells]
@@ -337,30 +337,30 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
         Table(
             "Benchmarks (lm-eval)",
             ("task", *(name for name, _ in benchmarks)),
-            [[task, *(figure_cell(value_at(model, task)) for _, model in benchmarks)] for task in tasks],
+            [[task, *(figure_cell(entry_at(model, task)) for _, model in benchmarks)] for task in tasks],
         ),
     ]
     return {"tables": [table for table in tables if table.rows], "disagreements": disagreements(judged)}
 
 
 def disagreements(judged: Any) -> list[str]:
-    judge, ours = visible(str(value_at(judged, "judge")), 60), FORMATS["%"](value_at(judged, "win_rate"))
+    judge, ours = visible(str(entry_at(judged, "judge")), 60), FORMATS["%"](entry_at(judged, "win_rate"))
     return [
-        f"{judge} gives a win rate of {ours}, the {name} {FORMATS['%'](value_at(other, 'win_rate'))}, on the same answers."
+        f"{judge} gives a win rate of {ours}, the {name} {FORMATS['%'](entry_at(other, 'win_rate'))}, on the same answers."
         for name, other in items_of(judged, "others")
-        if value_at(other, "disagrees") is True
+        if entry_at(other, "disagrees") is True
     ]
 
 
 def judge_tables(judged: Any) -> list[Table]:
-    if not isinstance(value_at(judged, "pair"), list):
+    if not isinstance(entry_at(judged, "pair"), list):
         return []
     labels = {"win_rate": "win rate", "length_controlled": "at equal length", "both_orders_agree": "both orders agree",
               "first_place": "for the first place"}  # fmt: skip
-    rows = [(label, value_at(judged, key)) for key, label in labels.items()]
+    rows = [(label, entry_at(judged, key)) for key, label in labels.items()]
     for name, other in items_of(judged, "others"):
-        rows.append((f"by the {name}", value_at(other, "win_rate")))
-        rows.append((f"same preference as the {name}", value_at(other, "agreement")))
+        rows.append((f"by the {name}", entry_at(other, "win_rate")))
+        rows.append((f"same preference as the {name}", entry_at(other, "agreement")))
     counts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in items_of(judged, "counts"))
     cost = "" if (paid := number_at(judged, "cost")) is None else f", cost {paid:g}"
     caption = f"{' over '.join(map(str, judged['pair']))}, judged by {judged.get('judge')} ({counts}){cost}"

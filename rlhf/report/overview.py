@@ -10,11 +10,11 @@ from rlhf.runs.run_files import (
     decimal,
     duration,
     entries,
+    entry_at,
     is_figure,
     memory,
     number_at,
     percent,
-    value_at,
     visible,
     with_interval,
 )
@@ -73,7 +73,7 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
 
 
 def make_sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
-    win = value_at(results, "gold", "win_rate_vs_sft")
+    win = entry_at(results, "gold", "win_rate_vs_sft")
     value, low, high = with_interval(win)
     if value is None:
         waiting = [name for name, stage in stages.items() if stage.status != "complete"]
@@ -89,7 +89,7 @@ def make_sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str
 
 
 def judge_name(results: dict[str, Any]) -> str:
-    return visible(value_at(results, "gold", "truth") or "gold judge", 60)
+    return visible(entry_at(results, "gold", "truth") or "gold judge", 60)
 
 
 def span_note(tree: Any, what: str) -> str:
@@ -102,12 +102,12 @@ def span_note(tree: Any, what: str) -> str:
 def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
     """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
-        tree = value_at(results, "gold", key)
+        tree = entry_at(results, "gold", key)
         value, low, high = with_interval(tree)
         if value is not None:
             bar = Bar(0.0, 1.0, value, low, high, [(0.5, "even")])
             yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"), bar)
-    tree = value_at(results, "reward_model", "accuracy")
+    tree = entry_at(results, "reward_model", "accuracy")
     value, low, high = with_interval(tree)
     value, note = latest(stages, "reward", "accuracy", value, span_note(tree, "pairs"))
     if value is not None:
@@ -122,8 +122,8 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     kl, note = latest(stages, "ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
-    gold = value_at(results, "gold", "mean_score")
-    before, after = (number_at(gold or value_at(results, "reward"), model) for model in ("sft", "ppo"))
+    gold = entry_at(results, "gold", "mean_score")
+    before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", "ppo"))
     if before is not None and after is not None:
         judge = judge_name(results) if gold else "reward model"
         yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
@@ -163,7 +163,7 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
         step = stage.last_step or None  # an evaluation has no steps
         parents = []
         for parent, digest in entries(stage.record, "parents"):
-            here = value_at(stages[parent].record, "hash") if parent in stages else None
+            here = entry_at(stages[parent].record, "hash") if parent in stages else None
             state = "elsewhere" if here is None else "same" if here == digest else "changed"
             parents.append({"name": visible(parent, 100), "hash": visible(str(digest)[:8]), "state": state})
         last = "" if step is None else f"step {step:,.0f}"
@@ -173,7 +173,7 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
         lines = [] if stage.status == "not started" else [duration(seconds), memory(peak), last]
         box = {"name": name, "status": stage.status, "seconds": seconds, "memory": peak, "step": step, "lines": lines}
         box |= {"share": 100 * (seconds or 0.0) / slowest if slowest else 0.0, "parents": parents}
-        boxes.append(box | {"hash": visible(str(value_at(stage.record, "hash") or "")[:8])})
+        boxes.append(box | {"hash": visible(str(entry_at(stage.record, "hash") or "")[:8])})
     index = {name: i for i, name in enumerate(stages)}
     pairs = [(index[p["name"]], b, p) for b, box in enumerate(boxes) for p in box["parents"]
              if index.get(p["name"], b) < b]  # fmt: skip

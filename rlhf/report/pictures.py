@@ -25,7 +25,7 @@ from rlhf.report.drawing import (
 from rlhf.runs.charts import CHARTS, Chart
 from rlhf.runs.metric_table import find
 from rlhf.runs.results import histogram
-from rlhf.runs.run_files import Points, RunFiles, entries, estimate, number_at, rows_of, value_at, visible
+from rlhf.runs.run_files import Points, RunFiles, entries, entry_at, estimate, number_at, rows_of, visible
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 
@@ -238,7 +238,7 @@ def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tu
         rows = [
             (row, (k, *accuracy))
             for row in rows_of(of_model)
-            if (k := number_at(row, "shots")) is not None and (accuracy := estimate(value_at(row, "accuracy")))
+            if (k := number_at(row, "shots")) is not None and (accuracy := estimate(entry_at(row, "accuracy")))
         ]
         if rows:
             yield visible(str(name), 60), rows

@@ -8,7 +8,7 @@ from rlhf.config.setting import NOTHING, flatten, settings_in
 from rlhf.recipe import GOLD_STAGES, PIPELINE
 from rlhf.report.drawing import MAX_POINTS, format_value
 from rlhf.report.samples import MORE_SAMPLES, SHOWN_SAMPLES
-from rlhf.runs.run_files import RunFiles, entries, is_figure, value_at, visible
+from rlhf.runs.run_files import RunFiles, entries, entry_at, is_figure, visible
 
 
 def settings_of_run(run: RunFiles) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def make_skipped(run: RunFiles) -> list[str]:
     notes += [visible(text, 300) for text in run.damage]
     if not run.results:
         notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
-    elif value_at(run.results, "gold") is None:
+    elif entry_at(run.results, "gold") is None:
         notes.append("No true score: win rates and parts by it are missing; the reward model's are shown.")
-    before = [name for name, row in entries(run.pipeline, "stages") if value_at(row, "state") == "complete before"]
+    before = [name for name, row in entries(run.pipeline, "stages") if entry_at(row, "state") == "complete before"]
     if before:
         names = ", ".join(visible(name, 60) for name in before)
         notes.append(f"The last call of the pipeline skipped what was complete: {names}.")

@@ -6,7 +6,7 @@ All of this is untrusted text: the template escapes it.
 from typing import Any
 
 from rlhf.report.evaluation_tables import MODELS
-from rlhf.runs.run_files import RunFiles, entries, is_figure, number_at, prompt_text, value_at, visible
+from rlhf.runs.run_files import RunFiles, entries, entry_at, is_figure, number_at, prompt_text, visible
 
 SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
@@ -41,7 +41,7 @@ def _answer(row: dict[str, Any], model: str, title: str) -> dict[str, Any]:
         "title": title,
         "look": model,
         "text": visible(row["responses"][model]),
-        "gold": _total(value_at(row, "gold", model)),
+        "gold": _total(entry_at(row, "gold", model)),
         "score": number_at(row, "scores", model),
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.runs.charts import TABLES
-from rlhf.runs.run_files import is_figure, value_at, with_interval
+from rlhf.runs.run_files import entry_at, is_figure, with_interval
 from rlhf.runs.trackers import Tracker
 
 # Metric under eval/test/ by its path in results.json.
@@ -34,15 +34,15 @@ def log_results(tracker: Tracker, results: Mapping[str, Any], scores: Mapping[st
     metrics = {
         f"eval/test/{name}": value
         for name, place in PLACES.items()
-        if (value := with_interval(value_at(results, *place))[0]) is not None
+        if (value := with_interval(entry_at(results, *place))[0]) is not None
     }
-    parts = value_at(results, "gold", "parts", "ppo")
+    parts = entry_at(results, "gold", "parts", "ppo")
     if isinstance(parts, Mapping):
         metrics |= {f"eval/test/gold/{name}": float(value) for name, value in parts.items() if is_figure(value)}
-    if (strangers := with_interval(value_at(results, *HELD_OUT_LABELERS))[0]) is not None:
+    if (strangers := with_interval(entry_at(results, *HELD_OUT_LABELERS))[0]) is not None:
         metrics["eval/held_out_labelers/accuracy"] = strangers
     tracker.log(metrics, step=0)
-    rows = value_at(results, "reward_model", "calibration") or []
+    rows = entry_at(results, "reward_model", "calibration") or []
     curves = [(row["gap"], curve, row[curve], row["n"]) for row in rows for curve in ("predicted", "observed")]
     tracker.table("calibration", TABLES["calibration"], curves)
     flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}

@@ -187,7 +187,7 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def value_at(tree: Any, *path: str) -> Any:
+def entry_at(tree: Any, *path: str) -> Any:
     """The value at a path of keys, or None."""
     for key in path:
         if not isinstance(tree, dict):
@@ -197,26 +197,26 @@ def value_at(tree: Any, *path: str) -> Any:
 
 
 def number_at(tree: Any, *path: str) -> float | None:
-    """As `value_at`, if the value is a number that can be shown; else None."""
-    value = value_at(tree, *path)
+    """As `entry_at`, if the value is a number that can be shown; else None."""
+    value = entry_at(tree, *path)
     return value if is_figure(value) else None
 
 
 def entries(tree: Any, *path: str) -> list[tuple[str, Any]]:
-    """As `value_at`, the keys and values of a mapping; else none."""
-    value = value_at(tree, *path)
+    """As `entry_at`, the keys and values of a mapping; else none."""
+    value = entry_at(tree, *path)
     return list(value.items()) if isinstance(value, dict) else []
 
 
 def rows_of(tree: Any, *path: str) -> list[dict[str, Any]]:
-    """As `value_at`, the mappings in a list; else none."""
-    value = value_at(tree, *path)
+    """As `entry_at`, the mappings in a list; else none."""
+    value = entry_at(tree, *path)
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
 def with_interval(tree: Any) -> tuple[float | None, float | None, float | None]:
     """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
-    ci = value_at(tree, "ci95")
+    ci = entry_at(tree, "ci95")
     low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_figure, ci)) else (None, None)
     if not isinstance(tree, dict):
         return number_at(tree), low, high

@@ -15,7 +15,7 @@ from harness import read, show, table
 from harness import rows as read_rows
 
 from rlhf.runs.folders import rounds_before
-from rlhf.runs.run_files import value_at
+from rlhf.runs.run_files import entry_at
 
 GOLD = "eval/dev/gold/total"
 
@@ -97,7 +97,7 @@ def main(folders: list[str]) -> None:
     if len(by_run) > 1:
 
         def mean(*path: str) -> float:
-            return statistics.fmean(value_at(results, *path) for results in by_run.values())
+            return statistics.fmean(entry_at(results, *path) for results in by_run.values())
 
         print(
             f"\nMean over {len(by_run)} seeds: win rate {mean('gold', 'win_rate_vs_sft', 'value'):.3f}, "
