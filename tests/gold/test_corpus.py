@@ -14,9 +14,20 @@ from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.splits import split_of
 from rlhf.errors import UserError
-from rlhf.gold.corpus import Cut, demonstration_rows, divide, documents, make_passages, prompt_rows, word_ends
+from rlhf.gold import corpus
+from rlhf.gold.corpus import (
+    Cut,
+    demonstration_rows,
+    divide,
+    documents,
+    make_passages,
+    prompt_rows,
+    talk,
+    unique_tasks,
+    word_ends,
+)
 from rlhf.gold.speakers import DEMONSTRATION_MIX
-from rlhf.gold.world import SPLITS, task_from_metadata
+from rlhf.gold.world import SPLITS, Task, make_task, task_from_metadata
 
 SAMPLES = Path(__file__).parents[2] / "data"
 COUNTS = {"train": 400, "dev": 300, "test": 300}
@@ -129,3 +140,24 @@ def test_splits_are_disjoint_and_stay_when_another_one_grows():
 def test_too_little_text_is_said_before_anything_is_written():
     with pytest.raises(UserError, match=r"data.corpus: 3 paragraphs of 9 words or more, want 4: add text"):
         list(make_passages([text(3), "Too short."], {"test": 4}, CUT, word_ends, seed=0))
+
+
+def test_every_talk_of_the_pretraining_text_is_about_a_training_request(monkeypatch):
+    tasks: list[Task] = []
+
+    def record(task: Task, speaker: str, reply: str = "") -> str:
+        tasks.append(task)
+        return talk(task, speaker, reply)
+
+    monkeypatch.setattr(corpus, "talk", record)
+    texts = list(documents(2, 5, 1500))
+    assert len(tasks) > 500 and sum(any(t.prompt in text for t in tasks) for text in texts) >= len(tasks)
+    assert {split_of(task.core, 5, SPLITS) for task in tasks} == {"train"}
+
+
+def test_no_prompt_comes_twice():
+    prompts = [task.prompt for task in unique_tasks(random.Random(0), "test", 0, 300)]
+    assert len(set(prompts)) == 300
+    rng = random.Random(0)
+    plain = [make_task(rng, split="test").prompt for _ in range(300)]
+    assert len(set(plain)) < 300  # drawn without that care, some do

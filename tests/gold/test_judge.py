@@ -197,3 +197,23 @@ def test_a_few_shot_prompt_ends_where_the_answer_begins():
     text = few_shot("Who?", [("What?", "A cup."), ("Where?", "Rome.")])
     assert text == "Question:\nWhat?\nAnswer:\nA cup.\nQuestion:\nWhere?\nAnswer:\nRome.\nQuestion:\nWho?\nAnswer:\n"
     assert few_shot("Who?", []) == "Question:\nWho?\nAnswer:\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answers_to_other_tasks_are_mostly_wrong(kind):
+    rng = random.Random(f"others-{kind}")
+    pairs = [(make_task(rng, kind=kind), make_task(rng)) for _ in range(100)]
+    pairs = [(task, other) for task, other in pairs if task.sentence != other.sentence]
+    wrong = [judge(task, other.sentence)["correct"] < 1 for task, other in pairs]
+    assert sum(wrong) / len(wrong) > 0.6
+
+
+def test_half_of_the_content_is_half_correct():
+    task = Task("extract", "q", "", "", "", [["red"], ["blue"]], ["green"], ["The colours are"])
+    assert judge(task, "Red.")["correct"] == 0.5
+    assert judge(task, "Red, blue.")["correct"] == 1
+    assert judge(task, "Red, blue, green.")["correct"] == 0
+
+
+def test_weights_add_up_to_1():
+    assert sum(WEIGHTS.values()) == pytest.approx(1)

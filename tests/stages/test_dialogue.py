@@ -11,6 +11,7 @@ import pytest
 from rlhf.cli import main
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.splits import record_half, record_split
+from rlhf.errors import UserError
 from rlhf.evaluation.judging import compare, describe_comparisons
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import fractions, reward_folder
@@ -122,3 +123,8 @@ def test_mistakes_are_found_before_the_first_stage(run: Run, tmp_path: Path, cap
     assert stopped.value.code == 2
     assert re.search(wanted, capsys.readouterr().err)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_judge_without_a_base_or_a_half_is_refused(run: Run):
+    with pytest.raises(UserError, match=r"judge\.model is not set"):
+        run.stage("judge", "judge.model=null", "overwrite=true")

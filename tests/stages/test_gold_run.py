@@ -226,3 +226,33 @@ def test_chat_with_an_input_that_cannot_be_read_is_one_line(gold_run, tmp_path, 
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert said in done.stderr
+
+
+def test_results_of_the_reward_model(results):
+    rm = results["reward_model"]
+    assert rate_is_sound(rm["accuracy"])
+    assert all(0 <= rm[name] <= 1 for name in ("noise_ceiling", "gold_order_accuracy", "labeler_agreement"))
+    assert 0.5 <= rm["length_baseline"] <= 1
+    assert rm["noise_ceiling"] > 0.6, "labelers follow the truth more often than not"
+    assert rm["calibration"]
+    for row in rm["calibration"]:
+        assert row["gap"] >= 0 and 0.5 <= row["predicted"] <= 1 and 0 <= row["observed"] <= 1 and row["n"] > 0
+    assert [row["gap"] for row in rm["calibration"]] == sorted(row["gap"] for row in rm["calibration"])
+    assert sum(row["n"] for row in rm["calibration"]) == rm["accuracy"]["n"]
+
+
+def test_evaluation_uses_test_prompts_only(gold_run):
+    rows = list(read_jsonl(gold_run.folder / "evaluate" / "samples.jsonl"))
+    assert len(rows) == 40 and all(row["id"].startswith("p-test-") for row in rows)
+    trained_on = {row["prompt"] for row in read_jsonl(gold_run.folder / "ppo" / "samples.jsonl")}
+    assert not trained_on & {row["prompt"] for row in rows}
+
+
+def test_calibration_is_carried_by_the_checkpoint(gold_run):
+    """What it is: tests/stages/test_reward.py."""
+    from rlhf.model.heads import RewardModel
+
+    model = RewardModel.from_pretrained(str(gold_run.folder / "reward" / "model")).eval()
+    summary = read_stage(gold_run.folder / "reward")["summary"]
+    assert model.config.gain == pytest.approx(summary["gain"]) and model.config.shift == pytest.approx(summary["shift"])
+    assert model.config.gain != 1.0 and model.config.shift != 0.0

@@ -243,3 +243,24 @@ def test_without_answers_it_says_what_to_run(gold_run, server):
     config = gold_run.config("evaluate.judge=host")
     with pytest.raises(UserError, match="want a base URL"):
         judging.compare_by_endpoint(config, torch.device("cpu"))
+
+
+def test_damaged_files_are_read_with_patience(server, gold_run, tmp_path):
+    """Of the cache and of the answers, lines that hold something else count as absent."""
+    strange = [{"key": ["a"], "reply": "A"}, {"key": "a", "reply": 5}, {"key": "a"}]
+    (tmp_path / "cache.jsonl").write_text("".join(json.dumps(row) + "\n" for row in strange))
+    server.trouble = ["A"]
+    assert client(server, tmp_path).ask(MESSAGES) == "A"
+    shutil.copytree(gold_run.folder / "evaluate", tmp_path / "runs" / "x" / "evaluate")
+    path, pair = tmp_path / "runs" / "x" / "evaluate" / "samples.jsonl", {"ppo": "a b", "sft": "a"}
+    rows = [
+        {"responses": ["ppo", "sft"]},
+        {"responses": pair},
+        {"prompt": 5, "responses": pair},
+        {"prompt": "p", "responses": {"ppo": 1, "sft": None}},
+        {"prompt": "p", "responses": pair, "scores": 3, "gold": {"ppo": "x", "sft": 1}},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Run(tmp_path / "runs", "x", gold_run.overrides)
+    found = judging.compare_by_endpoint(run.config(f"evaluate.judge='{server.url}'"), torch.device("cpu"))
+    assert found["win_rate"] == {"value": 1.0, "ci95": found["win_rate"]["ci95"], "n": 1} and found["others"] == {}

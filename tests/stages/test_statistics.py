@@ -98,3 +98,11 @@ def test_length_control_has_a_value_where_one_side_always_wins(point):
 def test_length_control_has_no_value_where_one_side_is_always_longer():
     found = length_controlled([[1.0]] * 20, [[1.0], [3.0]] * 10)
     assert found["value"] is None and show(found) == "none"
+
+
+def test_a_judge_who_looks_at_length_alone_is_even_at_equal_length():
+    """The longer answer always wins, and ours is the longer one in four of five comparisons."""
+    d = np.random.default_rng(1).integers(-5, 21, (300, 2)).astype(float)
+    points = np.where(d > 0, 1.0, np.where(d < 0, 0.0, 0.5))
+    assert points.mean() > 0.75
+    assert length_controlled(points.tolist(), d.tolist())["value"] == pytest.approx(0.5, abs=0.03)
