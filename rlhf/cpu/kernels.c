@@ -1,6 +1,6 @@
 /* The inner loops of sampling on a CPU (rlhf/cpu/kernels.py): the attention of new tokens to a cache of keys and values, and the choice
-   of a token per row. float32. The compiler turns the inner loops into vectors of the processor's size. NaN in a row makes the row's
-   results NaN: comparisons leave it out, sums do not. */
+   of a token per row. float32, in vectors of the processor's size, which the compiler finds by itself where no type says so. NaN in a
+   row makes the row's results NaN: comparisons leave it out, sums do not. */
 
 #include <math.h>
 #include <stdint.h>
@@ -8,7 +8,34 @@
 
 #define BLOCK 128      /* columns whose scores are computed before their values are added; tokens whose sum is searched first */
 #define MOST_WIDTH 256 /* of a head */
+#if defined __AVX512F__ /* numbers per vector: GCC computes with larger vectors than the processor's number by number */
+#define LANES 16
+#elif defined __AVX2__
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* (a0 + a1, a2 + a3, ..., b0 + b1, ...) */
+INLINE floats add_neighbours(floats a, floats b)
+{
+#ifdef __clang__
+    floats sums;
+    for (int i = 0; i < LANES / 2; i++) {
+        sums[i] = a[2 * i] + a[2 * i + 1];
+        sums[i + LANES / 2] = b[2 * i] + b[2 * i + 1];
+    }
+    return sums;
+#else
+    int32_t even __attribute__((vector_size(4 * LANES)));
+    for (int i = 0; i < LANES; i++)
+        even[i] = 2 * i;
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#endif
+}
 
 /* e^x for x <= 0 to 2e-7 of it, 0 below -87: x = n ln 2 + r, with Taylor's series of e^r for |r| <= ln(2) / 2. */
 INLINE float exp_of(float x)
@@ -34,22 +61,26 @@ INLINE float exp_of(float x)
 INLINE void attend_head(const float *restrict q, const float *restrict K, const float *restrict V, const float *next,
                         float *restrict out, int64_t leading, int64_t tail, int64_t columns, const int width, float scale)
 {
-    float score[BLOCK], y[MOST_WIDTH], total = 0, top = -INFINITY;
-    for (int d = 0; d < width; d++)
-        y[d] = 0;
+    float score[BLOCK], total = 0, top = -INFINITY;
+    floats y[MOST_WIDTH / LANES] = {0};
     for (int part = 0; part < 2; part++) {
         const int64_t last = part ? columns : leading;
         for (int64_t start = part ? tail : 0; start < last; start += BLOCK) {
             const int count = last - start < BLOCK ? last - start : BLOCK;
-            for (int j = 0; j < count; j++) {
-                const float *k = K + (start + j) * width, *v = V + (start + j) * width;
-                float s = 0;
-#pragma omp simd reduction(+ : s)
-                for (int d = 0; d < width; d++)
-                    s += q[d] * k[d];
-                score[j] = scale * s;
-                for (int d = 0; d < width; d += 16)
-                    __builtin_prefetch(v + d);
+            for (int j = 0; j < count; j += LANES) { /* LANES columns at once: their products are summed together */
+                floats s[LANES];
+                for (int i = 0; i < LANES; i++) {
+                    const float *k = K + (start + (j + i < count ? j + i : count - 1)) * width;
+                    s[i] = (floats){0};
+                    for (int d = 0; d < width / LANES; d++) {
+                        s[i] += ((const floats *)q)[d] * ((const floats *)k)[d];
+                        __builtin_prefetch(V + (k - K) + d * LANES);
+                    }
+                }
+                for (int n = LANES / 2; n; n /= 2)
+                    for (int i = 0; i < n; i++)
+                        s[i] = add_neighbours(s[2 * i], s[2 * i + 1]);
+                *(floats *)(score + j) = scale * s[0];
             }
             float high = top, added = 0;
 #pragma omp simd reduction(max : high)
@@ -63,25 +94,25 @@ INLINE void attend_head(const float *restrict q, const float *restrict K, const 
             const float before = total > 0 ? expf(top - high) : 0;
             total = total * before + added;
             top = high;
-            for (int d = 0; d < width; d++)
+            for (int d = 0; d < width / LANES; d++)
                 y[d] *= before;
             for (int j = 0; j < count; j++) {
-                const float *v = V + (start + j) * width;
-                for (int d = 0; d < width; d++)
+                const floats *v = (const floats *)(V + (start + j) * width);
+                for (int d = 0; d < width / LANES; d++)
                     y[d] += score[j] * v[d];
                 for (int d = 0; d < width; d += 16)
                     __builtin_prefetch(next + (start + j) * width + d);
             }
         }
     }
-    for (int d = 0; d < width; d++)
-        out[d] = y[d] / total;
+    for (int d = 0; d < width / LANES; d++)
+        ((floats *)out)[d] = y[d] / total;
 }
 
 /* Attention of new tokens to a cache. First the key and value of each token n go to column place[n] of cache row row[n]. Then for
    each of its query heads y = softmax(scale q . K) V over the columns j < leading[n] and tail <= j < columns of the cache of its key
    head. Shapes: q, y (tokens, heads, width), k, v (tokens, key_heads, width), keys, values (rows, key_heads, at least columns,
-   width); width: up to MOST_WIDTH. stride_*: floats from one token or row to the next; stride_head: from one key head. */
+   width); width: a multiple of 16 up to MOST_WIDTH. stride_*: floats from one token or row to the next; stride_head: from one key head. */
 void attend(const float *q, const float *k, const float *v, float *keys, float *values, float *y, const int64_t *row,
             const int64_t *place, const int64_t *leading, int64_t tail, int64_t columns, int64_t tokens, int64_t heads,
             int64_t key_heads, int64_t width, int64_t stride_q, int64_t stride_k, int64_t stride_v, int64_t stride_row,
@@ -106,9 +137,8 @@ void attend(const float *q, const float *k, const float *v, float *keys, float *
             const float *query = q + n * stride_q + h * width;
             float *out = y + (n * heads + h) * width;
             switch (width) { /* a constant width keeps the sums in registers */
-            case 32: attend_head(query, K, V, next, out, leading[n], tail, columns, 32, scale); break;
-            case 64: attend_head(query, K, V, next, out, leading[n], tail, columns, 64, scale); break;
-            case 128: attend_head(query, K, V, next, out, leading[n], tail, columns, 128, scale); break;
+#define OF_WIDTH(W) case W: attend_head(query, K, V, next, out, leading[n], tail, columns, W, scale); break;
+            OF_WIDTH(16) OF_WIDTH(32) OF_WIDTH(48) OF_WIDTH(64) OF_WIDTH(80) OF_WIDTH(96) OF_WIDTH(128)
             default: attend_head(query, K, V, next, out, leading[n], tail, columns, width, scale);
             }
         }

@@ -92,7 +92,8 @@ def _processor() -> str:
 
 def can_attend(cache: Tensor) -> bool:
     """Whether `attend` serves keys and values like these, (rows, heads, columns, width)."""
-    return _plain(cache) and cache.shape[-1] <= MOST_WIDTH and compiled() is not None
+    width = cache.shape[-1]
+    return _plain(cache) and width % 16 == 0 and width <= MOST_WIDTH and compiled() is not None
 
 
 def attend(

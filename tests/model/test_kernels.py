@@ -39,7 +39,7 @@ def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tenso
 
 
 @needs_compiler
-@pytest.mark.parametrize("width", [24, 32, 64, 128, 256])
+@pytest.mark.parametrize("width", [16, 32, 48, 128, 160, 256])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("columns", [3, 16, BLOCK + 5])
 def test_attention_is_that_of_float64(width, heads, key_heads, columns):
@@ -245,7 +245,7 @@ def test_others_may_not_write_to_the_library_whatever_the_umask(loads, tmp_path)
 def test_what_it_does_not_serve_is_left_to_torch():
     cache = torch.zeros(1, 2, 4, 32)
     assert kernels.can_attend(cache) and kernels.can_invert(cache[0, 0])
-    for other in (cache.double(), cache.bfloat16(), torch.zeros(1, 2, 4, 272)):
+    for other in (cache.double(), cache.bfloat16(), torch.zeros(1, 2, 4, 272), torch.zeros(1, 2, 4, 24)):
         assert not kernels.can_attend(other)
     assert not kernels.can_invert(torch.zeros(8, 4).t()) and not kernels.can_invert(torch.zeros(4, 8).double())
     with by_torch_alone():
