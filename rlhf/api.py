@@ -111,7 +111,8 @@ class LoadedRun:
 
         Raises: UserError if a prompt does not fit the context.
         """
-        from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
+        from rlhf.engines.sampling import make_sampler
+        from rlhf.evaluation.answers import draw_answers, fit_prompts, room_for
 
         policy, tokenizer = self.policy(stage), self.tokenizer
         length, room = room_for(tokenizer, max_new_tokens or self.max_new_tokens(stage))
@@ -124,7 +125,9 @@ class LoadedRun:
         prompt_ids = [fit[0] for fit in fitted if fit is not None]
         keys = [("api", i) for i in range(len(prompt_ids))]
         with inference(self._config, self.device):
-            answers = draw_answers(policy, tokenizer, prompt_ids, keys, Drawing(seed, length, temperature, greedy))
+            how = {"seed": seed, "max_new_tokens": length, "temperature": temperature, "greedy": greedy}
+            engine = make_sampler(self._config, policy, tokenizer, batch_size=None, **how)
+            answers = draw_answers(engine, tokenizer, prompt_ids, keys)
         return [answer.text for answer in answers]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:

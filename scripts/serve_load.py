@@ -126,7 +126,7 @@ class Sampler:
         }
 
     def round(self) -> Round:
-        from rlhf.engines.sampler import sample
+        from rlhf.engines.sampling import sample
 
         start, before = time.perf_counter(), time.process_time()
         drawn = sample(self.policy, self.prompts, batch_size=self.batch, **self.settings)

@@ -9,17 +9,13 @@ import torch
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.engines.decoder import Decoder
-from rlhf.engines.sampler import sample
+from rlhf.engines.likely import before_responses, response_logprobs
+from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.heads import ScalarHead
 from rlhf.ops import fast
-from rlhf.ppo.experience import (
-    Rollout,
-    before_responses,
-    response_logprobs,
-    score_responses,
-)
+from rlhf.ppo.experience import Rollout, score_responses
 from rlhf.ppo.invariants import check_first_rollout, check_sampler
 from rlhf.ppo.models import ActorCritic, Reference
 from rlhf.ppo.rewards import ModelReward

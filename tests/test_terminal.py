@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from rlhf.commands import chat, pipeline
 from rlhf.commands.watch import follow
 from rlhf.config import Config, compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
-from rlhf.engines import sampler as generate
+from rlhf.engines import sampling
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output
 from rlhf.runs.progress import progress
@@ -136,7 +137,7 @@ def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys
     tokenizer = train_tokenizer(["some text to learn from"] * 4, 290, context_length=64)
     ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_text(tokenizer, character)]
     assert len(ids) > len(HOSTILE) + 3
-    monkeypatch.setattr(generate, "stream", lambda *_, **__: iter(ids))
+    monkeypatch.setattr(sampling, "sampler_for", lambda *_: SimpleNamespace(stream=lambda *_: iter(ids)))
     config = compose.compose_config(["rollout.max_new_tokens=24"])
     answer = chat.answer(config, None, tokenizer, [{"role": "user", "content": "hello"}], 0)
     assert HOSTILE in answer, "the dialogue goes on with what the model wrote"

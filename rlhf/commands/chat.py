@@ -78,7 +78,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.data.chat_template import end_ids, response_text
     from rlhf.data.prompts import encode_prompt_within
     from rlhf.data.records import Message
-    from rlhf.engines.sampler import stream
+    from rlhf.engines.sampling import make_sampler
     from rlhf.engines.text_stream import TextStream
     from rlhf.evaluation.answers import room_for
 
@@ -89,16 +89,8 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
         raise UserError("the message does not fit the model's context: write a shorter one")
     ends = end_ids(tokenizer)
     text = TextStream(tokenizer, ends)
-    for token in stream(
-        policy,
-        fitted[0],
-        max_new_tokens=length,
-        eos_token_id=ends,
-        temperature=config.chat.temperature,
-        greedy=config.chat.greedy,
-        seed=config.seed,
-        key=("chat", turn),
-    ):
+    how = {"max_new_tokens": length, "temperature": config.chat.temperature, "greedy": config.chat.greedy}
+    for token in make_sampler(config, policy, tokenizer, **how).stream(fitted[0], ("chat", turn)):
         write(printable(text.add([token]), keep="\n\t"))
     write(printable(text.add([], over=True), keep="\n\t"))
     say()

@@ -68,20 +68,21 @@ def partial_of(out: Path) -> Path:
 
 def fit_records(
     config: Config, folder: Path, records: list[PromptRecord], temperature: float, greedy: bool = False
-) -> tuple[Any, list[tuple[PromptRecord, list[int], bool]], Any]:
-    """A policy's tokenizer; the prompts that fit its context, with their tokens and whether they were cut; and the `Drawing`."""
+) -> tuple[Any, list[tuple[PromptRecord, list[int], bool]], dict[str, Any]]:
+    """A policy's tokenizer; the prompts that fit its context, with their tokens and whether they were cut; and how they are answered."""
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.answers import Drawing, fit_prompts, room_for
+    from rlhf.evaluation.answers import fit_prompts, room_for
 
     tokenizer = load_tokenizer(folder / "model")
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)
     fitted = zip(records, fit_prompts(tokenizer, [record.prompt for record in records], room), strict=True)
     asked = [(record, *found) for record, found in fitted if found is not None]
-    return tokenizer, asked, Drawing(config.seed, length, temperature, greedy, config.rollout.batch_size)
+    return tokenizer, asked, {"temperature": temperature, "greedy": greedy, "max_new_tokens": length}
 
 
 def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
     """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
+    from rlhf.engines.sampling import make_sampler
     from rlhf.evaluation.answers import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
@@ -91,11 +92,9 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
         raise UserError(
             f"generate: none of {len(records)} prompts fits the context of {tokenizer.model_max_length} tokens"
         )
-    drawn_by = {"seed": how.seed, "temperature": how.temperature, "greedy": how.greedy}
-    drawn_by |= {"max_new_tokens": how.max_new_tokens}
     turns = [[m.model_dump(include={"role", "content"}) for m in record.prompt] for record, _, _ in asked]
     heads = [
-        {"id": record.id, "prompt": prompt, "cut": cut, **model, **drawn_by}
+        {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
         for (record, _, cut), prompt in zip(asked, turns, strict=True)
     ]
     partial = partial_of(out)
@@ -115,7 +114,8 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
             bar.update(done)
         policy: Any = load_frozen(config, folder / "model", device)
         prompts = [(ids, ("generate", prompt_key(record.prompt))) for record, ids, _ in asked[done:]]
-        drawn = draw_in_turn(policy, tokenizer, prompts, settings.samples, how)
+        engine = make_sampler(config, policy, tokenizer, **how)
+        drawn = draw_in_turn(engine, tokenizer, prompts, settings.samples)
         for head, answers in zip(heads[done:], drawn, strict=True):
             row = head | {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
             if settings.logprobs:

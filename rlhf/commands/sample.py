@@ -134,6 +134,7 @@ def draw_tasks(
     config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
 ) -> tuple[list[Ranking], int, int]:
     """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
+    from rlhf.engines.sampling import make_sampler
     from rlhf.evaluation.answers import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
@@ -142,11 +143,11 @@ def draw_tasks(
     # A prompt that was cut is left out: a labeler would judge an answer to what the model had seen only in part.
     whole = [(record, ids) for record, ids, cut in asked if not cut]
     keyed = [(ids, ("sample", record.id)) for record, ids in whole]
-    policy = load_frozen(config, folder / "model", device)
+    engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
     tasks: list[Ranking] = []
     seen: dict[str, int] = {}
     with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
-        drawn = draw_in_turn(policy, tokenizer, keyed, config.sample.responses + SPARE, how)
+        drawn = draw_in_turn(engine, tokenizer, keyed, config.sample.responses + SPARE)
         for (record, _), answers in zip(whole, drawn, strict=True):
             seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
             task_id = f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" + (f"#{number}" if number > 1 else "")

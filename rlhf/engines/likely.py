@@ -3,8 +3,13 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.data.tokenizer import encode_text, separator_id
+from rlhf.model.fused_loss import is_plain
+from rlhf.model.interface import lm
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.system.terminal import printable
 
 
@@ -24,6 +29,49 @@ def likeliest(model: Any, tokens: list[int], count: int) -> list[tuple[int, floa
     logits = model(row, use_cache=False).logits[0, -1]
     top = logits.float().softmax(-1).topk(min(count, len(logits)))
     return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+
+def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
+    """(N,) positions of the token before each response token of mask (B, A), as row * width + position."""
+    device = mask.device
+    position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
+    return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
+
+
+def response_logprobs(
+    policy: Any,
+    tokens: Tensor,
+    prompt_lengths: Tensor,
+    mask: Tensor,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    hidden: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
+
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
+    states (N, D) before the tokens in mask (B, A), if already computed. temperature: divides the logits.
+    """
+    before = before_responses(prompt_lengths, tokens.shape[1], mask)
+    chosen = tokens.flatten()[before + 1]
+    model, head = lm(policy), policy.get_output_embeddings()
+    plain = model.plain
+    if hidden is None and plain:
+        hidden = model.hidden(tokens, before)
+    if hidden is not None and plain and is_plain(head):
+        hidden = hidden if temperature == 1.0 else hidden / temperature
+        logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
+    else:
+        logits = (head(hidden) if plain else model.logits(tokens, before)) / temperature  # (N, V)
+        logp = token_logprobs(logits, chosen)
+        entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
+    return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
+
+
+def unpacked(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, A) float32 from one value per token in mask (B, A), as (N,); 0 outside the mask."""
+    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
 from rlhf.engines.decoder import QKV, Decoder, Seen
-from rlhf.engines.sampler import default_batch, rows_carried
+from rlhf.engines.native import default_batch, rows_carried
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.ops.fast import attend

@@ -13,24 +13,14 @@ from rlhf.data.chat_template import decode_response, end_ids, response_text
 from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, PromptRecord
 from rlhf.data.tokenizer import encode_texts
-from rlhf.engines.sampler import Key, Samples, sample, sample_as_configured
+from rlhf.engines.choosing import Key
+from rlhf.engines.sampling import Samples, SamplingEngine, make_sampler
 from rlhf.evaluation.statistics import batched
 from rlhf.gold.truth import Truth
 from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
 
 TOGETHER = 32  # prompts whose responses are drawn together by `draw_in_turn`
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """How responses are sampled. A response depends only on (seed, key), the prompt and the model, not on its batch."""
-
-    seed: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    greedy: bool = False
-    batch_size: int | None = None  # sequences decoded at once; None: as memory allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +47,10 @@ def fit_prompts(
 
 
 def draw_answers(
-    policy: Any, tokenizer: Any, prompts: Sequence[list[int]], keys: Sequence[Key], how: Drawing
+    engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], keys: Sequence[Key]
 ) -> list[Answer]:
     """One response to each prompt, in order; the keys distinguish several responses to one prompt."""
-    samples = sample(
-        policy,
-        prompts,
-        seed=how.seed,
-        keys=keys,
-        max_new_tokens=how.max_new_tokens,
-        eos_token_id=end_ids(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        temperature=how.temperature,
-        greedy=how.greedy,
-        batch_size=how.batch_size,
-    )
+    samples = engine.sample(prompts, keys)
     return [
         Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])
         for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
@@ -79,13 +58,13 @@ def draw_answers(
 
 
 def draw_in_turn(
-    policy: Any, tokenizer: Any, asked: Sequence[tuple[list[int], tuple]], count: int, how: Drawing
+    engine: SamplingEngine, tokenizer: Any, asked: Sequence[tuple[list[int], tuple]], count: int
 ) -> Iterator[list[Answer]]:
     """`count` responses to each prompt, which is given with its key; a few prompts are answered together."""
     for part in batched(asked, TOGETHER):
         prompts = [ids for ids, _ in part for _ in range(count)]
         keys = [(*key, j) for _, key in part for j in range(count)]
-        yield from batched(draw_answers(policy, tokenizer, prompts, keys, how), count)
+        yield from batched(draw_answers(engine, tokenizer, prompts, keys), count)
 
 
 # One policy's responses, as `answer_all` gives them.
@@ -115,11 +94,11 @@ def answer_all(
                 texts = [truth.base_text(record) for record in records]
                 policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
                 ends, read = [tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip()
-            draw = functools.partial(sample_as_configured, config, policy, tokenizer, eos_token_id=ends)
+            engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
             repeated = [prompt for prompt in policy_prompts for _ in range(count)]
             keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-            drawn = unpack(draw(repeated, keys=keys), ends, read, count)
-            greedy = unpack(draw(policy_prompts, greedy=True), ends, read, 1)
+            drawn = unpack(engine.sample(repeated, keys), ends, read, count)
+            greedy = unpack(engine.sample(policy_prompts, greedy=True), ends, read, 1)
             greedy = {f"greedy_{key}": value for key, value in greedy.items()}
             answers[name] = {"prompts": policy_prompts} | drawn | greedy
             bar.update(len(prompts))

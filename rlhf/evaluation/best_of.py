@@ -20,7 +20,7 @@ from rlhf.config import Config
 from rlhf.data.chat_template import response_text
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
-from rlhf.engines.sampler import sample_as_configured
+from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, show, text_figures, win_rate
@@ -140,7 +140,7 @@ def draw_candidates(
     for part in batched(range(len(prompts)), max(1, config.rollout.batch_size // n)):
         repeated, asked = ([each[i] for i in part for _ in range(n)] for each in (prompts, records))
         keys = [("best_of", records[i].id, j) for i in part for j in range(n)]
-        samples = sample_as_configured(config, policy, tokenizer, repeated, keys=keys)
+        samples = make_sampler(config, policy, tokenizer).sample(repeated, keys)
         texts = [response_text(tokenizer, ids) for ids in samples.responses]
         raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
         flat: dict[str, list[Any]] = {

@@ -12,8 +12,9 @@ from rlhf.config.setting import listed
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.answers import Drawing, draw_answers, fit_prompts, room_for
+from rlhf.evaluation.answers import draw_answers, fit_prompts, room_for
 from rlhf.evaluation.statistics import WORD, Figures, interval, per_key, ratio_interval, sentences_of, show
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
@@ -57,9 +58,9 @@ def evaluate_instructions(config: Config, device: torch.device) -> Figures:
         asked = [i for i, fit in enumerate(fitted) if fit is not None and not fit[1]]
         if not asked:
             raise UserError(f"evaluate.instructions: no prompt fits the context of {tokenizer.model_max_length} tokens")
-        how = Drawing(config.seed, length, greedy=True, batch_size=config.rollout.batch_size)
+        engine = make_sampler(config, policy, tokenizer, max_new_tokens=length, greedy=True)
         prompts = [fit[0] for i in asked if (fit := fitted[i]) is not None]
-        answers = draw_answers(policy, tokenizer, prompts, [("instructions", records[i].id) for i in asked], how)
+        answers = draw_answers(engine, tokenizer, prompts, [("instructions", records[i].id) for i in asked])
         passed = [
             [follows(answer.text, check) for check in checks[i]] for i, answer in zip(asked, answers, strict=True)
         ]

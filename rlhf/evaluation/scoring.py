@@ -9,6 +9,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.items import Encode, Item, check_labelers, names_of
 from rlhf.data.records import PromptRecord, Ranking
+from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval, split_like
 from rlhf.gold.truth import make_truth
@@ -16,7 +17,6 @@ from rlhf.model.batching import by_length, joined_length, right_pad
 from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score
 from rlhf.ops.ranking import ranking_loss
-from rlhf.ppo.experience import response_logprobs
 from rlhf.ppo.rewards import Reward
 
 Scores = list[list[float]]  # a list per item or prompt

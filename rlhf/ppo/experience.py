@@ -20,14 +20,11 @@ from rlhf.data.corpus import PackedCorpus, make_collator
 from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
-from rlhf.engines.sampler import Samples, sample_as_configured
+from rlhf.engines.sampling import Samples, SamplingEngine
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
-from rlhf.model.fused_loss import is_plain
 from rlhf.model.interface import Episodes, lm
 from rlhf.ops.gae import ESTIMATORS, compute_advantages
-from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import in_split, read_comparisons, read_prompts
@@ -97,12 +94,15 @@ class Prompts(NamedTuple):
 
 @torch.no_grad()
 def sample_responses(
-    config: Config, engine: Engine, policy: Any, tokenizer: Any, prompts: list[Prompt], keys: list[tuple]
+    engine: Engine, sampler: SamplingEngine, tokenizer: Any, prompts: list[Prompt], keys: list[tuple]
 ) -> tuple[Samples, list[str]]:
     """One response to each prompt at temperature 1, determined by (seed, key), however the batch is split; also as text."""
     engine.eval()
-    with engine.autocast(), engine.whole(policy) as whole:
-        samples = sample_as_configured(config, whole, tokenizer, [ids for _, ids in prompts], keys=keys)
+    with engine.autocast(), engine.whole(engine.module.policy) as whole:
+        sampler.wake()
+        sampler.load(whole)
+        samples = sampler.sample([ids for _, ids in prompts], keys)
+        sampler.sleep()
     return samples, [response_text(tokenizer, ids) for ids in samples.responses]
 
 
@@ -154,47 +154,6 @@ def score_responses(
     rollout = Rollout(tokens, prompt_lengths, lengths, mask, ended, *logprobs, values, scores, token_scores)
     check_finite({"scores": scores, "logp_old": logp_old, "logp_ref": logp_ref, "values": values}, rollout._asdict())
     return rollout
-
-
-def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
-    """(N,) positions of the token before each response token of mask (B, A), as row * width + position."""
-    device = mask.device
-    position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
-    return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
-
-
-def response_logprobs(
-    policy: Any,
-    tokens: Tensor,
-    prompt_lengths: Tensor,
-    mask: Tensor,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
-    hidden: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
-
-    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
-    states (N, D) before the tokens in mask (B, A), if already computed.
-    """
-    before = before_responses(prompt_lengths, tokens.shape[1], mask)
-    chosen = tokens.flatten()[before + 1]
-    model, head = lm(policy), policy.get_output_embeddings()
-    plain = model.plain
-    if hidden is None and plain:
-        hidden = model.hidden(tokens, before)
-    if hidden is not None and plain and is_plain(head):
-        logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
-    else:
-        logits = head(hidden) if plain else model.logits(tokens, before)  # (N, V)
-        logp = token_logprobs(logits, chosen)
-        entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
-    return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
-
-
-def unpacked(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, A) float32 from one value per token in mask (B, A), as (N,); 0 outside the mask."""
-    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)
 
 
 def load_estimator(name: str) -> Estimator:

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
+from rlhf.engines.likely import before_responses, response_logprobs, unpacked
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.ppo.experience import before_responses, response_logprobs, unpacked
 from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder

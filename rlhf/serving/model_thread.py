@@ -24,8 +24,8 @@ from rlhf.api import LoadedRun
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import end_ids
+from rlhf.engines.native import packed
 from rlhf.engines.running import Response, RunningBatch
-from rlhf.engines.sampler import packed
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen
 from rlhf.serving.security import RefusedError

@@ -17,7 +17,7 @@ from rlhf.data.label_files import load_comparisons
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampler import sample_as_configured
+from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import batched, flatten, split_like
 from rlhf.gold.labelers import rank_responses, tune_noise
@@ -93,12 +93,13 @@ def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[Prompt
     """Some responses more per prompt than will be ranked, since several can be the same."""
     prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
     responses: list[list[Answer]] = []
+    engine = make_sampler(config, policy, tokenizer)
     with progress(len(prompts), "label", unit="prompt") as bar:
         for part in batched(list(zip(prompts, prompt_ids, strict=True)), PROMPTS_TOGETHER):
             counts = [range(responses_wanted(config, record) + config.gold.spare_responses) for record, _ in part]
             repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]
             keys = [("label", record.id, j) for (record, _), places in zip(part, counts, strict=True) for j in places]
-            samples = sample_as_configured(config, policy, tokenizer, repeated, keys=keys)
+            samples = engine.sample(repeated, keys)
             texts = [response_text(tokenizer, ids) for ids in samples.responses]
             responses += split_like(zip(texts, samples.ended.tolist(), strict=True), counts)
             bar.update(len(part))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.ops.gae import OF_GROUPS
 from rlhf.ops.kl import AdaptiveKL, FixedKL
@@ -69,7 +70,7 @@ def run(config: Config) -> None:
         policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
         prompts = load_texts(config, tokenizer, stage.say)
         state = State(engine, make_kl(config))
-        models = {"policy": policy, "reference": reference, "reward": reward}
+        models = {"sampler": make_sampler(config, policy, tokenizer), "reference": reference, "reward": reward}
 
         # Loop
         updates = settings.episodes // settings.episodes_per_update
@@ -87,10 +88,8 @@ def run(config: Config) -> None:
                 metrics = one_update(
                     config,
                     update,
-                    policy=policy,
                     critic=critic,
-                    reference=reference,
-                    reward=reward,
+                    **models,
                     prompts=prompts,
                     state=state,
                     estimate=estimate,
@@ -123,7 +122,7 @@ def one_update(
     config: Config,
     update: int,
     *,
-    policy: Any,
+    sampler: SamplingEngine,
     critic: nn.Module | None,
     reference: Reference,
     reward: Reward,
@@ -140,7 +139,7 @@ def one_update(
 
     # 1. Sample a response to each prompt from the policy
     keys = [("ppo", update, episode) for episode in episodes]
-    samples, texts = sample_responses(config, engine, policy, prompts.tokenizer, asked, keys)
+    samples, texts = sample_responses(engine, sampler, prompts.tokenizer, asked, keys)
     phases.end("rollout")
 
     # 2. Score it; log-probs of policy and reference, values
@@ -208,7 +207,7 @@ def episodes_of_rank(config: Config, ranks: Ranks) -> list[int]:
 def evaluate_held_out(
     config: Config,
     *,
-    policy: Any,
+    sampler: SamplingEngine,
     reference: Reference,
     reward: Reward,
     prompts: Prompts,
@@ -229,7 +228,7 @@ def evaluate_held_out(
         records = [record for record, _ in asked]
         with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
             keys = [("held out", record.id) for record in records]
-            samples, texts = sample_responses(config, engine, policy, tokenizer, asked, keys)
+            samples, texts = sample_responses(engine, sampler, tokenizer, asked, keys)
             rollout = score_responses(config, engine, reference, reward, tokenizer, asked, samples, texts)
         scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
         sums = held_out_sums(rollout, scores, gold)

@@ -22,7 +22,7 @@ from rlhf.data.prompts import fitting_prompts, prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 from rlhf.data.splits import record_half
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampler import sample_as_configured
+from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model
 from rlhf.evaluation.scoring import (
@@ -323,7 +323,7 @@ def score_samples(
     fitting = list(fitting_prompts(tokenizer, prompts, context - length))
     prompt_ids = [ids for _, ids, _ in fitting]
     keys = [("calibrate", i) for i in range(len(prompt_ids))]
-    samples = sample_as_configured(config, policy, tokenizer, prompt_ids, keys=keys, max_new_tokens=length)
+    samples = make_sampler(config, policy, tokenizer, max_new_tokens=length).sample(prompt_ids, keys)
     texts = [response_text(tokenizer, ids) for ids in samples.responses]
     episodes = Episodes([record for record, _, _ in fitting], prompt_ids, samples.responses, texts, samples.ended)
     return score(model, unwrapped(model).rows(episodes), calibrated=False)

@@ -78,7 +78,7 @@ def make_prompts(spec: Spec) -> list[list[int]]:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-    from rlhf.engines.sampler import sample
+    from rlhf.engines.sampling import sample
     from rlhf.ops.fast import keep_freed_memory
 
     keep_freed_memory()

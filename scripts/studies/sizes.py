@@ -45,7 +45,9 @@ def cells_of(asked: Any) -> tuple[list[Cell], list[Cell]]:
 def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     """{policy: its answer to each prompt}; of a cell with PPO-ptx only that one."""
     import rlhf
-    from rlhf.evaluation.answers import Drawing, draw_answers
+    from rlhf.data.chat_template import end_ids
+    from rlhf.engines.sampling import Sampling, sampler_for
+    from rlhf.evaluation.answers import draw_answers
 
     loaded, asked = rlhf.load(cell.home), [record["prompt"] for record in records]
     if cell.name.endswith("_ptx"):
@@ -55,7 +57,9 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     length = loaded.max_new_tokens("ppo")
     prompts = few_shot_prompts(cell, records, loaded.tokenizer, length)
     keys = [("few_shot", i) for i in range(len(prompts))]
-    drawn = draw_answers(loaded.policy("pretrain"), loaded.tokenizer, prompts, keys, Drawing(cell.seed, length))
+    tokenizer = loaded.tokenizer
+    settings = Sampling(length, end_ids(tokenizer), tokenizer.pad_token_id, seed=cell.seed)
+    drawn = draw_answers(sampler_for(loaded.policy("pretrain"), settings), tokenizer, prompts, keys)
     return found | {"few_shot": [first_answer(answer.text) for answer in drawn]}
 
 

@@ -17,11 +17,13 @@ from rlhf.cpu import kernels
 from rlhf.cpu.products import by_torch_alone, onednn_product
 from rlhf.engines.choosing import Choice, make_uniforms
 from rlhf.engines.decoder import Decoder
-from rlhf.engines.sampler import _sample_transformers, packed, sample
+from rlhf.engines.likely import response_logprobs
+from rlhf.engines.native import packed
+from rlhf.engines.sampling import Sampling, sample
+from rlhf.engines.transformers_generate import GenerateEngine
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.ppo.experience import response_logprobs
 from tests.model.test_ragged import ragged_loss
 from tests.presets import preset
 
@@ -87,7 +89,7 @@ def test_the_sampler_beats_generate(model):
 
     @torch.inference_mode()
     def plain() -> None:
-        _sample_transformers(model, prompts, uniforms, eos, 0, Choice())
+        GenerateEngine(model, Sampling(24, 1)).draw(prompts, uniforms, eos, 0, Choice())
 
     def fast() -> None:
         sample(model, prompts, max_new_tokens=24, eos_token_id=1, pad_token_id=0)

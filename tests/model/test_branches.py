@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
+from rlhf.engines.likely import response_logprobs
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.batching import choose_groups, join, joined_length, right_pad, shared_length
-from rlhf.ppo.experience import response_logprobs
 from tests.presets import preset
 
 ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]

@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.cpu.products import by_torch_alone
-from rlhf.engines import decoder, graphs
-from rlhf.engines import sampler as generate
+from rlhf.engines import decoder, graphs, native
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
-from rlhf.engines.sampler import default_batch, sample, stream
+from rlhf.engines.likely import response_logprobs
+from rlhf.engines.native import default_batch
+from rlhf.engines.sampling import Sampling, sample, sampler_for
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.ppo.experience import response_logprobs
 from tests.presets import preset
 
 VOCAB, NEW, PAD = 40, 12, 0
@@ -140,7 +140,7 @@ def test_a_prompt_asked_several_times_is_read_once(kind, monkeypatch):
 def test_stream_is_the_sampler(kind):
     model = make(kind).train()
     out = sample(model, PROMPTS[:1], **{**SETTINGS, "eos_token_id": 7}, keys=["chat"], seed=5)
-    tokens = stream(model, PROMPTS[0], max_new_tokens=NEW, eos_token_id=7, key="chat", seed=5)
+    tokens = sampler_for(model, Sampling(NEW, 7)).stream(PROMPTS[0], "chat", seed=5)
     first = next(tokens)
     assert not torch.is_inference_mode_enabled()  # while the caller holds a token, its own modes are in force
     assert [first, *tokens] == out.responses[0]
@@ -301,7 +301,7 @@ def test_mistakes_are_named():
     with pytest.raises(UserError, match=r"prompt 1 has 30 tokens.*12.*context is 32"):
         sample(model, [[1], [2] * 30], **SETTINGS)
     with pytest.raises(UserError, match="prompt 0 has 30 tokens"):
-        stream(model, [2] * 30, max_new_tokens=NEW, eos_token_id=None)
+        sampler_for(model, Sampling(NEW, None)).stream([2] * 30)
     with pytest.raises(UserError, match="prompt 1 has no tokens"):
         sample(model, [[1], []], **SETTINGS)
     with pytest.raises(UserError, match="2 keys for 1 prompts"):
@@ -386,7 +386,7 @@ def test_the_host_does_not_wait_at_each_token_on_a_gpu(kind, monkeypatch):
     prompts = [p[:5] for p in PROMPTS] * 6
     with Waits() as each_token:
         each = sample(model, prompts, **settings)
-    monkeypatch.setattr(generate, "_steps_between_looks", lambda device: generate.LOOK_EVERY)
+    monkeypatch.setattr(native, "_steps_between_looks", lambda device: native.LOOK_EVERY)
     with Waits() as all_steps:
         seldom = sample(model, prompts, **settings)
     with Waits() as one_step:
@@ -397,9 +397,7 @@ def test_the_host_does_not_wait_at_each_token_on_a_gpu(kind, monkeypatch):
     assert each_token.count - one_step.count >= 19
     # two looks: one number each, and one number and two lists of rows where some leave the batch
     assert all_steps.count - one_step.count <= 2 * 4
-    assert (
-        list(stream(model, prompts[0], eos_token_id=settings["eos_token_id"], max_new_tokens=20)) == each.responses[0]
-    )
+    assert list(sampler_for(model, Sampling(**settings)).stream(prompts[0])) == each.responses[0]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "switch"])
@@ -411,7 +409,7 @@ def test_steps_of_one_shape_give_the_same_samples(kind, monkeypatch):
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
     monkeypatch.setattr(graphs, "COLUMN_BLOCK", 8)
-    monkeypatch.setattr(generate, "make_decoder", graphs.FixedDecoder)
+    monkeypatch.setattr(native, "make_decoder", graphs.FixedDecoder)
     with by_torch_alone():  # as on a GPU
         found = sample(model, prompts, **settings)
     assert found.responses == wanted.responses

@@ -15,7 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.model import GPTForCausalLM
 from rlhf.model.convert import from_transformers
 from rlhf.ppo.invariants import SAMPLER

@@ -5,7 +5,8 @@ import torch
 
 from rlhf.cpu import products
 from rlhf.cpu.products import by_torch_alone, onednn_product
-from rlhf.engines.sampler import packed, sample
+from rlhf.engines.native import packed
+from rlhf.engines.sampling import sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.linear import products_cast
 
@@ -115,7 +116,7 @@ def test_short_answers_and_a_torch_without_the_product_do_without(monkeypatch):
     assert onednn_product() is None
     assert answers(model).responses == before.responses
     monkeypatch.undo()
-    monkeypatch.setattr("rlhf.engines.sampler.packed", lambda *_: pytest.fail("packed for a few tokens"))
+    monkeypatch.setattr("rlhf.engines.native.packed", lambda *_: pytest.fail("packed for a few tokens"))
     assert len(answers(model, new=4).responses) == len(PROMPTS)
 
 

@@ -12,13 +12,13 @@ from transformers import GenerationConfig
 
 from rlhf.data.chat_template import encode_prompt, end_ids
 from rlhf.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
-from rlhf.engines.sampler import sample, stream
+from rlhf.engines.likely import response_logprobs
+from rlhf.engines.sampling import Sampling, sample, sampler_for
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import read_checkpoint
 from rlhf.model.interface import lm
-from rlhf.ppo.experience import response_logprobs
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import make_checkpoint
 
@@ -65,7 +65,7 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
     ]
     assert drawn[0].responses == drawn[1].responses
     assert torch.allclose(drawn[0].logprobs[drawn[0].mask], drawn[1].logprobs[drawn[1].mask], atol=1e-4)
-    streamed = stream(theirs, prompts[1], max_new_tokens=6, eos_token_id=ends, key=1, seed=1)
+    streamed = sampler_for(theirs, Sampling(6, ends)).stream(prompts[1], 1, seed=1)
     assert list(streamed) == drawn[0].responses[1]
 
 

@@ -8,8 +8,9 @@ import torch
 from rlhf.cpu import kernels, products
 from rlhf.engines import running
 from rlhf.engines.choosing import Choice, hashed, make_uniforms, uniforms_at
+from rlhf.engines.native import packed
 from rlhf.engines.running import Response, RunningBatch
-from rlhf.engines.sampler import packed, sample
+from rlhf.engines.sampling import sample
 from rlhf.model import GPTForCausalLM
 from tests.model.test_generate import ALL, make
 from tests.presets import preset

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.ops import fast
 from rlhf.ops.ppo import policy_loss

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.gold.truth import make_truth
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Experience, Rollout, load_estimator, sample_responses, score_responses
@@ -53,17 +54,21 @@ class Trainer:
 
     def update(self, number: int = 1) -> dict[str, float]:
         """The metrics of one update."""
-        names = ("policy", "critic", "reference", "reward", "prompts", "state", "estimate", "measures")
+        names = ("sampler", "critic", "reference", "reward", "prompts", "state", "estimate", "measures")
         return ppo.one_update(self.config, number, **{name: getattr(self, name) for name in names})
+
+    @property
+    def sampler(self) -> SamplingEngine:
+        return make_sampler(self.config, self.policy, self.tokenizer)
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and sample rows of the held-out prompts."""
-        names = ("policy", "reference", "reward", "prompts", "state", "truth")
+        names = ("sampler", "reference", "reward", "prompts", "state", "truth")
         return ppo.evaluate_held_out(self.config, **{name: getattr(self, name) for name in names})
 
     def collect(self, prompts: list, keys: list[tuple]) -> Rollout:
         """Steps 1 and 2: one response to each prompt, scored."""
-        samples, texts = sample_responses(self.config, self.engine, self.policy, self.tokenizer, prompts, keys)
+        samples, texts = sample_responses(self.engine, self.sampler, self.tokenizer, prompts, keys)
         models = self.engine, self.reference, self.reward
         return score_responses(self.config, *models, self.tokenizer, prompts, samples, texts)
 

@@ -20,7 +20,7 @@ from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from rlhf.config.stages import PpoConfig
+from rlhf.engines.likely import response_logprobs
+from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.model.interface import Episodes
 from rlhf.ops.masked import whiten
-from rlhf.ppo import experience as ppo_experience
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.experience import Rollout, response_logprobs
+from rlhf.ppo.experience import Rollout
 from rlhf.ppo.invariants import TOLERANCE, Checked, check_first_minibatch
 from rlhf.stages import ppo
 from rlhf.training.setup import load_policy
@@ -206,8 +207,8 @@ def test_a_reference_that_is_not_the_sft_model_is_refused(trainer, gold_run):
 
 
 def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
-    sample = ppo_experience.sample_as_configured
-    monkeypatch.setattr(ppo_experience, "sample_as_configured", lambda *a, **k: sample(*a, **k, temperature=0.7))
+    other = make_sampler(trainer.config, trainer.policy, trainer.tokenizer, temperature=0.7)
+    monkeypatch.setattr(type(trainer), "sampler", other)
     assert_refused(trainer, 2)
 
 

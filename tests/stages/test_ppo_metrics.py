@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rlhf.data.chat_template import decode_response, response_text
-from rlhf.engines.sampler import Samples
+from rlhf.engines.sampling import Samples
 from rlhf.errors import UserError
 from rlhf.gold.judge import judge
 from rlhf.gold.world import task_from_metadata
@@ -99,8 +99,8 @@ def seen(trainer) -> Seen:
         trainer.prompts.blocks.draw,
     )
 
-    def sample_cut(config, engine, policy, tokenizer, *asked):
-        samples = cut(sample(config, engine, policy, tokenizer, *asked)[0])
+    def sample_cut(engine, sampler, tokenizer, *asked):
+        samples = cut(sample(engine, sampler, tokenizer, *asked)[0])
         return samples, [response_text(tokenizer, ids) for ids in samples.responses]
 
     def count_tokens(episodes):

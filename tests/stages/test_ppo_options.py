@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.experience import response_logprobs
 from rlhf.ppo.rewards import adjust_scores
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage

@@ -17,7 +17,7 @@ from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
 from rlhf.model.batching import joined_length

@@ -13,7 +13,7 @@ from rlhf.data.chat_template import decode_response, encode_prompts
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before

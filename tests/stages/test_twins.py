@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.config import compose
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl

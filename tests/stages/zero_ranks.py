@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from rlhf.config.compose import compose_config
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampler import sample
+from rlhf.engines.sampling import sample
 from rlhf.evaluation.scoring import item_encoder, score_items
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout
