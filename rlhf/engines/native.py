@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhf.engines.choosing import Choice, choose_tokens
 from rlhf.engines.decoder import Decoder, cached_in
 from rlhf.engines.graphs import make_decoder
-from rlhf.engines.sampling import MAX_BATCH, LocalEngine, Prompts, evaluating
+from rlhf.engines.local import MAX_BATCH, LocalEngine, Prompts, evaluating
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import lm
 from rlhf.model.linear import Linear

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.engines.choosing import Choice, choose_tokens
 from rlhf.engines.likely import response_logprobs
-from rlhf.engines.sampling import LocalEngine, Prompts, evaluating
+from rlhf.engines.local import LocalEngine, Prompts, evaluating
 from rlhf.model.batching import right_pad
 
 READ_ROWS = 16  # responses per forward that computes their log-probs

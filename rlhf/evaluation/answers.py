@@ -14,7 +14,8 @@ from rlhf.data.prompts import encode_prompt_within
 from rlhf.data.records import Message, PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key
-from rlhf.engines.sampling import Samples, SamplingEngine, make_sampler
+from rlhf.engines.local import Samples
+from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.evaluation.statistics import batched
 from rlhf.gold.truth import Truth
 from rlhf.runs.progress import progress

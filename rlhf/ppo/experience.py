@@ -20,7 +20,8 @@ from rlhf.data.corpus import PackedCorpus, make_collator
 from rlhf.data.prompts import fitting_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
-from rlhf.engines.sampling import Samples, SamplingEngine
+from rlhf.engines.local import Samples
+from rlhf.engines.sampling import SamplingEngine
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad
 from rlhf.model.interface import Episodes, lm

@@ -46,7 +46,8 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     """{policy: its answer to each prompt}; of a cell with PPO-ptx only that one."""
     import rlhf
     from rlhf.data.chat_template import end_ids
-    from rlhf.engines.sampling import Sampling, sampler_for
+    from rlhf.engines.local import Sampling
+    from rlhf.engines.sampling import sampler_for
     from rlhf.evaluation.answers import draw_answers
 
     loaded, asked = rlhf.load(cell.home), [record["prompt"] for record in records]

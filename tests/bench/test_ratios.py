@@ -18,8 +18,9 @@ from rlhf.cpu.products import by_torch_alone, onednn_product
 from rlhf.engines.choosing import Choice, make_uniforms
 from rlhf.engines.decoder import Decoder
 from rlhf.engines.likely import response_logprobs
+from rlhf.engines.local import Sampling
 from rlhf.engines.native import packed
-from rlhf.engines.sampling import Sampling, sample
+from rlhf.engines.sampling import sample
 from rlhf.engines.transformers_generate import GenerateEngine
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm

@@ -13,8 +13,9 @@ from rlhf.cpu.products import by_torch_alone
 from rlhf.engines import decoder, graphs, native
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.likely import response_logprobs
+from rlhf.engines.local import Sampling
 from rlhf.engines.native import default_batch
-from rlhf.engines.sampling import Sampling, sample, sampler_for
+from rlhf.engines.sampling import sample, sampler_for
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
 from tests.presets import preset

@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 from rlhf.data.chat_template import encode_prompt, end_ids
 from rlhf.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from rlhf.engines.likely import response_logprobs
-from rlhf.engines.sampling import Sampling, sample, sampler_for
+from rlhf.engines.local import Sampling
+from rlhf.engines.sampling import sample, sampler_for
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.adopt import adopt

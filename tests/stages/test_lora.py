@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
-from rlhf.engines import sampling
+from rlhf.engines import local
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
@@ -271,7 +271,7 @@ def test_decoding_in_bfloat16_casts_frozen_weights_once(gold_run, monkeypatch):
 
     ours, count = draw()
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "products_cast", lambda model: contextlib.nullcontext())
+        patch.setattr(local, "products_cast", lambda model: contextlib.nullcontext())
         plain, plain_count = draw()
     assert (count, plain_count) == (8, 6 * 8), "two layers of four matrices, each once or at each of 6 steps"
     assert ours.responses == plain.responses and ours.logprobs.equal(plain.logprobs)

@@ -1,0 +1,154 @@
+"""What all engines share whose model is in this process: checks, random numbers, batches of similar length, `Samples`.
+
+Tokens depend only on (seed, key, step), the prompt and the model, never on the other prompts of the batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.engines.choosing import Choice, Key, make_uniforms
+from rlhf.errors import UserError
+from rlhf.model.batching import by_length
+from rlhf.model.half import products_cast
+from rlhf.model.interface import lm
+
+Prompts = Sequence[Sequence[int]]
+
+MAX_BATCH = 256
+
+
+class Samples(NamedTuple):
+    """Responses to B prompts, in the caller's order; A is the longest response."""
+
+    responses: list[list[int]]  # B lists of token ids, the end token included where there is one
+    logprobs: Tensor  # (B, A) float32 nats, 0 where mask is False
+    mask: Tensor  # (B, A) bool, True at response tokens
+    ended: Tensor  # (B,) bool, True if the response is complete: it has its end token, or the form has none
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn, token by token from softmax(logits / temperature)."""
+
+    max_new_tokens: int
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy: bool = False
+    seed: int = 0
+    batch_size: int | None = None  # prompts decoded together; None: as many as the key-value cache has room for
+
+    @property
+    def ends(self) -> list[int]:
+        ids = [] if self.eos_token_id is None else self.eos_token_id
+        return [ids] if isinstance(ids, int) else list(ids)
+
+
+class LocalEngine(ABC):
+    """An engine whose model is in this process. It keeps nothing between two calls, so `sleep` and `wake` have nothing to do."""
+
+    def __init__(self, model: Any, settings: Sampling):
+        self.model, self.settings = model, settings
+
+    @abstractmethod
+    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
+
+    @abstractmethod
+    def draw_steps(self, prompt: Sequence[int], uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[int]:
+        """The tokens of one response."""
+
+    def most_rows(self, columns: int) -> int:
+        """The batch for rows of this many tokens."""
+        return MAX_BATCH
+
+    def prepared(self, rows: int, steps: int) -> AbstractContextManager[Any]:
+        """A context in which batches of `rows` are drawn."""
+        return nullcontext()
+
+    def load(self, model: Any) -> None:
+        self.model = model
+
+    def sleep(self) -> None:
+        return None
+
+    def wake(self) -> None:
+        return None
+
+    def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
+        how = replace(self.settings, **changes)
+        choice, steps = self._checked(prompts, how), how.max_new_tokens
+        keys = range(len(prompts)) if keys is None else keys
+        if len(keys) != len(prompts):
+            raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
+        device = next(self.model.parameters()).device
+        eos, uniforms = torch.tensor(how.ends, dtype=torch.int64), make_uniforms(how.seed, keys, steps)
+        eos, uniforms = eos.to(device), uniforms.to(device)
+        lengths = [len(prompt) for prompt in prompts]
+        size = how.batch_size or self.most_rows(max(lengths, default=1) + steps)
+        tokens = torch.full((len(prompts), steps), how.pad_token_id, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(tokens.shape, device=device)
+        ready = self.prepared(min(size, len(prompts)), steps)
+        with evaluating(self.model), products_cast(self.model), torch.inference_mode(), ready:
+            for part in by_length(lengths, size):
+                drawn = self.draw([prompts[i] for i in part], uniforms[part], eos, how.pad_token_id, choice)
+                tokens[part], logprobs[part] = drawn
+        return _make_samples(tokens, logprobs, eos)
+
+    def stream(self, prompt: Sequence[int], key: Key = 0, **changes: Any) -> Iterator[int]:
+        how = replace(self.settings, **changes)
+        choice, device = self._checked([prompt], how), next(self.model.parameters()).device
+        uniforms = make_uniforms(how.seed, [key], how.max_new_tokens).to(device)
+        return self.draw_steps(prompt, uniforms, torch.tensor(how.ends, dtype=torch.int64, device=device), choice)
+
+    def _checked(self, prompts: Prompts, how: Sampling) -> Choice:
+        choice, steps, context = (
+            Choice(how.temperature, how.top_p, how.greedy),
+            how.max_new_tokens,
+            lm(self.model).context,
+        )
+        if steps < 1:
+            raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise UserError(f"sampling: prompt {index} has no tokens: give each prompt at least one")
+            total = len(prompt) + steps
+            if context is not None and total > context:
+                raise UserError(
+                    f"sampling: prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, "
+                    f"together {total}, the model's context is {context}: shorten the prompt or lower it"
+                )
+        return choice
+
+
+def _make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
+    """Cut tokens and log-probs (B, max_new_tokens) after the first end token of each row."""
+    is_end = torch.isin(tokens, eos)
+    ends = is_end.any(-1)
+    lengths = torch.where(ends, is_end.int().argmax(-1) + 1, tokens.shape[1])
+    ended = ends | (len(eos) == 0)
+    longest = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(longest, device=tokens.device) < lengths[:, None]
+    responses = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    return Samples(responses, logprobs[:, :longest].masked_fill(~mask, 0.0), mask, ended)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in eval mode; afterwards the modules that were in training mode are so again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
