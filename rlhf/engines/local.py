@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rlhf.engines.choosing import Choice, Key, make_uniforms
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
-from rlhf.model.half import products_cast
 from rlhf.model.interface import lm
+from rlhf.model.linear import products_cast
 
 Prompts = Sequence[Sequence[int]]
 
