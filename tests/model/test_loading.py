@@ -8,13 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.errors import UserError
-from rlhf.model.adopt import adopt, load_weights
+from rlhf.model.adopt import load_weights
 from rlhf.model.checkpoint import read_checkpoint
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.system.files import hash_files
 from rlhf.training.setup import load_policy
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -23,6 +25,15 @@ def policy(tmp_path):
     model = GPTForCausalLM(GPTConfig(vocab_size=32, n_layer=2, n_head=2, width=16, context_length=16))
     model.save_pretrained(str(tmp_path / "model"))
     return tmp_path / "model"
+
+
+def loaders(policy, tmp_path):
+    """Whatever reads a policy, or the reward model in tmp_path / "reward"."""
+    return (
+        lambda: load_policy(policy),
+        lambda: load_reward_model(tmp_path / "reward", CPU),
+        lambda: load_weights(read_checkpoint(policy)),
+    )
 
 
 def edit(path, **values):
@@ -35,7 +46,7 @@ def edit(path, **values):
 def test_other_numbers_of_layers_are_refused(policy, tmp_path, layers, told):
     reward = RewardModel.from_causal_lm(str(policy))
     reward.save_pretrained(str(tmp_path / "reward"))
-    assert load_policy(policy) is not None and load_reward_model(tmp_path / "reward", torch.device("cpu")) is not None
+    assert load_policy(policy) is not None and load_reward_model(tmp_path / "reward", CPU) is not None
     for folder in (policy, tmp_path / "reward"):
         edit(folder, n_layer=layers)
     with pytest.raises(UserError, match=told):
@@ -43,7 +54,7 @@ def test_other_numbers_of_layers_are_refused(policy, tmp_path, layers, told):
     with pytest.raises(UserError, match=told):
         RewardModel.from_causal_lm(str(policy))
     with pytest.raises(UserError, match=told):
-        load_reward_model(tmp_path / "reward", torch.device("cpu"))
+        load_reward_model(tmp_path / "reward", CPU)
 
 
 def test_a_reward_model_does_not_say_where_its_trunk_came_from(policy, tmp_path):
@@ -67,11 +78,7 @@ def test_a_damaged_file_is_one_line_whichever_model_reads_it(policy, tmp_path, f
     for folder in (policy, tmp_path / "reward"):
         (folder / file).unlink()
         (folder / file).mkdir() if content is None else (folder / file).write_bytes(content)
-    for load in (
-        lambda: load_policy(policy),
-        lambda: load_reward_model(tmp_path / "reward", torch.device("cpu")),
-        lambda: adopt(policy),
-    ):
+    for load in loaders(policy, tmp_path):
         with pytest.raises(UserError) as told:
             load()
         assert "\n" not in str(told.value)
@@ -84,11 +91,7 @@ def test_weights_that_are_not_finite_are_refused(policy, tmp_path, value):
         weights = load_file(folder / "model.safetensors")
         weights[max(weights)].view(-1)[1] = value  # one of them
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    for load in (
-        lambda: load_policy(policy),
-        lambda: load_reward_model(tmp_path / "reward", torch.device("cpu")),
-        lambda: load_weights(read_checkpoint(policy)),
-    ):
+    for load in loaders(policy, tmp_path):
         with pytest.raises(UserError, match="has values that are not finite: use an earlier or another model"):
             load()
 
@@ -99,10 +102,6 @@ def test_a_config_of_endless_layers_is_refused_before_they_are_built(policy, tmp
         text = file.read_text()
         file.write_text(re.sub(r'"n_layer": \d+', f'"n_layer": {10**30}', text))
         assert file.read_text() != text
-    for load in (
-        lambda: load_policy(policy),
-        lambda: load_reward_model(tmp_path / "reward", torch.device("cpu")),
-        lambda: adopt(policy),
-    ):
+    for load in loaders(policy, tmp_path):
         with pytest.raises(UserError, match="layer"):
             load()
