@@ -89,7 +89,8 @@ class Engine:
 
     def keep_average(self, part: str, module: nn.Module, decay: float) -> None:
         """Average the weights of `module`, which belong to this part, at each step in which the part trains."""
-        self.ema, self.averaged = Ema(module, decay), part
+        slices = (self.ranks.rank, self.ranks.count) if self.sharded else (0, 1)
+        self.ema, self.averaged = Ema(module, decay, *slices), part
 
     def backward(self, loss: Tensor, batch: Mapping[str, Tensor] | None = None) -> None:
         """Add a micro-batch's gradient. batch: its tensors, which are kept if the loss is not finite."""

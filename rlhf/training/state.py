@@ -61,8 +61,7 @@ def whole_tensor(parameter: nn.Parameter) -> Tensor:
 
     In bfloat16 under ZeRO this is the optimizer's float32 copy.
     """
-    trained = hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")
-    if trained and parameter.dtype != torch.float32:
+    if parameter.requires_grad and parameter.dtype != torch.float32:
         from deepspeed.utils import safe_get_full_fp32_param
 
         return safe_get_full_fp32_param(parameter).detach().cpu()
