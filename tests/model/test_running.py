@@ -101,15 +101,24 @@ def test_packed_weights_and_hundreds_of_sequences(way, monkeypatch):
     assert sample(model, asked, **settings, batch_size=7).responses == expected
 
 
-def test_in_bfloat16_the_log_probs_are_those_of_a_whole_forward():
+def test_in_bfloat16_the_log_probs_are_those_of_a_row_alone_and_of_a_whole_forward():
     model = make("llama")
-    made = [Response(p, Choice(), 5, i, 8, frozenset()) for i, p in enumerate(prompts(4))]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+
+    def drawn(asked: list[tuple[int, list[int]]]) -> list[Response]:
+        responses = [Response(p, Choice(), 5, i, 8, frozenset()) for i, p in asked]
         batch = RunningBatch(model, 4)
-        batch.advance(made)
+        batch.advance(responses)
         for _ in range(7):
             batch.advance()
+        return responses
+
+    asked = list(enumerate(prompts(4)))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        made, alone = drawn(asked), [drawn([one])[0] for one in asked]
         hidden = [model.model(torch.tensor([one.prompt + one.tokens[:-1]])).last_hidden_state[0] for one in made]
+    assert [one.tokens for one in made] == [one.tokens for one in alone]
+    for one, by_itself in zip(made, alone, strict=True):  # the same roundings to bfloat16
+        assert one.logprobs == pytest.approx(by_itself.logprobs, abs=1e-5)
     weight = model.lm_head.weight.detach().bfloat16().float()
     errors = []
     for one, rows in zip(made, hidden, strict=True):
