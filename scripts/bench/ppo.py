@@ -106,6 +106,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.config.compose import compose_config
     from rlhf.data.records import PromptRecord
     from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.engines.sampling import make_sampler
     from rlhf.ppo.experience import Prompts, load_estimator
     from rlhf.ppo.models import load_models
     from rlhf.ppo.update import State
@@ -151,9 +152,9 @@ def ours(spec: Spec, turns: Turns) -> None:
                 (PromptRecord.model_validate({"id": str(i), "prompt": "any"}), tokens)
                 for i, tokens in enumerate(make_prompts(spec))
             ]
-            state = State(engine, ppo.make_kl(config))
+            state, sampler = State(engine, ppo.make_kl(config)), make_sampler(config, policy, tokenizer)
             for update, _ in enumerate(turns, 1):
-                named = {"policy": policy, "critic": critic, "reference": reference, "reward": reward, "state": state}
+                named = {"sampler": sampler, "critic": critic, "reference": reference, "reward": reward, "state": state}
                 estimate, prompts = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)
                 metrics = ppo.one_update(config, update, **named, prompts=prompts, estimate=estimate)
                 turns.done(
