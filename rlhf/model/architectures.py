@@ -39,6 +39,10 @@ def rows(*sizes: int) -> Layout:
     return Layout(torch.cat, lambda ours: list(ours.split(sizes)))  # type: ignore[arg-type]
 
 
+def _nothing(_: Any) -> Any:
+    return []
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One row of the table.
@@ -57,7 +61,7 @@ class Architecture:
     read: Callable[[Any], Fields]
     write: Callable[[GPTConfig], Fields]
     entries: Callable[[GPTConfig], Iterator[Entry]]
-    misfits: Callable[[GPTConfig], list[str]] = lambda _: []
+    misfits: Callable[[GPTConfig], list[str]] = _nothing
 
     def our_fields(self, config: Any) -> Fields:
         """The fields of our configuration for theirs."""

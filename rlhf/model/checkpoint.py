@@ -11,9 +11,11 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
+from rlhf.model.gpt_config import MOST_LAYERS
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 UNSTATED_CONTEXT = 2048  # tokens, of a model that does not state it
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 LAYER = re.compile(r"\.\d+\.")  # in the name of a weight that belongs to a numbered layer
 # The files of a hub repository that are read before its weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
@@ -136,6 +138,7 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
     with reading(f"model.pretrained={source}: no readable configuration", wanted):
         more = {} if gguf is None else {"gguf_file": gguf}
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **more)
+    check_sizes(config, f"model.pretrained={source}", "max_position_embeddings")
     kinds = config.architectures or []
     classifier = next((kind for kind in kinds if str(kind).endswith("Classification")), None)
     if classifier or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
@@ -225,3 +228,16 @@ def check_dtypes(checkpoint: Checkpoint) -> None:
                     f"model.pretrained={checkpoint.source}: {name} in {path.name} is {kind}: want floating point numbers: "
                     "give the checkpoint in full precision"
                 )
+
+
+def check_sizes(config: Any, source: str, *more: str) -> None:
+    """Raises: UserError for sizes that no model has and whose construction would take all time and memory.
+
+    more: further settings of transformers' configuration that are at least 1.
+    """
+    for name in (*SIZES, *more):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise UserError(f"{source}: config.json says {name}={size}, want 1 or more: restore it")
+        if isinstance(size, int) and name == SIZES[0] and size > MOST_LAYERS:
+            raise UserError(f"{source}: config.json says {size:,} layers, want at most {MOST_LAYERS:,}: restore it")

@@ -22,7 +22,7 @@ from rlhf.data.chat_template import encode_scored
 from rlhf.data.items import Answer, Encode
 from rlhf.data.records import Demonstration, Message
 from rlhf.errors import UserError, reading
-from rlhf.model.checkpoint import load_whole
+from rlhf.model.checkpoint import check_sizes, load_whole
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes
 
@@ -310,6 +310,7 @@ def _read_config(source: str) -> tuple[Any, Any]:
     wanted = "want a folder or hub name of a transformers classifier"
     with reading(f"reward.model={source}: no readable model and tokenizer", wanted):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        check_sizes(config, f"reward.model={source}")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     without_dropout(config)
     for name in ("use_cache", "use_mems_eval", "use_mems_train"):

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from rlhf.errors import UserError
 from rlhf.model.adopt import load_weights
-from rlhf.model.checkpoint import read_checkpoint
-from rlhf.model.classifier import load_reward_model
+from rlhf.model.checkpoint import _read_config, read_checkpoint
+from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.system.files import hash_files
@@ -102,6 +103,21 @@ def test_a_config_of_endless_layers_is_refused_before_they_are_built(policy, tmp
         text = file.read_text()
         file.write_text(re.sub(r'"n_layer": \d+', f'"n_layer": {10**30}', text))
         assert file.read_text() != text
-    for load in loaders(policy, tmp_path):
+    llama = tmp_path / "llama"
+    LlamaConfig(num_hidden_layers=10**9).save_pretrained(llama)
+    foreign = (lambda: _read_config("llama", llama, None), lambda: TextRewardModel.from_pretrained(llama))
+    for load in (*loaders(policy, tmp_path), *foreign):
         with pytest.raises(UserError, match="layer"):
             load()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("num_hidden_layers", -1), ("num_hidden_layers", 0), ("hidden_size", 0), ("vocab_size", 0), ("max_position_embeddings", 0),
+     ("max_position_embeddings", -1)],
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_refused(tmp_path, name, size):
+    LlamaConfig().save_pretrained(tmp_path)
+    edit(tmp_path, **{name: size})
+    with pytest.raises(UserError, match=rf"config.json says {name}={size}, want 1 or more"):
+        _read_config("llama", tmp_path, None)
