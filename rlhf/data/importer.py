@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 import numpy as np
 
@@ -132,7 +132,7 @@ class Importer:
                     checked, rejects = [], [*rejects, reject_row(source.name, row, error.field, error.message)]
                 for record, stored in checked:
                     if info.format in ("label_studio", "tasks_csv") and _item_of(record) is not None:
-                        pending.append(_Judgement(len(results), row, record, own_id))
+                        pending.append(_Judgement(len(results), cast(Row, row), cast(Ranking, record), own_id))
                     else:
                         result = min(result, self._take(record, stored, own_id, info))
                 for reject in rejects:

@@ -176,7 +176,8 @@ class Ranking(_Part):
         if len(set(ranked)) < len(ranked) or not all(self.ranking or ()):
             came = f'"{first_repeat(ranked)}" twice' if all(self.ranking or ()) else "an empty list"
             raise _problem("ranking", f"ranking names {came}, {once}")
-        named = {"ratings": self.ratings, "flags": self.flags, "ranking": ranked, "pairs": chain(*self.pairs or ())}
+        named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags, "ranking": ranked}
+        named["pairs"] = chain(*self.pairs or ())
         for field, given in named.items():
             stray = next((name for name in given if name not in known), None)
             if stray is not None:

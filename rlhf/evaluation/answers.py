@@ -90,9 +90,9 @@ def answer_all(
     with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy, policy_prompts, ends = load_frozen(config, folder, device), prompts, end_ids(tokenizer)
-            read = functools.partial(response_text, tokenizer)
+            read: Callable[[list[int]], str] = functools.partial(response_text, tokenizer)
             if name == "base_prompted" and truth is not None:  # the beginning of a text like those it was trained on
-                texts = [truth.base_text(record) for record in records]
+                texts: list[Any] = [truth.base_text(record) for record in records]
                 policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
                 ends, read = [tokenizer.bos_token_id], lambda ids: decode(ids).split("\n", 1)[-1].strip()
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
@@ -111,5 +111,5 @@ def unpack(
 ) -> dict[str, list[list[Any]]]:
     """read: the text of a response's tokens without its end token."""
     texts = [read(ids[:-1] if ids and ids[-1] in ends else ids) for ids in samples.responses]
-    flat = {"ids": samples.responses, "texts": texts, "ended": samples.ended.tolist()}
+    flat: dict[str, list[Any]] = {"ids": samples.responses, "texts": texts, "ended": samples.ended.tolist()}
     return {name: batched(values, count) for name, values in flat.items()}

@@ -138,7 +138,7 @@ def draw_candidates(
     response in nats, and its score as PPO would use it."""
     drawn: dict[str, list[list[Any]]] = {}
     for part in batched(range(len(prompts)), max(1, config.rollout.batch_size // n)):
-        repeated, asked = ([each[i] for i in part for _ in range(n)] for each in (prompts, records))
+        repeated, asked = [prompts[i] for i in part for _ in range(n)], [records[i] for i in part for _ in range(n)]
         keys = [("best_of", records[i].id, j) for i in part for j in range(n)]
         samples = make_sampler(config, policy, tokenizer).sample(repeated, keys)
         texts = [response_text(tokenizer, ids) for ids in samples.responses]

@@ -279,7 +279,7 @@ def compare_with_truth(
         points += [
             (one > other) + 0.5 * (one == other) for (total, one), (lower, other) in pairs if total > lower + 1e-9
         ]
-    utilities = [labelers_mean(truth, config.gold.labeler_noise, item.record, item.answers) for item in items]
+    utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
     return {
         "noise_ceiling": accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"],
         "gold_order_accuracy": round(sum(points) / len(points), 4) if points else None,
@@ -298,7 +298,7 @@ def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Sco
     x = np.array([[parts[name] for name in truth.parts] for parts in judged])
     prompts = np.repeat(np.arange(len(items)), list(map(len, scores)))
     y = np.array(flatten(scores))
-    wanted = np.array(flatten(labelers_mean(truth, noise, item.record, item.answers) for item in items))
+    wanted = np.array(flatten(labelers_mean(truth, noise, i.record, i.answers) for i in items if i.record))
     learned, true = standardised_regression(x, y, prompts), standardised_regression(x, wanted, prompts)
     rows: dict[str, Figures] = {}
     for name, weight, error, other, spread in zip(

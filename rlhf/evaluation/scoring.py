@@ -106,9 +106,8 @@ def score_each(model: Any, items: list[Item]) -> Scores:
 def score_samples(reward: Reward, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
     """A reward's scores of one policy's {"prompts", "ids", "texts", "ended"}, a list per prompt of `records`."""
     ids, texts, ended = (answers[key] for key in ("ids", "texts", "ended"))
-    asked, prompts = (
-        [x for x, row in zip(each, ids, strict=True) for _ in row] for each in (records, answers["prompts"])
-    )
+    asked = [record for record, row in zip(records, ids, strict=True) for _ in row]
+    prompts = [prompt for prompt, row in zip(answers["prompts"], ids, strict=True) for _ in row]
     episodes = Episodes(asked, prompts, flatten(ids), flatten(texts), torch.tensor(flatten(ended)))
     return split_like(reward(episodes).tolist(), ids)
 
@@ -127,13 +126,13 @@ class JudgedPair(NamedTuple):
         return (self.margin > 0) + 0.5 * (self.margin == 0)
 
 
-def judged_pairs(items: Sequence[Item], scores: Scores) -> list[JudgedPair]:
+def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[JudgedPair]:
     """Every pair that a labeler ordered."""
     return [
         JudgedPair(n, judgement.labeler, gap, s[better] - s[worse])
         for n, (item, s) in enumerate(zip(items, scores, strict=True))
         for judgement in item.judgements
-        for (better, worse), gap in zip(judgement.pairs, judgement.gaps or [None] * len(judgement.pairs), strict=True)
+        for (better, worse), gap in zip(judgement.pairs, judgement.gaps or (None,) * len(judgement.pairs), strict=True)
     ]
 
 

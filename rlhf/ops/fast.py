@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,9 +38,7 @@ except ImportError:
     def can_attend(cache: Tensor) -> bool:
         return False
 
-    can_invert = can_attend
-    attend: Any = None
-    invert: Any = None
+    can_invert, attend, invert = cast(Any, (can_attend, None, None))
 
     @contextmanager
     def packed_weights(weights: Sequence[Tensor], rows: int) -> Iterator[int]:
@@ -55,8 +53,7 @@ except ImportError:
 
     return_freed_memory = keep_freed_memory
 
-    def adapting_threads(threads: int, device: Any, processes: int) -> Any:
-        return None
+    adapting_threads = cast(Any, lambda threads, device, processes: None)
 
 
 __all__ = [

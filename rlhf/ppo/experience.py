@@ -75,7 +75,7 @@ class Experience(NamedTuple):
         """The episodes of `index`, cut as `Rollout.rows` cuts them."""
         rollout = self.rollout.rows(index)
         by_token = (x[index, : rollout.response_mask.shape[1]] for x in (self.rewards, self.advantages, self.returns))
-        records, texts = ([x[i] for i in index] for x in (self.records, self.texts))
+        records, texts = [self.records[i] for i in index], [self.texts[i] for i in index]
         return Experience(records, texts, rollout, self.scores[index], *by_token)
 
     def without_tokens(self) -> "Experience":

@@ -80,7 +80,7 @@ class ActorCritic(nn.Module):
         logits = self.policy(**inputs, use_cache=False).logits[:, :-1]  # (B, T - 1, V)
         return -token_logprobs(logits, batch["labels"][:, 1:]).sum() / denominator
 
-    def parts(self) -> dict[str, nn.Module]:
+    def parts(self) -> dict[str, Any]:
         """{"policy": …, "critic": …}, without the critic if there is none."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 

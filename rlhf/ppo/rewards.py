@@ -140,7 +140,7 @@ def make_reward(
     """
     names, weights = reward_sources(config)
     sources: dict[str, Reward] = {}
-    first: RewardModel | None = None
+    first: Any = None
     for name in names:
         if name is not None and is_function(name):
             sources[f"function_{len(sources)}"] = FunctionReward(name, device)

@@ -171,8 +171,8 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
         if wrong := [p for p in parents if p["state"] != "same" and "/" not in p["name"]]:
             last = f"{wrong[0]['name']} changed" if wrong[0]["state"] == "changed" else f"another {wrong[0]['name']}"
         lines = [] if stage.status == "not started" else [duration(seconds), memory(peak), last]
-        box = {"name": name, "status": stage.status, "seconds": seconds, "memory": peak, "step": step, "lines": lines}
-        box |= {"share": 100 * (seconds or 0.0) / slowest if slowest else 0.0, "parents": parents}
+        box: dict[str, Any] = {"name": name, "status": stage.status, "seconds": seconds, "memory": peak, "lines": lines}
+        box |= {"step": step, "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0, "parents": parents}
         boxes.append(box | {"hash": visible(str(entry_at(stage.record, "hash") or "")[:8])})
     index = {name: i for i, name in enumerate(stages)}
     pairs = [(index[p["name"]], b, p) for b, box in enumerate(boxes) for p in box["parents"]

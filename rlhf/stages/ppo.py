@@ -70,7 +70,7 @@ def run(config: Config) -> None:
         policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
         prompts = load_texts(config, tokenizer, stage.say)
         state = State(engine, make_kl(config))
-        models = {"sampler": make_sampler(config, policy, tokenizer), "reference": reference, "reward": reward}
+        models = dict[str, Any](sampler=make_sampler(config, policy, tokenizer), reference=reference, reward=reward)
 
         # Loop
         updates = settings.episodes // settings.episodes_per_update

@@ -6,7 +6,7 @@ L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equa
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def run(config: Config) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         engine = make_engine(
             config,
-            NextToken(model.to(device)),
+            NextToken(model.to(device)),  # type: ignore[arg-type]
             make_optimizer(config, model),
             device,
             max_grad_norm=config.pretrain.max_grad_norm,
@@ -88,7 +88,7 @@ def run(config: Config) -> None:
                 rows = config.pretrain.global_batch_tokens // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
                 objective = make_objective(config, engine, blocks)
-                train(loop, Batches(blocks, rows, order), objective, make_schedule(config, steps))
+                train(loop, Batches(cast(Any, blocks), rows, order), objective, make_schedule(config, steps))
             save_output(model, tokenizer, stage)
 
             # 4. Held-out loss

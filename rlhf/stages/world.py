@@ -1,6 +1,6 @@
 """The files of a world with a known true score: pretraining text, demonstrations and prompts, in the import format."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf.config import Config
@@ -27,7 +27,7 @@ def prompt_counts(config: Config) -> dict[str, int]:
     return {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
 
 
-def built_in_files(config: Config) -> dict[str, Iterable[dict[str, Any]]]:
+def built_in_files(config: Config) -> Mapping[str, Iterable[dict[str, Any]]]:
     gold, seed, share = config.gold, config.seed, config.gold.conversations
     return {
         "corpus": ({"text": text} for text in documents(seed, seed, gold.documents, share)),
@@ -36,7 +36,7 @@ def built_in_files(config: Config) -> dict[str, Iterable[dict[str, Any]]]:
     }
 
 
-def passage_files(config: Config) -> dict[str, Iterable[dict[str, Any]]]:
+def passage_files(config: Config) -> Mapping[str, Iterable[dict[str, Any]]]:
     """Openings of passages of data.corpus as prompts, and their continuations as demonstrations."""
     gold = config.gold
     cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)

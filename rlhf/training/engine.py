@@ -55,7 +55,7 @@ class Engine:
     sharded = False
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, bfloat16: bool, most: float
+        self, module: Any, optimizer: torch.optim.Optimizer, device: torch.device, bfloat16: bool, most: float
     ):
         self.module, self.optimizer, self.device, self.bfloat16 = module, optimizer, device, bfloat16
         self.max_grad_norm = most

@@ -40,7 +40,8 @@ class TrainingLoop:
     def __init__(self, stage: Stage, engine: Engine, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
         self.stage, self.engine, self.ranks, self.total = stage, engine, engine.ranks, total
         self.tracker, self.bar = tracker, bar
-        self.first, self.tokens, self.figure = 0, 0, None
+        self.first, self.tokens = 0, 0
+        self.figure: float | None = None
         self.notes: dict[str, Any] = {}
         self.sums = Sums()  # of this rank, since the last line of metrics
         if resume is not None:

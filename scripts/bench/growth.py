@@ -134,7 +134,7 @@ def labels(clock: Clock, megabytes: float, home: Path) -> float:
     path = home / "labels.jsonl"
     make_comparisons(path, megabytes, 0)
     for turn, _ in enumerate(clock):
-        run(ImportConfig(path=str(path), out=str(home / f"import-{turn}"), processes=1))
+        run(ImportConfig(path=str(path), out=str(home / f"import-{turn}")))
     return path.stat().st_size
 
 

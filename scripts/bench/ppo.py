@@ -155,8 +155,8 @@ def ours(spec: Spec, turns: Turns) -> None:
             state, sampler = State(engine, ppo.make_kl(config)), make_sampler(config, policy, tokenizer)
             for update, _ in enumerate(turns, 1):
                 named = {"sampler": sampler, "critic": critic, "reference": reference, "reward": reward, "state": state}
-                estimate, prompts = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)
-                metrics = ppo.one_update(config, update, **named, prompts=prompts, estimate=estimate)
+                estimate, drawn = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)
+                metrics = ppo.one_update(config, update, **named, prompts=drawn, estimate=estimate)
                 turns.done(
                     units=metrics["rollout/response_len"] * spec["episodes"],
                     processed=(metrics["rollout/response_len"] + spec["prompt"]) * spec["episodes"],
