@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from rlhf.commands import pipeline, sample
+from rlhf.commands import sample
 from rlhf.config import Config
 from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report
 from rlhf.ppo import experience as ppo_setup
-from rlhf.runs.sources import hash_sources
+from rlhf.runs.sources import hash_sources, read_comparisons, read_demonstrations, read_prompts
 from rlhf.stages import evaluate, label, reward
 
 from .imports import PROMPT, RANKING, bytes_of, imported, rejects_of, write
@@ -237,9 +237,10 @@ def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(p
     config = Config()
     config.data.demonstrations = config.data.comparisons = config.data.prompts = str(partial)
     readers = {
-        "pipeline": lambda: pipeline.read_labels(config),
+        "pipeline: comparisons": lambda: read_comparisons(config),
+        "pipeline: demonstrations": lambda: read_demonstrations(config),
+        "pipeline: prompts": lambda: read_prompts(config),
         "sample": lambda: sample.choose_prompts(config),
-        "sample: what is labelled": lambda: sample.labelled_prompts(config),
         "label": lambda: label.choose_prompts(config),
         "ppo": lambda: ppo_setup.load_ppo_prompts(config, None, None),  # type: ignore[arg-type]
         "evaluate": lambda: evaluate.load_test_prompts(config, None, str(partial)),
@@ -251,8 +252,7 @@ def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(p
             read()
             pytest.fail(f"{name} took it")
     config.data.allow_partial = True
-    pipeline.read_labels(config)
-    assert sample.labelled_prompts(config)
+    assert read_comparisons(config) or read_demonstrations(config)
     assert label.choose_prompts(config)
     assert len(hash_sources(config, "evaluate")) == 3
 
