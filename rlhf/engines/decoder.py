@@ -219,7 +219,7 @@ class Decoder:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(D/H) + mask) v; the fused CPU kernel is slow with few queries."""
-    if q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if q.device.type != "cpu":  # cuDNN reads a mask of another type than the queries' wrongly, without a word
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask.to(q.dtype))
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, KV, H/KV, L)
     return (scores if mask is None else scores + mask).softmax(-1) @ v
