@@ -61,8 +61,10 @@ def score_items(model: Any, items: list[Item], device: torch.device) -> Tensor:
 
 def by_item(items: list[Item], flat: Tensor) -> Tensor:
     """(N, K) of one value per row of the items, (R,); 0 if an item has fewer than K rows."""
-    parts = flat.split([len(item.rows) for item in items])
-    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+    most = max(len(item.rows) for item in items)
+    places = [i * most + j for i, item in enumerate(items) for j in range(len(item.rows))]
+    where = torch.tensor(places, device=flat.device)
+    return flat.new_zeros(len(items) * most).index_put((where,), flat).view(len(items), most)
 
 
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
