@@ -112,14 +112,17 @@ def outer(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
             return a.t() @ b
         return total.addmm_(a.t(), b) if total.dtype == a.dtype else total.add_(a.t() @ b)
     if a.shape[1] > b.shape[1]:  # the first operand is reordered: take the narrower one
-        return outer(b, a, None if total is None else total.t()).t()
-    multiply: Any = onednn_product()
-    done = 0
-    for rows in _pieces(len(a)):
-        part = multiply(a[rows].t(), b[rows].t(), None, "none", [], "")
-        total, done = part if total is None else total.add_(part), rows.stop
-    assert total is not None  # `serves` has seen rows for one piece at least
-    return total.addmm_(a[done:].t(), b[done:]) if done < len(a) else total
+        whole = outer(b, a).t()
+    else:
+        multiply: Any = onednn_product()
+        pieces = _pieces(len(a))
+        parts = (multiply(a[rows].t(), b[rows].t(), None, "none", [], "") for rows in pieces)
+        whole, done = next(parts), pieces[-1].stop
+        for part in parts:
+            whole += part
+        if done < len(a):
+            whole.addmm_(a[done:].t(), b[done:])
+    return whole if total is None else total.add_(whole)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class _WithEntropy(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[rows] = plain_product(d_logits, w.t())
                 if d_weight is not None:
-                    outer(d_logits, h[rows], d_weight)
+                    d_weight += outer(d_logits, h[rows])
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
 
 
