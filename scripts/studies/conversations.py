@@ -1,4 +1,4 @@
-"""Print the tables on conversations of docs/RESULTS.md: means over the runs with 95% intervals by Student's t.
+"""Print the tables on conversations of docs/studies/conversations.md: means over the runs with 95% intervals by Student's t.
 
     python scripts/studies/conversations.py runs/talk-0 runs/talk-1 runs/talk-2 --picture docs/img/conversations.png
 

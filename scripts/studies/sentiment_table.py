@@ -1,4 +1,4 @@
-"""Print finished runs of experiment=sentiment as the table of docs/RESULTS.md.
+"""Print finished runs of experiment=sentiment as the table of docs/studies/sentiment.md.
 
     python scripts/studies/sentiment_table.py runs/seed-0 runs/seed-1 runs/seed-2
 

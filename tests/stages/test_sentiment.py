@@ -38,7 +38,7 @@ def sentiment_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     pytest.importorskip("vaderSentiment")
     folder = tmp_path_factory.mktemp("sentiment")
     save(folder / "hf", "llama")
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))
     (folder / "text.txt").write_text(text, encoding="utf-8")
     run = Run(folder, "run", [*SMALL, f"model.pretrained='{folder}/hf'", f"data.corpus='{folder}/text.txt'"])
     for stage in STAGES:
