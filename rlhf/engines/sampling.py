@@ -21,7 +21,8 @@ class SamplingEngine(Protocol):
         """One response to each prompt.
 
         keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its index). The
-        order of the prompts and the batch change samples only through rounding of the logits. The log-probs are those of the full
+        order of the prompts and the batch change samples only through rounding of the logits (in bfloat16 this changes a token now
+        and then, and with it the rest of the response). The log-probs are those of the full
         softmax at `temperature`. Dropout is off meanwhile; afterwards every module has its former training flag.
 
         Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for settings out
