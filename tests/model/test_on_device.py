@@ -77,7 +77,7 @@ def test_the_samplers_logprobs_are_a_forwards(gpt2, half):
 
 @HALF
 def test_a_ragged_batch_is_a_padded_one(half):
-    """Loss, and gradient as a whole; bf16 rounds by 2^-9, and so do both sides."""
+    """Loss, and gradient as a whole; in bf16 both sides round by 2^-9, but a loss of 4.2 is a mean over 87 tokens."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 64}
     model = GPTForCausalLM(preset("tiny", **sizes)).to(DEVICE).train()
@@ -92,7 +92,7 @@ def test_a_ragged_batch_is_a_padded_one(half):
     with products(half):
         plain = model(input_ids=tokens, labels=labels, use_cache=False).loss
         fast = ragged_loss(model, tokens, labels, lengths)
-    torch.testing.assert_close(fast.float(), plain.float(), atol=5e-3 if half else 1e-5, rtol=0)
+    torch.testing.assert_close(fast.float(), plain.float(), atol=1e-3 if half else 1e-5, rtol=0)
     wanted = gradient(plain)
     # a gradient in bf16 is a sum of rounded terms: 2% of its norm, where a wrong mask is off by its whole size
     assert (gradient(fast) - wanted).norm() < (0.02 if half else 1e-4) * wanted.norm()
