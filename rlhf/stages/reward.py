@@ -107,7 +107,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
             # 4. Held-out figures
             with inference(config, device):
-                summary = held_out_figures(loop, engine, items["dev"], tokenizer.pad_token_id)
+                summary = held_out_figures(loop, engine, items["dev"])
             loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=steps)
         stage.say(
             f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})"
@@ -236,11 +236,11 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
     return Objective(lambda item: item.rows, loss_of, settings.micro_batch_responses, length=item_length)
 
 
-def held_out_figures(loop: TrainingLoop, engine: Engine, items: list[Item], pad: int) -> dict[str, float]:
+def held_out_figures(loop: TrainingLoop, engine: Engine, items: list[Item]) -> dict[str, float]:
     """Loss and accuracy on held-out prompts, and the accuracy of choosing by length; empty without held-out prompts."""
     if not items:
         return {}
-    figures = evaluate_items(engine, items, pad, engine.device)
+    figures = evaluate_items(engine, items, engine.device)
     logged = figures | {"length_baseline": length_baseline(items)}
     loop.tracker.log({f"eval/dev/{name}": value for name, value in logged.items()}, step=loop.total)
     loop.stage.say(f"held out: accuracy {figures['accuracy']:.3f}, loss {figures['loss']:.3f}")
@@ -248,7 +248,7 @@ def held_out_figures(loop: TrainingLoop, engine: Engine, items: list[Item], pad:
 
 
 @torch.no_grad()
-def evaluate_items(model: Any, items: list[Item], pad: int, device: torch.device) -> dict[str, float]:
+def evaluate_items(model: Any, items: list[Item], device: torch.device) -> dict[str, float]:
     """Held-out {"loss", "accuracy", "margin", "mean", "std"} of raw scores."""
     model.eval()
     sums = Sums()

@@ -1,7 +1,6 @@
 """Batches, their order and their parts, and `train`: the loop of every stage with a fixed set of items."""
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -68,11 +67,8 @@ def shuffled_order(seed: str) -> Order:
     return order
 
 
-def micro_batches(
-    lengths: Sequence[int], rows: Sequence[int], most: int, rank: int, ranks: int, max_tokens: float = math.inf
-) -> list[list[int]]:
-    """One rank's micro-batches of a batch: indices of items of similar length, with at most `most` rows and `max_tokens` tokens
-    with padding (but at least one item).
+def micro_batches(lengths: Sequence[int], rows: Sequence[int], most: int, rank: int, ranks: int) -> list[list[int]]:
+    """One rank's micro-batches of a batch: indices of items of similar length, with at most `most` rows (but at least one item).
 
     Every rank has the same number of micro-batches, so that all take part in the same exchanges; a rank that has fewer gets
     empty ones. lengths, rows: of each item of the batch.
@@ -81,8 +77,7 @@ def micro_batches(
     parts: list[list[list[int]]] = [[] for _ in range(ranks)]
     for number, groups in enumerate(parts):
         for i in order[number::ranks]:
-            count = rows[i] + sum(rows[j] for j in groups[-1]) if groups else 0
-            if not groups or count > most or count * lengths[i] > max_tokens:
+            if not groups or rows[i] + sum(rows[j] for j in groups[-1]) > most:
                 groups.append([])
             groups[-1].append(i)
     return parts[rank] + [[]] * (max(map(len, parts)) - len(parts[rank]))
@@ -108,9 +103,8 @@ def train_step(engine: Engine, batch: list[T], objective: Objective[T], sums: Su
     """One optimizer step on a batch, the same on any number of ranks. sums: of this rank. factor: on the learning rates."""
     engine.module.train()
     ranks, rows = engine.ranks, [objective.rows(item) for item in batch]
-    length = objective.length or (lambda item: max(map(len, objective.rows(item))))
-    denominator = sum(map(objective.count, batch))
-    lengths, sizes = [length(item) for item in batch], [len(of_item) for of_item in rows]
+    lengths = list(map(objective.length, batch)) if objective.length else [max(map(len, of_item)) for of_item in rows]
+    denominator, sizes = sum(map(objective.count, batch)), [len(of_item) for of_item in rows]
     for group in micro_batches(lengths, sizes, objective.micro_batch_rows, ranks.rank, ranks.count):
         # a rank with fewer micro-batches computes an item that does not count
         part = [batch[i] for i in group] or batch[:1]

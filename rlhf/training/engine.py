@@ -103,7 +103,7 @@ class Engine:
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> float:
         """The norm of the gradient over all ranks; changes no gradient."""
-        return gradient_norm(self._summed(list(parameters))).item()
+        return nn.utils.get_total_norm(self._summed(list(parameters))).item()
 
     def _summed(self, parameters: list[nn.Parameter]) -> list[Tensor]:
         """The gradients summed over ranks; those of parameters without one on any rank are zeros, or left out on one rank."""
@@ -135,7 +135,7 @@ class Engine:
             if name in factors and self.ranks.count > 1:
                 for p, total in zip(parameters, self._summed(parameters), strict=True):
                     p.grad = total
-            norms[name] = gradient_norm([p.grad for p in parameters if p.grad is not None]).to(self.device)
+            norms[name] = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).to(self.device)
         check_finite({f"gradient of {name}" if name else "gradient": norm for name, norm in norms.items()}, self.batch)
         if self.max_grad_norm:
             for name, parameters in self.parts.items():
@@ -191,7 +191,6 @@ class ZeroEngine(Engine):
             # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
         group_of = group_numbers(module, optimizer.param_groups)
-        self.part_of = {name: self.names[group] for name, group in group_of.items()}
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=most)
         settings["managed_gradient_accumulation"] = False  # we call the step ourselves, after any number of backwards
         if stage == 3:
@@ -260,11 +259,6 @@ def make_engine(
     return Engine(module, optimizer, device, wants_bfloat16(config, device), max_grad_norm)
 
 
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Their joint 2-norm, on their device; 0 if there are none."""
-    return nn.utils.get_total_norm(gradients)
-
-
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:
     """A model that does not train, ready to be called: under ZeRO-3 in slices, gathered layer by layer when called.
 
@@ -314,14 +308,8 @@ def offloads(config: Config) -> bool:
     return DEEPSPEED[config.deepspeed][1]
 
 
-def deepspeed_settings(
-    config: Config, *, bfloat16: bool, micro_batch: int = 1, accumulation: int = 1, max_grad_norm: float = 0.0
-) -> dict[str, Any]:
-    """The dictionary that DeepSpeed takes as its configuration.
-
-    micro_batch: rows per forward on one rank; accumulation: forwards per optimizer step; max_grad_norm: of one engine's
-    whole gradient, 0 clips nothing.
-    """
+def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float = 0.0) -> dict[str, Any]:
+    """The dictionary that DeepSpeed takes as its configuration. max_grad_norm: of the joint gradient; 0 clips nothing."""
     stage = zero_stage(config)
     bucket = config.sharding.bucket_elements
     zero: dict[str, Any] = {
@@ -342,8 +330,8 @@ def deepspeed_settings(
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": bfloat16},

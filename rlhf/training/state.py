@@ -129,7 +129,7 @@ State = Mapping[str, Mapping[str, Tensor]]
 class PlainState:
     """Reads and writes the state of a module whose optimizer holds whole tensors."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, module: nn.Module, optimizer: Any):
         self.module, self.optimizer = module, optimizer
 
     def read(self) -> dict[str, dict[str, Tensor]] | None:
@@ -137,17 +137,20 @@ class PlainState:
 
         Parameters that have taken no step yet have weights only. Every rank has to call it.
         """
-        weights = gathered_state(self.module)
-        if weights is None:
-            return None
-        state: dict[str, dict[str, Tensor]] = {"weights": weights, "steps": {}}
+        first = is_first()
+        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
+        for name, p, kind, value in self._values():
+            if first and kind == "step":
+                state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
+            elif first and isinstance(value, Tensor):
+                state.setdefault(kind, {})[name] = on_cpu(value).reshape(shape_of(p))
+        return state if first else None
+
+    def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """(name, parameter, kind, value) of everything that the optimizer holds."""
         for name, p in self.module.named_parameters():
             for kind, value in self.optimizer.state.get(p, {}).items():
-                if kind == "step":
-                    state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
-                elif isinstance(value, Tensor):
-                    state.setdefault(kind, {})[name] = on_cpu(value)
-        return state
+                yield name, p, kind, value
 
     @torch.no_grad()
     def write(self, state: State) -> None:
@@ -254,33 +257,26 @@ def group_numbers(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, 
     return {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
 
 
-class ZeroState:
-    """Reads and writes the state of a module whose optimizer DeepSpeed shards.
+class ZeroState(PlainState):
+    """The same for a module whose optimizer DeepSpeed shards.
 
     optimizer: ZeRO's. stage: 1 to 3. group_of: as `group_numbers` gives it.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, group_of: dict[str, int], ranks: Ranks):
-        self.module, self.optimizer, self.stage, self.group_of, self.ranks = module, optimizer, stage, group_of, ranks
+        super().__init__(module, optimizer)
+        self.stage, self.group_of, self.ranks = stage, group_of, ranks
 
-    def read(self) -> dict[str, dict[str, Tensor]] | None:
-        """As `PlainState.read`. Every rank has to call it."""
+    def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        first = self.ranks.rank == 0
-        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
-        state |= {kind: {} for kind in MOMENTS}
         steps = self.steps()
         self._link()
         for name, p in self._trained():
-            taken = steps.get(self.group_of[name], 0.0)
-            for kind in MOMENTS if taken else ():
-                value = safe_get_full_optimizer_state(p, kind)
-                if first:
-                    state[kind][name] = on_cpu(value).reshape(shape_of(p))
-            if first and taken:
-                state["steps"][name] = torch.tensor(taken)
-        return state if first else None
+            if taken := steps.get(self.group_of[name]):
+                yield name, p, "step", taken
+                for kind in MOMENTS:
+                    yield name, p, kind, safe_get_full_optimizer_state(p, kind)
 
     @torch.no_grad()
     def write(self, state: State) -> None:

@@ -14,6 +14,7 @@ from rlhf.config.precision import precision_of
 from rlhf.model.blocks import SwitchMLP
 from rlhf.planning.formulas import TRAINING_PASSES, pass_flops
 from rlhf.runs.stage import peak_rss_mb
+from rlhf.training.state import shape_of
 
 # 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
 # Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.
@@ -55,7 +56,7 @@ def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
     idle = {id(part) for layer in model.modules() if isinstance(layer, SwitchMLP)
             for expert in layer.experts[1:] for part in expert.modules()}  # fmt: skip
     weights = sum(
-        int(getattr(module.weight, "ds_numel", 0)) or module.weight.numel()  # of a slice under ZeRO-3 the whole
+        shape_of(module.weight).numel()
         for module in model.modules()
         if isinstance(module, nn.Linear | Conv1D) and id(module) not in idle
     )

@@ -47,7 +47,7 @@ def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
     parameters = sum(p.numel() for p in model.parameters())
     persistent = sum(p.numel() for p in model.parameters() if p.numel() <= threshold) if name == "zero3" else 0
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1, 1e-3))
-    settings = deepspeed_settings(config, bfloat16=precision == "bf16", micro_batch=1, accumulation=2)
+    settings = deepspeed_settings(config, bfloat16=precision == "bf16") | {"gradient_accumulation_steps": 2}
     engine = import_deepspeed(torch.device("cpu")).initialize(model=model, optimizer=optimizer, config=settings)[0]
     rows = torch.arange(4)[None] + dist.get_rank()
 

@@ -124,17 +124,13 @@ def test_micro_batches_keep_prompts_whole():
 
 
 @pytest.mark.parametrize(("most", "ranks"), [(10, 1), (10, 2), (1, 4), (100, 4), (3, 9)])
-@pytest.mark.parametrize("max_tokens", [math.inf, 60, 1])
-def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks, max_tokens):
+def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks):
     lengths, rows = [5, 3, 9, 9, 1, 7, 2], [4, 9, 2, 7, 4, 3, 1]
-    parts = [micro_batches(lengths, rows, most, rank, ranks, max_tokens) for rank in range(ranks)]
+    parts = [micro_batches(lengths, rows, most, rank, ranks) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     groups = [group for part in parts for group in part if group]
     assert sorted(i for group in groups for i in group) == list(range(7))
-    for group in groups:
-        count = sum(rows[i] for i in group)
-        fits = count <= most and count * max(lengths[i] for i in group) <= max_tokens
-        assert fits or len(group) == 1
+    assert all(sum(rows[i] for i in group) <= most or len(group) == 1 for group in groups)
     assert all([lengths[i] for i in group] == sorted(lengths[i] for i in group) for group in groups)
 
 
@@ -189,7 +185,7 @@ def test_loss_of_a_batch_by_hand(tokenizer, model):
 
     a, b = items
     wanted = (nats(a, 1, 0) + (nats(b, 2, 0) + nats(b, 2, 1) + nats(b, 0, 1)) / 3) / 2
-    assert reward.evaluate_items(model, items, 0, CPU)["loss"] == pytest.approx(wanted, abs=1e-5)
+    assert reward.evaluate_items(model, items, CPU)["loss"] == pytest.approx(wanted, abs=1e-5)
 
 
 @torch.no_grad()
@@ -200,7 +196,7 @@ def test_labelers_count_by_their_weights(tokenizer, model):
     [item], _ = join_rankings(records, token_encoder(tokenizer, 128, 24), {"x": 3.0})
     a, b = (model(torch.tensor([row]), torch.tensor([len(row)]), calibrated=False).item() for row in item.rows)
     wanted = (3 * math.log1p(math.exp(b - a)) + math.log1p(math.exp(a - b))) / 4
-    assert reward.evaluate_items(model, [item], 0, CPU)["loss"] == pytest.approx(wanted, abs=1e-6)
+    assert reward.evaluate_items(model, [item], CPU)["loss"] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_each_token_goes_through_once_however_many_pairs_and_labelers(gold_run, tokenizer, model):
