@@ -229,10 +229,10 @@ def test_value_of_a_token_is_read_one_token_earlier():
 
 
 def test_a_value_by_share_is_the_critics_output_times_the_share_of_tokens_left():
-    *_, values = ActorCritic(None, Ruler(), by_share=True)(TOKENS, STARTS, MASK, with_policy=False)
+    *_, values = ActorCritic(None, Ruler(), scale_values=True)(TOKENS, STARTS, MASK, with_policy=False)
     # left before each token: 2/2, 1/2 and 3/3, 2/3, 1/3
     torch.testing.assert_close(values, torch.tensor([[2.5, 3.5 / 2, 0.0], [0.5, 1.5 * 2 / 3, 2.5 / 3]]))
-    *_, none = ActorCritic(None, Ruler(), by_share=True)(TOKENS, STARTS, MASK & False, with_policy=False)
+    *_, none = ActorCritic(None, Ruler(), scale_values=True)(TOKENS, STARTS, MASK & False, with_policy=False)
     assert not none.any(), "an episode whose tokens do not count"
 
 

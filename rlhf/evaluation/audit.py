@@ -28,10 +28,10 @@ from rlhf.evaluation.answers import fit_prompts, room_for
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
 from rlhf.evaluation.policies import judge_rows, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
-from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats, score_samples, share, unwrapped
+from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats, score_samples, share
 from rlhf.evaluation.statistics import WORD, Figures, flatten, interval, per_key, ratio_interval, sentences_of
 from rlhf.gold.truth import make_truth
-from rlhf.model.interface import score
+from rlhf.model.interface import score, unwrapped
 from rlhf.ppo.rewards import ModelReward, make_reward
 from rlhf.runs.sources import in_split
 

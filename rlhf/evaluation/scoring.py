@@ -15,7 +15,7 @@ from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, right_pad
 from rlhf.model.heads import RewardModel, ScalarHead
-from rlhf.model.interface import Episodes, score
+from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.rewards import Reward
 
@@ -45,11 +45,6 @@ def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
             part = []
         part.append(item)
     yield part
-
-
-def unwrapped(model: Any) -> Any:
-    """The model, or the model inside an engine."""
-    return getattr(model, "module", model)
 
 
 def score_items(model: Any, items: list[Item], device: torch.device) -> Tensor:

@@ -46,9 +46,14 @@ class LanguageModel(Protocol):
         """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
 
 
+def unwrapped(model: Any) -> Any:
+    """The model, or the model inside an engine."""
+    return getattr(model, "module", model)
+
+
 def lm(model: Any) -> LanguageModel:
     """The interface of a causal language model or of a trunk, bare or inside an engine."""
-    bare: Any = getattr(model, "module", model)
+    bare = unwrapped(model)
     return bare if hasattr(bare, "native") else Foreign(bare)
 
 
@@ -145,7 +150,7 @@ class RewardSource(Protocol):
 @torch.no_grad()
 def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
     """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: a `RewardSource`, bare or inside an engine."""
-    bare: Any = getattr(model, "module", model)
+    bare = unwrapped(model)
     was_training, device = bare.training, next(bare.parameters()).device
     bare.eval()
     scores = torch.zeros(len(rows))

@@ -130,7 +130,7 @@ def compute_advantages(
     if name not in baselines:
         raise ValueError(f"compute_advantages: name is {name!r}: give one of {', '.join(ESTIMATORS)}")
     check_mask("compute_advantages", mask, rewards=rewards)
-    totals = torch.stack([masked_sum(row, kept) for row, kept in zip(upcast(rewards), mask, strict=True)])  # (B,)
+    totals = masked_sum(rewards, mask, dim=1)  # (B,)
     spread = torch.where(mask, baselines[name](totals, group_size)[:, None], 0.0)
     return spread, torch.where(mask, totals[:, None], 0.0)
 

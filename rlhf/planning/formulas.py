@@ -118,8 +118,8 @@ def gathered_bytes(shape: Shape, dtype: str) -> int:
 def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int) -> int:
     """Bytes of communication buffers on one rank.
 
-    Data-parallel training without ZeRO (DistributedDataParallel) copies all gradients, in float32, into its buckets; ZeRO has a bucket
-    to reduce and, in ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements.
+    Data-parallel training without ZeRO sums all gradients, in float32, into new tensors; ZeRO has a bucket to reduce and, in
+    ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements.
     """
     if world == 1 and zero == 0:
         return 0

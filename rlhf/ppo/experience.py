@@ -45,7 +45,7 @@ class Rollout(NamedTuple):
     response_mask: Tensor  # (B, A) bool
     ended: Tensor  # (B,) bool, the response has its end token
     logp_sampled: Tensor  # (B, A) float32 nats, from the sampler; 0 outside the mask
-    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled: in bfloat16 recomputed, else the sampler's
+    logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled: see `score_responses`
     logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
     values: Tensor  # (B, A) float32, before each response token was chosen
     scores: Tensor  # (B,) float32, from the reward
@@ -230,7 +230,7 @@ class PretrainingBlocks:
     """PPO-ptx: blocks of the corpus that the base was pretrained on (Ouyang et al. 2022, equation 2, last term)."""
 
     def __init__(self, config: Config, tokenizer: Any):
-        """Raises: UserError if the pretraining stage has no packed corpus any more, or one of another tokenizer."""
+        """Raises: UserError if the pretraining stage has no packed corpus, or one of another tokenizer."""
         folder = stage_folder(config, "pretrain")
         remedy = "point parents.pretrain at the run that the SFT model comes from"
         corpus = PackedCorpus.load_for("ppo.ptx_coef", folder, tokenizer, remedy)

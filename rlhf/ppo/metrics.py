@@ -45,25 +45,35 @@ class Phases:
         self.seconds[phase], self.mark = now - self.mark, now
 
 
+def episode_sums(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+    """Sums over the episodes of the figures that updates and held-out prompts have in common; k1 estimates the KL."""
+    mask = rollout.response_mask
+    return {
+        "scores": scores.sum().item(),
+        "kl": torch.where(mask, kl_estimate(rollout.logp_old, rollout.logp_ref, kind="k1"), 0.0).sum().item(),
+        "entropy": -rollout.logp_old[mask].sum().item(),
+        "eos_fraction": rollout.ended.sum().item(),
+        "response_len": mask.sum().item(),
+    }
+
+
 def add_rollout_metrics(
     config: Config, sums: Sums, experience: Experience, kl_coef: float, reward: Reward, critic: Any
 ) -> None:
     """The objective/… and rollout/… metrics, as sums over sequences."""
     rollout, scores, returns = experience.rollout, experience.scores, experience.returns
     mask, count = rollout.response_mask, len(scores)
-    kl = torch.where(mask, kl_estimate(rollout.logp_old, rollout.logp_ref, kind="k1"), 0.0).sum().item()
+    totals = episode_sums(rollout, scores)
+    for name, total in totals.items():
+        group = "rollout" if name in ("eos_fraction", "response_len") else "objective"
+        sums.add(f"{group}/{name}", total, count)
     k3 = torch.where(mask, kl_estimate(rollout.logp_old, rollout.logp_ref, kind="k3"), 0.0).sum().item()
-    sums.add("objective/kl", kl, count)
     sums.add("objective/kl_k3", k3, count)
     sums.add("objective/kl_coef", kl_coef)
-    sums.add("objective/scores", scores.sum().item(), count)
     # with kl.penalty=loss the KL is not part of the reward
-    kl_reward = -kl_coef * kl if config.kl.penalty == "reward" else 0.0
+    kl_reward = -kl_coef * totals["kl"] if config.kl.penalty == "reward" else 0.0
     sums.add("objective/non_score_reward", kl_reward, count)
-    sums.add("objective/rlhf_reward", scores.sum().item() + kl_reward, count)
-    sums.add("objective/entropy", -rollout.logp_old[mask].sum().item(), count)
-    sums.add("rollout/eos_fraction", rollout.ended.sum().item(), count)
-    sums.add("rollout/response_len", mask.sum().item(), count)
+    sums.add("objective/rlhf_reward", totals["scores"] + kl_reward, count)
     for name, part in reward.parts.items() if isinstance(reward, CombinedReward) else ():
         sums.add(f"objective/scores/{name}", part.sum().item(), count)
     if critic is not None:
@@ -150,18 +160,9 @@ def mean_truth(truth: "Truth", experience: Experience) -> dict[str, float]:
 
 def held_out_sums(rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]) -> Sums:
     """The eval/dev/… metrics of responses to the held-out prompts, as sums."""
-    sums, mask, count = Sums(), rollout.response_mask, len(scores)
-    kl = torch.where(mask, rollout.logp_old - rollout.logp_ref, 0.0)
-    entropy, ended = -rollout.logp_old[mask].sum(), rollout.ended.sum()
-    totals = {
-        "scores": scores.sum(),
-        "kl": kl.sum(),
-        "entropy": entropy,
-        "eos_fraction": ended,
-        "response_len": mask.sum(),
-    }
-    for name, total in totals.items():
-        sums.add(f"eval/dev/{name}", total.item(), count)
+    sums = Sums()
+    for name, total in episode_sums(rollout, scores).items():
+        sums.add(f"eval/dev/{name}", total, len(scores))
     for parts in gold:
         for part, value in parts.items():
             sums.add(f"eval/dev/gold/{part}", value, 1)

@@ -20,22 +20,22 @@ from rlhf.runs.stage import Stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
-from rlhf.training.setup import load_policy
+from rlhf.training.setup import checkpoint_activations, load_policy
 
 
 class ActorCritic(nn.Module):
     """Policy and critic as one module: one engine, one optimizer, two learning rates.
 
     critic: a separate model; or a head (D -> 1) on the policy's trunk; or None if advantages need no values.
-    by_share: each token earns its own part of the score and responses have a fixed length, so V_t is the critic's output
+    scale_values: each token earns its own part of the score and responses have a fixed length, so V_t is the critic's output
     times `share_left`: no token shows the critic how many are left.
     """
 
-    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None, by_share: bool = False):
+    def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None, scale_values: bool = False):
         super().__init__()
         self.policy: Any = policy
         self.critic: Any = critic
-        self.by_share = by_share
+        self.scale_values = scale_values
 
     @property
     def shared(self) -> bool:
@@ -71,7 +71,7 @@ class ActorCritic(nn.Module):
         elif with_values and self.critic is not None:
             values = self.critic.values_at(tokens, before)
         if values is not None:
-            values = unpacked(values, mask) * (share_left(mask) if self.by_share else 1.0)
+            values = unpacked(values, mask) * (share_left(mask) if self.scale_values else 1.0)
         return logp, entropies, values
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
@@ -129,14 +129,14 @@ def load_models(
             source.model = source.model.to(device)
         else:
             source.model = shard_frozen(config, source.model, device)
-    by_share = settings.score_by_token and not end_ids(tokenizer)
+    scale_values = settings.score_by_token and not end_ids(tokenizer)
     frozen = share_weights(policy).requires_grad_(False) if config.lora.rank else None
     add_adapters(policy, config, folder, device)
     if config.lora.rank and critic is not None and not settings.shared_critic:
         from_reward = reward_model is not None and settings.critic == "reward"
         base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
         add_adapters(critic, config, base, device)
-    engine = make_actor_critic_engine(config, ActorCritic(policy, critic, by_share), device)
+    engine = make_actor_critic_engine(config, ActorCritic(policy, critic, scale_values), device)
     if frozen is not None:
         reference: nn.Module = Reference(frozen).to(device)
     else:
@@ -180,10 +180,7 @@ def turn_off_dropout(model: nn.Module) -> nn.Module:
 def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:
     """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
-    if config.gradient_checkpointing:
-        for module in model.parts().values():
-            if hasattr(module, "gradient_checkpointing_enable"):
-                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(config, *(part for part in model.parts().values() if not isinstance(part, ScalarHead)))
     rates = {"policy": settings.lr, "critic": settings.critic_lr}
     groups = [
         {"name": name, "params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}

@@ -15,7 +15,7 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
-from rlhf.model.interface import Episodes, score
+from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
@@ -35,7 +35,7 @@ class ModelReward:
     @property
     def bare(self) -> Any:
         """The model outside its engine."""
-        return getattr(self.model, "module", self.model)
+        return unwrapped(self.model)
 
     @property
     def read_tokens(self) -> int:
@@ -47,7 +47,7 @@ class ModelReward:
     @torch.no_grad()
     def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
         """A token earns its term of the mean that the model reads (reward.read_tokens). The terms of prompt tokens, which
-        no token of the response changes, count to the first response token.
+        do not depend on the response, are added to the first response token's.
         """
         sizes = torch.tensor([len(ids) for ids in episodes.responses], device=self.device)
         parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)

@@ -35,7 +35,7 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, put, tra
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import checkpoint_activations, load_policy, set_up
 
 ANSWERS = 4  # to a prompt, usually: dpo.micro_batch_prompts stands for so many rows each
 
@@ -58,8 +58,7 @@ def run(config: Config) -> None:
         model = load_policy(folder)
         reference = load_reference(config, model, folder, device)
         add_adapters(model, config, folder, device)
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(config, model)
         settings = config.dpo
         groups = decay_groups(model, settings.weight_decay, settings.lr)
         engine = make_engine(config, Reference(model), groups, device, max_grad_norm=settings.max_grad_norm)

@@ -249,13 +249,9 @@ def make_kl(config: Config) -> FixedKL | AdaptiveKL:
 def write_models(stage: Stage, engine: Engine, tokenizer: Any) -> None:
     """`model` (the average if there is one, with adapters merged), and the critic. Every rank has to call it."""
     policy, critic, ema = engine.module.policy, engine.module.critic, engine.ema
-    if ema is None:
-        save_output(policy, tokenizer, stage)
-    else:
+    if ema is not None:
         save_output(policy, tokenizer, stage, "last")
-        average = ema.state_dict()
-        with ema.applied():
-            save_output(policy, tokenizer, stage, average=average)
+    save_output(policy, tokenizer, stage, average=None if ema is None else ema.state_dict())
     if critic is not None and not stage.config.ppo.shared_critic:
         save_model(critic, stage.folder / "critic", stage.folder / "critic_adapters")
 

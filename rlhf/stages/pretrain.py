@@ -38,7 +38,7 @@ from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.next_token import NextToken
 from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule
-from rlhf.training.setup import set_up
+from rlhf.training.setup import checkpoint_activations, set_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,8 +74,7 @@ def run(config: Config) -> None:
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(config, model)
         engine = make_engine(
             config,
             NextToken(model.to(device)),  # type: ignore[arg-type]

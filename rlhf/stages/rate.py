@@ -1,7 +1,7 @@
 """LaMDA's fine-tuning: the SFT model learns to rate responses and goes on learning to answer (Thoppilan et al. 2022, section 6.1).
 
-The rated responses are those of the labelling stage. Who ranked them also says of each whether it is sensible, specific, interesting
-and safe: a yes or no about the truth's part of that name, with noise. `rlhf evaluate` then compares generate-and-rate with best-of-n by the
+The rated responses are those of the labelling stage. Their labelers also say whether each one is sensible, specific, interesting and
+safe: a noisy yes or no about the corresponding part of the truth (`PARTS`). `rlhf evaluate` then compares generate-and-rate with best-of-n by the
 reward model and with PPO.
 Differs: one labeler rates a response, not three or five; every quality is a part of the built-in world's truth.
 """
@@ -79,7 +79,7 @@ def run(config: Config) -> None:
 
 
 def rate_all(config: Config, truth: Truth, tokenizer: Any, rankings: Sequence[Ranking]) -> Iterator[Rated]:
-    """Each response of these rankings, rated by who ranked it; those of held-out labelers are left out."""
+    """Each response of these rankings, rated by the labeler who ranked it; those of held-out labelers are left out."""
     labelers: dict[str, Labeler] = {one.name: one for one in truth.labelers(config.gold.labeler_noise)}
     kept = [ranking for ranking in rankings if ranking.labeler in labelers]
     prompts = encode_prompts(tokenizer, [ranking.prompt for ranking in kept])
@@ -97,7 +97,7 @@ def rate_all(config: Config, truth: Truth, tokenizer: Any, rankings: Sequence[Ra
 
 
 def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], context: int) -> list[Row]:
-    """`rate.ratings` different ones, a response and a quality each, in which the rating token alone is learned."""
+    """Rows of `rate.ratings` different (response, quality) pairs, in which only the rating token is learned."""
     names, ratings = encode_ratings(tokenizer)
     candidates = [(one, name) for one in rated for name in QUALITIES if len(one.tokens) + len(names[name]) < context]
     drawn = random.Random(f"ratings-{config.seed}").sample(candidates, min(config.rate.ratings, len(candidates)))
@@ -105,7 +105,7 @@ def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], con
 
 
 def held_out_figures(rater: Rater, rated: Sequence[Rated]) -> dict[str, float]:
-    """Per quality the share of pairs, one that truly has it and one that has not, in which the first is rated higher."""
+    """For each quality, the share of pairs of one response that has it and one that does not in which the first is rated higher."""
     scores = rater.rate([one.tokens for one in rated])
     shares = {name: ordered_share(scores[name], [one.truth[name] for one in rated]) for name in QUALITIES}
     return {name.lower(): value for name, value in shares.items() if value is not None}

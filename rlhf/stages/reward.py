@@ -36,13 +36,12 @@ from rlhf.evaluation.scoring import (
     pad_weights,
     read_features,
     score_items,
-    unwrapped,
 )
 from rlhf.evaluation.verdict import decide, describe_audit
 from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
-from rlhf.model.interface import Episodes, lm, score
+from rlhf.model.interface import Episodes, lm, score, unwrapped
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
@@ -54,7 +53,7 @@ from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups
-from rlhf.training.setup import load_frozen, load_policy, set_up
+from rlhf.training.setup import checkpoint_activations, load_frozen, load_policy, set_up
 from rlhf.training.state import gathered_state, put_weights
 
 EVALUATED_TOGETHER = 128  # responses per forward of the held-out figures
@@ -154,8 +153,8 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
 
 
 def make_model(config: Config, start: Path | None = None) -> Any:
-    """The model to train: that of another reward stage (`start`), or by reward.model; with what training needs: the unembedding
-    for reward.lm_coef, and gradient checkpointing if it is set.
+    """The model to train: that of another reward stage (`start`), or by reward.model. For reward.lm_coef it has the SFT model's
+    unembedding.
 
     Raises: UserError if reward.lm_coef is set and the SFT model has no plain logits.
     """
@@ -175,8 +174,7 @@ def make_model(config: Config, start: Path | None = None) -> Any:
             raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
         if not policy.config.tie_word_embeddings:  # the SFT model's own, since the reward model has none
             model.unembedding = (policy.get_output_embeddings().requires_grad_(False),)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(config, model)
     return model
 
 

@@ -39,7 +39,7 @@ from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop, open_loop
 from rlhf.training.next_token import NextToken
 from rlhf.training.optim import cosine_schedule, decay_groups
-from rlhf.training.setup import check_tokenizer, load_policy, set_up
+from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
 
 CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
 
@@ -180,8 +180,7 @@ def fine_tuned(
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
     steps = epochs * batches.per_epoch
-    if stage.config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings.weight_decay, settings.lr)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
     with open_loop(stage, engine, steps) as loop:

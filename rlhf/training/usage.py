@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config import Config
 from rlhf.config.precision import precision_of
 from rlhf.model.blocks import SwitchMLP
+from rlhf.model.interface import unwrapped
 from rlhf.planning.formulas import TRAINING_PASSES, pass_flops
 from rlhf.runs.stage import peak_rss_mb
 from rlhf.training.state import shape_of
@@ -52,7 +53,7 @@ def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
 
     Of several experts only one counts.
     """
-    model = getattr(model, "module", model)  # of an engine
+    model = unwrapped(model)
     idle = {id(part) for layer in model.modules() if isinstance(layer, SwitchMLP)
             for expert in layer.experts[1:] for part in expert.modules()}  # fmt: skip
     weights = sum(

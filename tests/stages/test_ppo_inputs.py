@@ -124,7 +124,7 @@ def test_each_token_earns_its_term_of_the_score(trainer, optimized, monkeypatch)
 def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_until, monkeypatch):
     monkeypatch.setattr(ModelReward, "read_tokens", 3)
     with open_trainer(copy_until("ppo"), *AT_ONCE, *SMALL, "ppo.score_by_token=true") as trainer:
-        assert not trainer.actor_critic.by_share, "how many tokens are left is not known"
+        assert not trainer.actor_critic.scale_values, "how many tokens are left is not known"
 
 
 def test_a_score_that_is_read_at_one_token_cannot_be_divided(gold_run, trainer):

@@ -248,7 +248,7 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     drawn = Batches(items["train"], 8, shuffled_order("reward"))  # 64 prompts
     with open_stage(config, "reward") as stage, open_loop(stage, engine, 3 * 8) as loop:
         reward.train(loop, drawn, reward.make_objective(config, engine), lambda step: 1.0)
-        after = reward.held_out_figures(loop, engine, items["dev"], 0)
+        after = reward.held_out_figures(loop, engine, items["dev"])
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
 

@@ -51,5 +51,6 @@ def test_the_language_models_loss_is_by_the_sft_models_own_unembedding(copy_unti
         ]
         assert torch.allclose(model(tokens, lengths, with_lm=True)[1], torch.stack(wanted), atol=1e-5)
         half = model.bfloat16()(tokens, lengths, with_lm=True)[1]  # weights as ZeRO holds them
-        assert torch.allclose(half, torch.stack(wanted), atol=0.05)
+        # bfloat16 rounds weights and activations to 8 bits: errors of 1.4e-3 were measured
+        assert torch.allclose(half, torch.stack(wanted), atol=5e-3)
     assert not any("unembedding" in name for name in model.state_dict())
