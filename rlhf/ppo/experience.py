@@ -8,7 +8,7 @@ one token earlier, at position prompt_length + t - 1.
 import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,7 @@ def load_estimator(name: str) -> Estimator:
 
 
 def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
-    """Tokenised prompts of the training split, and some of the dev split. Raises: UserError if none is left."""
+    """Tokenised prompts of the training split, and the first ppo.eval_prompts of the dev split. Raises: UserError if none is left."""
     records = read_prompts(config, say)
     room = tokenizer.model_max_length - config.rollout.max_new_tokens
     if room < 4:
@@ -200,7 +200,10 @@ def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None])
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
     cut = sum(was_cut for _, _, was_cut in fitting)
     say(f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
-    return [(record, ids) for record, ids, _ in fitting], held_out_prompts(config, records, tokenizer)
+    held_out = fitting_prompts(tokenizer, in_split(config, records, "dev"), room)
+    return [(record, ids) for record, ids, _ in fitting], [
+        (record, ids) for record, ids, _ in itertools.islice(held_out, config.ppo.eval_prompts)
+    ]
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
@@ -217,13 +220,6 @@ def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord
             + ", or set ppo.prompts=all"
         )
     return chosen
-
-
-def held_out_prompts(config: Config, records: Sequence[PromptRecord], tokenizer: Any) -> list[Prompt]:
-    """The first `ppo.eval_prompts` prompts of the dev split that fit the context, with their tokens."""
-    room = tokenizer.model_max_length - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, in_split(config, records, "dev"), room)
-    return [(record, ids) for record, ids, _ in itertools.islice(fitting, config.ppo.eval_prompts)]
 
 
 class PretrainingBlocks:

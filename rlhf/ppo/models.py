@@ -114,14 +114,14 @@ def load_models(
     policy = turn_off_dropout(load_policy(folder, dropout=0.0))
     shared_trunk = policy if config.lora.share_trunk else None
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
-    paying = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
-    if settings.score_by_token and not any(source.read_tokens > 1 for source in paying):
+    sources = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
+    if settings.score_by_token and not any(source.read_tokens > 1 for source in sources):
         raise UserError(
             "ppo.score_by_token=true: no reward model reads more than the last token: train one with reward.read_tokens, "
             "or leave it out"
         )
     critic = make_critic(config, stage, policy, reward_model)
-    for source in paying:
+    for source in sources:
         if source.bare.reads_text:
             if not zero_stage(config):  # under ZeRO there is no autocast
                 hold_frozen(config, source.model, device)

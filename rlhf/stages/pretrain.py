@@ -56,7 +56,7 @@ def run(config: Config) -> None:
             keep_adopted(stage, adopted)  # type: ignore[arg-type]
             return
         model = make_model(config, tokenizer) if adopted is None else adopted.model
-        length = block_length(config, context_of(model, tokenizer))
+        length = min(context_of(model, tokenizer), config.pretrain.global_batch_tokens)  # of a block
         check_continuation(config, model, length)
 
         # 2. Pack the documents into full blocks
@@ -135,11 +135,6 @@ def check_continuation(config: Config, model: Any, length: int) -> None:
             "pretrain.isolate_documents: transformers' class does not keep documents apart: leave it out, or use "
             "model.native=true"
         )
-
-
-def block_length(config: Config, context: int) -> int:
-    """Tokens of a block: the context, or one batch if that is less."""
-    return min(context, config.pretrain.global_batch_tokens)
 
 
 def training_steps(config: Config) -> int:

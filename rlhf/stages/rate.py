@@ -1,8 +1,8 @@
 """LaMDA's fine-tuning: the SFT model learns to rate responses and goes on learning to answer (Thoppilan et al. 2022, section 6.1).
 
 The rated responses are those of the labelling stage. Their labelers also say whether each one is sensible, specific, interesting and
-safe: a noisy yes or no about the corresponding part of the truth (`PARTS`). `rlhf evaluate` then compares generate-and-rate with best-of-n by the
-reward model and with PPO.
+safe: a noisy yes or no about the corresponding part of the truth (`PARTS`). `rlhf evaluate` then compares generate-and-rate with
+best-of-n by the reward model and with PPO.
 Differs: one labeler rates a response, not three or five; every quality is a part of the built-in world's truth.
 """
 
