@@ -111,7 +111,7 @@ class Importer:
         self.files.append(about)
         info = FileInfo(source.name)
         reading = Reading(self.config.encoding, self.config.sheet)
-        replaced = _find_replaced(source.path) if source.path is not None else set()
+        replaced: set[tuple[str, str | None]] | None = None  # records of a native file
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
@@ -121,7 +121,10 @@ class Importer:
                 line = row.line
                 if source.path is None and isinstance(row, Row):
                     digest.update(row_bytes(row))
-                if info.format == "native" and records and all(_names(r) in replaced for r in records):
+                if replaced is None:
+                    native = info.format == "native" and source.path is not None
+                    replaced = _find_replaced(source.path) if native else set()
+                if records and all(_names(r) in replaced for r in records):
                     results.append(FILTERED)
                     continue
                 result = REJECTED
@@ -131,7 +134,7 @@ class Importer:
                     assert isinstance(row, Row)
                     checked, rejects = [], [*rejects, reject_row(source.name, row, error.field, error.message)]
                 for record, stored in checked:
-                    if info.format in ("label_studio", "tasks_csv") and _item_of(record) is not None:
+                    if info.joins and _item_of(record) is not None:
                         pending.append(_Judgement(len(results), cast(Row, row), cast(Ranking, record), own_id))
                     else:
                         result = min(result, self._take(record, stored, own_id, info))

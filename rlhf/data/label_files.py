@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -15,9 +15,9 @@ from rlhf.data.reading import read_rows
 from rlhf.data.records import (
     KINDS,
     Demonstration,
-    PromptRecord,
     Ranking,
     Record,
+    RecordType,
     first_problem,
     shown,
     without_replaced,
@@ -45,6 +45,7 @@ class FileInfo:
 
     name: str
     format: str | None = None
+    joins: bool = False  # as of the format
     why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
@@ -101,7 +102,7 @@ def read(
             raise problem
         return
     chosen, info.why = choose_format(source.name, values, format, setting)
-    info.format = chosen.name
+    info.format, info.joins = chosen.name, chosen.joins
     if chosen.prepare is not None:
         chosen = chosen.prepare(source.name, values)
         info.why = "; ".join(filter(None, [info.why, reading.note, chosen.note]))
@@ -184,9 +185,9 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
                 about.rows += 1
                 made += one.records
                 rejects += one.rejects
-            if about.format and (known := find_format(about.format, "data.format")) and known.joins:
+            if about.joins:
                 raise UserError(
-                    f"{source.name}: is of the format {known.name}, whose rows belong together: give it to "
+                    f"{source.name}: is of the format {about.format}, whose rows belong together: give it to "
                     "`rlhf import` first"
                 )
             made = without_replaced(made)
@@ -197,9 +198,6 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
         raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: mend or remove them: {first}{more}")
     return records, info
-
-
-RecordType = TypeVar("RecordType", Demonstration, Ranking, PromptRecord)
 
 
 def load_kind(

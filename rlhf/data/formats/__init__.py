@@ -8,8 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data import tasks
-from rlhf.data.formats import argilla, dialogues, label_studio, oasst, preferences, scored
+from rlhf.data.formats import argilla, dialogues, label_studio, oasst, preferences, scored, tasks_csv
 from rlhf.data.formats.shapes import BadRow, Format, Values, require_text
 from rlhf.data.formats.table import WANTS, propose_columns
 from rlhf.data.records import KINDS, shown
@@ -31,51 +30,52 @@ def _unnamed(row: Values) -> list[dict[str, Any]]:
     raise BadRow("columns", "got none, want the columns named: set columns.prompt=… and what else the file holds")
 
 
-def _made(module: Any, name: str, wants: str, **more: Any) -> Format:
-    """A format whose functions are `is_<name>` and `from_<name>`."""
-    return Format(name, wants, getattr(module, f"is_{name}"), getattr(module, f"from_{name}"), **more)
-
-
-_TABLE = (
-    Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", _is_native, lambda row: [dict(row)]),
-    Format("table", WANTS, lambda row: False, _unnamed),
-    _made(dialogues, "alpaca", "keys instruction, input and output or response"),
-    _made(dialogues, "sharegpt", "key conversations with turns of from and value, and perhaps chosen and rejected"),
-    _made(dialogues, "messages", "key messages with turns of role and content"),
-    _made(dialogues, "self_instruct", "keys instruction and instances of input and output"),
-    _made(dialogues, "question_answer", "keys question and answer"),
-    _made(dialogues, "decoded", "keys instruction, text (a person's answer) and decoded (a model's)"),
-    _made(dialogues, "mt_bench", "key turns with a list of texts"),
-    _made(
-        preferences, "hh", "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score"
-    ),
-    _made(preferences, "trl", "keys chosen and rejected, or prompt and completion (strings or messages); or prompt"),
-    _made(
-        preferences, "pairs",
-        "a prompt (prompt, question or instruction) and chosen_response and rejected_response, response_j and response_k, or "
-        "chosen and rejected",
-    ),
-    _made(preferences, "choices", "keys prompt, and chosen and rejected, each a list of strings"),
-    _made(preferences, "kto", "prompt and completion, or messages or conversations, and key label (true or false)"),
-    _made(scored, "ultrafeedback", "keys instruction and completions with response and scores"),
-    _made(scored, "nectar", "keys prompt and answers, a list of answer, model and rank"),
-    _made(scored, "webgpt", "keys question with full_text, answer_0, answer_1, score_0 and score_1"),
-    _made(scored, "openai_comparisons", "keys info, and summaries and choice or a summary with axes"),
-    _made(scored, "qa_feedback", "keys question, passages, prediction 1 … 4, preference"),
-    _made(oasst, "oasst", "key prompt with the first message of a tree: text, role and replies"),
-    _made(
-        oasst, "oasst_messages",
-        "keys message_id, parent_id, text, role, rank: one message of a tree per row; rows are counted as trees",
-        gather=oasst.gather_messages,
-    ),
-    _made(argilla, "argilla", "keys fields and responses, or questions with user_id, value and status"),
-    _made(label_studio, "label_studio", "keys data and annotations (an export), or data (a task)", joins=True),
-    Format(  # by lambdas, since `tasks` imports this package: whichever is imported first
-        "tasks_csv", "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
-        lambda row: tasks.is_tasks_csv(row), lambda row: tasks.from_tasks_csv(row), joins=True,
-    ),
-)  # fmt: skip
-FORMATS = {one.name: one for one in _TABLE}
+# By file: the formats and the shapes of their rows. Their functions are `is_<name>`, `from_<name>` and, if a file's rows belong
+# together, `gather_<name>`.
+_TABLE: dict[Any, dict[str, str]] = {
+    dialogues: {
+        "alpaca": "keys instruction, input and output or response",
+        "sharegpt": "key conversations with turns of from and value, and perhaps chosen and rejected",
+        "messages": "key messages with turns of role and content",
+        "self_instruct": "keys instruction and instances of input and output",
+        "question_answer": "keys question and answer",
+        "decoded": "keys instruction, text (a person's answer) and decoded (a model's)",
+        "mt_bench": "key turns with a list of texts",
+    },
+    preferences: {
+        "hh": "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score",
+        "trl": "keys chosen and rejected, or prompt and completion (strings or messages); or prompt",
+        "pairs": "a prompt (prompt, question or instruction) and chosen_response and rejected_response, "
+        "response_j and response_k, or chosen and rejected",
+        "choices": "keys prompt, and chosen and rejected, each a list of strings",
+        "kto": "prompt and completion, or messages or conversations, and key label (true or false)",
+    },
+    scored: {
+        "ultrafeedback": "keys instruction and completions with response and scores",
+        "nectar": "keys prompt and answers, a list of answer, model and rank",
+        "webgpt": "keys question with full_text, answer_0, answer_1, score_0 and score_1",
+        "openai_comparisons": "keys info, and summaries and choice or a summary with axes",
+        "qa_feedback": "keys question, passages, prediction 1 … 4, preference",
+    },
+    oasst: {
+        "oasst": "key prompt with the first message of a tree: text, role and replies",
+        "oasst_messages": "keys message_id, parent_id, text, role, rank: one message of a tree per row; "
+        "rows are counted as trees",
+    },
+    argilla: {"argilla": "keys fields and responses, or questions with user_id, value and status"},
+    label_studio: {"label_studio": "keys data and annotations (an export), or data (a task)"},
+    tasks_csv: {"tasks_csv": "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …"},
+}
+_NATIVE = f"key kind ({', '.join(KINDS)}) and the keys of that record"
+FORMATS = {
+    "native": Format("native", _NATIVE, _is_native, lambda row: [dict(row)]),
+    "table": Format("table", WANTS, lambda row: False, _unnamed),
+}
+for _module, _wants in _TABLE.items():
+    for _name, _shape in _wants.items():
+        _is, _from = getattr(_module, f"is_{_name}"), getattr(_module, f"from_{_name}")
+        _gather, _joins = getattr(_module, f"gather_{_name}", None), _module in (label_studio, tasks_csv)
+        FORMATS[_name] = Format(_name, _shape, _is, _from, _joins, _gather)
 
 
 def _fits(format: Format, row: Values) -> bool:

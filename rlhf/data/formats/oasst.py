@@ -92,10 +92,10 @@ def is_oasst_messages(row: Values) -> bool:
     return row.keys() >= {"message_id", "text", "role"} and "replies" not in row
 
 
-from_oasst_messages = from_oasst  # of the trees that `gather_messages` makes
+from_oasst_messages = from_oasst  # of the trees that `gather_oasst_messages` makes
 
 
-def gather_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
+def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
     """The trees of a file's messages, which come in any order, and a Reject for each message whose tree is not whole.
 
     Raises: UserError for more than HELD_BYTES.
