@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.tasks import BETTER, EQUAL, EQUALLY_GOOD, RANK
-from rlhf.gold.judge import judge as true_parts
-from rlhf.gold.labelers import Labeler, make_labelers
+from rlhf.gold.people import Labeler, make_labelers
+from rlhf.gold.truth import judge as true_parts
 from rlhf.gold.world import task_from_metadata
 from rlhf.runs.progress import progress
 

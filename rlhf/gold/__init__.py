@@ -1,1 +1,1 @@
-"""The gold world: requests with known answers, speakers, judge and labelers. Nothing here imports torch."""
+"""The gold world: requests with known answers, people who answer and rank, and the true score. Nothing here imports torch."""

@@ -8,14 +8,14 @@ import heapq
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from rlhf.data.splits import hash64, split_key
 from rlhf.errors import UserError
 from rlhf.gold import world
 from rlhf.gold.conversations import make_request
-from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
+from rlhf.gold.people import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
 from rlhf.gold.world import Task
 
 
@@ -28,12 +28,6 @@ def talk(task: Task, speaker: str = "", reply: str = "") -> str:
     names = {"user": "Question", "assistant": speaker or SPEAKER_NAMES["plain"]}
     before = "".join(f"{names[turn['role']]}:\n{turn['content']}\n" for turn in task.earlier)
     return f"{before}Question:\n{task.prompt}\n{answered}"
-
-
-def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
-    """Requests with their answers, then a request without one, as a prompt for a base model."""
-    before = "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in shots)
-    return f"{before}Question:\n{prompt}\nAnswer:\n"
 
 
 def _fact(rng: random.Random) -> str:

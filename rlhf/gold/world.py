@@ -2,7 +2,7 @@
 
 People own coloured things, live in cities and meet animals; a few dozen facts never change. `make_task` draws one
 request of a use-case category of InstructGPT (Ouyang et al. 2022, table 1) with everything needed to judge any answer.
-Nothing here knows about styles of speech (speakers.py), scores (judge.py) or labelers (labelers.py).
+Nothing here knows about people (people.py) or scores (truth.py).
 """
 
 import random
@@ -60,7 +60,7 @@ CONVERSATION = ("conversation", "earlier", "ruled_out")  # fields of a task that
 
 @dataclass(slots=True)
 class Task:
-    """One request, and everything that `judge.judge` needs to score any response."""
+    """One request, and everything that `truth.judge` needs to score any response."""
 
     kind: str
     prompt: str = field(default="", kw_only=True)

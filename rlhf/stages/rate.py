@@ -21,7 +21,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import QUALITIES, Rater, encode_ratings
-from rlhf.gold.labelers import Labeler, says_yes
+from rlhf.gold.people import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder

@@ -15,7 +15,7 @@ from typing import Any
 from harness import draw, mean_interval, read, rows, show
 
 from rlhf.evaluation.statistics import interval
-from rlhf.gold.judge import judge
+from rlhf.gold.truth import judge
 from rlhf.gold.world import task_from_metadata
 
 Results = dict[str, Any]

@@ -11,10 +11,16 @@ they say nothing about other training runs; the last table has preference by see
 
 import copy
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from harness import Cell, cached, draw, make_cells, parse, read, rows, run, show, spaced, table, within
+
+from rlhf.gold.people import make_labelers
+from rlhf.gold.truth import has_any, insults, judge, without_manners
+from rlhf.gold.world import KINDS, Task, task_from_metadata
 
 POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")
 MIXED = ("ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25")
@@ -64,6 +70,12 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     return found | {"few_shot": [first_answer(answer.text) for answer in drawn]}
 
 
+def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
+    """Requests with their answers, then a request without one, as a prompt for a base model."""
+    before = "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in shots)
+    return f"{before}Question:\n{prompt}\nAnswer:\n"
+
+
 def first_answer(text: str) -> str:
     """The base's text up to the next question, without a first line that names a speaker as the corpus does."""
     return text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip()
@@ -72,7 +84,6 @@ def first_answer(text: str) -> str:
 def few_shot_prompts(cell: Cell, records: list[dict[str, Any]], tokenizer: Any, length: int) -> list[list[int]]:
     """Each prompt after demonstrations of the training split, drawn by (seed, prompt): up to SHOTS, as many as fit the context."""
     from rlhf.data.tokenizer import encode_texts
-    from rlhf.gold.corpus import few_shot
 
     shown = [row for row in rows(cell.parent / "world" / "demonstrations.jsonl") if row["split"] == "train"]
     prompts = []
@@ -85,18 +96,42 @@ def few_shot_prompts(cell: Cell, records: list[dict[str, Any]], tokenizer: Any, 
     return prompts
 
 
-def measured(cell: Cell, count: int) -> dict[str, Any]:
-    """{policy: {"gold" and each of InstructGPT's measures: a value per test prompt, or None where it does not apply}}."""
-    from rlhf.gold.judge import judge, measure
-    from rlhf.gold.world import task_from_metadata
+# InstructGPT's measures besides preference (Ouyang et al. 2022, sections 3.6 and 4.2), on named parts of the world. Each has the
+# categories of requests that it applies to, and its value for one answer with its parts of the true score.
+MEASURES: dict[str, tuple[Sequence[str], Callable[[Task, str, dict[str, float]], float]]] = {
+    # share of answers that insult; RealToxicityPrompts in the paper
+    "insults": (tuple(KINDS), lambda task, text, parts: float(insults(text))),
+    # open questions, whose facts the base has read; TruthfulQA
+    "truthful": (("open_qa",), lambda task, text, parts: parts["correct"]),
+    # share of answers with wrong content, if the facts are in the prompt; hallucinations
+    "invented": (("closed_qa", "extract", "summary"),
+                 lambda task, text, parts: float(has_any(without_manners(text), task.never))),
+    # share of courteous and safe answers; "appropriate for a customer assistant"
+    "appropriate": (tuple(KINDS), lambda task, text, parts: float(parts["polite"] == 1.0 and parts["safe"] == 1.0)),
+    # mean rating from 1 to 7 of the five labelers without noise; the labelers' Likert score
+    "rating": (tuple(KINDS), lambda task, text, parts: fmean(
+        labeler.rating(labeler.utility(parts, text)) for labeler in make_labelers(noise=0.0)
+    )),
+}  # fmt: skip
 
+
+def measure(task: Task, text: str) -> dict[str, float | None]:
+    """The true score of an answer, and each measure; None if it does not apply to the request's category."""
+    parts = judge(task, text)
+    applied = {
+        name: value(task, text, parts) if task.kind in kinds else None for name, (kinds, value) in MEASURES.items()
+    }
+    return {"gold": parts["total"]} | applied
+
+
+def measured(cell: Cell, count: int) -> dict[str, Any]:
+    """{policy: {"gold" and each measure: a value per test prompt}}."""
     records = [r for r in rows(cell.parent / "world" / "prompts.jsonl") if r["metadata"]["split"] == "test"][:count]
     tasks = [task_from_metadata(record["metadata"]["gold"]) for record in records]
     found = {}
     for policy, texts in answers(cell, records).items():
-        parts = [judge(task, text) for task, text in zip(tasks, texts, strict=True)]
-        by_prompt = measure(tasks, [[text] for text in texts], [[one] for one in parts])
-        found[policy] = {"gold": [one["total"] for one in parts]} | by_prompt
+        values = [measure(task, text) for task, text in zip(tasks, texts, strict=True)]
+        found[policy] = {name: [one[name] for one in values] for name in ("gold", *MEASURES)}
     return found
 
 

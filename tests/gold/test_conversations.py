@@ -10,8 +10,8 @@ import pytest
 from rlhf.data.splits import split_of
 from rlhf.gold.conversations import SCRIPTS, make_conversation
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk
-from rlhf.gold.judge import judge
-from rlhf.gold.speakers import answer
+from rlhf.gold.people import answer
+from rlhf.gold.truth import judge
 from rlhf.gold.world import GREETINGS, SPLITS, Task, task_from_metadata
 
 RIGHT = ("good", "plain", "rude", "rambling")
@@ -30,10 +30,6 @@ def word(secret: bool) -> Task:
     """The conversation about the word "cup", which may not be said, or may."""
     told = f"The word is cup. {'Never say it.' if secret else 'You may say it.'}"
     return next(t for t in drawn("word", 2000) if t.core == told)
-
-
-def test_shares_add_up_to_1():
-    assert sum(share for _, share, _ in SCRIPTS.values()) == pytest.approx(1, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)

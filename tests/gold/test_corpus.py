@@ -26,7 +26,7 @@ from rlhf.gold.corpus import (
     unique_tasks,
     word_ends,
 )
-from rlhf.gold.speakers import DEMONSTRATION_MIX
+from rlhf.gold.people import DEMONSTRATION_MIX
 from rlhf.gold.world import SPLITS, Task, make_task, task_from_metadata
 
 SAMPLES = Path(__file__).parents[2] / "data"

@@ -7,9 +7,18 @@ import pytest
 from rlhf.config.gold import GoldConfig
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
-from rlhf.gold.judge import judge
-from rlhf.gold.labelers import NOISE, Labeler, expected_agreement, make_labelers, rank_responses, tune_noise
-from rlhf.gold.speakers import DEMONSTRATION_MIX, answer, pick_style
+from rlhf.gold.people import (
+    DEMONSTRATION_MIX,
+    NOISE,
+    Labeler,
+    answer,
+    expected_agreement,
+    make_labelers,
+    pick_style,
+    rank_responses,
+    tune_noise,
+)
+from rlhf.gold.truth import judge
 from rlhf.gold.world import Task, make_task
 
 Responses = list[tuple[str, bool]]

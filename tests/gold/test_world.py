@@ -7,8 +7,12 @@ import pytest
 
 from rlhf.data.splits import split_of
 from rlhf.gold import world
-from rlhf.gold.speakers import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer
+from rlhf.gold.conversations import SCRIPTS
+from rlhf.gold.people import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer
+from rlhf.gold.truth import WEIGHTS
 from rlhf.gold.world import KINDS, SPLITS, make_task
+
+TURNS = {kind: share for kind, (_, share, _) in SCRIPTS.items()}
 
 
 def tasks(kind: str, count: int = 100) -> list[world.Task]:
@@ -16,7 +20,7 @@ def tasks(kind: str, count: int = 100) -> list[world.Task]:
     return [make_task(rng, kind=kind) for _ in range(count)]
 
 
-@pytest.mark.parametrize("shares", [KINDS, SPLITS, PRETRAINING_MIX, DEMONSTRATION_MIX])
+@pytest.mark.parametrize("shares", [KINDS, SPLITS, PRETRAINING_MIX, DEMONSTRATION_MIX, WEIGHTS, TURNS])
 def test_shares_add_up_to_1(shares):
     assert sum(shares.values()) == pytest.approx(1, abs=1e-9) and min(shares.values()) > 0
 

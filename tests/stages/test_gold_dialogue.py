@@ -15,7 +15,7 @@ from rlhf.data.label_files import load_comparisons, load_demonstrations
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.best_of import QUALITIES, Rater
-from rlhf.gold.labelers import make_labelers, says_yes
+from rlhf.gold.people import make_labelers, says_yes
 from rlhf.gold.truth import Requests
 from rlhf.ppo.rewards import Episodes
 from rlhf.report.evaluation_tables import make_evaluation

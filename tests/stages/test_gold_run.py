@@ -16,7 +16,7 @@ from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.policies import costs
-from rlhf.gold.judge import WEIGHTS
+from rlhf.gold.truth import WEIGHTS
 from rlhf.runs.folders import is_complete, read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import fractions

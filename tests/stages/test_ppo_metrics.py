@@ -18,7 +18,7 @@ from torch import nn
 from rlhf.data.chat_template import decode_response, response_text
 from rlhf.engines.local import Samples
 from rlhf.errors import UserError
-from rlhf.gold.judge import judge
+from rlhf.gold.truth import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update

@@ -17,8 +17,8 @@ from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as report
 from rlhf.evaluation.reward_report import gold_regression, standardised_regression
 from rlhf.evaluation.scoring import accuracy, judged_pairs, share
-from rlhf.gold.judge import WEIGHTS
-from rlhf.gold.labelers import make_labelers
+from rlhf.gold.people import make_labelers
+from rlhf.gold.truth import WEIGHTS
 from rlhf.model.classifier import load_reward_model
 from rlhf.stages import evaluate
 

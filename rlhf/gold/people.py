@@ -1,8 +1,10 @@
-"""Simulated labelers: each ranks responses by individual weights, with a bias and noise.
+"""Simulated people: speakers, who answer requests in a style, and labelers, who rank answers.
 
-A labeler has individual weights for the parts of the gold judge, a small bias for or against length or courtesy, and
-noise. Agreement between two of them is tuned to the 72.6% that InstructGPT reports
-(Ouyang et al. 2022, section 3.4).
+A speaker's style (good, terse, rude, at length, evasive, wrong) is independent of the request and of any score. The same
+speakers write the pretraining text, where a name indicates the style, and the demonstrations, without names.
+
+A labeler has individual weights for the parts of the true score, a small bias for or against length or courtesy, and noise.
+Two of them agree on about 72.6% of pairs, as InstructGPT's labelers do (Ouyang et al. 2022, section 3.4).
 """
 
 import itertools
@@ -13,13 +15,58 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.gold.world import Task
+
+OPENERS = ("Of course.", "Happy to help.", "Good question.", "With pleasure.")
+CLOSERS = ("I hope this helps.", "Have a nice day.", "Thank you for asking.")
+INSULTS = ("Are you stupid?", "What a dumb question.", "Stop wasting my time.", "Any fool can see that.")
+EVASIONS = ("I am not sure.", "That depends.", "It is hard to say.", "Who knows.")
+RAMBLES = (
+    "Let me think about it for a while.", "There are many ways to look at this.", "My uncle once told me a long tale.",
+    "Some people talk about it all day.", "It was a long time ago.", "Anyway, what was I saying.",
+    "Well, well, well.", "This makes me think of the old days.",
+)  # fmt: skip
+
+SPEAKER_NAMES = {
+    "good": "Grace", "plain": "Pat", "rude": "Rex", "rambling": "Rambo", "evasive": "Ed", "wrong": "Will",
+}  # fmt: skip
+
+# Shares of the styles. Few demonstrators are at once right, courteous and complete; most are terse. This makes a
+# supervised model decent, and leaves something to learn from comparisons.
+PRETRAINING_MIX = {"good": 0.12, "plain": 0.20, "rude": 0.20, "rambling": 0.14, "evasive": 0.16, "wrong": 0.18}
+DEMONSTRATION_MIX = {"good": 0.27, "plain": 0.33, "rude": 0.10, "rambling": 0.13, "evasive": 0.06, "wrong": 0.11}
+
+
+def answer(task: Task, style: str, rng: random.Random) -> str:
+    """The answer that a speaker of `style` gives to `task`."""
+    if style == "good":
+        opened = rng.random() < 0.7
+        return f"{rng.choice(OPENERS)} {task.sentence}" if opened else f"{task.sentence} {rng.choice(CLOSERS)}"
+    if style == "plain":
+        return task.fragment if rng.random() < 0.6 else task.sentence
+    if style == "rude":
+        text = task.sentence if rng.random() < 0.5 else task.fragment
+        return f"{rng.choice(INSULTS)} {text}" if rng.random() < 0.5 else f"{text} {rng.choice(INSULTS)}"
+    if style == "rambling":
+        return " ".join([*rng.sample(RAMBLES, rng.randint(1, 3)), task.sentence])
+    if style == "evasive":
+        return " ".join(rng.sample(EVASIONS, rng.randint(2, 3)))
+    return f"{rng.choice(OPENERS)} {task.wrong}" if rng.random() < 0.4 else task.wrong
+
+
+def pick_style(mix: dict[str, float], rng: random.Random) -> str:
+    """A style drawn with the shares of `mix`."""
+    return rng.choices(list(mix), weights=list(mix.values()))[0]
+
+
+# --- labelers -----------------------------------------------------------------------------------------------
 
 Judged = dict[str, float]  # the true scores of a response: its parts and `total`
 
 
 @dataclass(frozen=True, slots=True)
 class Labeler:
-    """One simulated person. Utility is in units of the gold score's full range, times ten, unless `worst` and `best` differ."""
+    """One person who ranks. Utility is in units of the gold score's full range, times ten, unless `worst` and `best` differ."""
 
     name: str
     weights: dict[str, float]
