@@ -28,10 +28,9 @@ from rlhf.config.overrides import check_jobs, check_overrides, check_used, read_
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
-from rlhf.system.exits import check_launch, ending
-from rlhf.system.interrupts import interrupt_on_signals, leave
+from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
 from rlhf.system.plugins import load_named
-from rlhf.system.processes import disconnect
+from rlhf.system.processes import disconnect, launch_problem
 from rlhf.system.terminal import accept_any_text, say, write
 
 
@@ -41,7 +40,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = [a for a in arguments if not a.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
     accept_any_text()
     interrupt_on_signals()
-    check_launch()
+    if (problem := launch_problem()) is not None:
+        report(problem)
+        sys.exit(MISTAKE)
     with ending(interrupted=interrupted(arguments[0] if arguments else "")):
         _dispatch(arguments)
         write("")  # flush here, so that a full disk is reported now and not at the interpreter's end

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.system.interrupts import leave
+from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect, process_count, rank, wait_for_all
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import set_up

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.system.interrupts import SIGNALS, finish_step, interrupt_on_signals, request_stop, stop_requested
+from rlhf.system.exits import SIGNALS, finish_step, interrupt_on_signals, request_stop, stop_requested
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,7 +91,7 @@ def test_other_threads_change_nothing() -> None:
 
 LOOP = """
 import time
-from rlhf.system.interrupts import SIGNALS, finish_step
+from rlhf.system.exits import SIGNALS, finish_step
 with finish_step("ppo"):
     print("begun", flush=True)
     time.sleep(60)
@@ -143,7 +143,7 @@ def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
 
 HANGUP = """
 import os, signal, sys, time
-from rlhf.system.interrupts import finish_step, stop_requested
+from rlhf.system.exits import finish_step, stop_requested
 with finish_step("ppo"):
     print("begun", flush=True)
     while not stop_requested():

@@ -34,7 +34,7 @@ import sys
 import torch, torch.distributed as dist
 from rlhf.system import processes
 from rlhf.system.processes import Ranks, connect, disconnect, rank
-from rlhf.system.interrupts import leave
+from rlhf.system.exits import leave
 connect(torch.device("cpu"))
 generator = torch.Generator().manual_seed(rank())
 own = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (40,), (7, 2), (1,))]
@@ -52,9 +52,6 @@ if disconnect():
 """
 
 
-def test_tensors_are_summed_in_a_few_messages(tmp_path, monkeypatch):
+def test_tensors_are_summed_in_a_few_messages():
     """Two processes: the sums are those of one message per tensor."""
-    monkeypatch.setenv("PYTHONPATH", str(HOME.parent))
-    script = tmp_path / "gradients.py"
-    script.write_text(GRADIENTS)
-    assert run_processes([sys.executable, str(script)], 2) == 0
+    assert run_processes([GRADIENTS], 2, module="tests.snippet") == 0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.commands.launch import free_port, run_processes
-from rlhf.system.rendezvous import is_loopback
+from rlhf.commands.launch import environments, run_processes
+from rlhf.system.processes import is_loopback
 
 ROOT = Path(__file__).parents[1]
 # Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
@@ -40,7 +40,7 @@ def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, mon
     script = tmp_path / "listening.py"
     script.write_text(LISTENING)
     if launcher == "ours":
-        assert run_processes([sys.executable, str(script), str(tmp_path)], 2) == 0
+        assert run_processes([LISTENING, str(tmp_path)], 2, module="tests.snippet") == 0
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
         subprocess.run([*command, str(tmp_path)], check=True, capture_output=True)
@@ -54,9 +54,8 @@ def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, mon
 def alone(**variables: str) -> subprocess.Popen[str]:
     """One process of a launch of two, with short waits; `connect` is what every stage begins with."""
     code = (
-        "import torch; from rlhf.system import rendezvous as r; from rlhf.system.exits import ending\n"
+        "import torch; from rlhf.system import processes as r; from rlhf.system.exits import ending, interrupt_on_signals\n"
         "from rlhf.system.processes import connect\n"
-        "from rlhf.system.interrupts import interrupt_on_signals\n"
         "r.WAIT_SECONDS, r.SILENT_SECONDS = 2.0, 0.5; interrupt_on_signals()\n"
         "with ending(): print('begun', flush=True); connect(torch.device('cpu'))"
     )
@@ -75,7 +74,7 @@ def alone(**variables: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_process_whose_peer_never_comes_says_so_and_ends(rank):
-    port = str(free_port())
+    port = environments(2, 1)[0]["MASTER_PORT"]
     _, told = alone(RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port).communicate(timeout=60)
     missing = "process 1 of 2 (counted from 0)" if rank == "0" else "process 0"
     error = "" if rank == "0" else "process 1: "
@@ -87,7 +86,7 @@ def test_a_process_whose_peer_never_comes_says_so_and_ends(rank):
 
 
 def test_a_signal_ends_the_wait():
-    process = alone(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    process = alone(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=environments(2, 1)[0]["MASTER_PORT"])
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     started = time.monotonic()

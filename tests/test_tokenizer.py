@@ -94,7 +94,7 @@ def test_a_signal_ends_training_at_once(tmp_path):
     (tmp_path / "text").write_text(unbroken(2_000_000))
     program = """
 import sys
-from rlhf.system.interrupts import interrupt_on_signals
+from rlhf.system.exits import interrupt_on_signals
 from rlhf.data.tokenizer import train_tokenizer
 
 def documents():

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rlhf.commands.launch import import_once, run_stage_processes
+from rlhf.commands.launch import import_once, run_processes
 from rlhf.commands.report import write_page
 from rlhf.config import Config
 from rlhf.config.setting import get, listed
@@ -38,9 +38,8 @@ from rlhf.runs.sources import (
     read_prompts,
 )
 from rlhf.runs.stage import has_begun
-from rlhf.system.exits import report
+from rlhf.system.exits import INTERRUPTED, report
 from rlhf.system.files import write_json
-from rlhf.system.interrupts import EXIT_CODE
 from rlhf.system.terminal import say
 
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
@@ -185,8 +184,8 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """Run the stage as child processes. Exits with the code of the one that fails."""
     processes = config.launcher.processes if STAGES[stage].several_processes else 1
-    code = run_stage_processes([stage, "--shared-settings", *overrides], processes, config.threads)
-    if code not in (0, EXIT_CODE):
+    code = run_processes([stage, "--shared-settings", *overrides], processes, config.threads)
+    if code not in (0, INTERRUPTED):
         report(f"pipeline: stopped in {stage}: correct the error above and run the same command again")
     if code:
         sys.exit(code)

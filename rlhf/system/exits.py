@@ -1,23 +1,27 @@
-"""How a command ends: what went wrong as one line, and the exit code. A bug still shows its traceback.
+"""How a command ends: errors as one line, signals, exit codes. A bug still shows its traceback.
 
-Exit codes: 0 done; 2 a mistake of the user or an error of the system that the user can fix; 130 interrupted; 141 nothing
-reads the output any more. Imports neither torch nor hydra.
+Exit codes: 0 done; 2 a mistake of the user or an error of the system that the user can fix; 130 interrupted by Ctrl-C, SIGTERM
+or SIGHUP; 141 nothing reads the output any more. A signal ends a training loop after its current step, with a checkpoint, and
+anything else at once. Imports neither torch nor hydra.
 """
 
 import contextlib
 import errno
 import os
+import select
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
 
 from rlhf.errors import UserError
-from rlhf.system.interrupts import EXIT_CODE, leave
-from rlhf.system.processes import is_first, launch_problem, lost_another, process_count, rank
+from rlhf.system.processes import is_first, lost_another, process_count, rank
 from rlhf.system.terminal import one_line, say
 
-MISTAKE, NO_READER = 2, 141
+MISTAKE, INTERRUPTED, NO_READER = 2, 130, 141
 SECONDS_TO_SPEAK = 5.0  # seconds in which rank 0 alone reports an error that every rank has
 REMEDIES = {
     errno.EACCES: "give this user the right to read and write it, or name another place",
@@ -28,6 +32,12 @@ REMEDIES = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed, or its connection lost
+# Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
+SAME_SECONDS = 1.0
+
+_signalled_at: float | None = None  # when the first signal came
+_in_loop = False  # within `finish_step`
 
 
 @contextlib.contextmanager
@@ -42,7 +52,7 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
             with contextlib.suppress(OSError):
                 say("", sys.stderr)
                 say(f"rlhf: {interrupted}", sys.stderr)
-        end(EXIT_CODE)
+        end(INTERRUPTED)
     except BrokenPipeError:
         end(NO_READER)
     except Exception as error:
@@ -59,16 +69,11 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
 def describe(error: Exception) -> str | None:
     """One line for an error of the system that says what to do; None for any other error, which is a bug."""
     if isinstance(error, UnicodeDecodeError):
-        byte = error.object[error.start]
-        return (
-            f"text that is not {error.encoding} (byte 0x{byte:02x} at {error.start:,}): convert it to UTF-8; if it is, "
-            "set a UTF-8 locale (LC_ALL=C.UTF-8)"
-        )
+        byte = f"byte 0x{error.object[error.start]:02x} at {error.start:,}"
+        return f"text that is not {error.encoding} ({byte}): convert it to UTF-8; if it is, set a UTF-8 locale (LC_ALL=C.UTF-8)"
     if isinstance(error, UnicodeEncodeError):
-        return (
-            f"cannot write U+{ord(error.object[error.start]):04X} as {error.encoding}: set a UTF-8 locale "
-            "(LC_ALL=C.UTF-8)"
-        )
+        character = f"U+{ord(error.object[error.start]):04X}"
+        return f"cannot write {character} as {error.encoding}: set a UTF-8 locale (LC_ALL=C.UTF-8)"
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
         reason = one_line(str(error), 200) or "the system gave no more"
@@ -87,13 +92,6 @@ def describe(error: Exception) -> str | None:
     return f"{where}{error.strerror or error}: {remedy}"
 
 
-def check_launch() -> None:
-    """End the process if a launcher's variable is not a number."""
-    if (problem := launch_problem()) is not None:
-        report(problem)
-        sys.exit(MISTAKE)
-
-
 def fail(message: str) -> NoReturn:
     """Report a mistake in one line, and end with exit code 2."""
     let_the_first_speak()
@@ -108,6 +106,12 @@ def report(message: str) -> None:
             say(f"rlhf: error: {one_line(message, 4000)}", sys.stderr)
 
 
+def let_the_first_speak() -> None:
+    """If ranks fail for the same reason, only rank 0 reports it; the launcher stops the rest meanwhile."""
+    if not is_first():
+        time.sleep(SECONDS_TO_SPEAK)
+
+
 def end(code: int) -> NoReturn:
     """End this process; one of several ends at once, since an orderly end would wait for the others or abort without them."""
     for stream in (sys.stdout, sys.stderr):
@@ -117,11 +121,101 @@ def end(code: int) -> NoReturn:
         except OSError:  # drop what cannot be written: the interpreter would report it again when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if process_count() > 1:
-        leave(code)
+        os._exit(code)
     sys.exit(code)
 
 
-def let_the_first_speak() -> None:
-    """If ranks fail for the same reason, only rank 0 reports it; the launcher stops the rest meanwhile."""
-    if not is_first():
-        time.sleep(SECONDS_TO_SPEAK)
+def leave(code: int) -> NoReturn:
+    """Flush the output, then end this process at once, without the interpreter's shutdown."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
+    os._exit(code)
+
+
+def interrupt_on_signals() -> None:
+    """From here on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at once.
+
+    A signal that the process was told to ignore (nohup, a job in the background) stays ignored.
+    """
+    global _signalled_at
+    _signalled_at = None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    _handle(interrupt, lambda: None)
+
+
+@contextlib.contextmanager
+def finish_step(name: str) -> Iterator[None]:
+    """Within it, the first signal makes `stop_requested()` true and is reported in one line; a second ends the process.
+
+    name: the stage's name, with which the line begins. Signals that are ignored stay so; other threads change nothing.
+    Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
+    """
+    global _signalled_at, _in_loop
+    _signalled_at, _in_loop = None, True
+
+    def tell(text: str) -> None:
+        if is_first():
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())  # not through Python's buffers, which the interrupted code may be writing
+
+    before = _handle(
+        lambda: tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n"),
+        lambda: tell(f"\n{name}: stopped; the same command resumes from the last checkpoint\n"),
+    )
+    try:
+        yield
+        if stop_requested():
+            raise KeyboardInterrupt
+    finally:
+        _in_loop = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_requested() -> bool:
+    """Whether a signal has requested that the loop stop after the current step."""
+    return _in_loop and _signalled_at is not None
+
+
+def request_stop() -> None:
+    """Request a stop as a signal within `finish_step` does; for a process of a launch in which another received the signal."""
+    global _signalled_at
+    _signalled_at = _signalled_at or time.monotonic()
+
+
+def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, Any]:
+    """Have the first signal call `first`, and one SAME_SECONDS later call `later` and end the process; returns the handlers before."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        global _signalled_at
+        drop_lost_terminal()
+        if _signalled_at is None:
+            _signalled_at = time.monotonic()
+            first()
+        elif time.monotonic() - _signalled_at > SAME_SECONDS:
+            later()
+            os._exit(INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handle)
+    return before
+
+
+def drop_lost_terminal() -> None:
+    """Discard output to a terminal that is gone: its error would keep a stage from writing its checkpoint."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

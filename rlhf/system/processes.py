@@ -5,13 +5,17 @@ writes for all. A process that runs alone is rank 0, and everything here then co
 command line and the run folders need ranks too; torch is imported only inside the functions that communicate.
 """
 
+import ipaddress
 import os
+import socket
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.errors import UserError
-from rlhf.system.rendezvous import is_loopback, open_store, stay_on_loopback
+from rlhf.system.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Ranks wait while rank 0 packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
 LONGEST_WAIT = timedelta(hours=12)
+# Seconds until a launch is given up; until the missing processes are named; between two polls.
+WAIT_SECONDS, SILENT_SECONDS, LOOK_SECONDS = 300.0, 10.0, 0.1
 BUCKET = 2**25  # elements of gradients that travel together: 128 MiB in float32
 # What a launcher sets for each process.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -88,21 +94,79 @@ def connect(device: "torch.device") -> None:
 
 
 def meet() -> "Store":
-    """The store of this launch, after all processes have joined. Raises: UserError if some do not, or its address is unset."""
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
+    """The store of this launch: rank 0 opens it, the others connect, all wait until all are there.
+
+    The wait is bounded and reported, and a signal ends it, since it polls. On one node everything listens on the loopback
+    interface only, because neither the store nor the connections of gloo and NCCL authenticate the caller.
+    Raises: UserError if a process is missing, the port is taken, or the launcher's variables are incomplete.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    count, mine = process_count(), rank()
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise UserError(
-            f"WORLD_SIZE={process_count()} without {' and '.join(missing)}: start the processes with torchrun or "
+            f"WORLD_SIZE={count} without {' and '.join(missing)}: start the processes with torchrun or "
             "launcher.processes, or unset WORLD_SIZE to run as one"
         )
-    if rank() >= process_count():
-        raise UserError(f"RANK={rank()}: want 0 to {process_count() - 1}, since WORLD_SIZE={process_count()}")
+    if mine >= count:
+        raise UserError(f"RANK={mine}: want 0 to {count - 1}, since WORLD_SIZE={count}")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if is_loopback(address) or os.environ.get("LOCAL_WORLD_SIZE") == str(process_count()):
-        stay_on_loopback()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return open_store(address, port, rank(), process_count(), attempt, hosted)
+    place, started, reported = f"{address}:{port}", time.monotonic(), False
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback and (is_loopback(address) or os.environ.get("LOCAL_WORLD_SIZE") == str(count)):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, loopback[0])
+
+    def pause(absent: str) -> None:
+        nonlocal reported
+        waited = time.monotonic() - started
+        if waited > WAIT_SECONDS:
+            raise UserError(
+                f"{absent} did not come to {place} within {WAIT_SECONDS:.0f} s: start every process of the launch, or unset "
+                "WORLD_SIZE to run as one"
+            )
+        if waited > SILENT_SECONDS and not reported:
+            say(f"rlhf: waiting for {absent} at {place}, for up to {WAIT_SECONDS:.0f} s", sys.stderr)
+            reported = True
+        time.sleep(LOOK_SECONDS)
+
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun provides the store
+    serves, listener = mine == 0 and not hosted, None
+    wait = timedelta(seconds=WAIT_SECONDS)
+    try:
+        while not (serves or _answers(address, port)):
+            pause("the launcher" if hosted else "process 0")
+        if serves and is_loopback(address):  # torch's own listener would listen on every interface
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, port), family=family, backlog=4096).detach()
+        server = TCPStore(
+            address, port, count, serves, wait, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+        )
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{place}: cannot listen there ({error}): choose another MASTER_PORT") from error
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    store.set(str(mine), "here")
+    others = [other for other in range(count) if other != mine]
+    while others := [other for other in others if not store.check([str(other)])]:
+        named = ", ".join(map(str, others[:8])) + (" and more" if len(others) > 8 else "")
+        pause(f"process{'es' if len(others) > 1 else ''} {named} of {count} (counted from 0)")
+    return store
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address reaches this machine only. A name is not looked up: elsewhere it may mean another machine."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def connect_alone(device: "torch.device") -> None:
@@ -115,12 +179,6 @@ def connect_alone(device: "torch.device") -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def forget_alone() -> None:
-    """Undo what `connect_alone` put into the environment."""
-    if "RANK" not in os.environ:
-        os.environ.pop("LOCAL_RANK", None)
-
-
 def disconnect() -> bool:
     """Close the connection after all processes have reached this point; returns whether there was one.
 
@@ -128,8 +186,6 @@ def disconnect() -> bool:
     process if the interpreter is already shutting down, in a few percent of launches. The launcher would report a failure
     and stop the other processes, which may still be writing.
     """
-    import sys
-
     if "torch" not in sys.modules:  # no connection was opened
         return False
     import torch.distributed as dist

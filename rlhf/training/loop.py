@@ -22,7 +22,7 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker
-from rlhf.system.interrupts import finish_step, stop_requested
+from rlhf.system.exits import finish_step, stop_requested
 from rlhf.system.processes import on_first_rank, rank
 from rlhf.training.engine import Engine, NonFinite
 from rlhf.training.setup import open_tracker

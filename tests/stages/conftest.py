@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.commands.launch import import_once, run_stage_processes
+from rlhf.commands.launch import import_once, run_processes
 
 os.environ["RLHF_PROGRESS"] = "off"
 
@@ -39,7 +39,7 @@ def run_ranks(script: str, processes: int, *arguments: str) -> None:
     import_once(["rlhf.stages.pretrain", "rlhf.stages.sft", "rlhf.stages.reward", "rlhf.stages.ppo"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        assert run_stage_processes(arguments, processes, threads=1, module=f"tests.stages.{script}") == 0
+        assert run_processes(arguments, processes, threads=1, module=f"tests.stages.{script}") == 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rlhf.config.compose import compose_config
 from rlhf.ppo.experience import Rollout
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
-from rlhf.system.interrupts import leave
+from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect, gather
 from tests.stages.ppo_trainer import make_trainer
 

@@ -16,7 +16,7 @@ import torch
 
 from rlhf.config.compose import compose_config
 from rlhf.stages import pretrain, sft
-from rlhf.system.interrupts import leave
+from rlhf.system.exits import leave
 from rlhf.system.processes import connect, disconnect, is_first
 from rlhf.training.loop import TrainingLoop
 from tests.stages.state_bytes import measure_state

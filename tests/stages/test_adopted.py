@@ -1,7 +1,6 @@
 """Pretrained models of many architectures through sft -> reward -> ppo, natively where ours covers them."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,7 @@ def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, 
         "sharding.persistence_threshold=200",
     ]
     for stage in ("sft", "reward", "ppo"):
-        assert run_processes([sys.executable, "-m", "rlhf", stage, "--shared-settings", *overrides], 2, 1) == 0
+        assert run_processes([stage, "--shared-settings", *overrides], 2, 1) == 0
     names = {"sft": "sft/loss", "reward": "reward/loss", "ppo": "loss/value_avg"}
     for stage, metric in names.items():
         wanted = metrics(alone, stage, metric)

@@ -20,18 +20,14 @@ from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
 from rlhf.system.processes import LOST_PROCESS, disconnect, lost_another, on_first_rank, process_count, rank, share
 
+from ..snippet import run_two, start_two
 from .conftest import Run
 
 
-def shell(text: str) -> list[str]:
-    return ["sh", "-c", text]
-
-
 def test_each_process_knows_its_place(tmp_path):
-    command = shell(
-        f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS" > {tmp_path}/$RANK'
-    )
-    assert run_processes(command, 3) == 0
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    code = f"import os; open('{tmp_path}/' + os.environ['RANK'], 'w').write(' '.join(os.environ[n] for n in {names}))"
+    assert run_processes([code], 3, module="tests.snippet") == 0
     threads = max(1, (os.cpu_count() or 1) // 3)
     for i in range(3):
         assert (tmp_path / str(i)).read_text().split() == [str(i), str(i), "3", "3", "127.0.0.1", str(threads)]
@@ -43,27 +39,32 @@ def test_each_process_knows_its_place(tmp_path):
 
 def test_the_first_failure_ends_all(tmp_path):
     started = time.monotonic()
-    command = shell(f'if [ "$RANK" = 1 ]; then exit 3; fi; sleep 60; touch {tmp_path}/late')
-    assert run_processes(command, 2) == 3
+    code = f"import os, time; os.environ['RANK'] == '1' and exit(3); time.sleep(60); open('{tmp_path}/late', 'w')"
+    assert run_processes([code], 2, module="tests.snippet") == 3
     assert time.monotonic() - started < 10 and not (tmp_path / "late").exists()
 
 
 def test_a_killed_process_is_named(capfd):
-    assert run_processes(shell('[ "$RANK" = 1 ] && kill -9 $$; sleep 60'), 2) == 137
+    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    assert run_processes([code], 2, module="tests.snippet") == 137
     assert capfd.readouterr().err.strip() == "rlhf: process 1 of 2 was killed by signal 9; the others are stopped too"
 
 
-def test_the_processes_die_with_what_started_them(tmp_path):
-    command = f"echo $$ > {tmp_path}/$RANK; exec sleep 60"
-    code = f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {command!r}], 2)"
-    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
-    files = [tmp_path / "0", tmp_path / "1"]
+def wait_for(paths: list[Path]) -> None:
     deadline = time.monotonic() + 30
-    while not all(path.exists() and path.read_text().strip() for path in files):
+    while not all(path.exists() and path.read_text() for path in paths):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_processes_die_with_what_started_them(tmp_path):
+    code = f"import os, time; open('{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = start_two("tests.snippet", code)
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_for(files)
     parent.kill()
     parent.wait()
+    deadline = time.monotonic() + 30
     while any(is_alive(int(path.read_text())) for path in files):
         assert time.monotonic() < deadline, "a process outlived what started it"
         time.sleep(0.05)
@@ -76,36 +77,29 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_mistake_is_told_once(capfd):
-    assert run_processes([sys.executable, "-m", "rlhf", "pretrain", "pretrain.lr=-1"], 2) == 2
-    told = capfd.readouterr().err.strip()
-    assert told == "rlhf: error: pretrain.lr=-1.0: want more than 0 and at most 10"
+def test_a_stage_of_two_processes_reports_a_mistake_once():
+    code, told = run_two("rlhf", "pretrain", "pretrain.lr=-1")
+    assert code == 2 and told == ["rlhf: error: pretrain.lr=-1.0: want more than 0 and at most 10"]
+    assert run_two("rlhf", "--version") == (0, [])
 
 
-def test_a_forked_stage_ends_like_one_of_its_own_interpreter():
-    code = (
-        "from rlhf.commands.launch import run_stage_processes as run\n"
-        "print(run(['--version']), run(['pretrain', 'pretrain.lr=-1']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("rlhf ") and done.stdout.endswith("\n0 2\n")
-    assert done.stderr.strip() == "rlhf: error: pretrain.lr=-1.0: want more than 0 and at most 10"
+STOPS = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def stop(*signal):
+    (folder / f"done-{rank}").touch()
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+(folder / f"ready-{rank}").write_text("ready")
+time.sleep(60)
+"""
 
 
 def test_a_signal_reaches_all(tmp_path):
     """Each ends with a checkpoint and exit code 130, as does what started them."""
-    ready = (
-        f"trap 'touch {tmp_path}/done-$RANK; exit 130' TERM; touch {tmp_path}/ready-$RANK; while :; do sleep 0.1; done"
-    )
-    code = (
-        "from rlhf.system.interrupts import interrupt_on_signals; interrupt_on_signals()\n"
-        f"from rlhf.commands.launch import run_processes; run_processes(['sh', '-c', {ready!r}], 2)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path.cwd())})
-    deadline = time.monotonic() + 30
-    while not all((tmp_path / f"ready-{i}").exists() for i in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    parent = start_two("tests.snippet", STOPS, str(tmp_path))
+    wait_for([tmp_path / f"ready-{i}" for i in range(2)])
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(timeout=30) == 130
     assert all((tmp_path / f"done-{i}").exists() for i in range(2))
@@ -149,33 +143,19 @@ def test_a_process_closes_its_connection_before_it_ends():
     assert not dist.is_initialized()
 
 
-def stage_command(run: Run, *more: str) -> list[str]:
-    words = [
-        *run.overrides,
-        "pretrain.optimizer=adamw",
-        "pretrain.warmup_tokens=0",
-        "checkpoints.every_seconds=0",
-        *more,
-    ]
-    return [
-        sys.executable,
-        "-m",
-        "rlhf",
-        "pretrain",
-        "--shared-settings",
-        *words,
-        f"runs_dir={run.runs_dir}",
-        f"run={run.name}",
-    ]
+def stage_words(run: Run, *more: str) -> list[str]:
+    settings = ["pretrain.optimizer=adamw", "pretrain.warmup_tokens=0", "checkpoints.every_seconds=0"]
+    place = [f"runs_dir={run.runs_dir}", f"run={run.name}"]
+    return ["pretrain", "--shared-settings", *run.overrides, *settings, *more, *place]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["none", "zero2", "zero3"])
-def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, capfd, way):
+def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, way):
     run = copy_until("pretrain")
-    assert run_processes(stage_command(run, "pretrain.lr=1e30", f"deepspeed={way}"), 2) == 2
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("rlhf: ")]
-    assert len(told) == 1 and "not finite" in told[0]
+    code, told = run_two("rlhf", *stage_words(run, "pretrain.lr=1e30", f"deepspeed={way}"))
+    told = [line for line in told if line.startswith("rlhf: ")]
+    assert code == 2 and len(told) == 1 and "not finite" in told[0]
     folder = run.folder / "pretrain"
     assert not is_complete(folder) and (folder / "offending_batch.safetensors").exists()
     for path in checkpoints(folder / "checkpoints"):
@@ -184,18 +164,17 @@ def test_a_gradient_that_is_not_finite_stops_all_processes(copy_until, capfd, wa
 
 
 @pytest.mark.long
-def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until, capfd):
+def test_a_process_killed_in_training_ends_the_others_with_one_line(copy_until):
     run = copy_until("pretrain")
-    code = (
+    dies = (
         "import os, signal, sys; from rlhf.training.loop import TrainingLoop\n"
         "if os.environ['RANK'] == '1':\n"
         "    TrainingLoop.save = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from rlhf.cli import main; main(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", code, *stage_command(run, "deepspeed=zero2")[3:]]
-    assert run_processes(command, 2) == 137
-    told = capfd.readouterr().err
-    assert "process 1 of 2 was killed by signal 9" in told and "Traceback" not in told
+    code, told = run_two("tests.snippet", dies, *stage_words(run, "deepspeed=zero2"))
+    assert code == 137 and any("process 1 of 2 was killed by signal 9" in line for line in told)
+    assert not any("Traceback" in line for line in told)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
@@ -209,7 +188,7 @@ def test_no_file_of_the_working_directory_is_taken_for_a_module(tmp_path):
         "from rlhf.commands.launch import *\n"
         "if __name__ == '__main__':\n"
         "    import_once(['hydra'])\n"
-        "    raise SystemExit(run_stage_processes(['--version']))\n"
+        "    raise SystemExit(run_processes(['--version']))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(

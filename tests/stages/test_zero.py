@@ -143,7 +143,7 @@ AVERAGE = """
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from rlhf.config.compose import compose_config
-from rlhf.system.interrupts import leave
+from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect
 from rlhf.training.ema import Ema
 from rlhf.training.engine import make_engine

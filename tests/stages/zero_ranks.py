@@ -22,7 +22,7 @@ from rlhf.ppo.experience import Rollout
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
-from rlhf.system.interrupts import leave
+from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect, is_first, wait_for_all
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.optim import decay_groups
