@@ -112,7 +112,7 @@ class LoadedRun:
         Raises: UserError if a prompt does not fit the context.
         """
         from rlhf.engines.sampling import make_sampler
-        from rlhf.evaluation.answers import draw_answers, fit_prompts, room_for
+        from rlhf.evaluation.policies import draw_answers, fit_prompts, room_for
 
         policy, tokenizer = self.policy(stage), self.tokenizer
         length, room = room_for(tokenizer, max_new_tokens or self.max_new_tokens(stage))

@@ -80,7 +80,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.data.records import Message
     from rlhf.engines.sampling import make_sampler
     from rlhf.engines.text_stream import TextStream
-    from rlhf.evaluation.answers import room_for
+    from rlhf.evaluation.policies import room_for
 
     as_text("".join(message["content"] for message in dialogue))
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)

@@ -71,7 +71,7 @@ def fit_records(
 ) -> tuple[Any, list[tuple[PromptRecord, list[int], bool]], dict[str, Any]]:
     """A policy's tokenizer; the prompts that fit its context, with their tokens and whether they were cut; and how they are answered."""
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.answers import fit_prompts, room_for
+    from rlhf.evaluation.policies import fit_prompts, room_for
 
     tokenizer = load_tokenizer(folder / "model")
     length, room = room_for(tokenizer, config.rollout.max_new_tokens)
@@ -83,7 +83,7 @@ def fit_records(
 def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
     """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
     from rlhf.engines.sampling import make_sampler
-    from rlhf.evaluation.answers import draw_in_turn
+    from rlhf.evaluation.policies import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
     settings, device = config.generate, set_up(config)

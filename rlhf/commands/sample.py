@@ -135,7 +135,7 @@ def draw_tasks(
 ) -> tuple[list[Ranking], int, int]:
     """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
     from rlhf.engines.sampling import make_sampler
-    from rlhf.evaluation.answers import draw_in_turn
+    from rlhf.evaluation.policies import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)

@@ -23,7 +23,7 @@ from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
-from rlhf.evaluation.statistics import Figures, batched, flatten, interval, show, text_figures, win_rate
+from rlhf.evaluation.statistics import Figures, batched, flatten, interval, text_figures, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.ppo.rewards import Episodes, Reward, adjust_scores, make_reward
 from rlhf.runs.progress import progress
@@ -205,6 +205,8 @@ def best_index(scores: Sequence[float]) -> int:
     return int(torch.tensor(scores).argmax())
 
 
+# --- generate and rate ---------------------------------------------------------------------------------------------
+
 WEIGHTS = {"SENSIBLE": 3.0, "SPECIFIC": 1.0, "INTERESTING": 1.0}  # of the ranking
 SAFE = "SAFE"  # the filter
 QUALITIES = (*WEIGHTS, SAFE)
@@ -220,7 +222,7 @@ class Rater:
     """The rating of responses by a model that was trained to: a reward, so that best-of-n can pick by it."""
 
     def __init__(self, model: Any, tokenizer: Any, safety: float, device: torch.device):
-        self.model, self.safety, self.device = model, safety, device
+        self.model, self.safety, self.device = model.eval(), safety, device
         self.pad = tokenizer.pad_token_id
         self.names, (_, self.yes) = encode_ratings(tokenizer)
         self.seen = self.dropped = 0  # candidates, and those that the filter dropped
@@ -230,7 +232,6 @@ class Rater:
 
         What is asked of one row, and rows of one prompt, come together: what they begin with is read once (`LanguageModel.hidden`).
         """
-        self.model.eval()
         pairs = [(row + name, [self.yes]) for row in rows for name in self.names.values()]
         parts = batched(pairs, RESPONSES_TOGETHER)
         nats = torch.tensor(flatten(pair_nats(self.model, part, self.pad, self.device) for part in parts))
@@ -246,57 +247,30 @@ class Rater:
         return torch.where(safe, quality, rated[SAFE] - 1.0).to(self.device)
 
 
-def evaluate_generate_and_rate(
-    config: Config,
-    asked: Asked,
-    folders: dict[str, Path],
-    reward: Reward,
-    best: list[list[float]],
-    device: torch.device,
-) -> dict[str, Any]:
-    """Generate-and-rate among n samples, and beside it what of it comes from the ratings and what from the samples.
+def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
+    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates.
 
-    picked: by the ratings among the rate model's own samples; by the ratings among the SFT model's, of which best-of-n picks too; and
-    by the reward model among PPO's. over: win rates of the first over best-of-n, one sample of PPO, and n of them.
-    reward: of best-of-n; best: true scores of what it picked.
+    Generate-and-rate picks by the ratings among the rate model's own samples. What of it comes from the ratings and what from the
+    samples: `sft_rated` picks by the ratings among the samples of which best-of-n picks too, `ppo_best_of_n` by the reward model among
+    PPO's. over: its win rates over best-of-n, one sample of PPO, and n of them.
     """
-    rate, sft, ppo = (load_frozen(config, folders[name], device) for name in ("rate", "sft", "ppo"))
-    rater = Rater(rate, asked.tokenizer, config.rate.safety, device)
-    rated, ours = pick_best(config, asked, rate, rater)
+    reward, _ = make_reward(config, asked.tokenizer, device)
+    load = {
+        name: partial(load_frozen, config, models[name], device) for name in ("rate", "sft", "ppo") if name in models
+    }
+    best, best_scores = pick_best(config, asked, load["sft"](), reward)
+    if "rate" not in models:
+        return {"best_of_n": best}
+    rater = Rater(load["rate"](), asked.tokenizer, config.rate.safety, device)
+    rated, ours = pick_best(config, asked, rater.model, rater)
     dropped = round(rater.dropped / rater.seen, 4)
-    sft_rated, _ = pick_best(config, asked, sft, rater)
-    ppo_best, ppo_scores = pick_best(config, asked, ppo, reward)
-    others = {"best_of_n": best, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": ppo_scores}
-    return {
+    sft_rated, _ = pick_best(config, asked, load["sft"](), rater)
+    ppo_best, ppo_scores = pick_best(config, asked, load["ppo"](), reward)
+    others = {"best_of_n": best_scores, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": ppo_scores}
+    ratings = {
         "n": config.evaluate.best_of,
         "dropped": dropped,
         "picked": {"generate_and_rate": rated, "sft_rated": sft_rated, "ppo_best_of_n": ppo_best},
         "over": {name: win_rate(ours, theirs) for name, theirs in others.items()},
     }
-
-
-def describe_best(best: Figures) -> str:
-    kl = f"KL about {best['kl_estimate_nats']:.2f} nats (at most {best['kl_bound_nats']:.2f})"
-    line = f"best of {best['n']} samples of SFT: reward {best['reward']}, {kl}"
-    if "gold" in best:
-        line += f", true score {best['gold']}; PPO's minus this {best['ppo_above']['value']:.3f} {best['ppo_above']['ci95']}"
-    return line
-
-
-def describe_ratings(results: dict[str, Any]) -> list[str]:
-    rows = [
-        f"{name.replace('_', ' ')}, {results['n']} samples: win rate over SFT {show(row['win_rate_vs_sft'])}, true score {row['gold']}"
-        for name, row in results["picked"].items()
-    ]
-    over = ", ".join(f"over {name.replace('_', ' ')} {show(row)}" for name, row in results["over"].items())
-    return [*rows, f"generate and rate: {over}; the filter dropped {results['dropped']:.1%} of its candidates"]
-
-
-def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
-    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates."""
-    reward, _ = make_reward(config, asked.tokenizer, device)
-    best, scores = pick_best(config, asked, load_frozen(config, models["sft"], device), reward)
-    results = {"best_of_n": best}
-    if "rate" in models:
-        results["generate_and_rate"] = evaluate_generate_and_rate(config, asked, models, reward, scores, device)
-    return results
+    return {"best_of_n": best, "generate_and_rate": ratings}

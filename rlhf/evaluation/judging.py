@@ -1,9 +1,11 @@
-"""Pairwise judging of the evaluation's answers by a model behind an OpenAI-style endpoint: `evaluate.judge`.
+"""Pairwise judging of the evaluation's answers, by a model behind an OpenAI-style endpoint (`evaluate.judge`) or by a second reward
+model (the stage `judge`).
 
-Both orders of the two answers are judged. A prompt counts 1, 1/2 or 0 in each order, and the mean of both, so that a preference for a
-position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
+The endpoint judges both orders of the two answers. A prompt counts 1, 1/2 or 0 in each order, and the mean of both, so that a preference
+for a position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
 """
 
+import asyncio
 import hashlib
 import json
 import os
@@ -12,7 +14,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +29,8 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import interval_of
 from rlhf.evaluation.reward_report import evaluate_reward_model
-from rlhf.evaluation.scoring import Scores, score_samples
-from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, show
+from rlhf.evaluation.scoring import score_samples
+from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
@@ -46,12 +48,13 @@ OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samp
 
 ATTEMPTS = 5
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
-TIMEOUT = 120.0  # seconds to connect, and between parts of a reply
+TIMEOUT = 120.0  # seconds of one request, from connecting to the end of the reply
 LARGEST_REPLY = 2**20  # bytes
 MOST_TOKENS = 10**9  # at most, for the usage that one request reports
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NO_REPLY = (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError)  # or one of another form
 
 
 # --- the endpoint --------------------------------------------------------------------------------------------------
@@ -84,15 +87,13 @@ class Endpoint:
             parts = httpx.URL()
         if parts.scheme not in ("http", "https") or not parts.host or " " in self.url or (parts.port or 1) > 65535:
             raise UserError(f"evaluate.judge={self.url}: want a base URL such as https://host/v1")
-        key = os.environ.get(self.key_variable or "", "").strip()
-        if self.key_variable is not None and not (
-            key and key.isascii() and key.isprintable()
-        ):  # else errors would show it
-            raise UserError(
-                f"evaluate.judge_key={self.key_variable}: this environment variable is not set to one line of ASCII: set it to the key"
-            )
-        if self.key_variable is not None and parts.scheme == "http" and parts.host not in LOOPBACK:
-            raise UserError(f"evaluate.judge={self.url}: would send the key unencrypted: use https")
+        if self.key_variable is not None:
+            key = os.environ.get(self.key_variable, "").strip()
+            if not (key and key.isascii() and key.isprintable()):  # else errors would show it
+                variable = f"evaluate.judge_key={self.key_variable}: this environment variable"
+                raise UserError(f"{variable} is not set to one line of ASCII: set it to the key")
+            if parts.scheme == "http" and parts.host not in LOOPBACK:
+                raise UserError(f"evaluate.judge={self.url}: would send the key unencrypted: use https")
         if self.cache.exists() and not self.cache.is_file():
             raise UserError(f"{self.cache}: not a regular file: remove it, so that replies can be stored there")
         known = ((row.get("key"), row.get("reply")) for row in read_jsonl(self.cache))
@@ -119,54 +120,60 @@ class Endpoint:
                 file.write(json.dumps({"key": key, "reply": reply, "usage": usage}) + "\n")
         return reply
 
-    def _request(self, body: Mapping[str, Any]) -> tuple[str, dict[str, int]] | None:
+    def _request(self, body: dict[str, Any]) -> tuple[str, dict[str, int]] | None:
         """Reply and usage, after at most ATTEMPTS attempts."""
-        headers = (
-            {} if self.key_variable is None else {"Authorization": f"Bearer {os.environ[self.key_variable].strip()}"}
-        )
+        address, trouble = f"{self.url.rstrip('/')}/chat/completions", ""
+        key = os.environ.get(self.key_variable or "", "").strip()
+        headers = {"Authorization": f"Bearer {key}"} if self.key_variable else {}
         for attempt in range(ATTEMPTS):
             with self._lock:
-                self.counts.update({"requests": 1, "retries": 1} if attempt else {"requests": 1})
+                self.counts.update(requests=1, retries=int(attempt > 0))
             wait = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.5, 1.5)
             try:
-                address = f"{self.url.rstrip('/')}/chat/completions"
-                with httpx.stream("POST", address, json=body, headers=headers, timeout=TIMEOUT) as answer:
-                    self.reached = True
-                    if answer.status_code == 200:
-                        return read_reply(answer)
-                if answer.status_code in WRONG_SETTINGS:
-                    raise UserError(
-                        f"evaluate.judge={self.url}: {WRONG_SETTINGS[answer.status_code]} (HTTP {answer.status_code}): check the "
-                        "URL, evaluate.judge_model and evaluate.judge_key"
-                    )
-                if answer.status_code not in TEMPORARY:
+                status, reply_headers, content = asyncio.run(self._post(address, body, headers))
+                if status == 200:
+                    return read_reply(content)
+            except NO_REPLY as error:
+                trouble = one_line(str(error) or "no reply in time", 200)
+            else:
+                asked = reply_headers.get("Retry-After", "")  # in seconds
+                if status in WRONG_SETTINGS:
+                    wrong = f"evaluate.judge={self.url}: {WRONG_SETTINGS[status]} (HTTP {status})"
+                    raise UserError(f"{wrong}: check the URL, evaluate.judge_model and evaluate.judge_key")
+                if status not in TEMPORARY:
                     return None
-                asked = answer.headers.get("Retry-After", "")  # in seconds
                 wait = max(wait, min(LONGEST_WAIT, float(asked) if asked.isdecimal() else 0.0))
-            except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
-                trouble = one_line(str(error), 200)  # no connection, or not a reply of this form
             if attempt < ATTEMPTS - 1:
                 time.sleep(wait)
         if not self.reached:
-            raise UserError(
-                f"evaluate.judge={self.url}: no answer in {ATTEMPTS} attempts ({trouble}): check the URL and the network"
-            )
+            failed = f"evaluate.judge={self.url}: no answer in {ATTEMPTS} attempts ({trouble})"
+            raise UserError(f"{failed}: check the URL and the network")
         return None
 
+    async def _post(
+        self, address: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[int, httpx.Headers, bytes]:
+        """Status, headers and body of a reply. Raises: TimeoutError if it has not arrived whole after TIMEOUT seconds."""
+        async with (
+            asyncio.timeout(TIMEOUT),
+            httpx.AsyncClient(timeout=TIMEOUT) as client,
+            client.stream("POST", address, json=body, headers=headers) as answer,
+        ):
+            self.reached, content = True, b""
+            async for part in answer.aiter_bytes():
+                if len(content := content + part) > LARGEST_REPLY:
+                    raise ValueError("the reply is too long")
+            return answer.status_code, answer.headers, content
 
-def read_reply(answer: httpx.Response) -> tuple[str, dict[str, int]]:
+
+def read_reply(content: bytes) -> tuple[str, dict[str, int]]:
     """The text of a chat reply, and the numbers of tokens. Raises: ValueError, LookupError or TypeError for any other reply."""
-    content = b""
-    for part in answer.iter_bytes():
-        if len(content := content + part) > LARGEST_REPLY:
-            raise ValueError("the reply is too long")
     reply = json.loads(content)
     text, usage = reply["choices"][0]["message"]["content"], reply.get("usage")
     if not isinstance(text, str):
         raise TypeError("the reply has no text")
-    counts = (
-        {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")} if isinstance(usage, dict) else {}
-    )
+    usage = usage if isinstance(usage, dict) else {}
+    counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
     return text, {name: n for name, n in counts.items() if isinstance(n, int) and 0 <= n < MOST_TOKENS}
 
 
@@ -182,18 +189,15 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
         row
         for row in read_jsonl(path)
         if holds(row, "responses", (ours, theirs), str) and isinstance(row.get("prompt"), str)
-    ]
-    rows = rows[: settings.judge_prompts]
+    ][: settings.judge_prompts]
     if not rows:
-        raise UserError(
-            f"{path}: has no answers of both {ours} and {theirs}: run `rlhf evaluate` first, or give evaluate.judge_pair"
-        )
+        missing = f"{path}: has no answers of both {ours} and {theirs}"
+        raise UserError(f"{missing}: run `rlhf evaluate` first, or give evaluate.judge_pair")
     assert settings.judge is not None
     cache = run_folder(config) / "evaluations" / "judge-cache.jsonl"
     endpoint = Endpoint(settings.judge, settings.judge_model, cache, settings.judge_key)
-    say(
-        f"evaluate: {settings.judge_model} at {settings.judge} compares {ours} with {theirs} on {len(rows)} prompts, both orders"
-    )
+    pair = f"{ours} with {theirs} on {len(rows)} prompts"
+    say(f"evaluate: {settings.judge_model} at {settings.judge} compares {pair}, both orders")
     asked = [
         question(row["prompt"], row["responses"][first], row["responses"][second])
         for row in rows
@@ -201,16 +205,12 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     ]
     with ThreadPoolExecutor(max_workers=settings.judge_parallel) as pool:
         verdicts = [verdict_of(reply) for reply in pool.map(endpoint.ask, asked)]
-    used = [endpoint.counts[name] for name in ("prompt_tokens", "completion_tokens")]
-    prices = settings.judge_prices  # per million tokens
-    return judged_figures(rows, (ours, theirs), verdicts) | {
-        "judge": settings.judge_model,
-        "url": settings.judge,
-        "counts": dict(endpoint.counts),
-        "cost": None
-        if prices is None
-        else round(sum(n * price for n, price in zip(used, prices, strict=True)) / 1e6, 6),
-    }
+    results = judged_figures(rows, (ours, theirs), verdicts)
+    results |= {"judge": settings.judge_model, "url": settings.judge, "counts": dict(endpoint.counts), "cost": None}
+    if settings.judge_prices is not None:  # per million tokens
+        used = [endpoint.counts[name] for name in ("prompt_tokens", "completion_tokens")]
+        results["cost"] = round(sum(n * price for n, price in zip(used, settings.judge_prices, strict=True)) / 1e6, 6)
+    return results
 
 
 def holds(row: dict[str, Any], key: str, names: Sequence[str], kind: Any) -> bool:
@@ -236,17 +236,14 @@ def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdic
     both = list(zip(rows, verdicts[::2], verdicts[1::2], strict=True))
     answered = [(row, POINTS[one], 1.0 - POINTS[two]) for row, one, two in both if one is not None and two is not None]
     if not answered:
-        raise UserError(
-            f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE: check the judge"
-        )
+        none = f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE"
+        raise UserError(f"{none}: check the judge")
     points = [(one + two) / 2 for _, one, two in answered]
-    words = [[float(len(row["responses"][name].split())) for name in pair] for row, _, _ in answered]
+    words = [[len(row["responses"][name].split()) for name in pair] for row, _, _ in answered]
     return {
         "pair": list(pair),
         "win_rate": interval(points),
-        "length_controlled": length_controlled(
-            [[point] for point in points], [[ours - theirs] for ours, theirs in words]
-        ),
+        "length_controlled": length_controlled([[p] for p in points], [[ours - theirs] for ours, theirs in words]),
         "longer": round(fmean((ours > theirs) + 0.5 * (ours == theirs) for ours, theirs in words), 4),
         "both_orders_agree": interval([float(one == two) for _, one, two in answered]),
         "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered]),  # of the answer shown first
@@ -270,30 +267,15 @@ def compare_judges(
         if not known:
             continue
         theirs = [(s[pair[0]] > s[pair[1]]) + 0.5 * (s[pair[0]] == s[pair[1]]) for s, _ in known]
-        both = [(a, b) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5]
+        both = [(a > 0.5) == (b > 0.5) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5]
         rate = interval(theirs)
         low, high = rate["ci95"]
         judges[name] = {
             "win_rate": rate,
-            "agreement": interval([float((a > 0.5) == (b > 0.5)) for a, b in both]) if both else None,
+            "agreement": interval(list(map(float, both))) if both else None,
             "disagrees": (low > 0.5 and our_high < 0.5) or (high < 0.5 and our_low > 0.5),
         }
     return judges
-
-
-def describe_judging(results: Figures) -> list[str]:
-    counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in sorted(results["counts"].items()))
-    lines = [
-        f"judge {results['judge']}: {' over '.join(results['pair'])} {show(results['win_rate'])}, at equal length "
-        f"{show(results['length_controlled'])}; both orders agree on {show(results['both_orders_agree'])}",
-        f"judge: {counts or 'no requests'}; {results['left_out']} prompts left out"
-        + ("" if results["cost"] is None else f"; cost {results['cost']:g}"),
-    ]
-    for name, row in results["others"].items():
-        agreement = "" if row["agreement"] is None else f", the same preference on {show(row['agreement'])}"
-        warning = ": THE JUDGES DISAGREE" if row["disagrees"] else ""
-        lines.append(f"judge: the {name} gives {show(row['win_rate'])}{agreement}{warning}")
-    return lines
 
 
 # --- a reward model as judge ---------------------------------------------------------------------------------------
@@ -307,53 +289,37 @@ def compare_policies(
 ) -> Figures:
     """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
 
-    `tokenizer` is the policies'.
+    Every policy is compared with SFT, PPO first, and PPO with every other one. `tokenizer` is the policies'.
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, tokenizer, device), ModelReward(judge, device)
     scores = {
         name: score_samples(reward, given, records) for name, given in answers.items() if not name.startswith("base")
     }
+    others = [name for name in scores if name not in ("sft", "ppo")]
+    pairs = [("ppo", "sft"), *((name, "sft") for name in others), *(("ppo", name) for name in others)]
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval_of(rows) for name, rows in scores.items()},
         "pairs": [
-            {"pair": list(pair)} | compare(*((scores[name], answers[name]["texts"]) for name in pair))
-            for pair in pairs_of(list(scores))
+            {"pair": list(pair)} | compare_scored(*((scores[name], answers[name]["texts"]) for name in pair))
+            for pair in pairs
         ],
     }
 
 
-def pairs_of(policies: Sequence[str]) -> list[tuple[str, str]]:
-    """Every policy over SFT, PPO first, and PPO over every other one."""
-    others = [name for name in policies if name not in ("sft", "ppo")]
-    return [("ppo", "sft"), *((name, "sft") for name in others), *(("ppo", name) for name in others)]
+def compare_scored(
+    ours: tuple[Sequence[Sequence[float]], Sequence[Sequence[str]]],
+    theirs: tuple[Sequence[Sequence[float]], Sequence[Sequence[str]]],
+) -> Figures:
+    """How often our answers win over theirs, plainly and at equal length, by their scores: all pairs of answers to a prompt, ties half.
 
-
-def compare(ours: tuple[Scores, list[list[str]]], theirs: tuple[Scores, list[list[str]]]) -> Figures:
-    """How often our answers win over theirs, plainly and at equal length: all pairs of answers to a prompt, ties half.
-
-    words: ours minus theirs.
+    ours, theirs: scores and texts, a list per prompt. words: ours minus theirs.
     """
     points = pair_points(ours[0], theirs[0])
     words = [
         [float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts]
         for a_texts, b_texts in zip(ours[1], theirs[1], strict=True)
     ]
-    return {
-        "win_rate": interval_of(points),
-        "length_controlled": length_controlled(points, words),
-        "words": interval_of(words),
-    }
-
-
-def describe_comparisons(results: Figures) -> list[str]:
-    held_out = results["held_out"]
-    accuracy, length = held_out["accuracy"], held_out["length_baseline"]
-    lines = [f"judge: accuracy {show(accuracy)} on {accuracy['n']} held-out pairs, length alone {length:.3f}"]
-    for row in results["pairs"]:
-        lines.append(
-            f"judge: {' over '.join(row['pair'])} {show(row['win_rate'])}, at equal length {show(row['length_controlled'])}; "
-            f"{row['words']['value']:+.1f} words"
-        )
-    return lines
+    rates = {"win_rate": interval_of(points), "length_controlled": length_controlled(points, words)}
+    return rates | {"words": interval_of(words)}

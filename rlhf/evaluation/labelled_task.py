@@ -13,7 +13,7 @@ from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
 from rlhf.data.tokenizer import encode_texts, separator_id
 from rlhf.errors import UserError
-from rlhf.evaluation.instructions import load_stage, models_of
+from rlhf.evaluation.policies import load_stage, models_of
 from rlhf.evaluation.scoring import pair_nats
 from rlhf.evaluation.statistics import Figures, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
@@ -24,6 +24,7 @@ from rlhf.system.files import sha256_file
 
 GOLD = "gold:"
 GOLD_EXAMPLES = 2000
+BETWEEN = "\n\n"  # solved examples in a prompt
 
 
 def columns_of(config: Config) -> Columns:
@@ -106,9 +107,6 @@ def option_scores(lm: Any, pairs: list[tuple[list[int], list[int]]], pad: int, d
     return torch.tensor(pair_nats(lm, pairs, pad, device)) / torch.tensor([len(option) for _, option in pairs])
 
 
-BETWEEN = "\n\n"
-
-
 def evaluate_shots(config: Config, device: torch.device) -> Figures:
     """{"task", "classes", "majority", "models": {model: [{"shots", "shown", "accuracy"}]}}, on at most evaluate.prompts examples."""
     columns = columns_of(config)
@@ -127,19 +125,12 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
             for count in counts:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])
                 scores = option_scores(model, rows, tokenizer.pad_token_id, device).view(len(held_out), -1)
-                said = [classes[i] for i in scores.argmax(-1).tolist()]
-                right = sum(one == label for one, label in zip(said, labels, strict=True))
-                row = {"shots": count, "shown": round(shown, 2), "accuracy": wilson(right, len(labels))}
-                rows_of_model.append(row)
+                right = sum(classes[i] == label for i, label in zip(scores.argmax(-1).tolist(), labels, strict=True))
+                accuracy = wilson(right, len(labels))
+                rows_of_model.append({"shots": count, "shown": round(shown, 2), "accuracy": accuracy})
                 bar.update(1)
     majority = Counter(labels).most_common(1)[0][1] / len(labels)
     return {"task": str(config.classify.data), "classes": classes, "majority": majority, "models": figures}
-
-
-def answered(example: Example, columns: Columns, classes: list[str]) -> str:
-    """An example with its answer, as it appears before a question."""
-    text, options = options_of(example, columns, classes)
-    return f"{text} {options[classes.index(example.label)]}{BETWEEN}"
 
 
 def make_rows(
@@ -158,7 +149,11 @@ def make_rows(
     texts = encode_texts(tokenizer, [text for text, _ in asked])
     named = [options for _, options in asked]
     options = split_like(encode_texts(tokenizer, [f" {option}" for option in flatten(named)]), named)
-    before = split_like(encode_texts(tokenizer, [answered(shot, columns, classes) for shot in flatten(shots)]), shots)
+    solved = []
+    for example in flatten(shots):
+        text, answers = options_of(example, columns, classes)
+        solved.append(f"{text} {answers[classes.index(example.label)]}{BETWEEN}")
+    before = split_like(encode_texts(tokenizer, solved), shots)
     rows, shown = [], 0
     for question, answers, examples in zip(texts, options, before, strict=True):
         room = context - 1 - max(map(len, answers))
@@ -170,16 +165,3 @@ def make_rows(
         whole = [separator_id(tokenizer), *(prompt + question)[-room:]]
         rows += [(whole, answer) for answer in answers]
     return rows, shown / len(questions)
-
-
-def describe_shots(results: Figures) -> list[str]:
-    """A line per model."""
-    lines = [f"shots on {results['task']}: most frequent label {results['majority']:.3f}"]
-    for name, rows in results["models"].items():
-        accuracies = ", ".join(
-            f"{row['shots']} {row['accuracy']['value']:.3f}"
-            + (f" ({row['shown']:g} shown)" if row["shown"] < row["shots"] else "")
-            for row in rows
-        )
-        lines.append(f"{name}: accuracy by examples in the prompt: {accuracies}")
-    return lines

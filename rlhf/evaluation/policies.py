@@ -1,6 +1,8 @@
-"""The policies of a run compared: scores by the reward, KL to SFT, and win rates, means and parts by the true score."""
+"""The responses of each policy of a run, and how the policies compare: scores by the reward, KL to SFT, and the true score."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,18 +10,143 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
-from rlhf.data.records import PromptRecord
-from rlhf.evaluation.answers import Answers
-from rlhf.evaluation.scoring import pair_nats, score_samples
-from rlhf.evaluation.statistics import Figures, flatten, interval, split_like, win_rate
+from rlhf.config.setting import listed
+from rlhf.data.chat_template import decode_response, end_ids, response_text
+from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.records import Message, PromptRecord
+from rlhf.data.tokenizer import encode_texts, load_tokenizer
+from rlhf.engines.choosing import Key
+from rlhf.engines.sampling import SamplingEngine, make_sampler
+from rlhf.errors import UserError
+from rlhf.evaluation.scoring import Scores, pair_nats, score_samples
+from rlhf.evaluation.statistics import Figures, batched, flatten, interval, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.ppo.rewards import ModelReward, adjust_scores, make_reward
-from rlhf.runs.folders import read_stage, rounds_before, run_folder, stage_folder, stages_of
+from rlhf.recipe import POLICY_STAGES
+from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import reward_sources
 from rlhf.training.setup import load_frozen
 
-Judged = list[list[dict[str, float]]]  # the parts of each response, a list per prompt
+TOGETHER = 32  # prompts whose responses are drawn together by `draw_in_turn`
+
+Answers = dict[str, list[Any]]  # one policy's responses, as `answer_all` gives them
+ByPolicy = dict[str, Scores]  # a number per response, a list per prompt
+Judged = list[list[dict[str, float]]]  # the parts of each response's true score, a list per prompt
+
+
+def models_of(config: Config, base: bool = False) -> list[str]:
+    """evaluate.models, or the complete stages of the run that have a policy, with the base only on request.
+
+    Raises: UserError for none or an unknown one.
+    """
+    names = listed(config.evaluate.models)
+    if unknown := [name for name in names if name not in POLICY_STAGES]:
+        raise UserError(f"evaluate.models: {unknown[0]!r}: want some of {', '.join(POLICY_STAGES)}")
+    stages = [name for name in POLICY_STAGES if base or name != "pretrain"]
+    models = names or [name for name in stages if is_complete(stage_folder(config, name))]
+    if not models:
+        raise UserError(
+            f"{run_folder(config)}: no finished policy to evaluate: run `rlhf sft` first, or set evaluate.models"
+        )
+    return models
+
+
+def load_stage(config: Config, name: str, device: torch.device) -> tuple[Any, Any]:
+    """The policy and tokenizer of a complete stage of the run. Raises: UserError if it is not complete, or damaged."""
+    folder = stage_folder(config, name)
+    check_output(folder, name)
+    return load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
+
+
+# --- responses -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response. `ids` ends with the end token if there is one; `logprobs` are the ids', in nats, at the sampling temperature."""
+
+    text: str
+    ended: bool
+    ids: list[int]
+    logprobs: list[float]
+
+
+def room_for(tokenizer: Any, max_new_tokens: int) -> tuple[int, int]:
+    """The maximum tokens of a response, at most half of the context, and the tokens left for the prompt."""
+    length = min(max_new_tokens, tokenizer.model_max_length // 2)
+    return length, tokenizer.model_max_length - length
+
+
+def fit_prompts(
+    tokenizer: Any, prompts: Sequence[str | Sequence[Message]], room: int
+) -> list[tuple[list[int], bool] | None]:
+    """The tokens of each prompt, and whether it was cut to fit; None if it cannot fit."""
+    return [encode_prompt_within(tokenizer, prompt, room) for prompt in prompts]
+
+
+def draw_answers(
+    engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], keys: Sequence[Key]
+) -> list[Answer]:
+    """One response to each prompt, in order; the keys distinguish several responses to one prompt."""
+    samples = engine.sample(prompts, keys)
+    return [
+        Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])
+        for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
+    ]
+
+
+def draw_in_turn(
+    engine: SamplingEngine, tokenizer: Any, asked: Sequence[tuple[list[int], tuple]], count: int
+) -> Iterator[list[Answer]]:
+    """`count` responses to each prompt, which is given with its key; a few prompts are answered together."""
+    for part in batched(asked, TOGETHER):
+        prompts = [ids for ids, _ in part for _ in range(count)]
+        keys = [(*key, j) for _, key in part for j in range(count)]
+        yield from batched(draw_answers(engine, tokenizer, prompts, keys), count)
+
+
+def answer_all(
+    config: Config,
+    models: dict[str, Path],
+    records: list[PromptRecord],
+    prompts: list[list[int]],
+    tokenizer: Any,
+    device: torch.device,
+    truth: Truth | None = None,
+) -> dict[str, Answers]:
+    """{"ids", "texts", "ended"}, lists per prompt of `evaluate.samples` responses at temperature 1, and the greedy ones, of each policy.
+
+    If the truth knows how a text begins that asks for an answer, the base model is prompted twice: with the chat template, which
+    it has never seen, and with that text ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
+    """
+    answers: dict[str, Answers] = {}
+    with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
+        for name, folder in models.items():
+            policy, policy_prompts, ends = load_frozen(config, folder, device), prompts, end_ids(tokenizer)
+            read: Callable[[list[int]], str] = functools.partial(response_text, tokenizer)
+            if name == "base_prompted" and truth is not None:  # the beginning of a text like those it was trained on
+                texts: list[Any] = [truth.base_text(record) for record in records]
+                policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
+                ends, read = [tokenizer.bos_token_id], functools.partial(text_after_name, tokenizer)
+            engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
+            answers[name] = {"prompts": policy_prompts}
+            for prefix, count in (("", config.evaluate.samples), ("greedy_", 1)):
+                repeated = [prompt for prompt in policy_prompts for _ in range(count)]
+                keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
+                samples = engine.sample(repeated, greedy=True) if prefix else engine.sample(repeated, keys)
+                texts = [read(ids[:-1] if ids and ids[-1] in ends else ids) for ids in samples.responses]
+                flat = {"ids": samples.responses, "texts": texts, "ended": samples.ended.tolist()}
+                answers[name] |= {f"{prefix}{key}": batched(values, count) for key, values in flat.items()}
+            bar.update(len(prompts))
+    return answers
+
+
+def text_after_name(tokenizer: Any, ids: list[int]) -> str:
+    return decode_response(tokenizer, ids).split("\n", 1)[-1].strip()
+
+
+# --- the true score ------------------------------------------------------------------------------------------------
 
 
 def judge_rows(
@@ -33,7 +160,7 @@ def judge_rows(
 
 
 def judge_by_truth(
-    truth: Truth, records: Sequence[PromptRecord], answers: dict[str, Any]
+    truth: Truth, records: Sequence[PromptRecord], answers: dict[str, Answers]
 ) -> dict[str, dict[str, Judged]]:
     """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}."""
     return {
@@ -60,23 +187,16 @@ def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
 
 def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]]) -> dict[str, Any]:
     """The `gold` entry of results.json."""
-
-    def of_each(kind: str, measure: Callable[[Any], Any]) -> dict[str, Any]:
-        return {name: measure(rows[kind]) for name, rows in judged.items()}
-
-    def parts(rows: Judged) -> dict[str, float]:
-        return {part: mean_of(totals(rows, part)) for part in truth.parts}
-
-    figures = truth_win_rates(judged, "ppo") | {
-        "truth": truth.name,
-        "mean_score": of_each("samples", lambda rows: mean_of(totals(rows))),
-        "mean_score_greedy": of_each("greedy", lambda rows: mean_of(totals(rows))),
-        "score": of_each("samples", lambda rows: interval_of(totals(rows))),
-        "parts": of_each("samples", parts),
-        "parts_greedy": of_each("greedy", parts),
-    }
+    figures: dict[str, Any] = truth_win_rates(judged, "ppo") | {"truth": truth.name}
+    for kind, suffix in (("samples", ""), ("greedy", "_greedy")):
+        rows = {name: given[kind] for name, given in judged.items()}
+        figures[f"mean_score{suffix}"] = {name: mean_of(totals(row)) for name, row in rows.items()}
+        figures[f"parts{suffix}"] = {
+            name: {part: mean_of(totals(row, part)) for part in truth.parts} for name, row in rows.items()
+        }
+    figures["score"] = {name: interval_of(totals(given["samples"])) for name, given in judged.items()}
     if "correct" in truth.parts:
-        figures["correct"] = of_each("samples", lambda rows: interval_of(totals(rows, "correct")))
+        figures["correct"] = {name: interval_of(totals(row["samples"], "correct")) for name, row in judged.items()}
     return figures
 
 
@@ -88,7 +208,7 @@ def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str
     }
 
 
-Scores = dict[str, list[list[float]]]  # by policy, a list per prompt
+# --- the reward and the KL -----------------------------------------------------------------------------------------
 
 
 def score_answers(
@@ -98,7 +218,7 @@ def score_answers(
     reward_model: Any,
     tokenizer: Any,
     device: torch.device,
-) -> tuple[Scores, Scores]:
+) -> tuple[ByPolicy, ByPolicy]:
     """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
 
     The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
@@ -114,7 +234,7 @@ def score_answers(
     return scores or rewards, rewards or scores
 
 
-def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores) -> Scores:
+def with_missing_eos(config: Config, answers: dict[str, Answers], scores: ByPolicy) -> ByPolicy:
     """Scores with PPO's score clipping and its rule for responses without an end token."""
     adjusted = {
         name: adjust_scores(config, torch.tensor(flatten(rows)), torch.tensor(flatten(answers[name]["ended"])))
@@ -123,7 +243,7 @@ def with_missing_eos(config: Config, answers: dict[str, Answers], scores: Scores
     return {name: split_like(flat.tolist(), scores[name]) for name, flat in adjusted.items()}
 
 
-def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, gold: Any) -> dict[str, Any]:
+def baseline_figures(baselines: dict[str, Path], kl: ByPolicy, optimised: ByPolicy, gold: Any) -> dict[str, Any]:
     """Of each baseline: its stage's hash, its KL, and its win rates over the SFT model."""
     return {
         name: {
@@ -138,26 +258,21 @@ def baseline_figures(baselines: dict[str, Path], kl: Scores, optimised: Scores, 
 
 def nats_and_kl(
     config: Config, answers: dict[str, Answers], models: dict[str, Path], pad: int, device: torch.device
-) -> tuple[Scores, Scores]:
+) -> tuple[ByPolicy, ByPolicy]:
     """SFT's log-probs in nats of each policy's samples; and log pi - log pi_sft of the samples of the other policies, whose mean
     estimates the KL."""
     nats, kl = {}, {}
     with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
         for name, drawn in answers.items():
-            nats[name] = response_nats(config, drawn, models["sft"], pad, device)
+            pairs = [(p, r) for p, responses in zip(drawn["prompts"], drawn["ids"], strict=True) for r in responses]
+            by_sft = pair_nats(load_frozen(config, models["sft"], device), pairs, pad, device)
+            nats[name] = split_like(by_sft, drawn["ids"])
             bar.update()
             if name != "sft":
-                policy_nats = response_nats(config, drawn, models[name], pad, device)
-                differences = (a - b for a, b in zip(flatten(policy_nats), flatten(nats[name]), strict=True))
-                kl[name] = split_like(differences, policy_nats)
+                by_policy = pair_nats(load_frozen(config, models[name], device), pairs, pad, device)
+                kl[name] = split_like((a - b for a, b in zip(by_policy, by_sft, strict=True)), drawn["ids"])
                 bar.update()
     return nats, kl
-
-
-def response_nats(config: Config, answers: Answers, folder: Path, pad: int, device: torch.device) -> list[list[float]]:
-    """The log-prob in nats of each of a policy's samples under the model in `folder`, a list per prompt."""
-    pairs = [(p, r) for p, responses in zip(answers["prompts"], answers["ids"], strict=True) for r in responses]
-    return split_like(pair_nats(load_frozen(config, folder, device), pairs, pad, device), answers["ids"])
 
 
 def costs(config: Config) -> dict[str, Any]:

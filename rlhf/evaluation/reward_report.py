@@ -1,4 +1,4 @@
-"""Figures of the reward model on held-out comparisons: accuracy, calibration, and the weights of its score.
+"""Figures of a reward model: on the run's held-out comparisons, and on preference files of any origin (`evaluate.pairs`).
 
 Accuracy is given with its bounds: the labelers' own agreement above, the length of responses below. In the gold world the
 noiseless mean of the labelers is known too, and so are the parts of the true score.
@@ -6,6 +6,7 @@ noiseless mean of the labelers is known too, and so are the parts of the true sc
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,10 @@ import torch
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, ratio
 from rlhf.data.items import Encode, Item, join_rankings, names_of
+from rlhf.data.label_files import load_comparisons
 from rlhf.data.records import Demonstration, Ranking
+from rlhf.data.splits import prompt_key
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import (
     JudgedPair,
@@ -28,15 +32,24 @@ from rlhf.evaluation.scoring import (
     length_scores,
     score_each,
 )
-from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval, show
+from rlhf.evaluation.statistics import Figures, figure, flatten, mean_by, share_by, show
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
+from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
-from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.sources import in_split, read_comparisons, read_demonstrations
+from rlhf.model.linear import hold_frozen
+from rlhf.runs.folders import check_output, read_stage, stage_folder
+from rlhf.runs.sources import in_split, read_comparisons, read_demonstrations, reward_folder, reward_model_folder
+from rlhf.system.terminal import say
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
-HISTOGRAM_STEP, HISTOGRAM_END = 0.25, 10.0  # in standard deviations of SFT samples; larger gaps are in the last bin
+SUBSETS = (
+    "subset",
+    "domain",
+    "category",
+    "section",
+)  # keys that name the subset of a preference file's row; the first one counts
+STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown
 
 
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: torch.device) -> Figures:
@@ -55,11 +68,9 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: to
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
     if strangers:
-        theirs = [record for record in records if record.labeler in strangers]
-        everywhere = score_held_out(theirs, encode, model)
-        results["held_out_labelers"]["accuracy_all_prompts"] = (
-            accuracy(judged_pairs(*everywhere)) if everywhere[0] else None
-        )
+        items, scores = score_held_out([record for record in records if record.labeler in strangers], encode, model)
+        everywhere = accuracy(judged_pairs(items, scores)) if items else None
+        results["held_out_labelers"]["accuracy_all_prompts"] = everywhere
     truth = make_truth(config)
     if truth is not None:
         results |= compare_with_truth(config, truth, *held_out, {record.labeler for record in records} - strangers)
@@ -85,8 +96,7 @@ def comparison_figures(
     pairs, theirs = ([pair for pair in everyone if (pair.labeler in strangers) == held] for held in (False, True))
     if not pairs:
         return None
-    known = {pair.labeler for pair in pairs}
-    items = [item.of_labelers(known) for item in held_out[0]]
+    items = [item.of_labelers({pair.labeler for pair in pairs}) for item in held_out[0]]
     length, longer = length_scores(items)
     by_length = judged_pairs(items, length)
     agreement, curve = agreements(records, strangers), calibration_curve(pairs, gain)
@@ -94,10 +104,15 @@ def comparison_figures(
         "accuracy": accuracy(pairs),
         "length_baseline": accuracy(by_length)["value"],
         "length_prefers": "longer" if longer else "shorter",
-        "above_length": difference(pairs, by_length),
+        "above_length": mean_by(
+            [pair.item for pair in pairs], [a.won - b.won for a, b in zip(pairs, by_length, strict=True)]
+        ),
         "labeler_agreement": agreement["training"]["value"],
         "agreement": agreement,
-        "by_labeler": by_labeler(everyone, strangers),
+        "by_labeler": {
+            name: accuracy([pair for pair in everyone if pair.labeler == name]) | {"held_out": name in strangers}
+            for name in sorted({pair.labeler for pair in everyone if pair.labeler is not None})
+        },
         "by_rank_gap": by_rank_gap(pairs),
         "calibration": curve,
         "calibration_error": calibration_error(curve),
@@ -121,12 +136,6 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
             f"with {trained}: give the same, or train it again"
         )
     return {name for name in held_out_labelers(config, records) if any(r.labeler == name for r in records)}
-
-
-def difference(ours: Sequence[JudgedPair], theirs: Sequence[JudgedPair]) -> Figures:
-    """The accuracy of some scores minus that of others, of the same pairs."""
-    gains = [a.won - b.won for a, b in zip(ours, theirs, strict=True)]
-    return ratio_interval(*per_key([pair.item for pair in ours], gains))
 
 
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
@@ -161,15 +170,6 @@ def agreement_between(records: Sequence[Ranking], strangers: set[str | None]) ->
     return ratio(*np.array(counts, dtype=float).reshape(-1, 2).T)
 
 
-def by_labeler(pairs: Sequence[JudgedPair], strangers: set[str | None]) -> dict[str, Figures]:
-    """{name: accuracy on this labeler's judgements, and whether they were held out}."""
-    names = sorted({pair.labeler for pair in pairs if pair.labeler is not None})
-    return {
-        name: accuracy([pair for pair in pairs if pair.labeler == name]) | {"held_out": name in strangers}
-        for name in names
-    }
-
-
 def by_rank_gap(pairs: Sequence[JudgedPair]) -> list[Figures]:
     """Accuracy on pairs that their labeler put 1, 2, … ranks apart; judgements without ranks are left out."""
     gaps = sorted({pair.rank_gap for pair in pairs if pair.rank_gap is not None})
@@ -182,16 +182,10 @@ def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]
     for place in range(len(CALIBRATION_BINS) + 1):
         rows = [pair for pair in pairs if sum(abs(pair.margin) > edge for edge in CALIBRATION_BINS) == place]
         if rows:
-            gaps, observed = torch.tensor([abs(pair.margin) for pair in rows]), accuracy(rows)
-            curve.append(
-                {
-                    "gap": round(gaps.mean().item(), 4),
-                    "predicted": round(torch.sigmoid(gaps / gain).mean().item(), 4),
-                    "observed": observed["value"],
-                    "ci95": observed["ci95"],
-                    "n": len(rows),
-                }
-            )
+            gaps, observed = np.array([abs(pair.margin) for pair in rows]), accuracy(rows)
+            predicted = (1 / (1 + np.exp(-gaps / gain))).mean()
+            figures = {"gap": round(float(gaps.mean()), 4), "predicted": round(float(predicted), 4)}
+            curve.append(figures | {"observed": observed["value"], "ci95": observed["ci95"], "n": len(rows)})
     return curve
 
 
@@ -209,36 +203,19 @@ def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
 
 
 def score_distributions(
-    model: Any,
-    tokenizer: Any,
-    demonstrations: tuple[list[Demonstration], str],
-    samples: Sequence[Sequence[float]],
-    device: torch.device,
+    model: Any, tokenizer: Any, demonstrations: tuple[list[Demonstration], str], samples: Sequence[Sequence[float]]
 ) -> Figures:
-    """Histograms of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
+    """Means and deviations of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
     written = score(model, model.demonstration_rows(demonstrations[0], tokenizer)).tolist()
-    drawn = flatten(samples)
-    lowest, highest = min(*written, *drawn), max(*written, *drawn)
-    first = max(-HISTOGRAM_END, math.floor(lowest / HISTOGRAM_STEP) * HISTOGRAM_STEP)
-    last = max(first + HISTOGRAM_STEP, min(HISTOGRAM_END, math.ceil(highest / HISTOGRAM_STEP) * HISTOGRAM_STEP))
-    edges = np.arange(first, last + HISTOGRAM_STEP / 2, HISTOGRAM_STEP)
-
-    def summary(scores: list[float]) -> Figures:
-        counts = np.histogram(np.clip(scores, edges[0], edges[-1]), edges)[0].tolist()
-        mean, std = round(float(np.mean(scores)), 4), round(float(np.std(scores)), 4)
-        return {"counts": counts, "mean": mean, "std": std, "n": len(scores)}
-
-    return {
-        "edges": [round(float(edge), 4) for edge in edges],
-        "sft_samples": summary(drawn),
-        "demonstrations": summary(written) | {"split": demonstrations[1]},
+    by_source = {
+        name: {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
+        for name, scores in (("sft_samples", flatten(samples)), ("demonstrations", written))
     }
+    by_source["demonstrations"]["split"] = demonstrations[1]
+    return by_source
 
 
-# --- as text -------------------------------------------------------------------------------------------------------
-
-
-def describe(results: Figures) -> list[str]:
+def describe_reward_model(results: Figures) -> list[str]:
     agreement, labelers = results["agreement"], "held-out prompts"  # nobody labelled what another one did
     if agreement["training"]["value"] is not None:
         labelers = f"training labelers, who agree among themselves on {show(agreement['training'])}"
@@ -258,6 +235,9 @@ def describe(results: Figures) -> list[str]:
     return lines
 
 
+# --- in the gold world ---------------------------------------------------------------------------------------------
+
+
 def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:
     """The judge's parts of an item's answers."""
     assert item.record is not None
@@ -271,18 +251,17 @@ def compare_with_truth(
 
     known: the labelers who also judged for training.
     """
-    judged = [(i, s) for i, s in zip(items, scores, strict=True) if i.of_labelers(known).judgements]
     points = []
-    for item, s in judged:
-        answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
-        pairs = itertools.permutations(answers, 2)
-        points += [
-            (one > other) + 0.5 * (one == other) for (total, one), (lower, other) in pairs if total > lower + 1e-9
-        ]
+    for item, s in zip(items, scores, strict=True):
+        if item.of_labelers(known).judgements:
+            answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
+            for (total, one), (lower, other) in itertools.permutations(answers, 2):
+                if total > lower + 1e-9:
+                    points.append((one > other) + 0.5 * (one == other))
     utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
     return {
         "noise_ceiling": accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"],
-        "gold_order_accuracy": round(sum(points) / len(points), 4) if points else None,
+        "gold_order_accuracy": round(fmean(points), 4) if points else None,
     }
 
 
@@ -300,23 +279,17 @@ def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Sco
     y = np.array(flatten(scores))
     wanted = np.array(flatten(labelers_mean(truth, noise, i.record, i.answers) for i in items if i.record))
     learned, true = standardised_regression(x, y, prompts), standardised_regression(x, wanted, prompts)
+    columns = (learned["weights"], 1.96 * learned["errors"], true["weights"], learned["weights"] * y.std() / x.std(0))
     rows: dict[str, Figures] = {}
-    for name, weight, error, other, spread in zip(
-        truth.parts, learned["weights"], learned["errors"], true["weights"], x.std(0), strict=True
-    ):
-        rows[name] = {"weight": None, "ci95": None, "true": None, "coefficient": None}
-        if not math.isnan(weight):
-            rows[name] = {
-                "weight": round(float(weight), 4),
-                "ci95": [round(float(weight + sign * 1.96 * error), 4) for sign in (-1, 1)],
-                "true": round(float(other), 4),
-                "coefficient": round(float(weight * y.std() / spread), 4),
-            }
+    for name, numbers in zip(truth.parts, zip(*columns, strict=True), strict=True):
+        weight, half, other, coefficient = (None if np.isnan(n) else round(float(n), 4) for n in numbers)
+        ends = None if weight is None or half is None else [round(weight - half, 4), round(weight + half, 4)]
+        rows[name] = {"weight": weight, "ci95": ends, "true": other, "coefficient": coefficient}
         rows[name]["labelers"] = round(fmean(one.weights[name] for one in truth.labelers(noise)), 4)
     weights = {name: row["weight"] for name, row in rows.items() if row["weight"] is not None}
     return {
         "parts": rows,
-        "smallest": min(weights, key=lambda name: weights[name]) if weights else None,
+        "smallest": min(weights, key=lambda name: weights[name], default=None),
         "r2": round(float(learned["r2"]), 4),
         "true_r2": round(float(true["r2"]), 4),
         "responses": len(y),
@@ -334,12 +307,94 @@ def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) 
     """
     import statsmodels.api as sm
 
-    varies = x.std(0) > 1e-9
-    weights, errors = np.full(x.shape[1], np.nan), np.full(x.shape[1], np.nan)
-    if not varies.any() or y.std() < 1e-9:
-        return {"weights": weights, "errors": errors, "r2": 0.0}
-    z, groups = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0), len(np.unique(clusters))
-    robust = {"groups": clusters, "use_correction": False}
-    fit = sm.OLS((y - y.mean()) / y.std(), z).fit(cov_type="cluster", cov_kwds=robust)
-    weights[varies], errors[varies] = fit.params, fit.bse * math.sqrt(groups / max(1, groups - 1))
-    return {"weights": weights, "errors": errors, "r2": fit.rsquared}
+    varies = (x.std(0) > 1e-9) & (y.std() > 1e-9)
+    weights, errors, r2 = np.full(x.shape[1], np.nan), np.full(x.shape[1], np.nan), 0.0
+    if varies.any():
+        z, groups = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0), len(np.unique(clusters))
+        robust = {"groups": clusters, "use_correction": False}
+        fit = sm.OLS((y - y.mean()) / y.std(), z).fit(cov_type="cluster", cov_kwds=robust)
+        weights[varies], errors[varies], r2 = fit.params, fit.bse * math.sqrt(groups / max(1, groups - 1)), fit.rsquared
+    return {"weights": weights, "errors": errors, "r2": r2}
+
+
+# --- preference files ----------------------------------------------------------------------------------------------
+
+
+def evaluate_pairs(config: Config, device: torch.device) -> Figures:
+    """{"model", "overall", "subsets", "mean_of_subsets", …} of the reward model `evaluate.pairs_model`.
+
+    Each row of a file is scored on its own: several chosen and rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
+
+    Raises: UserError if there is no such model, or no pair in the files.
+    """
+    name = config.evaluate.pairs_model
+    folder = reward_folder(config, name, "evaluate.pairs_model")
+    if name is None:
+        check_output(folder, "reward")
+    model = hold_frozen(config, load_reward_model(reward_model_folder(folder), device), device)
+    tokenizer = model.tokenizer if model.reads_text else load_tokenizer(reward_model_folder(folder))
+    records, info = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
+    for line in info.describe():
+        say(f"evaluate: {line}")
+    encode = item_encoder(config, model, tokenizer)
+    items = [item for record in records for item in join_rankings([record], encode)[0]]
+    if not items:
+        raise UserError(
+            f"evaluate.pairs={config.evaluate.pairs}: no pair of different answers whose prompt fits the model: "
+            "give other files"
+        )
+    scores = score_each(model, items)
+    return {"model": str(folder), "left_out": len(records) - len(items)} | pair_figures(items, scores)
+
+
+def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
+    """The figures of scored rows: over all, by subset, the mean over subsets, and by style where all rows have three of each."""
+    by_subset: dict[str, list[tuple[Item, list[float]]]] = {}
+    for item, s in zip(items, scores, strict=True):
+        metadata = {} if item.record is None else item.record.metadata
+        named = (str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, ""))
+        by_subset.setdefault(next(named, "all"), []).append((item, s))
+    subsets = {name: row_figures(*zip(*rows, strict=True)) for name, rows in sorted(by_subset.items())}
+    figures: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
+    if len(subsets) > 1:  # the plain mean of independent shares, as benchmarks average their subsets
+        for key in ("pairs", "all_right"):
+            shares = [row[key] for row in subsets.values()]
+            half = math.hypot(*((row["ci95"][1] - row["ci95"][0]) / 2 for row in shares)) / len(shares)
+            mean = figure(fmean(row["value"] for row in shares), half, len(shares))
+            figures.setdefault("mean_of_subsets", {})[key] = mean
+    if (styles := style_figures(items, scores)) is not None:
+        figures["styles"] = styles
+    return figures
+
+
+def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
+    """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
+    share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
+    keys, pairs = keys_of(items), judged_pairs(items, scores)
+    by_length = judged_pairs(items, length_scores(items)[0])
+    wrong = {pair.item for pair in pairs if pair.won < 1}
+    return {
+        "pairs": share_by([keys[pair.item] for pair in pairs], [pair.won for pair in pairs]),
+        "all_right": share_by(keys, [float(row not in wrong) for row in range(len(items))]),
+        "length": share_by([keys[pair.item] for pair in by_length], [pair.won for pair in by_length]),
+    }
+
+
+def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
+    """RM-Bench's easy, normal and hard accuracy: the chosen answer has a richer style than the rejected one, the same, a poorer one.
+
+    Source: Liu et al. 2024, section 3.3. None unless every row has three chosen and three rejected answers, all different.
+    """
+    order = list(itertools.product(range(STYLES), range(STYLES, 2 * STYLES)))
+    if any(sorted({*item.pairs()}) != order for item in items):
+        return None
+    figures: Figures = {}
+    for level, fits in {"easy": operator.gt, "normal": operator.eq, "hard": operator.lt}.items():
+        chosen = [(i, j) for i, j in order if fits(i, j - STYLES)]
+        right = [fmean((s[i] > s[j]) + 0.5 * (s[i] == s[j]) for i, j in chosen) for s in scores]
+        figures[level] = share_by(keys_of(items), right)
+    return figures
+
+
+def keys_of(items: Sequence[Item]) -> list[str]:
+    return ["" if item.record is None else prompt_key(item.record.prompt) for item in items]

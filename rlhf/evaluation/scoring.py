@@ -11,7 +11,7 @@ from rlhf.data.items import Encode, Item, check_labelers, names_of
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
-from rlhf.evaluation.statistics import Figures, flatten, per_key, ratio_interval, split_like
+from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, right_pad
 from rlhf.model.heads import RewardModel, ScalarHead
@@ -72,25 +72,17 @@ def pad_weights(items: list[Item], device: torch.device) -> Tensor:
     return weights.to(device)
 
 
-def response_batches(
-    pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device
-) -> Iterator[tuple[list[int], tuple[Tensor, Tensor, Tensor]]]:
-    """Prompts with a response each, as tokens, in groups of similar length: (their indices, (tokens (B, T), prompt lengths (B,),
-    mask (B, A) of the response tokens))."""
-    for group in by_length([len(prompt) + len(response) for prompt, response in pairs], RESPONSES_TOGETHER):
-        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
-        starts = torch.tensor([len(pairs[i][0]) for i in group])
-        answer = lengths - starts
-        mask = torch.arange(int(answer.max())) < answer[:, None]
-        yield group, (tokens.to(device), starts.to(device), mask.to(device))
-
-
 @torch.no_grad()
 def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device) -> list[float]:
     """The log-prob in nats of each response under a model, of pairs (prompt, response) as tokens."""
     nats = torch.zeros(len(pairs))
-    for group, batch in response_batches(pairs, pad, device):
-        nats[group] = response_logprobs(model, *batch)[0].sum(1).cpu()
+    for group in by_length([len(prompt) + len(response) for prompt, response in pairs], RESPONSES_TOGETHER):
+        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
+        starts = torch.tensor([len(pairs[i][0]) for i in group])
+        answers = lengths - starts
+        mask = torch.arange(int(answers.max())) < answers[:, None]  # (B, A)
+        logprobs, _ = response_logprobs(model, tokens.to(device), starts.to(device), mask.to(device))
+        nats[group] = logprobs.sum(1).cpu()
     return nats.tolist()
 
 
@@ -135,13 +127,7 @@ def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[J
 
 def accuracy(pairs: Sequence[JudgedPair]) -> Figures:
     """Fraction of the pairs that the scores order as the labelers do; ties half, a prompt as the interval's unit."""
-    return share(*per_key([pair.item for pair in pairs], [pair.won for pair in pairs]))
-
-
-def share(right: Sequence[float], count: Sequence[float]) -> Figures:
-    """`ratio_interval` of a share, its interval within [0, 1]."""
-    figure = ratio_interval(right, count)
-    return figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]}
+    return share_by([pair.item for pair in pairs], [pair.won for pair in pairs])
 
 
 def length_scores(items: Sequence[Item]) -> tuple[Scores, bool]:

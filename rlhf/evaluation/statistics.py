@@ -44,19 +44,6 @@ def interval(values: Sequence[float]) -> Figures:
     return ratio_interval(values, [1.0] * len(values))
 
 
-def sum_by(keys: Sequence[Any], values: Sequence[float]) -> list[float]:
-    """The sum of the values of each key, in the order in which the keys first occur."""
-    sums = dict.fromkeys(keys, 0.0)
-    for key, value in zip(keys, values, strict=True):
-        sums[key] += value
-    return list(sums.values())
-
-
-def per_key(keys: Sequence[Any], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The sum of the values of each key, and their number: a `ratio_interval` of means of values with a key as the unit."""
-    return sum_by(keys, values), sum_by(keys, [1.0] * len(keys))
-
-
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Figures:
     """As `interval`, for a share whose parts come from prompts: sum of numerators over sum of denominators.
 
@@ -68,9 +55,18 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     return figure(ratio, 1.96 * math.sqrt(n / max(1, n - 1) * residuals) / total, round(total))
 
 
-def win_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[float]:
-    """How often a response to each prompt beats the baseline's: all pairs of samples, ties half."""
-    return list(map(fmean, pair_points(scores, baseline)))
+def mean_by(keys: Sequence[Any], values: Sequence[float]) -> Figures:
+    """`ratio_interval` of the mean of values, with a key (a prompt) as the unit."""
+    sums: dict[Any, float] = dict.fromkeys(keys, 0.0)
+    for key, value in zip(keys, values, strict=True):
+        sums[key] += value
+    return ratio_interval(list(sums.values()), list(Counter(keys).values()))
+
+
+def share_by(keys: Sequence[Any], right: Sequence[float]) -> Figures:
+    """`mean_by` of values in [0, 1], the interval within [0, 1]."""
+    figure = mean_by(keys, right)
+    return figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]}
 
 
 def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -82,8 +78,8 @@ def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
 
 
 def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Figures:
-    """The mean of `win_points` over prompts."""
-    return interval(win_points(scores, baseline))
+    """How often a response beats the baseline's: all pairs of samples to a prompt, ties half; the mean over prompts."""
+    return interval(list(map(fmean, pair_points(scores, baseline))))
 
 
 def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> Figures:
@@ -98,29 +94,48 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     y, d = np.array(points, dtype=float), np.array(lengths, dtype=float)  # (prompts, comparisons)
     if d.min() > 0 or d.max() < 0:
         return {"value": None, "ci95": None, "n": len(y), "per_sd_of_length": None}
-    x = np.stack([np.ones_like(d), d / d.std() if d.std() > 0 else np.zeros_like(d)], -1)  # (prompts, comparisons, 2)
-    flat, wins, w = x.reshape(-1, 2), y.reshape(-1), np.zeros(2)
-    for _ in range(100):
-        p = 1.0 / (1.0 + np.exp(-flat @ w))
-        curvature = flat.T @ (flat * (p * (1 - p))[:, None]) + RIDGE * np.eye(2)
-        step = np.linalg.solve(curvature, flat.T @ (wins - p) - RIDGE * w)
+    x = np.stack([np.ones_like(d), d / (d.std() or 1.0)], -1)  # (prompts, comparisons, 2)
+    w = np.zeros(2)
+    for _ in range(100):  # Newton's method
+        p = 1.0 / (1.0 + np.exp(-x @ w))
+        curvature = np.einsum("ijk,ij,ijl->kl", x, p * (1 - p), x) + RIDGE * np.eye(2)
+        residual = (x * (y - p)[..., None]).sum(1)  # (prompts, 2)
+        step = np.linalg.solve(curvature, residual.sum(0) - RIDGE * w)
         w += step
         if np.abs(step).max() < 1e-10:
             break
     bread = np.linalg.inv(curvature)
-    residual = (x * (y - p.reshape(y.shape))[..., None]).sum(1)  # (prompts, 2)
     error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
     low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
-    rate: Figures = {"value": round(value, 4), "ci95": [round(low, 4), round(high, 4)], "n": len(y)}
+    rate = {"value": round(value, 4), "ci95": [round(low, 4), round(high, 4)], "n": len(y)}
     return rate | {"per_sd_of_length": round(float(w[1]), 4)}
 
 
-def show(figure: dict[str, Any] | None, digits: int = 3) -> str:
+def show(figure: Figures | None, digits: int = 3) -> str:
     """A figure with its interval, if it has one, as text."""
     if figure is None or figure["value"] is None:
         return "none"
     ends = "" if figure["ci95"] is None else " [" + ", ".join(f"{end:.{digits}f}" for end in figure["ci95"]) + "]"
     return f"{figure['value']:.{digits}f}{ends}"
+
+
+def describe(results: Figures, name: str) -> list[str]:
+    """Results as text: for each mapping a line with its path and its figures; lists of names and of numbers are left out."""
+    shown: list[str] = []
+    below: list[str] = []
+    for key, value in results.items():
+        label = key.replace("_", " ")
+        if isinstance(value, dict) and "ci95" in value:
+            shown.append(f"{label} {show(value)}" + (f" of {value['n']:,}" if value["n"] else ""))
+        elif key == "pair":  # the first is compared with the second
+            shown.append(" over ".join(value))
+        elif isinstance(value, dict):
+            below += describe(value, f"{name}: {label}")
+        elif isinstance(value, list):
+            below += flatten(describe(row, f"{name}: {label}") for row in value if isinstance(row, dict))
+        elif value is not None:
+            shown.append(f"{label} {value}")
+    return ([f"{name}: {', '.join(shown)}"] if shown else []) + below
 
 
 def wilson(right: int, n: int) -> Figures:
@@ -138,7 +153,7 @@ def classification(labels: Sequence[int], predicted: Sequence[int], classes: Seq
     """
     table = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(table, (np.array(labels), np.array(predicted)), 1)
-    counts = zip(table.diagonal().tolist(), table.sum(0).tolist(), table.sum(1).tolist(), strict=True)
+    counts = zip(classes, table.diagonal().tolist(), table.sum(0).tolist(), table.sum(1).tolist(), strict=True)
     rows: dict[str, Figures] = {
         name: {
             "n": n,
@@ -146,13 +161,11 @@ def classification(labels: Sequence[int], predicted: Sequence[int], classes: Seq
             "recall": right / n if n else None,
             "f1": 2 * right / (said + n) if said + n else 0.0,
         }
-        for name, (right, said, n) in zip(classes, counts, strict=True)
+        for name, right, said, n in counts
     }
     return {
         "accuracy": wilson(int(table.trace()), len(labels)),
-        "macro_f1": fmean(
-            row["f1"] for row, seen in zip(rows.values(), table.sum(0) + table.sum(1), strict=True) if seen
-        ),
+        "macro_f1": fmean(row["f1"] for row in rows.values() if row["n"] or row["precision"] is not None),
         "majority": int(table.sum(1).max()) / len(labels),
         "classes": rows,
         "confusion": table.tolist(),
@@ -206,9 +219,7 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     total, kinds, n = sum(map(len, rows)), len(rows_with), len(rows)
     if not total or n < 2:
         return {"value": None, "ci95": None, "n": n}
-    left = []
-    for row in rows:
-        alone = sum(rows_with[gram] == 1 for gram in set(row))
-        left.append((kinds - alone) / max(1, total - len(row)))
+    alone = [sum(rows_with[gram] == 1 for gram in set(row)) for row in rows]  # n-grams that only this row has
+    left = [(kinds - only) / max(1, total - len(row)) for row, only in zip(rows, alone, strict=True)]
     centre = fmean(left)
     return figure(kinds / total, 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)), n)

@@ -19,15 +19,12 @@ from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
-from rlhf.evaluation.answers import Answers, answer_all
-from rlhf.evaluation.benchmarks import describe_benchmarks, describe_overlap, evaluate_benchmarks, evaluate_overlap
-from rlhf.evaluation.best_of import Asked, describe_best, describe_ratings, evaluate_best_of
-from rlhf.evaluation.instructions import describe_instructions, evaluate_instructions
-from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, describe_comparisons, describe_judging
-from rlhf.evaluation.labelled_task import describe_shots, evaluate_shots
-from rlhf.evaluation.pairs import describe_pairs, evaluate_pairs
-from rlhf.evaluation.policies import Scores
-from rlhf.evaluation.statistics import Figures, text_figures, win_rate
+from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_instructions, evaluate_overlap
+from rlhf.evaluation.best_of import Asked, evaluate_best_of
+from rlhf.evaluation.judging import compare_by_endpoint, compare_policies
+from rlhf.evaluation.labelled_task import evaluate_shots
+from rlhf.evaluation.policies import Answers, ByPolicy, interval_of, mean_of
+from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
@@ -40,14 +37,14 @@ from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
 from rlhf.training.setup import open_tracker, set_up
 
-# The evaluation and its results as text, by the setting evaluate.<name> that turns it on.
-EVALUATIONS: dict[str, tuple[Callable[..., Figures], Callable[[Figures], list[str]]]] = {
-    "pairs": (evaluate_pairs, describe_pairs),
-    "instructions": (evaluate_instructions, describe_instructions),
-    "benchmarks": (evaluate_benchmarks, describe_benchmarks),
-    "shots": (evaluate_shots, describe_shots),
-    "overlap": (evaluate_overlap, describe_overlap),
-    "judge": (compare_by_endpoint, describe_judging),
+# What the setting evaluate.<name> turns on.
+EVALUATIONS: dict[str, Callable[..., Figures]] = {
+    "pairs": reward_report.evaluate_pairs,
+    "instructions": evaluate_instructions,
+    "benchmarks": evaluate_benchmarks,
+    "shots": evaluate_shots,
+    "overlap": evaluate_overlap,
+    "judge": compare_by_endpoint,
 }
 
 
@@ -72,13 +69,12 @@ def stage_is_due(config: Config) -> bool:
 def run_external(config: Config) -> None:
     """Run the evaluations that are turned on; write and print the results."""
     for name in asked(config):
-        measure, describe = EVALUATIONS[name]
         with inference(config, set_up(config)) as device:
-            results = measure(config, device)
+            results = EVALUATIONS[name](config, device)
         path = run_folder(config) / "evaluations" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, results)
-        for line in [*describe(results), path]:
+        for line in [*describe(results, name), path]:
             say(f"evaluate: {line}")
 
 
@@ -98,7 +94,7 @@ def run_stage(config: Config) -> None:
             reward_model = hold_frozen(config, reward_model, device)
             demonstrations = reward_report.unseen_demonstrations(config)
             results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer, device)
-            for line in reward_report.describe(results["reward_model"]):
+            for line in reward_report.describe_reward_model(results["reward_model"]):
                 stage.say(line)
 
         # 2. Responses of every policy to the test prompts
@@ -107,23 +103,23 @@ def run_stage(config: Config) -> None:
         if truth is not None and truth.base_text(records[0]) is not None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
-        answers = answer_all(config, models, records, prompts, tokenizer, device, truth)
+        answers = policies.answer_all(config, models, records, prompts, tokenizer, device, truth)
         scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
             results["reward_model"]["scores"] = reward_report.score_distributions(
-                reward_model, tokenizer, demonstrations, scores["sft"], device
+                reward_model, tokenizer, demonstrations, scores["sft"]
             )
 
         # 3. Evaluate the policies
         optimised = policies.with_missing_eos(config, answers, rewards)
-        results["reward"] = {name: policies.mean_of(rows) for name, rows in optimised.items()}
-        results["reward_without_eos_rule"] = {name: policies.mean_of(rows) for name, rows in scores.items()}
-        results["ended"] = {name: policies.mean_of(answers[name]["ended"]) for name in scores}
+        results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
+        results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
+        results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
         nats, kl = policies.nats_and_kl(
             config, {name: answers[name] for name in scores}, models, tokenizer.pad_token_id, device
         )
-        results["kl_to_sft_nats"] = policies.mean_of(kl["ppo"])
-        results["kl"] = {name: policies.interval_of(rows) for name, rows in kl.items()}
+        results["kl_to_sft_nats"] = mean_of(kl["ppo"])
+        results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
         lengths = {name: [list(map(len, row)) for row in answers[name]["ids"]] for name in scores}
         results["text"] = {name: text_figures(answers[name]["texts"], lengths[name], nats[name]) for name in scores}
         results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
@@ -189,7 +185,7 @@ def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, 
 
 
 def write_samples(
-    path: Path, records: list[PromptRecord], answers: dict[str, Answers], gold: Any, scores: Scores
+    path: Path, records: list[PromptRecord], answers: dict[str, Answers], gold: Any, scores: ByPolicy
 ) -> None:
     """One line per test prompt: the first sample of every policy, with its scores."""
     true = {} if gold is None else {name: [row[0]["total"] for row in given["samples"]] for name, given in gold.items()}
@@ -210,20 +206,10 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
     stage.say(f"reward {results['reward']}, KL {results['kl_to_sft_nats']:.2f} nats")
     if "gold" in results:
         gold = results["gold"]
+        rate, greedy = (show(gold[name]) for name in ("win_rate_vs_sft", "win_rate_greedy"))
         stage.say(
-            f"win rate over SFT by the {gold['truth']} {gold['win_rate_vs_sft']['value']:.3f} {gold['win_rate_vs_sft']['ci95']}, "
-            f"greedy {gold['win_rate_greedy']['value']:.3f}; mean true score {gold['mean_score']}"
+            f"win rate over SFT by the {gold['truth']} {rate}, greedy {greedy}; mean true score {gold['mean_score']}"
         )
-    for name, row in results.get("baselines", {}).items():
-        true = f", by the truth {row['win_rate_vs_sft']['value']:.3f}" if "win_rate_vs_sft" in row else ""
-        stage.say(
-            f"{name}: reward {results['reward'][name]}, KL {row['kl_to_sft_nats']:.2f} nats, win rate over SFT by the reward "
-            f"model {row['rm_win_rate_vs_sft']['value']:.3f}{true}"
-        )
-    lines = describe_comparisons(results["judge"]) if "judge" in results else []
-    if "best_of_n" in results:
-        lines += [describe_best(results["best_of_n"])]
-    if "generate_and_rate" in results:
-        lines += describe_ratings(results["generate_and_rate"])
-    for line in lines:
-        stage.say(line)
+    for name in ("baselines", "judge", "best_of_n", "generate_and_rate"):
+        for line in describe(results.get(name, {}), name.replace("_", " ")):
+            stage.say(line)

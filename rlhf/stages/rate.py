@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from rlhf.config import Config
@@ -113,8 +112,10 @@ def held_out_figures(rater: Rater, rated: Sequence[Rated]) -> dict[str, float]:
 
 def ordered_share(scores: torch.Tensor, labels: Sequence[bool]) -> float | None:
     """P(score of a positive > score of a negative), ties half: the area under the ROC curve. None if one side is empty."""
-    truth, values = np.array(labels, dtype=bool), scores.numpy()
-    positive, negative = values[truth][:, None], values[~truth]
-    if not positive.size or not negative.size:
+    from scipy.stats import mannwhitneyu
+
+    positive = torch.tensor(labels, dtype=torch.bool)
+    if positive.all() or not positive.any():
         return None
-    return float(((positive > negative) + 0.5 * (positive == negative)).mean())
+    wins = mannwhitneyu(scores[positive].numpy(), scores[~positive].numpy()).statistic
+    return float(wins / (positive.sum() * (~positive).sum()))

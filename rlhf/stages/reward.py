@@ -24,7 +24,8 @@ from rlhf.data.splits import record_half
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.audit import Audited, audit_reward_model
+from rlhf.evaluation.attacks import Audited
+from rlhf.evaluation.audit import audit_reward_model, decide, describe_audit
 from rlhf.evaluation.scoring import (
     by_item,
     fit_head,
@@ -37,7 +38,6 @@ from rlhf.evaluation.scoring import (
     read_features,
     score_items,
 )
-from rlhf.evaluation.verdict import decide, describe_audit
 from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel

@@ -54,7 +54,7 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     from rlhf.data.chat_template import end_ids
     from rlhf.engines.local import Sampling
     from rlhf.engines.sampling import sampler_for
-    from rlhf.evaluation.answers import draw_answers
+    from rlhf.evaluation.policies import draw_answers
 
     loaded, asked = rlhf.load(cell.home), [record["prompt"] for record in records]
     if cell.name.endswith("_ptx"):
@@ -140,13 +140,13 @@ Values = dict[str, list[Any]]  # of one policy and seed, by measure
 
 def preferred(ours: dict[int, Values], theirs: dict[int, Values]) -> Any:
     """Share of prompts on which our answer has the higher true score; ties count half. Over the seeds that both have."""
-    from rlhf.evaluation.statistics import interval, win_points
+    from rlhf.evaluation.statistics import interval, pair_points
 
     pairs = [
         ([[a] for a in ours[seed]["gold"]], [[b] for b in theirs[seed]["gold"]])
         for seed in sorted(ours.keys() & theirs.keys())
     ]
-    return within(interval([point for a, b in pairs for point in win_points(a, b)]))
+    return within(interval([fmean(points) for a, b in pairs for points in pair_points(a, b)]))
 
 
 def figures(by_seed: dict[int, Values], reference: dict[int, Values]) -> dict[str, Any]:

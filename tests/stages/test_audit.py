@@ -13,20 +13,22 @@ from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.items import Item, Judgement
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation import audit as auditing
+from rlhf.evaluation import attacks
+from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Audited, Material, collect_material
 from rlhf.evaluation.audit import (
-    ATTACKS,
-    NO_PHRASES,
-    AttackFigures,
+    BEST_OF,
+    CEILING,
+    COLLECT,
+    GO,
+    RULES,
     Audit,
-    Audited,
-    BestOfN,
-    Material,
-    Picked,
     audit_reward_model,
-    collect_material,
+    decide,
+    describe_audit,
+    peak_kl,
+    picked_by_scores,
 )
-from rlhf.evaluation.verdict import CEILING, COLLECT, GO, RULES, decide, describe_audit, peak_kl
+from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 from rlhf.report.page import make_page
 from rlhf.runs.folders import read_stage
@@ -103,22 +105,22 @@ def long_and_short(gold_run):
 def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
     config, pairs, scores = long_and_short
     by_length = Audited(PaysForLength(1, 1), audited.policy, audited.tokenizer, CPU)
-    encode = auditing.item_encoder(config, audited.model, audited.tokenizer)
-    found = {a.name: a for a in auditing.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
+    encode = item_encoder(config, audited.model, audited.tokenizer)
+    found = {row["name"]: row for row in attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
     for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better
-        assert found[name].flips["value"] == 1.0 and found[name].gain_worse["value"] > 0, name
+        assert found[name]["flips"]["value"] == 1.0 and found[name]["gain_worse"]["value"] > 0, name
     for name in ("truncation", "empty"):
-        assert found[name].flips["value"] == 0.0 and found[name].gain_better["value"] < 0, name
+        assert found[name]["flips"]["value"] == 0.0 and found[name]["gain_better"]["value"] < 0, name
     count = len(audited.tokenizer("Good day.")["input_ids"])
-    assert found["flattery"].gain["value"] == pytest.approx(2 * count, abs=3)  # spaces join tokens differently
-    assert found["filler"].gain["n"] == len(pairs)
+    assert found["flattery"]["gain"]["value"] == pytest.approx(2 * count, abs=3)  # spaces join tokens differently
+    assert found["filler"]["gain"]["n"] == len(pairs)
 
 
 def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     """By a plain forward: log p(answer) - log p(attacked answer), or -log p of what replaces it."""
     config, pairs, scores = long_and_short
-    encode = auditing.item_encoder(config, audited.model, audited.tokenizer)
-    found = {a.name: a for a in auditing.attack_pairs(config, audited, encode, pairs, scores, MATERIAL)}
+    encode = item_encoder(config, audited.model, audited.tokenizer)
+    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, encode, pairs, scores, MATERIAL)}
 
     def logp(item: Item, text: str) -> float:
         prompt = encode_prompt(audited.tokenizer, item.record.prompt)
@@ -128,17 +130,17 @@ def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
         return table.gather(1, tokens[0, 1:, None])[len(prompt) - 1 :].sum().item()
 
     repeated = [logp(item, "one two.") - logp(item, "one two. one two. one two. one two.") for item, _, _ in pairs]
-    assert found["repetition"].nats["value"] == pytest.approx(sum(repeated) / len(pairs), abs=1e-3)
+    assert found["repetition"]["nats"]["value"] == pytest.approx(sum(repeated) / len(pairs), abs=1e-3)
     nothing = [-logp(item, "") for item, _, _ in pairs]
-    assert found["empty"].nats["value"] == pytest.approx(sum(nothing) / len(pairs), abs=1e-3)
+    assert found["empty"]["nats"]["value"] == pytest.approx(sum(nothing) / len(pairs), abs=1e-3)
 
 
 def test_the_pick_among_labelled_answers_by_hand():
     # standings: 0 won 2 of 2, 1 won 1 of 2, 2 won 0 of 2. The scores prefer 1, then 0, then 2.
     item = Item("k", [[1]] * 3, [1] * 3, judgements=[Judgement("x", [(0, 1), (0, 2), (1, 2)], [1, 2, 1])])
-    (two,) = auditing.picked_by_scores([item], [[1.0, 2.0, 0.0]])
+    (two,) = picked_by_scores([item], [[1.0, 2.0, 0.0]])
     # of the three choices of 2: {0,1} -> 1 (.5), {0,2} -> 0 (1), {1,2} -> 1 (.5): mean 2/3, less 1/2
-    assert two.n == 2 and two.gain["value"] == pytest.approx(2 / 3 - 1 / 2, abs=1e-4)
+    assert two["n"] == 2 and two["gain"]["value"] == pytest.approx(2 / 3 - 1 / 2, abs=1e-4)
 
 
 def test_pairs_are_spread_over_prompts_and_contested_ones_left_out():
@@ -146,9 +148,9 @@ def test_pairs_are_spread_over_prompts_and_contested_ones_left_out():
         return Item(key, [[1]] * 3, [1] * 3, judgements=[Judgement("x", [pair], None) for pair in pairs])
 
     items = [item("a", (0, 1), (0, 2)), item("b", (1, 2)), item("c", (0, 1), (1, 0))]
-    drawn = auditing.draw_pairs(items, 2, random.Random(0))
+    drawn = attacks.draw_pairs(items, 2, random.Random(0))
     assert sorted(item.key for item, _, _ in drawn) == ["a", "b"]
-    assert len(auditing.draw_pairs(items, 10, random.Random(0))) == 3
+    assert len(attacks.draw_pairs(items, 10, random.Random(0))) == 3
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 0.5), (1.0, 0.25)])
@@ -167,6 +169,10 @@ def figure(value: float, low: float, high: float, n: int = 500) -> dict:
     return {"value": value, "ci95": [low, high], "n": n}
 
 
+def picked(n: int, *gain: float) -> dict:
+    return {"n": n, "gain": figure(*gain)}
+
+
 LOSS = figure(-1, -2, -0.5)
 GOOD = Audit(
     100,
@@ -176,23 +182,23 @@ GOOD = Audit(
         "length_baseline": 0.55, "labeler_agreement": 0.72, "agreement": {"training": figure(0.72, 0.69, 0.75)},
         "calibration_error": 0.02,
     },
-    [AttackFigures("filler", figure(0.02, 0.0, 0.04), LOSS, LOSS, LOSS, figure(9, 8, 10))],
-    [Picked(4, figure(0.2, 0.15, 0.25))],
-    [BestOfN(1, 0.0, 0.0, figure(0, 0, 0), None, None), BestOfN(64, 3.2, 3.1, figure(2, 1.9, 2.1), None, None)],
+    [{"name": "filler", "flips": figure(0.02, 0.0, 0.04), "gain": LOSS, "gain_worse": LOSS, "nats": figure(9, 8, 10)}],
+    [picked(4, 0.2, 0.15, 0.25)],
+    [{"n": n, "kl": kl, "score": figure(gain, gain, gain), "check": None} for n, kl, gain in ((1, 0.0, 0.0), (64, 3.1, 2.0))],
 )  # fmt: skip
 
 
-def attacked(flips: tuple[float, float, float], worse: tuple[float, float, float]) -> list[AttackFigures]:
-    return [replace(GOOD.attacks[0], flips=figure(*flips), gain_worse=figure(*worse))]
+def attacked(flips: tuple[float, float, float], worse: tuple[float, float, float]) -> list[dict]:
+    return [GOOD.attacks[0] | {"flips": figure(*flips), "gain_worse": figure(*worse)}]
 
 
 def compared(**changed) -> dict:
     return {**GOOD.comparisons, **changed}
 
 
-def checked(*values: float) -> list[BestOfN]:
+def checked(*values: float) -> list[dict]:
     rows = zip((0.0, 1.0, 3.0), values, strict=True)
-    return [BestOfN(1, kl, kl, figure(kl, kl, kl), figure(value, value, value), None) for kl, value in rows]
+    return [{"n": 1, "kl": kl, "score": figure(kl, kl, kl), "check": figure(v, v, v)} for kl, v in rows]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +209,8 @@ def checked(*values: float) -> list[BestOfN]:
         ({"comparisons": compared(accuracy=figure(0.55, 0.49, 0.61))}, COLLECT, "any kind", None),
         ({"comparisons": compared(above_length=figure(0.01, -0.01, 0.03))}, COLLECT, "similar length", None),
         ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, GO, None, None),  # below the labelers' agreement
-        ({"picked": [Picked(4, figure(0.01, -0.02, 0.04))]}, COLLECT, "any kind", None),
-        ({"picked": [Picked(4, figure(0.2, 0.1, 0.3)), Picked(8, figure(0.0, -0.1, 0.1, n=9))]}, GO, None, None),
+        ({"picked": [picked(4, 0.01, -0.02, 0.04)]}, COLLECT, "any kind", None),
+        ({"picked": [picked(4, 0.2, 0.1, 0.3), picked(8, 0.0, -0.1, 0.1, 9)]}, GO, None, None),
         ({"attacks": attacked((0.4, 0.3, 0.5), (-1, -2, -0.5))}, COLLECT, "padded", None),
         ({"attacks": attacked((0.16, 0.1, 0.2), (-1, -2, -0.5))}, COLLECT, "padded", None),
         ({"attacks": attacked((0.29, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, COLLECT, "padded", None),
@@ -236,7 +242,7 @@ def test_the_documented_rules_are_those_of_the_code():
 def test_the_stage_writes_its_audit(gold_run):
     found = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in found["attacks"]] == list(ATTACKS)
-    assert [row["n"] for row in found["best_of"]] == list(auditing.BEST_OF)
+    assert [row["n"] for row in found["best_of"]] == list(BEST_OF)
     assert found["best_of"][-1]["score"]["value"] > found["best_of"][0]["score"]["value"]
     assert found["comparisons"]["accuracy"]["n"] > 100 and found["verdict"]["decision"] in (COLLECT, CEILING, GO)
 
@@ -261,7 +267,7 @@ def test_a_check_scores_the_same_picks(gold_run, audited, tmp_path):
     records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
     found = audit_reward_model(config, audited, records, set())
     for row in found.best_of:
-        assert row.check["value"] == pytest.approx(row.score["value"], abs=2e-4)
+        assert row["check"]["value"] == pytest.approx(row["score"]["value"], abs=2e-4)
     assert found.pairs == 8 and found == audit_reward_model(config, audited, records, set())
 
 

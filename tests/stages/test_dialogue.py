@@ -12,7 +12,8 @@ from rlhf.cli import main
 from rlhf.data.label_files import load_comparisons
 from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
-from rlhf.evaluation.judging import compare, describe_comparisons
+from rlhf.evaluation.judging import compare_scored
+from rlhf.evaluation.statistics import describe
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import fractions, reward_folder
 from rlhf.stages import reward
@@ -99,14 +100,14 @@ def test_evaluate_has_the_judge_compare_the_policies(run: Run):
     [row] = judged["pairs"]
     assert row["pair"] == ["ppo", "sft"] and 0 <= row["win_rate"]["value"] <= 1 and row["win_rate"]["n"] == 8
     assert set(judged["scores"]) == {"sft", "ppo"} and judged["held_out"]["accuracy"]["n"] > 0
-    assert len(describe_comparisons(judged)) == 2
+    assert any(line.startswith("judge: pairs: ppo over sft, win rate ") for line in describe(judged, "judge"))
 
 
 def test_a_comparison_by_hand():
     # prompt 1: 2 x 1 answers: 3 > 1 and 0 < 1, so 1/2; words 2 - 1 and 3 - 1: mean 1.5. prompt 2: 5 > 2 and 2 = 2: 3/4; words 0 and 0.
     ours = ([[3.0, 0.0], [5.0, 2.0]], [["a b", "a b c"], ["a", "a"]])
     theirs = ([[1.0], [2.0]], [["a"], ["a"]])
-    found = compare(ours, theirs)
+    found = compare_scored(ours, theirs)
     assert found["win_rate"]["value"] == (1 / 2 + 3 / 4) / 2 and found["words"]["value"] == 0.75
 
 

@@ -9,8 +9,9 @@ import torch
 from rlhf.data.prompts import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.evaluation import instructions
-from rlhf.evaluation.instructions import RULES, checks_of, follows
+from rlhf.evaluation import benchmarks as instructions
+from rlhf.evaluation.benchmarks import RULES, checks_of, follows
+from rlhf.evaluation.policies import models_of
 
 OURS = Path(__file__).parents[2] / "data" / "instructions.jsonl"
 
@@ -69,8 +70,7 @@ def test_a_bad_check_is_one_line(checks, message):
 
 
 def test_shares_by_hand():
-    one, two = {"rule": "json"}, {"rule": "question"}
-    found = instructions.shares_followed([[one, two], [one]], [[True, False], [True]])
+    found = instructions.shares_followed([[("json", True), ("question", False)], [("json", True)]])
     assert found["prompts"]["value"] == 0.5 and found["instructions"]["value"] == round(2 / 3, 4)
     assert {rule: row["value"] for rule, row in found["by_rule"].items()} == {"json": 1.0, "question": 0.0}
 
@@ -90,5 +90,5 @@ def test_a_stages_model_is_measured(gold_run, tmp_path):
 
 def test_an_unknown_model_is_one_line(gold_run):
     with pytest.raises(UserError, match=r"evaluate\.models: 'reward': want some of pretrain, sft, ppo"):
-        instructions.models_of(gold_run.config("evaluate.models=[reward]"))
-    assert instructions.models_of(gold_run.config()) == ["sft", "ppo"]
+        models_of(gold_run.config("evaluate.models=[reward]"))
+    assert models_of(gold_run.config()) == ["sft", "ppo"]

@@ -9,7 +9,7 @@ import torch
 from rlhf.data.items import Item, Judgement
 from rlhf.data.records import Message, Ranking
 from rlhf.errors import UserError
-from rlhf.evaluation import pairs
+from rlhf.evaluation import reward_report as pairs
 from rlhf.model.classifier import load_reward_model
 
 from ..model.classifiers import WORDS, save_classifier, score_texts

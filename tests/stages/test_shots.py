@@ -62,7 +62,7 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     run = copy_until("sft")
     settings = ["evaluate.shots=[0,2]", "classify.data=gold:choice", "evaluate.prompts=24"]
     external.run_external(run.config(*settings))
-    assert "pretrain: accuracy by examples in the prompt: 0 " in capsys.readouterr().out
+    assert "shots: models: pretrain: shots 0, shown 0.0, accuracy 0." in capsys.readouterr().out
     found = read_json(run.folder / "evaluations" / "shots.json")
     assert found["task"] == "gold:choice" and list(found["models"]) == ["pretrain"]
     zero, two = found["models"]["pretrain"]
