@@ -1,31 +1,32 @@
 """How often labelers agree with each other, as a reference for the reward model's accuracy.
 
-The libraries statsmodels, krippendorff and scipy compute the statistics; this module counts judgements into the tables that
-they need. An item is a prompt with its set of response texts, whatever their order and ids. The unit of percent agreement,
-both kappas and alpha is a pair of responses (i, j) of one item, and the categories are "i better", "tie" and "j better".
-Neither response of a pair is the first one, so every pair is counted in both directions in the kappas and alpha: no figure
-depends on how the responses are ordered.
+statsmodels, krippendorff and scipy compute the statistics, pandas the tables that they need. An
+item is a prompt with its set of response texts, whatever their order and ids. The unit of percent agreement, both kappas and
+alpha is a pair of responses (i, j) of one item, and the categories are "i better", "tie" and "j better". Neither response of
+a pair is the first one, so every pair is counted in both directions in the kappas and alpha: no figure depends on how the
+responses are ordered.
 """
 
 import importlib
-import marshal
 import warnings
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from itertools import combinations
 from math import fsum, isfinite
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf.data.records import Ranking, shown
+from rlhf.data.splits import hash64
 
-MAX_RESPONSES = 250  # items with more responses are left out
+if TYPE_CHECKING:
+    import pandas as pd
+
+MAX_RESPONSES = 64  # items with more responses are left out
 MIN_COMMON_ITEMS = 10  # a pair of labelers with fewer common items has no kappa
-MAX_LABELERS = 50  # items judged by more people are left out of figures that compare labelers two by two
-MAX_LISTED = 1000  # pairs of labelers in a report, those with most common items
+MAX_LABELERS = 50  # of one pair or rank are compared two by two
 _SHOWN = 20  # labelers on the screen
 _NO_VARIANCE = "no variance: every judgement is the same, so chance explains it all"
 _LINES = (  # title, figure, whether a share, its count, the unit of the count
@@ -84,74 +85,28 @@ def _alpha(counts: np.ndarray, values: Sequence[float]) -> float | None:
     return _call("krippendorff", "alpha", value_counts=counts, **scale)
 
 
-# --- judgements ------------------------------------------------------------------------------------------------------
+# --- counting --------------------------------------------------------------------------------------------------------
 
-
-class _Judgement(NamedTuple):
-    """One person's judgement of an item with K responses, in the order of their texts; None: not judged."""
-
-    person: int  # index of the name; unnamed people have negative numbers
-    verdicts: tuple[int | None, ...]  # of each pair i < j: 1 if i is better, -1 if j is, 0 a tie
-    ranks: tuple[float | None, ...]  # 0 best
-    ratings: tuple[float | None, ...]
-
-
-def _judgement(ranking: Ranking, texts: list[str], person: int) -> _Judgement:
-    """A text that appears twice with two ranks or ratings has none; ties beside `pairs` are under `metadata.ties`."""
-    place = {response.id: texts.index(response.text) for response in ranking.responses}
-    pairs = list(combinations(range(len(texts)), 2))
-    said: dict[Any, set[Any]] = defaultdict(set)
-    for name, rating in ranking.ratings.items():
-        said["rating", place[name]].add(rating)
-    if ranking.pairs is None:
-        for response, rank in zip(ranking.responses, ranking.ranks(), strict=True):
-            said["rank", place[response.id]].add(rank if rank >= 0 else None)
-    for better, worse in ranking.pairs or ():
-        i, j = place[better], place[worse]
-        said[min(i, j), max(i, j)].add(1 if i < j else -1)
-    ties = ranking.metadata.get("ties") if ranking.pairs is not None else None
-    for tie in ties if isinstance(ties, list) else ():
-        if isinstance(tie, list) and len(tie) == 2 and all(isinstance(name, str) and name in place for name in tie):
-            said[tuple(sorted(place[name] for name in tie))].add(0)
-
-    def only(key: Any) -> Any:
-        return next(iter(said[key])) if len(said.get(key, ())) == 1 else None
-
-    ranks = tuple(only(("rank", i)) for i in range(len(texts)))
-    ratings = tuple(only(("rating", i)) for i in range(len(texts)))
-    if ranking.pairs is not None:
-        return _Judgement(person, tuple(only(pair) for pair in pairs), ranks, ratings)
-    ranked = ((ranks[i], ranks[j]) for i, j in pairs)
-    verdicts = tuple(None if a is None or b is None else (a < b) - (a > b) for a, b in ranked)
-    return _Judgement(person, verdicts, ranks, ratings)
-
-
-def _merge(judgements: list[_Judgement]) -> _Judgement:
-    """One judgement of a person who judged an item more than once: a pair goes to the response preferred more often (a tie
-    if neither is), ranks and ratings are averaged.
-    """
-    if len(judgements) == 1:
-        return judgements[0]
-
-    def means(rows: Iterable[tuple[float | None, ...]]) -> tuple[float | None, ...]:
-        given = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
-        return tuple(sum(values) / len(values) if values else None for values in given)
-
-    person, *columns = zip(*judgements, strict=True)
-    verdicts, ranks, ratings = map(means, columns)
-    return _Judgement(person[0], tuple(v if v is None else (v > 0) - (v < 0) for v in verdicts), ranks, ratings)
+_SLOT = [
+    "item",
+    "i",
+    "j",
+]  # what a value is about: responses i < j of an item for a verdict; i, -1 for a rank; i, -2 for a rating
+_RANK, _RATING = -1, -2
 
 
 class AgreementCounter:
-    """Counts judgements for the agreement of labelers; it keeps some hundred bytes of each, no text.
+    """Collects what labelers said of each item; it keeps 24 bytes of each verdict, rank and rating, no text.
 
-    Records without a labeler count as different people. A labeler who judged an item more than once counts once.
+    Records without a labeler count as different people. A labeler who judged an item more than once counts once: a pair
+    goes to the response preferred more often (a tie if neither is), ranks and ratings are averaged.
     """
 
     def __init__(self) -> None:
+        self._items: dict[int, int] = {}  # number of each item, by a hash
         self._names: dict[str, int] = {}
-        self._items: dict[bytes, list[_Judgement]] = {}  # by a hash
-        self._seconds: dict[str, array[float]] = {}
+        self._said = {"item": array("i"), "i": array("i"), "j": array("i"), "person": array("i"), "value": array("d")}
+        self._seconds: dict[str, list[float]] = defaultdict(list)
         self.rankings = self.unnamed = self._too_large = 0
 
     def add(self, ranking: Ranking) -> None:
@@ -161,16 +116,49 @@ class AgreementCounter:
         if len(ranking.responses) > MAX_RESPONSES:
             self._too_large += 1
             return
-        texts = sorted({response.text for response in ranking.responses})
-        about = [[(message.role, message.content) for message in ranking.prompt], texts]
-        digest = blake2b(marshal.dumps(about, 2), digest_size=16).digest()  # 2: later versions share equal objects
-        name = ranking.labeler
+        index = {text: i for i, text in enumerate(sorted({response.text for response in ranking.responses}))}
+        place = {response.id: index[response.text] for response in ranking.responses}
+        key = hash64(repr([[(message.role, message.content) for message in ranking.prompt], list(index)]))
+        item, name = self._items.setdefault(key, len(self._items)), ranking.labeler
         self.rankings += 1
         self.unnamed += name is None
         person = -self.unnamed if name is None else self._names.setdefault(name, len(self._names))
-        self._items.setdefault(digest, []).append(_judgement(ranking, texts, person))
         if name is not None and ranking.seconds is not None:
-            self._seconds.setdefault(name, array("d")).append(ranking.seconds)
+            self._seconds[name].append(ranking.seconds)
+
+        def say(i: int, j: int, value: float) -> None:
+            for column, one in zip(self._said.values(), (item, i, j, person, value), strict=True):
+                column.append(one)
+
+        def compare(i: int, j: int, verdict: int) -> None:
+            """A verdict on two responses: 1 if i is better, -1 if j is, 0 a tie."""
+            if i != j:
+                say(min(i, j), max(i, j), verdict if i < j else -verdict)
+
+        for one, rating in ranking.ratings.items():
+            say(place[one], _RATING, rating)
+        if ranking.pairs is None:
+            ranked = [
+                (place[r.id], rank) for r, rank in zip(ranking.responses, ranking.ranks(), strict=True) if rank >= 0
+            ]
+            for i, rank in ranked:
+                say(i, _RANK, rank)
+            for (i, a), (j, b) in combinations(ranked, 2):
+                compare(i, j, (a < b) - (a > b))
+        for better, worse in ranking.pairs or ():
+            compare(place[better], place[worse], 1)
+        ties = ranking.metadata.get("ties") if ranking.pairs is not None else None
+        for tie in ties if isinstance(ties, list) else ():
+            if isinstance(tie, list) and len(tie) == 2 and all(isinstance(one, str) and one in place for one in tie):
+                compare(place[tie[0]], place[tie[1]], 0)
+
+    def table(self) -> "pd.DataFrame":
+        """What each person said, once per slot; people without a name have negative numbers."""
+        import pandas as pd
+
+        said = pd.DataFrame({name: np.array(column) for name, column in self._said.items()})
+        said = said.groupby([*_SLOT, "person"], as_index=False).value.mean()
+        return said.assign(value=said.value.where(said.j < 0, np.sign(said.value)))
 
     def report(self) -> dict[str, Any]:
         """Every figure of agreement; a value that cannot be computed is None and `notes` says why.
@@ -181,172 +169,129 @@ class AgreementCounter:
         "krippendorff_alpha_ratings": {value, responses}, "kendall_tau": {value, comparisons}, "by_labeler":
         {name: {items, items_shared, agreement, ci95, comparisons, tie_rate, seconds}}, "notes": {figure: why}}.
         """
-        counts = self.count()
-        notes = counts.notes
+        said, names, notes = self.table(), list(self._names), {}
+        verdicts = said[said.j >= 0]
+        couples = _couples(verdicts)
         if self._too_large:
             notes["size"] = f"{self._too_large:,} rankings of more than {MAX_RESPONSES} responses are left out"
         figures = {
-            "pairwise": ratio(*counts.pairwise),
-            "cohen_kappa": counts.cohen(sorted(self._names)),
-            **counts.fleiss_and_alpha(),
-            "krippendorff_alpha_ratings": counts.alpha_of_ratings(),
-            "kendall_tau": counts.tau(),
+            "pairwise": _pairwise(couples),
+            "cohen_kappa": _cohen(couples, names, notes),
+            **_fleiss_and_alpha(verdicts, notes),
+            "krippendorff_alpha_ratings": _alpha_of_ratings(said[said.j == _RATING], notes),
+            "kendall_tau": _tau(said[said.j == _RANK], notes),
         }
-        if not counts.pairwise[1]:
+        if not figures["pairwise"]["pairs"]:
             notes["pairwise"] = "no two labelers put the same pair in a strict order"
-        if not counts.shared_items:
+        judged = said[["item", "person"]].drop_duplicates()
+        judged["shared"] = judged.groupby("item").person.transform("size") > 1
+        shared = judged[judged.shared].item.nunique()
+        if not shared:
             notes |= dict.fromkeys(figures, "no item was judged by two or more labelers")
         table = {}
-        for person, name in enumerate(sorted(self._names)):
-            agreed, sums = ratio(*counts.pairwise_of[person]), counts.people[person]
+        for name, person in sorted(self._names.items()):
+            agreed = _pairwise(couples[(couples.person_a == person) | (couples.person_b == person)])
+            ties = verdicts[verdicts.person == person].value == 0
+            mine = judged[judged.person == person]
             table[name] = {
-                "items": sums["items"],
-                "items_shared": sums["items_shared"],
+                "items": len(mine),
+                "items_shared": int(mine.shared.sum()),
                 "agreement": agreed["value"],
                 "ci95": agreed["ci95"],
                 "comparisons": agreed["pairs"],
-                "tie_rate": sums["ties"] / sums["pairs"] if sums["pairs"] else None,
-                "seconds": float(np.median(self._seconds[name])) if name in self._seconds else None,
+                "tie_rate": float(ties.mean()) if len(ties) else None,
+                "seconds": float(np.median(self._seconds[name])) if self._seconds[name] else None,
             }
-        about = {"rankings": self.rankings, "items": counts.items, "items_shared": counts.shared_items}
-        people = {"labelers": len(self._names), "unnamed": self.unnamed}
+        about = {"rankings": self.rankings, "items": len(self._items), "items_shared": shared}
+        people = {"labelers": len(names), "unnamed": self.unnamed}
         return about | people | figures | {"by_labeler": table, "notes": notes}
 
-    def count(self) -> "_Counts":
-        """The judgements counted, item by item; people in the order of their names."""
-        place = {self._names[name]: i for i, name in enumerate(sorted(self._names))}
-        counts = _Counts()
-        for digest in sorted(self._items):
-            people: dict[int, list[_Judgement]] = {}
-            for one in self._items[digest]:
-                person = place.get(one.person, one.person)
-                people.setdefault(person, []).append(one._replace(person=person))
-            # names ascend, then those without one
-            counts.add([_merge(people[person]) for person in sorted(people, key=lambda p: (p < 0, abs(p)))])
-        return counts
+
+# --- the figures -----------------------------------------------------------------------------------------------------
 
 
-class _Counts:
-    """What the statistics are computed from."""
+def _couples(said: "pd.DataFrame") -> "pd.DataFrame":
+    """What two people said of each slot that both judged: value_a of person_a < person_b, and value_b."""
+    few = said[said.groupby(_SLOT).cumcount() < MAX_LABELERS]
+    both = few.merge(few, on=_SLOT, suffixes=("_a", "_b"))
+    return both[both.person_a < both.person_b]
 
-    def __init__(self) -> None:
-        self.notes: dict[str, str] = {}
-        self.items = self.shared_items = self._left_out = 0
-        self.pairwise: tuple[list[int], list[int]] = [], []  # agreements and comparisons of each item
-        self.pairwise_of: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        self.people: dict[int, Counter[str]] = defaultdict(Counter)
-        self._units: Counter[tuple[int, int, int]] = Counter()  # of pairs: the people who say j better, tie, i better
-        self._tables: dict[tuple[int, int], np.ndarray] = defaultdict(
-            lambda: np.zeros((3, 3), np.int64)
-        )  # of two people
-        self._common: Counter[tuple[int, int]] = Counter()  # items of two people
-        self._orders: Counter[tuple[tuple[float, float], ...]] = Counter()  # two people's ranks of each response
-        self._rated: list[list[float]] = []  # the ratings of a response
 
-    def add(self, judgements: list[_Judgement]) -> None:
-        """Count an item's judgements, one per person."""
-        shared = len(judgements) > 1
-        self.items += 1
-        self.shared_items += shared
-        for person, verdicts, _, _ in judgements:
-            pairs = len(verdicts) - verdicts.count(None)
-            self.people[person].update(items=1, items_shared=shared, ties=verdicts.count(0), pairs=pairs)
-        if not shared:
-            return
-        columns = zip(*(one.verdicts for one in judgements), strict=True)
-        counts = [(column.count(-1), column.count(0), column.count(1)) for column in columns]
-        self._units.update(count for count in counts if sum(count) > 1)
-        agree = sum(a * (a - 1) // 2 + b * (b - 1) // 2 for a, _, b in counts)
-        _append(self.pairwise, agree, sum((a + b) * (a + b - 1) // 2 for a, _, b in counts))
-        for person, verdicts, _, _ in judgements:
-            strict = [(v, count) for v, count in zip(verdicts, counts, strict=True) if v]
-            agree = sum(count[v + 1] - 1 for v, count in strict)
-            _append(self.pairwise_of[person], agree, sum(a + b - 1 for _, (a, _, b) in strict))
-        rated = ([r for r in column if r is not None] for column in zip(*(j.ratings for j in judgements), strict=True))
-        self._rated += [ratings for ratings in rated if len(ratings) > 1]
-        if len(judgements) > MAX_LABELERS:
-            self._left_out += 1
-            many = (
-                f"{self._left_out:,} items of more than {MAX_LABELERS} labelers are left out of Cohen's kappa and tau"
-            )
-            self.notes["items"] = many
-            return
-        for first, second in combinations(judgements, 2):
-            both = _both(first.verdicts, second.verdicts)
-            if both and min(first.person, second.person) >= 0:
-                key = first.person, second.person
-                self._common[key] += 1
-                for a, b in both:
-                    self._tables[key][a + 1, b + 1] += 1
-            ranks = sorted(_both(first.ranks, second.ranks))
-            if len(ranks) > 1:
-                self._orders[tuple(ranks)] += 1
+def _pairwise(couples: "pd.DataFrame") -> dict[str, Any]:
+    strict = couples[(couples.value_a != 0) & (couples.value_b != 0)]
+    agree = (strict.value_a == strict.value_b).groupby(strict.item)
+    return ratio(agree.sum().to_numpy(), agree.count().to_numpy())
 
-    def cohen(self, names: list[str]) -> dict[str, Any]:
-        by_pair: list[dict[str, Any]] = []
-        for key in sorted(self._tables, key=lambda key: (-self._common[key], key)):
-            table, items = self._tables[key], self._common[key]
-            value = compute_cohen(table) if items >= MIN_COMMON_ITEMS else None
-            labelers = [names[person] for person in key]
-            by_pair.append({"labelers": labelers, "items": items, "pairs": int(table.sum()), "value": value})
-        used = [pair for pair in by_pair if pair["value"] is not None]
-        if not by_pair:
-            self.notes["cohen_kappa"] = "no two labelers with a name judged the same pair of responses"
-        elif by_pair[0]["items"] < MIN_COMMON_ITEMS:
-            self.notes["cohen_kappa"] = f"no two labelers have {MIN_COMMON_ITEMS} items in common"
-        elif not used:
-            self.notes["cohen_kappa"] = _NO_VARIANCE
-        items = sum(pair["items"] for pair in used)
-        value = fsum(pair["value"] * pair["items"] for pair in used) / items if used else None
-        return {"value": value, "labeler_pairs": len(used), "by_pair": by_pair[:MAX_LISTED]}
 
-    def fleiss_and_alpha(self) -> dict[str, Any]:
-        units = np.array(sorted(self._units.elements()), np.int64).reshape(-1, 3)
-        labelers, pairs = max(Counter(units.sum(1).tolist()).items(), key=lambda entry: entry[::-1], default=(None, 0))
-        fleiss = compute_fleiss(units[units.sum(1) == labelers]) if pairs else None
-        alpha = _alpha(np.concatenate([units, units[:, ::-1]]), (-1, 0, 1)) if pairs else None
-        if pairs < len(units):
-            left = f"{len(units) - pairs:,} pairs judged by another number of labelers than {labelers} are left out"
-            self.notes["fleiss_kappa"] = left
-        for name, value in (("fleiss_kappa", fleiss), ("krippendorff_alpha", alpha)):
-            if value is None:
-                self.notes[name] = _NO_VARIANCE if pairs else "no pair was judged by two labelers"
-        return {
-            "fleiss_kappa": {"value": fleiss, "labelers": labelers, "pairs": pairs},
-            "krippendorff_alpha": {"value": alpha, "pairs": len(units)},
-        }
+def _cohen(couples: "pd.DataFrame", names: list[str], notes: dict[str, str]) -> dict[str, Any]:
+    by_pair: list[dict[str, Any]] = []
+    for key, said in couples[couples.person_a >= 0].groupby(["person_a", "person_b"]):
+        table, items = np.zeros((3, 3), np.int64), said.item.nunique()
+        np.add.at(table, (said.value_a.astype(int) + 1, said.value_b.astype(int) + 1), 1)
+        value = compute_cohen(table) if items >= MIN_COMMON_ITEMS else None
+        by_pair.append(
+            {"labelers": sorted(names[person] for person in key), "items": items, "pairs": len(said), "value": value}
+        )
+    by_pair.sort(key=lambda pair: (-pair["items"], pair["labelers"]))
+    used = [pair for pair in by_pair if pair["value"] is not None]
+    if not by_pair:
+        notes["cohen_kappa"] = "no two labelers with a name judged the same pair of responses"
+    elif by_pair[0]["items"] < MIN_COMMON_ITEMS:
+        notes["cohen_kappa"] = f"no two labelers have {MIN_COMMON_ITEMS} items in common"
+    elif not used:
+        notes["cohen_kappa"] = _NO_VARIANCE
+    items = sum(pair["items"] for pair in used)
+    value = fsum(pair["value"] * pair["items"] for pair in used) / items if used else None
+    return {"value": value, "labeler_pairs": len(used), "by_pair": by_pair}
 
-    def alpha_of_ratings(self) -> dict[str, Any]:
-        values = sorted({rating for ratings in self._rated for rating in ratings})
-        rows = self._rated[: max(1, 8_000_000 // max(1, len(values)) ** 2)]  # the library makes an (N, V, V) array
-        value = _alpha(np.array([[ratings.count(v) for v in values] for ratings in rows]), values)
+
+def _fleiss_and_alpha(verdicts: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
+    units = _people_by_value(verdicts, (-1, 0, 1))
+    size = units.sum(1)
+    numbers, counts = np.unique(size, return_counts=True)
+    labelers, pairs = max(zip(numbers.tolist(), counts.tolist(), strict=True), key=lambda n: n[::-1], default=(None, 0))
+    fleiss = compute_fleiss(units[size == labelers]) if pairs else None
+    alpha = _alpha(np.concatenate([units, units[:, ::-1]]), (-1, 0, 1)) if pairs else None
+    if pairs < len(units):
+        left = f"{len(units) - pairs:,} pairs judged by another number of labelers than {labelers} are left out"
+        notes["fleiss_kappa"] = left
+    for name, value in (("fleiss_kappa", fleiss), ("krippendorff_alpha", alpha)):
         if value is None:
-            why = _NO_VARIANCE if rows else "no response was rated by two labelers"
-            self.notes["krippendorff_alpha_ratings"] = why
-        return {"value": value, "responses": len(rows)}
-
-    def tau(self) -> dict[str, Any]:
-        """Mean of tau-b (Kendall 1945) over comparisons of two people's rankings of an item."""
-        taus = [(_call("scipy.stats", "kendalltau", *np.array(o).T), n) for o, n in sorted(self._orders.items())]
-        defined = [(tau, count) for tau, count in taus if tau is not None]
-        total, compared = sum(count for _, count in defined), sum(self._orders.values())
-        if not compared:
-            self.notes["kendall_tau"] = "no two labelers ranked the same two responses"
-        elif total < compared:
-            self.notes["kendall_tau"] = f"not defined for {compared - total:,} of {compared:,}: one ranking is all ties"
-        value = fsum(tau * count for tau, count in defined) / total if total else None
-        return {"value": value, "comparisons": total}
+            notes[name] = _NO_VARIANCE if pairs else "no pair was judged by two labelers"
+    return {
+        "fleiss_kappa": {"value": fleiss, "labelers": labelers, "pairs": pairs},
+        "krippendorff_alpha": {"value": alpha, "pairs": len(units)},
+    }
 
 
-def _append(sums: tuple[list[int], list[int]], agreements: int, comparisons: int) -> None:
-    if comparisons:
-        sums[0].append(agreements)
-        sums[1].append(comparisons)
+def _people_by_value(said: "pd.DataFrame", values: Sequence[float]) -> np.ndarray:
+    """How many people gave each of the values to each slot that two or more judged, (N, V)."""
+    slots = said.groupby(_SLOT)
+    units = np.zeros((slots.ngroups, len(values)), np.int64)
+    np.add.at(units, (slots.ngroup(), np.searchsorted(values, said.value)), 1)
+    return units[units.sum(1) > 1]
 
 
-def _both(first: tuple[Any, ...], second: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """What two people said of each thing that both judged."""
-    return [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+def _alpha_of_ratings(ratings: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
+    ratings = ratings[ratings.groupby(_SLOT).person.transform("size") > 1]
+    values = sorted(ratings.value.unique().tolist())
+    units = _people_by_value(ratings, values)[: max(1, 8_000_000 // max(1, len(values)) ** 2)]  # it makes (N, V, V)
+    value = _alpha(units, values)
+    if value is None:
+        notes["krippendorff_alpha_ratings"] = _NO_VARIANCE if len(units) else "no response was rated by two labelers"
+    return {"value": value, "responses": len(units)}
+
+
+def _tau(ranks: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
+    """Mean of tau-b (Kendall 1945) over comparisons of two people's rankings of an item."""
+    both = [one for _, one in _couples(ranks).groupby(["item", "person_a", "person_b"]) if len(one) > 1]
+    taus = [_call("scipy.stats", "kendalltau", one.value_a, one.value_b) for one in both]
+    defined = [tau for tau in taus if tau is not None]
+    if not both:
+        notes["kendall_tau"] = "no two labelers ranked the same two responses"
+    elif len(defined) < len(both):
+        notes["kendall_tau"] = f"not defined for {len(both) - len(defined):,} of {len(both):,}: one ranking is all ties"
+    return {"value": fsum(defined) / len(defined) if defined else None, "comparisons": len(defined)}
 
 
 def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
@@ -365,7 +310,8 @@ def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
     counter = AgreementCounter()
     for ranking in rankings:
         counter.add(ranking)
-    return ratio(*counter.count().pairwise)
+    said = counter.table()
+    return _pairwise(_couples(said[said.j >= 0]))
 
 
 def describe(report: dict[str, Any]) -> list[str]:
@@ -385,7 +331,7 @@ def describe(report: dict[str, Any]) -> list[str]:
         cell += f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
         why = f"; {notes[name]}" if name in notes else ""
         lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}{why}")
-    lines += [f"  {notes[name]}" for name in ("items", "size") if name in notes]
+    lines += [f"  {notes['size']}"] if "size" in notes else []
     table = report["by_labeler"]
     if table:
         lines.append(f"  {'labeler':<24} {'items':>7} {'with others':>11} {'agreement':>9} {'ties':>6} {'seconds':>7}")

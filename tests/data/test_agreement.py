@@ -280,11 +280,11 @@ def test_labelling_tasks_are_not_judgements():
 
 
 def test_items_of_too_many_responses_are_left_out_and_said_so():
-    responses = [RankedResponse(id=str(i), text=str(i)) for i in range(251)]
+    responses = [RankedResponse(id=str(i), text=str(i)) for i in range(65)]
     big = [Ranking(id="b", prompt="p", responses=responses, ranking=[["0"], ["1"]], labeler=n) for n in "12"]
     report = agreement_report([*big, judged("p", "x>y", "one"), judged("p", "x>y", "two")])
     assert report["pairwise"]["pairs"] == 1
-    assert report["notes"]["size"] == "2 rankings of more than 250 responses are left out"
+    assert report["notes"]["size"] == "2 rankings of more than 64 responses are left out"
 
 
 def test_the_lines_on_the_screen():
