@@ -9,7 +9,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.checks import check_config
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.errors import UserError
 from rlhf.ppo.experience import Experience, load_estimator
 from rlhf.ppo.metrics import load_measure

@@ -76,7 +76,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     Raises: UserError if the last message alone does not fit.
     """
     from rlhf.data.chat_template import end_ids, response_text
-    from rlhf.data.prompts import encode_prompt_within
+    from rlhf.data.encoding import encode_prompt_within
     from rlhf.data.records import Message
     from rlhf.engines.sampling import make_sampler
     from rlhf.engines.text_stream import TextStream

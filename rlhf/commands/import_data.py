@@ -27,7 +27,7 @@ def run(config: ImportConfig) -> None:
     """
     from rlhf.data.import_report import describe
     from rlhf.data.importer import Importer
-    from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources, size_of
+    from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
     from rlhf.data.storage import seal
     from rlhf.runs.progress import progress
 
@@ -37,7 +37,7 @@ def run(config: ImportConfig) -> None:
     started = time.monotonic()
     with _working_folder(out, config.overwrite) as folder:
         earlier = _earlier(config, out)
-        size = sum(map(size_of, sources))
+        size = sum(source.size for source in sources)
         with progress(size, "import", unit="byte") as bar:
             importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
             report = importer.run(sources)

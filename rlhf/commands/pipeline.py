@@ -109,7 +109,7 @@ def check_before(config: Config) -> None:
             check_base(base, f"{stage}.model")
     folder = run_folder(config)
     if not is_complete(folder / "reward"):  # a bad line of the user's data is reported now and not after pretraining
-        from rlhf.data.items import check_labelers, names_of
+        from rlhf.data.encoding import check_labelers, names_of
 
         data = config.data
         if data.demonstrations is not None:

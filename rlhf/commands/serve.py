@@ -115,7 +115,7 @@ def bind_socket(config: Config) -> Any:
 
 def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any]:
     """The models' thread, and the application."""
-    from rlhf.data.items import names_of
+    from rlhf.data.encoding import names_of
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import LabelFile, Labelling
     from rlhf.serving.model_thread import ModelThread, served_models
@@ -151,7 +151,7 @@ def read_instructions(path: Path) -> str:
 
 def load_tasks(given: str | None, run: Path) -> list[Any]:
     """The tasks that `rlhf sample` wrote: of serve.tasks, or of the run's own round if there is one. Raises: UserError."""
-    from rlhf.data.label_files import load_comparisons
+    from rlhf.data.reading import load_comparisons
 
     path = Path(given) if given else run / "sample" / "tasks.jsonl"
     if given is None and not path.is_file():

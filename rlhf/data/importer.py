@@ -25,8 +25,8 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, fac
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
-from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes, size_of
-from rlhf.data.label_files import FileInfo, read, reject_row, row_bytes
+from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes
+from rlhf.data.reading import FileInfo, read, reject_row, row_bytes
 from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements, shown
 from rlhf.data.splits import SPLITS, given_split
 from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row
@@ -90,7 +90,7 @@ class Importer:
                     failures.append(error)
                     self._reject_file(source, 1, error)
                     self.files[-1]["counts"] |= {"input": 1, "rejected": 1}
-                done += size_of(source)
+                done += source.size
                 self.progress(done)
         if len(failures) == len(sources):
             raise failures[0]
@@ -117,7 +117,7 @@ class Importer:
         pending: list[_Judgement] = []
         line = 0
         try:
-            for row, records, rejects, own_id in read(source, chosen, info, reading, "format"):
+            for row, records, reject, own_id in read(source, chosen, info, reading, "format"):
                 line = row.line
                 if source.path is None and isinstance(row, Row):
                     digest.update(row_bytes(row))
@@ -132,13 +132,13 @@ class Importer:
                     checked = [self._check(record, info.format) for record in records]
                 except BadRow as error:
                     assert isinstance(row, Row)
-                    checked, rejects = [], [*rejects, reject_row(source.name, row, error.field, error.message)]
+                    checked, reject = [], reject_row(source.name, row, error.field, error.message)
                 for record, stored in checked:
                     if info.joins and _item_of(record) is not None:
                         pending.append(_Judgement(len(results), cast(Row, row), cast(Ranking, record), own_id))
                     else:
                         result = min(result, self._take(record, stored, own_id, info))
-                for reject in rejects:
+                if reject is not None:
                     self._reject(reject)
                 results.append(result)
                 if len(results) % 100 == 0:

@@ -1,12 +1,12 @@
 """Where rows come from: a setting such as `path` or `data.comparisons` as files, folders, finished imports and data sets of
-the hub; files as bytes; and the rows that `reading.py` makes of them. `storage.py` reads finished imports.
+the hub; files as bytes; JSON as rows. `tables.py` has the other kinds of files, `reading.py` makes records of the rows.
 """
 
 import gzip
 import io
+import json
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from rlhf.config.setting import listed
+from rlhf.data.records import first_repeat, shown
 from rlhf.errors import UserError
+from rlhf.system.terminal import one_line
 
 TEXT_SUFFIXES = (".txt",)
 ROW_SUFFIXES = (".jsonl", ".json")
 TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".xls", ".ods", ".parquet", ".arrow")
 RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
+MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
 MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
+_TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
 _PACKED = ("", ".gz", ".zst")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
@@ -47,6 +51,22 @@ class Source:
     def is_text(self) -> bool:
         return self.path is not None and has_suffix(self.path, TEXT_SUFFIXES)
 
+    @property
+    def size(self) -> int:
+        """Bytes on disk; 0 for a data set of the hub, and for a file that was removed meanwhile."""
+        return self.path.stat().st_size if self.path and self.path.exists() else 0
+
+
+def is_deep(value: Any, most: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects nest more than `most` levels."""
+    level = [value]
+    for _ in range(most + 1):
+        inside = [one for one in level if isinstance(one, dict | list)]
+        if not inside:
+            return False
+        level = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+    return True
+
 
 def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
     """Whether a file has one of these suffixes, packed or not."""
@@ -63,14 +83,6 @@ def is_import(folder: Path) -> bool:
             return b'"rlhf_import"' in file.read(200)
     except OSError:
         return False
-
-
-def size_of(source: Source) -> int:
-    """Bytes on disk; 0 for a data set of the hub, and for a file that was removed meanwhile."""
-    try:
-        return source.path.stat().st_size if source.path else 0
-    except OSError:
-        return 0
 
 
 class Row(NamedTuple):
@@ -127,12 +139,10 @@ def open_bytes(path: Path, reading: Reading | None = None) -> Iterator[IO[bytes]
                 yield io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd"))
             else:
                 yield file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         raise UserError(f"{path}: damaged {suffix} file ({error}): copy or download it again") from error
-    except OSError as error:
-        if suffix == ".zst" and error.errno is None:
-            raise UserError(f"{path}: damaged {suffix} file ({error}): copy or download it again") from error
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def resolve_sources(
@@ -152,15 +162,14 @@ def resolve_sources(
 def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source]:
     path = Path(name)
     wanted = ", ".join(suffixes) + " (plain, .gz or .zst)"
-    mode = _mode(path)
-    if mode is None:
-        if _HUB_ID.fullmatch(name) and not _EXTENSION.fullmatch(Path(name).suffix):  # else a mistyped path
+    if not _exists(path):
+        if _HUB_ID.fullmatch(name) and not _EXTENSION.fullmatch(path.suffix):  # else a mistyped path
             return [Source(name, None)]
         raise UserError(f"{name}: no such file or folder: want {wanted}, a folder of these, or a hub id (owner/name)")
-    if not stat.S_ISDIR(mode):
+    if not path.is_dir():
         if not has_suffix(path, suffixes):
             raise UserError(f"{name}: got a file of another kind, want {wanted}: convert or rename it")
-        return [_file(path, mode)]
+        return [_file(path)]
     if is_import(path) and not imports:
         raise UserError(f"{name}: is an import already: want the files that it was made of")
     inside = list(_files_below(path, suffixes, imports, path.resolve()))
@@ -169,28 +178,25 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
     return inside
 
 
-def _mode(path: Path) -> int | None:
-    """The mode of a path from stat; None if it does not exist. Raises: UserError if stat fails."""
+def _exists(path: Path) -> bool:
+    """Raises: UserError without permission to know, and for a name that no file can have."""
     try:
-        return path.stat().st_mode
+        path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:  # no permission, a name that is too long, a NUL byte in it
-        raise _unreadable(path, error) from error
+        return False
+    except (OSError, ValueError) as error:
+        shown = printable_path(path)[:200]
+        raise UserError(f"{shown}: cannot be read ({getattr(error, 'strerror', error)})") from error
+    return True
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    shown = printable_path(path)
-    return UserError(f"{shown[:200] + '…' * (len(shown) > 200)}: cannot be read ({getattr(error, 'strerror', error)})")
-
-
-def _file(path: Path, mode: int) -> Source:
-    if not stat.S_ISREG(mode):
+def _file(path: Path) -> Source:
+    name = printable_path(path)
+    if not path.is_file():
         raise UserError(
-            f"{printable_path(path)}: not a regular file (a pipe, socket or device): write its content "
-            "to a file, or move it out of the folder"
+            f"{name}: not a regular file (a pipe, socket or device): write its content to a file, or move it out of the folder"
         )
-    return Source(printable_path(path), path)
+    return Source(name, path)
 
 
 def _files_below(
@@ -200,7 +206,7 @@ def _files_below(
 
     A link to a folder `above` is skipped: it would give every file dozens of times.
 
-    Raises: UserError for a link that leads out of `root`, and for pipes, sockets and devices.
+    Raises: UserError for a link that leads out of `root` or nowhere, and for pipes, sockets and devices.
     """
     if is_import(folder):
         if imports:
@@ -210,29 +216,25 @@ def _files_below(
     if real in above:
         return
     try:
-        inside = sorted(folder.iterdir())
+        inside = _saved(folder) or sorted(folder.iterdir())
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise UserError(f"{printable_path(folder)}: cannot be read ({error.strerror})") from error
     if imports and any(folder.glob("*/train.arrow")):
         raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
-    for path in _saved(folder) or inside:
-        if path.name.startswith("."):
+    for path in inside:
+        exists = _exists(path)
+        if path.name.startswith(".") or not (has_suffix(path, suffixes) or path.is_dir()):
             continue
-        mode = _mode(path)
-        is_folder = mode is not None and stat.S_ISDIR(mode)
-        if not is_folder and not has_suffix(path, suffixes):
-            continue
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
+        target = path.resolve()
+        if path.is_symlink() and not (exists and target.is_relative_to(root)):
             raise UserError(
-                f"{printable_path(path)}: is a link out of the folder, which is not followed: "
-                f"give {printable_path(path.resolve())} itself, or remove the link"
+                f"{printable_path(path)}: is a link out of the folder or to nothing, which is not followed: "
+                f"give {printable_path(target)} itself, or remove the link"
             )
-        if mode is None:
-            raise UserError(f"{printable_path(path)}: is a link to a file that does not exist: remove it")
-        if is_folder:
+        if path.is_dir():
             yield from _files_below(path, suffixes, imports, root, (*above, real))
         else:
-            yield _file(path, mode)
+            yield _file(path)
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -245,3 +247,122 @@ def _saved(folder: Path) -> list[Path]:
     if all((folder / name).is_file() for name in _SAVED):
         return sorted(folder.glob("data-*.arrow"))
     return []
+
+
+# --- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def holds_lines(head: bytes) -> bool:
+    """Whether a .json file has an object on its first line, so that it is read as JSON Lines."""
+    line, _, rest = head.lstrip().partition(b"\n")
+    try:
+        return bool(rest.strip()) and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"key {shown(first_repeat(key for key, _ in pairs))} appears twice in one object: keep one")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"got {name}, which JSON has not: want a number or null")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """The object of a line, stricter than the json module. Raises: ValueError with what is wrong."""
+    try:
+        text = line.decode("utf-8").strip(" \t\r\n")
+        value = _DECODER.decode(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8: save the file as UTF-8") from error
+    except UnicodeEncodeError:
+        raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error}): want one object per line") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"got {shown(value)}, want an object {{…}}")
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
+    """The objects of a file with one per line; blank lines are none. Of a line that is too long only the beginning is kept."""
+    number = 0
+    while line := file.readline(MAX_RECORD_BYTES):
+        number += 1
+        size, ended = len(line), line.endswith(b"\n")
+        while size >= MAX_RECORD_BYTES and not ended and (rest := file.readline(1 << 20)):
+            size, ended, line = size + len(rest), rest.endswith(b"\n"), line[: 1 << 20]
+        line = line.rstrip(b"\r\n")
+        if size > MAX_RECORD_BYTES:
+            problem = f"got a line of {size:,} bytes, want one of at most {MAX_RECORD_BYTES >> 20} MB"
+            yield Reject(name, number, "", problem, number, line)
+        elif line.strip(b" \t\r\n"):
+            try:
+                yield Row(number, _parse_line(line), number, line)
+            except ValueError as error:
+                yield Reject(name, number, "", one_line(error), number, line)
+
+
+class _Counted:
+    """A file that refuses to be read further than a record may be long."""
+
+    def __init__(self, file: IO[bytes], name: str):
+        self.file, self.name, self.number, self.since = file, name, 0, 0
+
+    def read(self, size: int = -1) -> bytes:
+        chunk = self.file.read(size)
+        self.since += len(chunk)
+        if self.since > MAX_RECORD_BYTES + (1 << 20):
+            raise UserError(f"{self.name}: row {self.number + 1} is above {MAX_RECORD_BYTES >> 20} MB: make it shorter")
+        return chunk
+
+
+def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
+    """The items of a JSON array, or objects one after another, as the file streams by.
+
+    Built from events, since `ijson.items` needs memory that grows with the square of the depth. Raises: UserError where the
+    file is damaged.
+    """
+    import ijson
+
+    counted = _Counted(file, name)
+    builder: Any = None
+    in_list = False
+    depth = deepest = 0
+    try:
+        for event, value in ijson.basic_parse(counted, use_float=True, multiple_values=True):
+            if builder is None:
+                if event in ("start_array", "end_array") and in_list == (event == "end_array"):
+                    in_list = event == "start_array"  # the list that holds the rows
+                    continue
+                builder, deepest = ijson.ObjectBuilder(), 0
+            depth += {"start_map": 1, "start_array": 1, "end_map": -1, "end_array": -1}.get(event, 0)
+            deepest = max(deepest, depth)
+            if deepest <= MAX_DEPTH:
+                builder.event(event, value)
+            if depth:
+                continue
+            made, builder = builder.value if deepest <= MAX_DEPTH else None, None
+            counted.number, counted.since = counted.number + 1, 0
+            if isinstance(made, dict):
+                yield Row(counted.number, made, counted.number)
+            else:
+                problem = _TOO_DEEP if deepest > MAX_DEPTH else f"got {shown(made)}, want an object {{…}}"
+                yield Reject(name, counted.number, "", problem, counted.number, json.dumps(made).encode())
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        if counted.number or counted.since or builder is not None:  # else the file is empty
+            place = f"row {counted.number + 1} ({one_line(str(error), 200)})"
+            raise UserError(f"{name}: damaged JSON in {place}: correct it or download it again") from error

@@ -1,31 +1,57 @@
-"""Files as rows: JSON Lines, JSON arrays, CSV, and data sets of the hub; Parquet, Arrow and spreadsheets are in `cells.py`.
+"""Files as records: the rows of a source, its format, and one validated record after another.
 
 A row is an object under its keys or its header's names. A bad line of a line-based file is a Reject, and reading goes on;
-a damaged array, workbook or Parquet file ends with a UserError that names the place.
+a damaged array or table ends with a UserError that names the place.
 """
 
 import codecs
-import csv
-import io
 import json
-import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
 
-from rlhf.data.cells import check_header, read_arrow_file, read_sheet
-from rlhf.data.inputs import MAX_RECORD_BYTES, ROW_SUFFIXES, Reading, Reject, Row, Source, has_suffix, open_bytes
-from rlhf.data.records import first_repeat, shown
+from pydantic import ValidationError
+
+from rlhf.data.formats import BadRow, Format, choose_format, find_format
+from rlhf.data.inputs import (
+    RECORD_SUFFIXES,
+    ROW_SUFFIXES,
+    Reading,
+    Reject,
+    Row,
+    Source,
+    has_suffix,
+    holds_lines,
+    open_bytes,
+    printable_path,
+    read_lines,
+    read_values,
+    resolve_sources,
+)
+from rlhf.data.records import (
+    KINDS,
+    Demonstration,
+    PromptRecord,
+    Ranking,
+    Record,
+    RecordType,
+    first_problem,
+    shown,
+    without_replaced,
+)
+from rlhf.data.splits import given_split, prompt_key
+from rlhf.data.storage import check_whole, read_records, verify
+from rlhf.data.tables import read_columns, read_delimited, read_sheet
 from rlhf.errors import UserError
 from rlhf.system.terminal import one_line, say
 
-MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
+HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
 HUB_SECONDS = 5  # seconds to wait for the hub's first answer
-_RESTARTS = 100  # how often per CSV file reading restarts after a quote that never closes
-_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
-_TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
+_SHOWN_PROBLEMS = 5
 
 
 def read_rows(source: Source, reading: Reading | None = None) -> Iterator[Row | Reject]:
@@ -40,260 +66,14 @@ def read_rows(source: Source, reading: Reading | None = None) -> Iterator[Row | 
         with open_bytes(path, reading) as file:
             if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
                 file.read(3)
-            as_lines = suffix == ".jsonl" or _holds_lines(file.peek(1 << 16))  # type: ignore[attr-defined]
-            yield from _read_lines(file, name) if as_lines else _read_values(file, name)
+            as_lines = suffix == ".jsonl" or holds_lines(file.peek(1 << 16))  # type: ignore[attr-defined]
+            yield from read_lines(file, name) if as_lines else read_values(file, name)
     elif suffix in (".csv", ".tsv"):
-        yield from _read_delimited(path, name, suffix, reading)
+        yield from read_delimited(path, name, suffix, reading)
     elif suffix in (".parquet", ".arrow"):
-        yield from read_arrow_file(path, name, suffix)
+        yield from read_columns(path, name, suffix)
     else:
         yield from read_sheet(path, name, reading)
-
-
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
-def is_deep(value: Any, most: int = MAX_DEPTH) -> bool:
-    """Whether lists and objects nest more than `most` levels."""
-    level = [value]
-    for _ in range(most + 1):
-        inside = [one for one in level if isinstance(one, dict | list)]
-        if not inside:
-            return False
-        level = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
-    return True
-
-
-def _holds_lines(head: bytes) -> bool:
-    """Whether a .json file has an object on its first line, so that it is read as JSON Lines."""
-    line, _, rest = head.lstrip().partition(b"\n")
-    try:
-        return bool(rest.strip()) and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError(f"key {shown(first_repeat(key for key, _ in pairs))} appears twice in one object: keep one")
-    return value
-
-
-def _constant(name: str) -> float:
-    raise ValueError(f"got {name}, which JSON has not: want a number or null")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-
-
-def _parse_line(line: bytes) -> dict[str, Any]:
-    """The object of a line, stricter than the json module. Raises: ValueError with what is wrong."""
-    try:
-        text = line.decode("utf-8").strip(" \t\r\n")
-        value = _DECODER.decode(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8: save the file as UTF-8") from error
-    except UnicodeEncodeError:
-        raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error}): want one object per line") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"got {shown(value)}, want an object {{…}}")
-    if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value):
-        raise ValueError(_TOO_DEEP)
-    return value
-
-
-def _read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The objects of a file with one per line; blank lines are none. Of a line that is too long only the beginning is kept."""
-    number = 0
-    while line := file.readline(MAX_RECORD_BYTES):
-        number += 1
-        if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
-            size = len(line)
-            while not line.endswith(b"\n") and (rest := file.readline(1 << 20)):
-                size += len(rest)
-                line = line[: 1 << 20] + rest[-1:] if rest.endswith(b"\n") else line[: 1 << 20]
-            problem = f"got a line of {size:,} bytes, want one of at most {MAX_RECORD_BYTES >> 20} MB"
-            yield Reject(name, number, "", problem, number, line[: 1 << 20])
-        elif line.strip(b" \t\r\n"):
-            try:
-                yield Row(number, _parse_line(line), number, line.rstrip(b"\r\n"))
-            except ValueError as error:
-                yield Reject(name, number, "", one_line(error), number, line.rstrip(b"\r\n"))
-
-
-class _Counted:
-    """A file that refuses to be read further than a record may be long."""
-
-    def __init__(self, file: IO[bytes], name: str):
-        self.file, self.name, self.number, self.since = file, name, 0, 0
-
-    def read(self, size: int = -1) -> bytes:
-        chunk = self.file.read(size)
-        self.since += len(chunk)
-        if self.since > MAX_RECORD_BYTES + (1 << 20):
-            raise UserError(f"{self.name}: row {self.number + 1} is above {MAX_RECORD_BYTES >> 20} MB: make it shorter")
-        return chunk
-
-
-def _read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The items of a JSON array, or objects one after another, as the file streams by.
-
-    Built from events, since `ijson.items` needs memory that grows with the square of the depth. Raises: UserError where the
-    file is damaged.
-    """
-    import ijson
-
-    counted = _Counted(file, name)
-    builder: Any = None
-    in_list = False
-    depth = deepest = 0
-    try:
-        for event, value in ijson.basic_parse(counted, use_float=True, multiple_values=True):
-            if builder is None:
-                if event in ("start_array", "end_array") and in_list == (event == "end_array"):
-                    in_list = event == "start_array"  # the list that holds the rows
-                    continue
-                builder, deepest = ijson.ObjectBuilder(), 0
-            depth += {"start_map": 1, "start_array": 1, "end_map": -1, "end_array": -1}.get(event, 0)
-            deepest = max(deepest, depth)
-            if deepest <= MAX_DEPTH:
-                builder.event(event, value)
-            if depth:
-                continue
-            made, builder = builder.value if deepest <= MAX_DEPTH else None, None
-            counted.number, counted.since = counted.number + 1, 0
-            if isinstance(made, dict):
-                yield Row(counted.number, made, counted.number)
-            else:
-                problem = _TOO_DEEP if deepest > MAX_DEPTH else f"got {shown(made)}, want an object {{…}}"
-                yield Reject(name, counted.number, "", problem, counted.number, json.dumps(made).encode())
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        if counted.number or counted.since or builder is not None:  # else the file is empty
-            place = f"row {counted.number + 1} ({one_line(str(error), 200)})"
-            raise UserError(f"{name}: damaged JSON in {place}: correct it or download it again") from error
-
-
-# --- tables --------------------------------------------------------------------------------------------------------
-
-
-class _Lines:
-    """The lines of a text with those of the current record, which can be given back."""
-
-    def __init__(self, text: io.TextIOWrapper):
-        self._text = text
-        self._pushed: list[str] = []
-        self.number = 0
-        self.record: list[str] = []
-        self._size = 0
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        line = self._pushed.pop() if self._pushed else self._text.readline(MAX_RECORD_BYTES)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        self.record.append(line)
-        self._size += len(line)
-        if self._size >= MAX_RECORD_BYTES:
-            raise csv.Error("unexpected end: the record is too long")
-        return line.removeprefix("\ufeff") if self.number == 1 else line
-
-    def take(self) -> str:
-        """The record's text; the next line begins another."""
-        text = "".join(self.record)
-        self.record, self._size = [], 0
-        return text
-
-    def keep_first(self) -> None:
-        """Give back all lines of the record but its first, which is read to its end."""
-        first, *rest = self.record
-        self._pushed += reversed(rest)
-        self.number -= len(rest)
-        self.record, self._size = [first[: 1 << 20]], 0
-        while not self._pushed and first and not first.endswith(("\n", "\r")):
-            first = self._text.readline(1 << 20)
-
-
-def _delimiter(head: str, suffix: str) -> str:
-    """A tab for .tsv; else what Excel's first line says ("sep=;"), or whichever gives the header most columns."""
-    if suffix == ".tsv":
-        return "\t"
-    if re.match(r"sep=[,;\t][\r\n]", head, re.IGNORECASE):
-        return head[4]
-
-    def columns(delimiter: str) -> int:
-        try:
-            return len(next(csv.reader(io.StringIO(head, newline=""), delimiter=delimiter), []))
-        except csv.Error:
-            return 0
-
-    return max(_DELIMITERS, key=columns)  # of equals the first, the comma
-
-
-def _read_delimited(path: Path, name: str, suffix: str, reading: Reading) -> Iterator[Row | Reject]:
-    csv.field_size_limit(MAX_RECORD_BYTES)
-    try:
-        encoding = reading.encoding if codecs.lookup(reading.encoding).name != "utf-8-sig" else "utf-8"
-        "\n".encode(encoding)  # refuses codecs that are not text encodings, such as base64
-    except (LookupError, UnicodeError) as error:
-        raise UserError(f"encoding={reading.encoding}: no such text encoding: want utf-8, cp1252, …") from error
-    try:
-        with open_bytes(path) as file:
-            text = io.TextIOWrapper(file, encoding, errors="surrogateescape", newline="")  # type: ignore[arg-type]
-            delimiter = _delimiter(text.read(1 << 20).lstrip("\ufeff\r\n"), suffix)
-        reading.note = f"columns divided by {_DELIMITERS[delimiter]}"
-        with open_bytes(path, reading) as file:
-            text = io.TextIOWrapper(file, encoding, errors="surrogateescape", newline="")  # type: ignore[arg-type]
-            yield from _records(_Lines(text), name, encoding, delimiter)
-    except UnicodeError as error:
-        raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, …") from error
-
-
-def _records(lines: _Lines, name: str, encoding: str, delimiter: str) -> Iterator[Row | Reject]:
-    """The rows after the header. Each record is read separately, so that a bad one does not affect the next."""
-    header: list[str] | None = None
-    number = restarts = 0
-    while True:
-        line, problem = lines.number + 1, ""
-        try:
-            cells = next(csv.reader(lines, delimiter=delimiter, strict=True), None)
-            if cells is None:
-                return
-        except csv.Error as error:
-            cells, problem = [], f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
-            if "unexpected end" in str(error):
-                problem = "a quote opens a cell and never closes: close it, or double it where it belongs to the text"
-                restarts += 1
-                if restarts <= _RESTARTS:
-                    lines.keep_first()
-        text = lines.take()
-        if not cells and not problem:
-            continue  # an empty line is no row
-        if not text.isascii() and (wrong := re.search("[\udc80-\udcff]", text)):
-            problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not {encoding} text: set encoding=cp1252, utf-16, …"
-        if header is None:
-            if problem:
-                raise UserError(f"{name}:{line}: header: {problem}")
-            if not re.match(r"\ufeff?sep=.[\r\n]", text, re.IGNORECASE):
-                header = check_header(cells, f"{name}:{line}")
-            continue
-        number += 1
-        if not problem and len(cells) != len(header):
-            problem = f"got {len(cells)} cells, want {len(header)} as in the header: quote cells with the delimiter"
-        raw = text.encode("utf-8", "surrogateescape")
-        if problem:
-            yield Reject(name, line, "", problem, number, raw)
-        else:
-            yield Row(line, {key: cell or None for key, cell in zip(header, cells, strict=True)}, number, raw)
 
 
 # --- the hub -------------------------------------------------------------------------------------------------------
@@ -327,3 +107,234 @@ def _read_hub(name: str) -> Iterator[Row]:
         datasets.config.HF_HUB_OFFLINE = offline
     for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
         yield Row(number, dict(row), number)
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+class Converted(NamedTuple):
+    """What became of one row: records, or a reject."""
+
+    row: Row | Reject
+    records: list[Record]
+    reject: Reject | None = None
+    own_id: bool = False  # whether the file gives the records' ids
+
+
+@dataclass(slots=True)
+class FileInfo:
+    """The recognised format of one file, and the number of its records."""
+
+    name: str
+    format: str | None = None
+    joins: bool = False  # as of the format
+    why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
+    rows: int = 0
+    records: Counter[str] = field(default_factory=Counter)  # by kind
+
+
+@dataclass(slots=True)
+class SourceInfo:
+    """What was read: one entry per file."""
+
+    files: list[FileInfo] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    def describe(self) -> list[str]:
+        """One line per file: name, format and why, rows, records by kind."""
+        return [
+            f"{f.name}: {f.format} ({f.why}), {f.rows} rows: "
+            + (", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items())) or "no record")
+            for f in self.files
+        ]
+
+
+def read(
+    source: Source,
+    format: Format | None,
+    info: FileInfo,
+    reading: Reading | None = None,
+    setting: str = "data.format",
+) -> Iterator[Converted]:
+    """Every row of a source with its records; `format` None: what the rows look like. `info` gets the format and why.
+
+    Raises: UserError if the source as a whole cannot be read, is empty or is of no known format.
+    """
+    reading = reading or Reading()
+    rows = read_rows(source, reading)
+    head: list[Row | Reject] = []
+    problem: UserError | None = None  # of the file, after the rows of `head`
+    try:
+        for row in rows:
+            head.append(row)
+            if len(head) >= HEAD_ROWS and not all(isinstance(row, Reject) for row in head):
+                break
+    except UserError as error:
+        problem = error
+    if not head:
+        raise problem or UserError(f"{source.name}: the file is empty: want rows of a known format")
+    every: Iterable[Row | Reject] = chain(head, rows)
+    stem = printable_path(source.path.name) if source.path else source.name
+    chosen: Format | None = None
+    if values := [row.value for row in head if isinstance(row, Row)]:
+        chosen, info.why = choose_format(source.name, values, format, setting)
+        info.format, info.joins = chosen.name, chosen.joins
+        if chosen.prepare is not None:
+            chosen = chosen.prepare(source.name, values)
+            info.why = "; ".join(filter(None, [info.why, reading.note, chosen.note]))
+        every = every if chosen.gather is None else chosen.gather(every, source.name)
+    for row in every:
+        if isinstance(row, Reject):
+            yield Converted(row, [], row)
+        elif chosen is not None:
+            yield convert_row(row, chosen, source.name, stem)
+    if problem is not None:
+        raise problem
+
+
+def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
+    """The validated records of one row; one without an id is named `<file>:<number>`, of several `<file>:<number>.<i>`."""
+    try:
+        values = list(chosen.convert(row.value))
+        if not values:
+            raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
+        records: list[Record] = []
+        for i, fields in enumerate(values):
+            kind = fields.get("kind")
+            if not isinstance(kind, str) or kind not in KINDS:
+                raise BadRow("kind", f"got {shown(kind)}, want {', '.join(KINDS)}")
+            if fields.get("id") is None:
+                fields = fields | {"id": f"{stem}:{row.number}" + (f".{i}" if len(values) > 1 else "")}
+            records.append(KINDS[kind].model_validate(fields))
+        return Converted(row, records, own_id=all(fields.get("id") is not None for fields in values))
+    except BadRow as error:
+        problem = error.field, error.message
+    except ValidationError as error:
+        problem = first_problem(error)
+    except KeyError as error:
+        field = one_line(str(error.args[0]), 200)
+        problem = field, f"{field}: missing"
+    except Exception as error:  # an unexpected shape must not stop the other rows
+        came = shown(f"{type(error).__name__}: {error}")[1:-1]
+        problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
+    return Converted(row, [], reject_row(name, row, *problem))
+
+
+def reject_row(name: str, row: Row, field: str, message: str) -> Reject:
+    return Reject(name, row.line, field, message, row.number, row_bytes(row))
+
+
+def row_bytes(row: Row) -> bytes:
+    """A row's bytes in its file, or its JSON if it comes from no line."""
+    if row.raw is not None:
+        return row.raw
+    try:
+        return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    except (ValueError, TypeError, RecursionError):  # circular, with keys of other types, or too deep
+        return ascii(list(row.value)).encode()
+
+
+# --- what stages read ------------------------------------------------------------------------------------------------
+
+
+def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], SourceInfo]:
+    """All records of the sources, of every kind; of finished imports with the split that was written there.
+
+    Raises: UserError if a source cannot be read, where any row is bad (the first five problems and their count),
+    and for an import that had too many rejects, unless `allow_partial`.
+    """
+    info = SourceInfo()
+    records: list[Record] = []
+    rejects: list[Reject] = []
+    for source in resolve_sources(sources, RECORD_SUFFIXES, imports=True):
+        about = FileInfo(source.name)
+        info.files.append(about)
+        made: list[Record] = []
+        if source.imported:
+            assert source.path is not None
+            check_whole(source.path, verify(source.path), allow_partial)
+            about.format, about.why = "import", "written by rlhf import"
+            made = list(read_records(source.path))
+            about.rows = len(made)
+        else:
+            for one in read(source, find_format(format, "data.format"), about):
+                about.rows += 1
+                made += one.records
+                rejects += [one.reject] if one.reject else []
+            if about.joins:
+                raise UserError(
+                    f"{source.name}: is of the format {about.format}, whose rows belong together: give it to "
+                    "`rlhf import` first"
+                )
+            made = without_replaced(made)
+        about.records.update(record.kind for record in made)
+        records += made
+    if rejects:
+        first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
+        more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
+        raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: mend or remove them: {first}{more}")
+    return records, info
+
+
+def load_kind(
+    sources: Any, format: str, wanted: type[RecordType], allow_partial: bool = False
+) -> tuple[list[RecordType], SourceInfo]:
+    """The records of one kind; those of other kinds are left out, but counted in the info.
+
+    Raises: UserError as `load_all`, and if there is no record of that kind.
+    """
+    records, info = load_all(sources, format, allow_partial)
+    chosen = [record for record in records if isinstance(record, wanted)]
+    if not chosen:
+        kind = wanted.model_fields["kind"].default
+        raise UserError(f"no {kind} record in the data: want at least one. Read: {'; '.join(info.describe())}")
+    return chosen, info
+
+
+def load_comparisons(
+    sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[Ranking], SourceInfo]:
+    """The rankings of the sources in order, those without an ordered pair (one response, all ties) included."""
+    return load_kind(sources, format, Ranking, allow_partial)
+
+
+def load_demonstrations(
+    sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[Demonstration], SourceInfo]:
+    """The demonstrations of the sources in order."""
+    return load_kind(sources, format, Demonstration, allow_partial)
+
+
+def load_prompts(
+    sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[PromptRecord], SourceInfo]:
+    """The distinct prompts of the sources, whose records may be of any kind.
+
+    Raises: UserError if a source cannot be read, a row is bad or there is no record.
+    """
+    records, info = load_all(sources, format, allow_partial)
+    if not records:
+        raise UserError(f"no prompt in the data: want at least one record. Read: {'; '.join(info.describe())}")
+    return prompts_of(records), info
+
+
+def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
+    """The prompts of records of any kind, in order, each once; the first record with a prompt names it.
+
+    The split and group of a demonstration or ranking are kept, since they determine the prompt's split.
+    """
+    prompt_of: dict[str, PromptRecord] = {}
+    for record in records:
+        key = prompt_key(record.prompt)
+        if key in prompt_of:
+            continue
+        if isinstance(record, PromptRecord):
+            prompt_of[key] = record
+            continue
+        kept = {"group": record.metadata.get("group"), "split": given_split(record)}
+        metadata = {name: value for name, value in kept.items() if value is not None}
+        prompt_of[key] = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
+    return list(prompt_of.values())

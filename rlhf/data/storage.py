@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rlhf.data.inputs import MANIFEST, is_import
-from rlhf.data.reading import is_deep
+from rlhf.data.inputs import MANIFEST, is_deep, is_import
 from rlhf.data.records import KINDS, Record, first_problem
 from rlhf.data.splits import SPLITS, with_split
 from rlhf.errors import UserError

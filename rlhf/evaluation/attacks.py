@@ -14,8 +14,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_response
-from rlhf.data.items import Encode, Item
-from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.encoding import Encode, Item, encode_prompt_within
 from rlhf.data.records import Message
 from rlhf.evaluation.policies import room_for
 from rlhf.evaluation.scoring import pair_nats

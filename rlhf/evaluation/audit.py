@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf.config import Config
-from rlhf.data.items import Item
-from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.encoding import Item, encode_prompt_within
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.attacks import ATTACKS, Audited, attack_pairs, collect_material, draw_pairs, prompt_of

@@ -19,7 +19,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import conversation
 from rlhf.engines.sampling import make_sampler

@@ -12,7 +12,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response, end_ids, response_text
-from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.records import Message, PromptRecord
 from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.engines.choosing import Key

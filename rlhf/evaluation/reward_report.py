@@ -16,8 +16,8 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, ratio
-from rlhf.data.items import Encode, Item, join_rankings, names_of
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.encoding import Encode, Item, join_rankings, names_of
+from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.items import Encode, Item, check_labelers, names_of
+from rlhf.data.encoding import Encode, Item, check_labelers, names_of
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError

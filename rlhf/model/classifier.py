@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.chat_template import encode_scored
-from rlhf.data.items import Answer, Encode
+from rlhf.data.encoding import Answer, Encode
 from rlhf.data.records import Demonstration, Message
 from rlhf.errors import UserError, reading
 from rlhf.model.checkpoint import check_sizes, load_whole

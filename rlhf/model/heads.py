@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlhf.data.demonstrations import encode_demonstrations
-from rlhf.data.items import Encode, token_encoder
+from rlhf.data.encoding import Encode, encode_demonstrations, token_encoder
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad

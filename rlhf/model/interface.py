@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf.model.batching import by_length
 
 if TYPE_CHECKING:
-    from rlhf.data.items import Encode
+    from rlhf.data.encoding import Encode
     from rlhf.data.records import Demonstration, PromptRecord
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.chat_template import response_text
 from rlhf.data.corpus import PackedCorpus, make_collator
-from rlhf.data.prompts import fitting_prompts
+from rlhf.data.encoding import fitting_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.engines.local import Samples

@@ -9,8 +9,7 @@ from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
-from rlhf.data.label_files import load_comparisons, load_demonstrations
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
 from rlhf.data.splits import record_split
 from rlhf.data.storage import check_whole, manifest_sha256, verify

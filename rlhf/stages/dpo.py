@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.items import Item, token_encoder
+from rlhf.data.encoding import Item, token_encoder
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.scoring import by_item, micro_batches, pad_weights
 from rlhf.model.batching import right_pad

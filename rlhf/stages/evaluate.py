@@ -13,7 +13,8 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.setting import get, listed
 from rlhf.config.stages import EvaluateConfig
-from rlhf.data.prompts import fitting_prompts, load_prompts
+from rlhf.data.encoding import fitting_prompts
+from rlhf.data.reading import load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer

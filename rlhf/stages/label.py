@@ -12,9 +12,8 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.chat_template import encode_prompts, response_text
-from rlhf.data.items import Answer
-from rlhf.data.label_files import load_comparisons
-from rlhf.data.prompts import load_prompts
+from rlhf.data.encoding import Answer
+from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler

@@ -15,7 +15,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import encode_prompts, encode_response
-from rlhf.data.demonstrations import Row, encode_demonstrations
+from rlhf.data.encoding import Row, encode_demonstrations
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError

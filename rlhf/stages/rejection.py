@@ -11,7 +11,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.demonstrations import encode_demonstrations
+from rlhf.data.encoding import encode_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import response_text
-from rlhf.data.items import Encode, Item, check_labelers, join_rankings
-from rlhf.data.prompts import fitting_prompts, prompts_of
+from rlhf.data.encoding import Encode, Item, check_labelers, fitting_prompts, join_rankings
+from rlhf.data.reading import prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 from rlhf.data.splits import record_half
 from rlhf.data.tokenizer import load_tokenizer

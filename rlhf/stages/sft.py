@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.corpus import PackedCorpus
-from rlhf.data.demonstrations import Row, encode_demonstrations, labels_of
+from rlhf.data.encoding import Row, encode_demonstrations, labels_of
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad

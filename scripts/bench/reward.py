@@ -51,7 +51,7 @@ def classifier(spec: Spec) -> Any:
 def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
-    from rlhf.data.items import Item, Judgement
+    from rlhf.data.encoding import Item, Judgement
     from rlhf.evaluation.scoring import micro_batches, pad_weights, score_items
     from rlhf.model.heads import RewardModel
     from rlhf.ops.fast import keep_freed_memory

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data.items import Item, join_rankings, token_encoder
+from rlhf.data.encoding import Item, join_rankings, token_encoder
 from rlhf.data.records import Ranking
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
+from rlhf.data.reading import load_all, load_comparisons, load_demonstrations
 from rlhf.errors import UserError
 
 ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}

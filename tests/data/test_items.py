@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf.data import items as module
+from rlhf.data import encoding as module
 from rlhf.data.chat_template import decode_response, encode_prompt, encode_response
-from rlhf.data.items import check_labelers, join_rankings, token_encoder
+from rlhf.data.encoding import check_labelers, join_rankings, token_encoder
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import END, encode_text
 from rlhf.errors import UserError

@@ -3,8 +3,8 @@ from collections import Counter
 import pytest
 
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.demonstrations import encode_demonstrations, labels_of
-from rlhf.data.prompts import encode_prompt_within, load_prompts, prompts_of
+from rlhf.data.encoding import encode_demonstrations, encode_prompt_within, labels_of
+from rlhf.data.reading import load_prompts, prompts_of
 from rlhf.data.records import Demonstration, Message, PromptRecord
 from rlhf.data.tokenizer import encode_text
 from rlhf.errors import UserError

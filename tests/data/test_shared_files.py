@@ -15,10 +15,9 @@ import pytest
 from rlhf.commands import import_data
 from rlhf.config.commands import ImportConfig
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.demonstrations import encode_demonstrations, labels_of
+from rlhf.data.encoding import encode_demonstrations, labels_of
 from rlhf.data.formats import FORMATS
-from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_all, load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.tokenizer import train_tokenizer
 from rlhf.errors import UserError
 from tests.data.importers.test_oasst import flat, plain

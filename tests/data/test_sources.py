@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
-from rlhf.data.label_files import load_all
+from rlhf.data.reading import load_all
 from rlhf.errors import UserError
 
 PAIRS = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"prompt": "Who?", "chosen": "I.", "rejected": "U."}]
@@ -70,11 +70,11 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
     for target in (secret, secret.parent, tmp_path / "missing.jsonl"):
         link = folder / "sub" / "c.jsonl"
         link.symlink_to(target)
-        with pytest.raises(UserError, match=r"sub/c.jsonl: is a link out of the folder, which is not followed: give"):
+        with pytest.raises(UserError, match=r"sub/c.jsonl: is a link out of the folder or to nothing"):
             names(str(folder))
         link.unlink()
     link.symlink_to(folder / "missing.jsonl")
-    with pytest.raises(UserError, match=r"c.jsonl: is a link to a file that does not exist"):
+    with pytest.raises(UserError, match=r"c.jsonl: is a link out of the folder or to nothing"):
         names(str(folder))
 
 

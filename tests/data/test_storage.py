@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.data.label_files import load_all, load_kind
+from rlhf.data.reading import load_all, load_kind
 from rlhf.data.records import Demonstration, Message, PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import with_split
 from rlhf.data.storage import (

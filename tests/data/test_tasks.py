@@ -218,7 +218,7 @@ def test_csv_that_was_filled_in_comes_back_by_the_command_that_is_told(tmp_path,
 
     from rlhf.commands.import_data import run
     from rlhf.config.compose import compose_config
-    from rlhf.data.label_files import load_kind
+    from rlhf.data.reading import load_kind
 
     tasks = [make_task("p-1", texts=["x" * 9, HTML, "=1+1, and\na line", ""]), make_task("p-2", texts=["yes", "no"])]
     turns = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?")]

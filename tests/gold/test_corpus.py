@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.label_files import load_comparisons, load_demonstrations
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.splits import split_of
 from rlhf.errors import UserError
 from rlhf.gold import corpus

@@ -20,7 +20,7 @@ from rlhf.data.chat_template import (
     response_text,
     use_completion,
 )
-from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
 from rlhf.errors import UserError
 from rlhf.system.limits import time_limit

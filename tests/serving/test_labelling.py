@@ -13,7 +13,7 @@ import torch
 from rlhf.commands.import_data import run as import_data
 from rlhf.config.compose import compose_config
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.label_files import load_comparisons, load_demonstrations
+from rlhf.data.reading import load_comparisons, load_demonstrations
 from rlhf.data.records import Message
 from rlhf.data.tokenizer import encode_text
 from rlhf.engines.likely import likeliest, show

@@ -9,7 +9,7 @@ import pytest
 from rlhf.commands.import_data import run as import_data
 from rlhf.commands.sample import run as sample
 from rlhf.config.compose import compose_config
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, Labelling
 from tests.serving.conftest import access, serving

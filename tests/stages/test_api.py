@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rlhf
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.errors import UserError
 from rlhf.model.classifier import load_reward_model
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.items import Item, Judgement
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.encoding import Item, Judgement
+from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import attacks
 from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Audited, Material, collect_material

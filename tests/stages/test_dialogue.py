@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.judging import compare_scored

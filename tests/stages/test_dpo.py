@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.config import Config
-from rlhf.data.items import Item, join_rankings, token_encoder
+from rlhf.data.encoding import Item, join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError

@@ -18,7 +18,7 @@ from rlhf.cli import main
 from rlhf.commands.export import run
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError

@@ -10,7 +10,7 @@ import torch
 
 from rlhf.commands.generate import run
 from rlhf.data.chat_template import decode_response, end_ids
-from rlhf.data.prompts import encode_prompt_within
+from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.records import Message
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError

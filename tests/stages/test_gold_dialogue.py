@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.demonstrations import encode_demonstrations, labels_of
-from rlhf.data.label_files import load_comparisons, load_demonstrations
-from rlhf.data.prompts import load_prompts
+from rlhf.data.encoding import encode_demonstrations, labels_of
+from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.best_of import QUALITIES, Rater
 from rlhf.gold.people import make_labelers, says_yes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
-from rlhf.data.label_files import load_demonstrations
+from rlhf.data.reading import load_demonstrations
 from rlhf.data.records import Demonstration
 from rlhf.data.splits import record_split
 from rlhf.data.tokenizer import load_tokenizer
@@ -159,7 +159,7 @@ def test_pretraining_beats_the_unigram_model(gold_run):
 
 
 def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
-    from rlhf.data.demonstrations import encode_demonstrations
+    from rlhf.data.encoding import encode_demonstrations
     from rlhf.gold.corpus import demonstration_rows
     from rlhf.stages.sft import response_loss
 

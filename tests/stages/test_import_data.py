@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.data.label_files import load_all, load_demonstrations
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_all, load_demonstrations, load_prompts
 from rlhf.data.splits import record_split
 from rlhf.errors import UserError
 from rlhf.runs.sources import hash_sources

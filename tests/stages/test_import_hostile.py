@@ -14,8 +14,7 @@ import zstandard
 
 from rlhf.commands import sample
 from rlhf.config import Config
-from rlhf.data.label_files import load_all, load_comparisons, load_demonstrations
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_all, load_comparisons, load_demonstrations, load_prompts
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report
 from rlhf.ppo import experience as ppo_setup

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.data.label_files import load_all
+from rlhf.data.reading import load_all
 from rlhf.errors import UserError
 from rlhf.system.files import held
 

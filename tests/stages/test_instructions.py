@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation import benchmarks as instructions

@@ -1,6 +1,6 @@
 """The simulated labelling round: who ranks what, and that held-out labelers change nothing for the others."""
 
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.gold.people import make_labelers
 from rlhf.gold.truth import Requests
 from rlhf.stages.label import choose_prompts, rank_all

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from rlhf.data.items import Item, Judgement
+from rlhf.data.encoding import Item, Judgement
 from rlhf.data.records import Message, Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as pairs

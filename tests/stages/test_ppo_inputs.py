@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.config.checks import check_config
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.errors import UserError
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL

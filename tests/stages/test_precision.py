@@ -9,8 +9,7 @@ from torch import nn
 
 from rlhf.commands import chat, generate, sample
 from rlhf.config.precision import inference
-from rlhf.data.label_files import load_comparisons
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear

@@ -98,7 +98,7 @@ def test_the_reward_model_learned_what_people_preferred(results):
 
 def test_prompts_come_from_demonstrations_and_comparisons(run):
     """And those of the test split, which are evaluated, were never rolled out, imitated or ranked."""
-    from rlhf.data.prompts import load_prompts
+    from rlhf.data.reading import load_prompts
     from rlhf.data.splits import record_split
     from rlhf.data.tasks import shown_prompt
     from rlhf.runs.sources import fractions, need_source

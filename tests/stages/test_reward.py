@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.items import Item, join_rankings, token_encoder
-from rlhf.data.label_files import load_comparisons, load_demonstrations
-from rlhf.data.prompts import prompts_of
+from rlhf.data.encoding import Item, join_rankings, token_encoder
+from rlhf.data.reading import load_comparisons, load_demonstrations, prompts_of
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
@@ -293,7 +292,7 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
 
 
 def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):
-    from rlhf.data.label_files import load_comparisons
+    from rlhf.data.reading import load_comparisons
 
     records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
     torch.nn.init.zeros_(model.head.weight)
@@ -330,7 +329,7 @@ def write_rankings(source: Path, target: Path, keep) -> str:
 
 def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_path):
     """Kept out by the setting or not there at all: weights, calibration and held-out figures are the same."""
-    from rlhf.data.label_files import load_comparisons
+    from rlhf.data.reading import load_comparisons
 
     source = gold_run.folder / "label" / "comparisons.jsonl"
     strangers = {"labeler-3", "labeler-6", "labeler-7"}
@@ -383,7 +382,7 @@ def test_gradient_checkpointing_changes_no_weight(copy_until, gold_run):
 def test_length_alone():
     """Two prompts: in one the longer answer won twice, in the other the shorter once."""
     items = [Item("1", [[1]] * 3, [1, 2, 3]), Item("2", [[1]] * 2, [5, 4])]
-    from rlhf.data.items import Judgement
+    from rlhf.data.encoding import Judgement
 
     items[0].judgements = [Judgement("x", [(2, 0), (1, 0)], None)]
     items[1].judgements = [Judgement("x", [(1, 0)], None)]

@@ -86,7 +86,7 @@ def test_every_architecture_learns_from_comparisons_and_pays_in_ppo(copy_until, 
 
 def test_calibration_holds_for_a_classifier_too(copy_until, comparisons):
     """Demonstrations of the training split average 0 in what the saved model says."""
-    from rlhf.data.label_files import load_demonstrations
+    from rlhf.data.reading import load_demonstrations
     from rlhf.data.splits import record_split
     from rlhf.runs.sources import fractions
 

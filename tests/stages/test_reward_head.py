@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.data.items import Item, Judgement
+from rlhf.data.encoding import Item, Judgement
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import fit_head, read_features
 from rlhf.model.heads import RewardModel, ScalarHead

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.items import Item, Judgement
+from rlhf.data.encoding import Item, Judgement
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as report
@@ -124,7 +124,7 @@ def test_a_column_that_never_varies_has_no_weight():
 
 
 def gold_items(gold_run) -> list[Item]:
-    from rlhf.data.label_files import load_comparisons
+    from rlhf.data.reading import load_comparisons
 
     from ..data.ranked import make_items
 
@@ -218,7 +218,7 @@ def test_what_the_figures_lack_is_said_before_any_policy_answers(
 def test_the_figures_are_the_models_own(gold_run, results):
     """From the saved model anew, one response at a time: the accuracy on training labelers and held-out ones."""
     from rlhf.data.chat_template import encode_prompt, encode_response
-    from rlhf.data.label_files import load_comparisons
+    from rlhf.data.reading import load_comparisons
 
     folder = gold_run.folder
     model, tokenizer = load_reward_model(folder / "reward" / "model", CPU), load_tokenizer(folder / "sft" / "model")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 from trl import RewardConfig, RewardTrainer
 
 from rlhf.config import Config
-from rlhf.data.items import Item, Judgement
+from rlhf.data.encoding import Item, Judgement
 from rlhf.model.heads import RewardModel
 from rlhf.stages import reward
 from rlhf.training.engine import make_engine

@@ -10,7 +10,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import decode_response, encode_prompts
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.commands.sample import run
-from rlhf.data.label_files import load_kind
-from rlhf.data.prompts import load_prompts
+from rlhf.data.reading import load_kind, load_prompts
 from rlhf.data.records import Ranking
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage

@@ -11,7 +11,7 @@ from rlhf.commands.pipeline import stages_to_run
 from rlhf.commands.report import write_page
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import end_ids
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import load_reward_model

@@ -7,8 +7,8 @@ import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
-from rlhf.data.demonstrations import encode_demonstrations
-from rlhf.data.label_files import load_demonstrations
+from rlhf.data.encoding import encode_demonstrations
+from rlhf.data.reading import load_demonstrations
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage

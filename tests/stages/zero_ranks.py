@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.config.compose import compose_config
-from rlhf.data.label_files import load_comparisons
+from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.evaluation.scoring import item_encoder, score_items

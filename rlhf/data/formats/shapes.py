@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlhf.data.inputs import Reject, Row
-from rlhf.data.reading import is_deep
+from rlhf.data.inputs import Reject, Row, is_deep
 from rlhf.data.records import shown
 from rlhf.system.terminal import one_line
 

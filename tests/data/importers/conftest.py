@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf.data.inputs import Source
-from rlhf.data.label_files import FileInfo, load_all, read
+from rlhf.data.reading import FileInfo, load_all, read
 from rlhf.data.records import Record
 
 
@@ -30,7 +30,7 @@ def rejects(write_jsonl) -> Callable[..., list[tuple[str, str]]]:
         path = write_jsonl([good, bad])
         info = FileInfo(str(path))
         made = list(read(Source(str(path), path), None, info))
-        found = [reject for one in made for reject in one.rejects]
+        found = [one.reject for one in made if one.reject]
         assert info.format == format and {reject.line for reject in found} == {2}
         assert any(one.records for one in made)
         return [(reject.field, reject.message) for reject in found]

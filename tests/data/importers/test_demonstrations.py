@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlhf.data.label_files import load_demonstrations
+from rlhf.data.reading import load_demonstrations
 from tests.data.importers.samples import USER, answer, says
 
 ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}

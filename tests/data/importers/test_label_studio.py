@@ -34,7 +34,7 @@ def imported(path: Path, tmp_path: Path) -> list[Ranking]:
     """Through `rlhf import` as a whole, which joins the pairs of an item."""
     from rlhf.commands.import_data import run
     from rlhf.config.compose import compose_config
-    from rlhf.data.label_files import load_kind
+    from rlhf.data.reading import load_kind
 
     out = tmp_path / "out"
     run(compose_config([f"path='{path}'", f"out='{out}'", "format=auto"], "import"))

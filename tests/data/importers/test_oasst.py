@@ -11,7 +11,7 @@ from pyarrow import csv, parquet
 from pydantic import BaseModel
 
 from rlhf.data.inputs import Reject, Source
-from rlhf.data.label_files import FileInfo, load_all, read
+from rlhf.data.reading import FileInfo, load_all, read
 from rlhf.errors import UserError
 from tests.data.importers.samples import OASST
 
@@ -149,7 +149,7 @@ def test_messages_without_a_whole_tree_are_one_reject(write_jsonl, change, line,
     rows = flat(TREES[1])
     rows[1] |= change  # a, whose reply is b, with c and d below it
     path = write_jsonl([*rows, *flat(TREES[0])])
-    made = [x for one in read(Source(str(path), path), None, FileInfo("")) for x in (*one.rejects, *one.records)]
+    made = [x for one in read(Source(str(path), path), None, FileInfo("")) for x in (one.reject, *one.records) if x]
     found = [one for one in made if isinstance(one, Reject)]
     assert (found[0].line, found[0].message) == (line, message)
     assert {one.id for one in made if not isinstance(one, Reject)} >= {"m-0", "m-4"}

@@ -13,7 +13,7 @@ from rlhf.config import Config
 from rlhf.config.stages import DataConfig
 from rlhf.data.formats import FORMATS
 from rlhf.data.inputs import Row
-from rlhf.data.label_files import convert_row, load_all, load_comparisons
+from rlhf.data.reading import convert_row, load_all, load_comparisons
 from rlhf.errors import UserError
 from rlhf.runs.sources import hash_sources
 from tests.data import sheets
@@ -147,8 +147,7 @@ def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(forma
     path = data.draw(st.sampled_from(list(places(row))))
     bad = changed(row, path, data.draw(JSON), data.draw(st.booleans()))
     made = convert_row(Row(1, bad, 1), FORMATS[format], "f", "f")
-    assert made.records or made.rejects
-    assert not any("\n" in reject.message for reject in made.rejects)
+    assert made.records or "\n" not in made.reject.message
     assert all(json.loads(record.model_dump_json()) for record in made.records)
 
 

@@ -17,8 +17,7 @@ from rlhf.data.formats import FORMATS, BadRow
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.importer import Importer
 from rlhf.data.inputs import Row, Source
-from rlhf.data.label_files import convert_row
-from rlhf.data.reading import read_rows
+from rlhf.data.reading import convert_row, read_rows
 from rlhf.data.storage import read_records
 from rlhf.errors import UserError
 
@@ -34,7 +33,7 @@ def convert(rows, words=None, **columns):
     """The records of rows that are all good."""
     chosen = prepared(rows, words, **columns)
     made = [convert_row(Row(i, row, i), chosen, "t.csv", "t.csv") for i, row in enumerate(rows, 1)]
-    assert not any(one.rejects for one in made), made
+    assert not any(one.reject for one in made), made
     return [record for one in made for record in one.records]
 
 
@@ -42,8 +41,7 @@ def problem(row, among=(), words=None, **columns):
     """What is said of one row that is bad."""
     chosen = prepared([row, *among], words, **columns)
     made = convert_row(Row(1, row, 1), chosen, "t.csv", "t.csv")
-    [reject] = made.rejects
-    return reject.message
+    return made.reject.message
 
 
 def judged(*words, k=2, **more):
@@ -329,7 +327,7 @@ def outcome(path, name, rows):
     made = []
     for row in rows:
         converted = convert_row(row, chosen, "t", "t")
-        made.append([one.model_dump() for one in converted.records] or converted.rejects[0].message)
+        made.append([one.model_dump() for one in converted.records] or converted.reject.message)
     return made
 
 

@@ -1,19 +1,160 @@
-"""Comparisons for the reward model: one item per prompt, with all its answers and every labeler's judgement."""
+"""Records as tokens that fit the context: prompts, demonstrations for SFT, and comparisons for the reward model."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.setting import listed
-from rlhf.data.chat_template import encode_response
-from rlhf.data.prompts import encode_prompt_within
-from rlhf.data.records import Message, Ranking
+from rlhf.data.chat_template import encode_dialogue, encode_prompt, encode_prompts, encode_response, encode_responses
+from rlhf.data.formats.shapes import is_learned
+from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
+
+
+def drop_oldest(turns: list[Message]) -> int:
+    """Remove the oldest turn and the turns up to the next turn of the user; a system turn and the last turn stay. Returns the
+    number of removed turns.
+    """
+    first = 1 if turns[0].role == "system" and len(turns) > 1 else 0
+    users = (i for i in range(first + 1, len(turns)) if turns[i].role == "user")
+    until = next(users, first)
+    del turns[first:until]
+    return until - first
+
+
+def encode_prompt_within(
+    tokenizer: "PreTrainedTokenizerFast", prompt: str | Sequence[Message], room: int
+) -> tuple[list[int], bool] | None:
+    """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None if it cannot fit.
+
+    Cut from the left: first the oldest turns go (a system turn stays as long as it can), until a user turn
+    begins the dialogue; then the last turn loses the beginning of its text. What the template
+    writes around it stays.
+    """
+    ids = encode_prompt(tokenizer, prompt)
+    if len(ids) <= room:
+        return ids, False
+    turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+    while drop_oldest(turns):
+        ids = encode_prompt(tokenizer, turns)
+        if len(ids) <= room:
+            return ids, True
+    ids = encode_prompt(tokenizer, turns[-1:])
+    if len(ids) <= room:
+        return ids, True
+    # the template's text around a message: the common beginning and end with another message
+    other = encode_prompt(tokenizer, [{"role": turns[-1].role, "content": ""}])
+    head = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
+    if room <= len(other):
+        return None
+    return [*ids[:head], *ids[len(ids) - (room - head) :]], True
+
+
+def fitting_prompts(
+    tokenizer: "PreTrainedTokenizerFast", records: Iterable[PromptRecord], room: int
+) -> Iterator[tuple[PromptRecord, list[int], bool]]:
+    """The records whose prompts fit in `room` tokens, with those tokens and whether they were cut, see `encode_prompt_within`."""
+    for record in records:
+        fitted = encode_prompt_within(tokenizer, record.prompt, room)
+        if fitted is not None:
+            yield record, *fitted
+
+
+Row = dict[str, list[int]]
+
+
+def encode_demonstrations(
+    records: Sequence[Demonstration],
+    tokenizer: "PreTrainedTokenizerFast",
+    context_length: int,
+    *,
+    turns: str = "last",
+    min_response: int | None = None,
+    counts: Counter[str] | None = None,
+) -> list[Row]:
+    """Encode demonstrations as {"prompt": ids, "response": ids}, together at most `context_length` tokens.
+
+    A response that fits ends with its end token. One that does not is truncated and has no end token, because the
+    author did not end it there. A prompt that leaves a response fewer than `min_response` tokens (a quarter of
+    the context by default; all of a shorter response) is cut from the left, see `encode_prompt_within`; if that
+    is not enough, the demonstration is skipped. `counts`, if given, is increased: kept,
+    truncated_responses, cut_prompts, skipped; earlier_turns and further_rows of turns="all".
+
+    turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`.
+    """
+    least = context_length // 4 if min_response is None else min_response
+    counts = Counter() if counts is None else counts
+    prompts = encode_prompts(tokenizer, [record.prompt for record in records])
+    responses = encode_responses(tokenizer, [record.response for record in records])
+    encoded = []
+    for record, prompt, response in zip(records, prompts, responses, strict=True):
+        if turns == "all" and (rows := encode_dialogue_rows(record, tokenizer, context_length, least)):
+            earlier = sum(map(_is_learned, record.prompt))
+            cut = sum(len(row["prompt"] + row["response"]) > context_length for row in rows)
+            counts.update(kept=1, earlier_turns=earlier, further_rows=len(rows) - 1, truncated_responses=cut)
+            encoded += [row | {"response": row["response"][: context_length - len(row["prompt"])]} for row in rows]
+            continue
+        room_for_prompt = context_length - min(least, len(response))
+        if len(prompt) > room_for_prompt:
+            fitting = encode_prompt_within(tokenizer, record.prompt, room_for_prompt)
+            if fitting is None:
+                counts["skipped"] += 1
+                continue
+            prompt = fitting[0]
+            counts["cut_prompts"] += 1
+        room = context_length - len(prompt)
+        if len(response) > room:
+            response = response[:room]
+            counts["truncated_responses"] += 1
+        counts["kept"] += 1
+        encoded.append({"prompt": prompt, "response": response})
+    return encoded
+
+
+def _is_learned(turn: Message) -> bool:
+    return is_learned(turn.model_dump())
+
+
+def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: int, least: int) -> list[Row]:
+    """A dialogue in which the assistant spoke before: its row has `earlier` besides, 1 for each token of the prompt that the
+    assistant wrote. None if no earlier turn is to be learned, or if a turn alone is too long for the context.
+
+    If the dialogue does not fit, its oldest turns make rows of their own, so that each turn is learned once; a response may
+    still reach past the context. `least`: as `min_response`.
+    """
+    if not any(map(_is_learned, record.prompt)):
+        return []
+    rows: list[Row] = []
+    left = [*record.prompt, Message(role="assistant", content=record.response)]
+    while left:
+        turns = list(left)
+        while True:
+            silent = [i for i, turn in enumerate(turns[:-1]) if not _is_learned(turn)]
+            ids, mask = encode_dialogue(tokenizer, turns, silent)
+            start = max((i + 1 for i, learned in enumerate(mask) if not learned), default=0)
+            if start <= context_length - min(least, len(ids) - start):
+                break
+            if not drop_oldest(turns):
+                return []
+        rows.append({"prompt": ids[:start], "response": ids[start:], "earlier": [int(x) for x in mask[:start]]})
+        left = left[: len(left) - len(turns) + (turns[0].role == "system")]
+        while left and not _is_learned(left[-1]):
+            left.pop()
+    return rows
+
+
+def labels_of(row: Row, ignored: int) -> list[int]:
+    """A row's tokens as labels, with `ignored` for those that are not learned."""
+    earlier = row.get("earlier", [0] * len(row["prompt"]))
+    prompt = [token if learned else ignored for token, learned in zip(row["prompt"], earlier, strict=True)]
+    return prompt + row["response"]
+
 
 MOST_ANSWERS = 64  # most answers of one item; further rankings of the prompt make another item
 

@@ -1,14 +1,16 @@
-"""Tables of typed cells as rows: Parquet and Arrow through pyarrow, spreadsheets (.xlsx, .xls, .ods) through calamine.
+"""Tables as rows: CSV by csv, Parquet and Arrow by pyarrow, spreadsheets (.xlsx, .xls, .ods) by calamine.
 
 Calamine stores a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells far
 apart can use all memory. A workbook is therefore measured before it is opened: its unpacked size, and the block of its
 cells. Formulas give the value that was saved.
 """
 
+import codecs
+import csv
+import io
 import math
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -16,16 +18,16 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.inputs import MAX_RECORD_BYTES, Reading, Reject, Row
+from rlhf.data.inputs import MAX_RECORD_BYTES, Reading, Reject, Row, open_bytes
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.system.terminal import one_line
 
+_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
 _BATCH = 64  # rows of Parquet and Arrow converted at a time
 MAX_UNPACKED_BYTES = 1 << 29  # of all parts of one file together
 MAX_CELLS = 20_000_000  # of the block of a sheet's cells
-_CHUNK = 1 << 20
-_CELL = re.compile(rb'<(?:\w+:)?c [^>]*?\br="([A-Z]{1,3})(\d{1,7})"')
+_CELL = re.compile(rb'(?:\w+:)?c [^>]*?\br="([A-Z]{1,3})(\d{1,7})"')
 _REPEATED = re.compile(rb'number-(?:rows|columns)-repeated="(\d{1,9})"')
 
 
@@ -38,9 +40,93 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
         raise UserError(f"{place}: column {where} without a name in the header: want a name for each column")
     if (twice := first_repeat(names)) is not None:
         raise UserError(f'{place}: the header names "{twice}" twice: rename one of these columns')
-    if any("\0" in one for one in names):
-        raise UserError(f"{place}: the header contains NUL bytes: if the file is UTF-16, set encoding=utf-16")
     return names
+
+
+# --- CSV -----------------------------------------------------------------------------------------------------------
+
+
+def _columns(line: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter), []))
+    except csv.Error:
+        return 0
+
+
+def read_delimited(path: Path, name: str, suffix: str, reading: Reading) -> Iterator[Row | Reject]:
+    """The rows after the header; a tab divides .tsv, else what Excel's first line says ("sep=;") or whichever of comma,
+    semicolon and tab gives the header most columns.
+
+    Raises: UserError where a quote never closes, and for a wrong header or encoding.
+    """
+    try:
+        encoding = codecs.lookup(reading.encoding).name
+        "\n".encode(encoding)  # refuses codecs that are not text encodings, such as base64
+    except (LookupError, UnicodeError) as error:
+        raise UserError(f"encoding={reading.encoding}: no such text encoding: want utf-8, cp1252, …") from error
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    codec = "utf-8-sig" if encoding == "utf-8" else encoding
+    try:
+        with open_bytes(path, reading) as file:
+            text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
+            yield from _delimited_rows(text, name, suffix, encoding, reading)
+    except UnicodeError as error:
+        raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, …") from error
+
+
+def _delimited_rows(
+    text: io.TextIOWrapper, name: str, suffix: str, encoding: str, reading: Reading
+) -> Iterator[Row | Reject]:
+    first = text.readline(MAX_RECORD_BYTES)
+    above = int(re.fullmatch(r"sep=[,;\t][\r\n]*", first, re.IGNORECASE) is not None)  # lines above the header
+    delimiter = first[4] if above else max(_DELIMITERS, key=lambda one: _columns(first, one))  # of equals the comma
+    delimiter = "\t" if suffix == ".tsv" else delimiter
+    reading.note = f"columns divided by {_DELIMITERS[delimiter]}"
+    record: list[str] = []  # its lines
+
+    def lines() -> Iterator[str]:
+        line = text.readline(MAX_RECORD_BYTES) if above else first
+        while line:
+            record.append(line)
+            yield line
+            line = text.readline(MAX_RECORD_BYTES)
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    number = 0
+    while True:
+        record.clear()
+        line, problem, cells = above + reader.line_num + 1, "", []
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error) or "field limit" in str(error):
+                what = "a quote opens a cell and never closes: close it, or double it where it belongs to the text"
+                raise UserError(f"{name}:{line}: damaged CSV: {what}") from error
+            problem = f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
+        whole = "".join(record)
+        if not whole.strip("\r\n"):
+            continue  # an empty line is no row
+        if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
+            problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not {encoding} text: set encoding=cp1252, utf-16, …"
+        if not header:
+            if problem:
+                raise UserError(f"{name}:{line}: header: {problem}")
+            header = check_header(cells, f"{name}:{line}")
+            continue
+        number += 1
+        if not problem and len(cells) != len(header):
+            problem = f"got {len(cells)} cells, want {len(header)} as in the header: quote cells with the delimiter"
+        raw = whole.encode("utf-8", "surrogateescape")
+        if problem:
+            yield Reject(name, line, "", problem, number, raw)
+        else:
+            yield Row(line, {key: cell or None for key, cell in zip(header, cells, strict=True)}, number, raw)
+
+
+# --- typed cells ----------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
@@ -65,9 +151,6 @@ def plain(value: Any) -> Any:
         case list() | tuple():
             return [plain(one) for one in value]
     raise ValueError(f"got a {type(value).__name__}, want text, a number, a list or an object")
-
-
-# --- Parquet and Arrow ----------------------------------------------------------------------------------------------
 
 
 def _arrow_batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
@@ -95,8 +178,8 @@ def _arrow_batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
                 yield batch.slice(start, _BATCH)
 
 
-def read_arrow_file(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
-    """The rows of a file, a few at a time. Raises: UserError where the file is damaged."""
+def read_columns(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
+    """The rows of a Parquet or Arrow file, a few at a time. Raises: UserError where the file is damaged."""
     import pyarrow
 
     number = 0
@@ -104,17 +187,13 @@ def read_arrow_file(path: Path, name: str, suffix: str) -> Iterator[Row | Reject
         for batch in _arrow_batches(path, name, suffix):
             if batch.nbytes > 4 * MAX_RECORD_BYTES:
                 raise UserError(f"{name}: rows {number + 1} to {number + _BATCH} hold too much text: make them shorter")
-            try:
-                rows: list[Any] = batch.to_pylist()
-            except (pyarrow.ArrowException, ValueError, OverflowError):  # find the row
-                rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
-            for row in rows:
+            for row in batch.to_pylist():
                 number += 1
                 try:
-                    yield Row(number, plain(row if isinstance(row, dict) else row.to_pylist()[0]), number)
+                    yield Row(number, plain(row), number)
                 except (ValueError, OverflowError, RecursionError) as error:
                     yield Reject(name, number, "", one_line(error), number)
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, NotImplementedError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
         reason = one_line(error, 200)
         raise UserError(
             f"{name}: damaged {suffix} file after row {number} ({reason}): copy or download it again"
@@ -124,52 +203,44 @@ def read_arrow_file(path: Path, name: str, suffix: str) -> Iterator[Row | Reject
 # --- spreadsheets ---------------------------------------------------------------------------------------------------
 
 
-def _tags(file: IO[bytes]) -> Iterator[bytes]:
-    """The tags of an XML part, as it streams by."""
-    rest = b""
-    while chunk := file.read(_CHUNK):
-        *tags, rest = re.split(rb"(?=<)", rest + chunk)
-        yield from tags
-    yield rest
-
-
-def _block(tags: Iterator[bytes]) -> tuple[int, int, list[int]]:
-    """The last row and column of a part's cells, and in .xlsx all rows that have cells, with a value or without.
+def _measure(file: IO[bytes]) -> tuple[int, int, list[int]]:
+    """The last row and column of the cells in a part of a workbook, and in .xlsx all rows that have cells, with a value or
+    without.
 
     In .ods rows and cells that repeat count as often as they say, up to the last value; all sheets count as one.
     """
     rows: dict[int, None] = {}
     row = column = last_row = last_column = 0
-    for tag in tags:
-        if match := _CELL.match(tag):
-            last_column = max(last_column, reduce(lambda n, letter: n * 26 + letter - 64, match[1], 0))
-            rows[int(match[2])] = None
-        elif tag.startswith((b"<table:table-row", b"<table:table-cell", b"<table:covered-table-cell")):
-            repeats = int(match[1]) if (match := _REPEATED.search(tag)) else 1
-            row, column = (row + repeats, 0) if tag.startswith(b"<table:table-row") else (row, column + repeats)
-            if b"value-type" in tag:
-                last_row, last_column = row, max(last_column, column)
+    rest = b""
+    while chunk := file.read(1 << 20):
+        *tags, rest = (rest + chunk).split(b"<")
+        for tag in tags:
+            if match := _CELL.match(tag):
+                last_column = max(last_column, reduce(lambda n, letter: n * 26 + letter - 64, match[1], 0))
+                rows[int(match[2])] = None
+            elif tag.startswith((b"table:table-row", b"table:table-cell", b"table:covered-table-cell")):
+                repeats = int(match[1]) if (match := _REPEATED.search(tag)) else 1
+                row, column = (row + repeats, 0) if tag.startswith(b"table:table-row") else (row, column + repeats)
+                if b"value-type" in tag:
+                    last_row, last_column = row, max(last_column, column)
     return max(last_row, *rows, 0), last_column, list(rows)
 
 
-def _measure(path: Path, name: str) -> dict[str, list[int]]:
-    """Check the sizes of a packed file, since a small one can unpack to any size; the rows with cells of each part.
+def _check_size(path: Path, name: str) -> dict[str, list[int]]:
+    """The rows with cells of each part, after a check of the sizes, since a small file can unpack to any size.
 
     Raises: UserError.
     """
-    with path.open("rb") as file:
-        if file.read(4) == b"\xd0\xcf\x11\xe0":
-            raise UserError(f"{name}: protected by a password, or an .xls file by another name: save it as .xlsx")
     stored: dict[str, list[int]] = {}
     with zipfile.ZipFile(path) as archive:
         if sum(part.file_size for part in archive.infolist()) > MAX_UNPACKED_BYTES:
             raise UserError(f"{name}: unpacks to more than {MAX_UNPACKED_BYTES >> 20} MB: export the sheet as CSV")
-        if (part_name := archive.testzip()) is not None:  # also one that is larger than it says
-            raise zipfile.BadZipFile(f"{part_name} is damaged")
-        for part in archive.infolist():
-            if part.filename == "content.xml" or part.filename.startswith("xl/worksheets/"):
+        if (damaged := archive.testzip()) is not None:  # also one that is larger than it says
+            raise zipfile.BadZipFile(f"{damaged} is damaged")
+        for part in archive.namelist():
+            if part == "content.xml" or part.startswith("xl/worksheets/"):
                 with archive.open(part) as opened:
-                    rows, columns, stored[part.filename] = _block(_tags(opened))
+                    rows, columns, stored[part] = _measure(opened)
                 if rows * columns > MAX_CELLS:
                     span = f"{rows} rows x {columns} columns, above {MAX_CELLS} cells"
                     raise UserError(f"{name}: its cells span {span}: delete stray cells or export it as CSV")
@@ -181,11 +252,10 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
 
     Raises: UserError if the file is none, is too large or protected, or has no such sheet.
     """
-    from python_calamine import CalamineError, CalamineWorkbook, PasswordError
+    from python_calamine import CalamineWorkbook
 
-    damaged = (CalamineError, zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, RuntimeError, OSError)
     try:
-        stored = {} if path.suffix.lower() == ".xls" else _measure(path, name)
+        stored = {} if path.suffix.lower() == ".xls" else _check_size(path, name)
         with CalamineWorkbook.from_path(str(path)) as book:
             names = list(book.sheet_names)
             chosen = reading.sheet if reading.sheet is not None else names[0] if names else None
@@ -195,28 +265,33 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
             part = f"xl/worksheets/sheet{names.index(chosen) + 1}.xml"
             rows = _filled_rows(book.get_sheet_by_name(chosen), stored.get(part, []))
             yield from _under_header(rows, f'{name}, sheet "{chosen}"')
-    except PasswordError as error:
-        raise UserError(f"{name}: protected by a password: save it without one") from error
-    except damaged as error:
-        reason = one_line(error, 200) or type(error).__name__
-        raise UserError(f"{name}: damaged {path.suffix} file ({reason}): save it again or export it as CSV") from error
+    except (UserError, GeneratorExit):
+        raise
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # raised by the Rust library when one of its assertions fails
+        # The Rust library raises PanicException, no Exception, when one of its assertions fails.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{name}: damaged {path.suffix} file: save it again or export it as CSV") from error
+        reason = one_line(error, 200) or type(error).__name__
+        raise UserError(
+            f"{name}: damaged, or protected by a password ({reason}): save it again without one or export it as CSV"
+        ) from error
 
 
 def _filled_rows(sheet: Any, stored: list[int]) -> Iterator[tuple[int, list[Any]]]:
     """(number as the program shows it, cells); a cell merged over several rows appears in each of them.
 
-    After the last value, rows count that the file stores cells for, such as formatted ones.
+    After the last value, rows count that the file stores cells for, such as formatted ones. Spreadsheets have one kind of
+    number: whole ones become int.
     """
     left = (sheet.start or (0, 0))[1]
     merges = sorted(sheet.merged_cell_ranges or [], reverse=True)
     active: list[tuple[int, int, Any]] = []  # last row, column, value
     line = 0
     for line, values in enumerate(sheet.iter_rows(), start=1):
-        cells = [_cell(value) for value in values]
+        cells = [
+            int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+            for value in (None if value == "" else value for value in values)
+        ]
         active = [one for one in active if one[0] >= line - 1]
         for _, column, value in active:
             cells[column] = value
@@ -226,13 +301,6 @@ def _filled_rows(sheet: Any, stored: list[int]) -> Iterator[tuple[int, list[Any]
                 active.append((bottom, column - left, cells[column - left]))
         yield line, cells
     yield from ((after, []) for after in stored if after > line)
-
-
-def _cell(value: Any) -> Any:
-    """A cell's value; spreadsheets have one kind of number, and whole ones become int."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    return value if value != "" else None
 
 
 def _under_header(rows: Iterator[tuple[int, list[Any]]], place: str) -> Iterator[Row]:
