@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from rlhf.config import completion, removed
-from rlhf.config.command_table import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
+from rlhf.config import removed
+from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, completion, read_words, split_texts
+from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import (
+    choices_of,
     conf_dir,
     config_name,
     first_line,
     nearest,
     register_schema,
-    schema_keys,
     schema_of,
     to_settings,
 )
-from rlhf.config.overrides import check_jobs, check_overrides, check_used, read_flags, split_flags, split_texts
-from rlhf.config.setting import listed
+from rlhf.config.setting import listed, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
@@ -68,55 +68,50 @@ def _dispatch(arguments: list[str]) -> None:
 
         say(f"rlhf {__version__}")
         return
-    if (completions := completion.reply(arguments)) is not None:
+    if (completions := completion(arguments)) is not None:
         write(completions + "\n")
         return
-    command, overrides = arguments[0], arguments[1:]
+    command, words = arguments[0], arguments[1:]
     if command in ("report", "serve"):
-        overrides = module_of(command).rewrite_arguments(overrides)
+        words = module_of(command).rewrite_arguments(words)
     if command in removed.COMMANDS:
         raise UserError(f"`rlhf {command}` is gone: {removed.COMMANDS[command]}")
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
-    if any(flag in overrides for flag in ("-h", "--help")):
+    if "-h" in words or "--help" in words:
         write(_command_help(command) + "\n")
         return
-    overrides, texts = split_texts(command, overrides)
-    shared = SHARED_FLAG in overrides
-    overrides = [o for o in overrides if o != SHARED_FLAG]
-    # `+` adds a group to Hydra's list of defaults, which already contains ours
-    overrides = [o[1:] if o.startswith("+") and o[1:].partition("=")[0] in CONFIG_GROUPS else o for o in overrides]
-    flags, plain = split_flags(overrides)
-    check_overrides(plain, command, read_flags(flags, command)[1])
-    if not shared and not {"-c", "--cfg", "-i", "--info"}.intersection(flags):
-        check_used(plain, command)
-    _run_with_hydra(command, flags, plain, texts)
+    words, texts = split_texts(command, words)
+    given = read_words([word for word in words if word != SHARED_FLAG], command)
+    check_overrides(given.overrides, command, given.folder)
+    if SHARED_FLAG not in words and not {"-c", "--cfg", "-i", "--info"}.intersection(given.flags):
+        check_used(given.overrides, command)
+    _run_with_hydra(command, given, texts)
 
 
-def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dict[str, str]) -> None:
+def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
     """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
 
     Hydra itself runs commands with Hydra's own flags or settings. The pipeline gets its overrides too, for its stages.
     """
-    sweep = any(flag in ("-m", "--multirun") for flag in flags)
-    name, folder = read_flags(flags, command)
-    ours = [o for o in plain if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
-    searched = [f"hydra.searchpath=['file://{folder}']"] if folder is not None else []
-    checked = []
-    if name == config_name(command):  # the user's own primary configuration is checked after Hydra has found it
-        checked = check_jobs(ours, sweep, searched, command)
+    ours = [o for o in given.overrides if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
+    places = [] if given.folder is None else ["--config-dir", given.folder]
+    checked, own_config = [], given.config != config_name(command)
+    if own_config:  # the user's own primary configuration is checked after Hydra has found it
+        places += ["--config-name", given.config]
+    else:
+        searched = [f"hydra.searchpath=['file://{given.folder}']"] if given.folder is not None else []
+        checked = check_jobs(ours, given.sweeps, searched, command)
 
     def start(config: Any, overrides: list[str]) -> None:
-        for name_of_text, text in texts.items():
-            setattr(getattr(config, command), name_of_text, text)
+        for name, text in texts.items():
+            setattr(getattr(config, command), name, text)
         for plugin in listed(getattr(config, "plugins", None)):
             load_named("plugins", plugin, 0)()
-        places = [] if folder is None else ["--config-dir", folder]
-        places += ["--config-name", name] if name != config_name(command) else []
         module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
 
-    if not flags and ours == plain:
-        return start(checked[0], plain)
+    if not given.flags and ours == given.overrides:
+        return start(checked[0], given.overrides)
 
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -128,7 +123,7 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
         # Hydra would print a traceback of its own
         with full_errors(users_value), ending(interrupted=interrupted(command)):
             config = to_settings(composed)
-            if name != config_name(command):
+            if own_config:
                 check_config(config, command)
             start(config, list(HydraConfig.get().overrides.task))
 
@@ -136,9 +131,10 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
     users_value = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted
     # our code reports Hydra's errors; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
     with full_errors("1"), tempfile.TemporaryDirectory() as nowhere:
-        sys.argv = [f"rlhf {command}", *flags, *plain, *([f"hydra.sweep.dir={nowhere}"] if sweep else [])]
+        record = [f"hydra.sweep.dir={nowhere}"] if given.sweeps else []
+        sys.argv = [f"rlhf {command}", *given.flags, *given.overrides, *record]
         try:
-            hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=name)(guarded)()
+            hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=given.config)(guarded)()
         except HydraException as error:
             raise UserError(first_line(error)) from None
 
@@ -146,15 +142,17 @@ def _run_with_hydra(command: str, flags: list[str], plain: list[str], texts: dic
 @contextlib.contextmanager
 def full_errors(value: str | None) -> Iterator[None]:
     """Set HYDRA_FULL_ERROR within the block (None: unset it), then restore it."""
-    before = os.environ.pop("HYDRA_FULL_ERROR", None)
-    if value is not None:
-        os.environ["HYDRA_FULL_ERROR"] = value
+    before = os.environ.get("HYDRA_FULL_ERROR")
     try:
+        _set_full_errors(value)
         yield
     finally:
-        os.environ.pop("HYDRA_FULL_ERROR", None)
-        if before is not None:
-            os.environ["HYDRA_FULL_ERROR"] = before
+        _set_full_errors(before)
+
+
+def _set_full_errors(value: str | None) -> None:
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    os.environ.update({} if value is None else {"HYDRA_FULL_ERROR": value})
 
 
 def module_of(command: str) -> ModuleType:
@@ -182,22 +180,16 @@ examples:
 
 def _command_help(command: str) -> str:
     """Usage, and each setting with its default and its meaning."""
-    from rlhf.config.setting import settings_in
-
-    schema = schema_of(command)
-    defaults, shown = schema_keys(command), ("", *HELP_GROUPS[command])
     lines = [f"rlhf {command} [key=value …]", "", COMMANDS[command][1], ""]
-    for group in shown:
-        for key, stated in settings_in(schema).items():
+    for group in ("", *HELP_GROUPS[command]):
+        for key, stated in settings_in(schema_of(command)).items():
             if key.rpartition(".")[0] == group:
-                lines.append(f"  {key + '=' + _show(defaults[key]):<40} {stated.described()}")
+                lines.append(f"  {key + '=' + _show(stated.default):<40} {stated.described()}")
     if command == "import":
         lines += _import_help()
-    if command in WITHOUT_GROUPS:
-        return "\n".join(lines)
-    choices = {g: sorted(p.stem for p in (conf_dir() / g).glob("*.yaml")) for g in CONFIG_GROUPS}
-    lines += [f"  {g + '=' + ' | '.join(names):<40}" for g, names in choices.items()]
-    lines += ["", "Values shown are the schema's defaults (the papers'); experiment=… replaces some of them."]
+    if command not in WITHOUT_GROUPS:
+        lines += [f"  {group + '=' + ' | '.join(choices_of(group)):<40}" for group in CONFIG_GROUPS]
+        lines += ["", "Values shown are the schema's defaults (the papers'); experiment=… replaces some of them."]
     return "\n".join(lines)
 
 

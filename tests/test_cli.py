@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ import yaml
 import rlhf
 from rlhf import cli
 from rlhf.commands import chat, pipeline, report
-from rlhf.config import command_table, compose
-from rlhf.config import overrides as words
+from rlhf.config import Config, commands, compose
+from rlhf.config import command_line as words
+from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 
 
@@ -246,10 +246,9 @@ def test_cfg_job_prints_the_configuration_and_runs_nothing(call, runs, flag):
 
 def test_flags_are_told_from_overrides():
     given = ["-m", "seed=1,2", "--cfg", "job", "-p", "kl", "--info", "ppo.lr=1", "x"]
-    assert words.split_flags(given) == (
-        ["-m", "--cfg", "job", "-p", "kl", "--info"],
-        ["seed=1,2", "ppo.lr=1", "x"],
-    )
+    found = words.read_words(given, "ppo")
+    assert (found.flags, found.sweeps) == (["-m", "--cfg", "job", "-p", "kl", "--info"], True)
+    assert found.overrides == ["seed=1,2", "ppo.lr=1", "x"]
 
 
 def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
@@ -283,12 +282,6 @@ def test_without_arguments_main_reads_the_command_line(monkeypatch, capsys):
     assert capsys.readouterr().out == f"rlhf {rlhf.__version__}\n"
 
 
-def test_schema_keys_are_dotted_and_hold_the_defaults():
-    keys = compose.schema_keys()
-    assert (keys["kl.coef"], keys["ppo.lam"], keys["run"]) == (0.02, 0.95, "default")
-    assert "kl" in keys and "coef" not in keys
-
-
 @pytest.mark.parametrize("sweep", [False, True])
 def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(call, monkeypatch, tmp_path, sweep):
     """Also if Hydra runs it, here for a sweep, and with the user's folder of YAML files, which its stages need too."""
@@ -312,7 +305,7 @@ def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(cal
     ("arguments", "said"),
     [
         (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),
-        (["ppo", "study.kind=details"], "setting 'study.kind' is gone: use the options of `python scripts/studies/"),
+        (["ppo", "study.kind=details"], "unknown setting 'study.kind': use the options of `python scripts/studies/"),
     ],
 )
 def test_what_is_gone_is_one_line_with_what_to_use(call, arguments, said):
@@ -323,14 +316,11 @@ def test_what_is_gone_is_one_line_with_what_to_use(call, arguments, said):
 # --- settings that a command does not use ---
 
 
-SETTINGS = [key for key, value in compose.schema_keys().items() if not is_dataclass(value)]
-
-
-@pytest.mark.parametrize("key", SETTINGS)
+@pytest.mark.parametrize("key", settings_in(Config))
 def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
     alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import")]
-    users = [name for name in alone if command_table.uses(name, key)]
-    assert users or command_table.uses("pipeline", key)
+    users = [name for name in alone if commands.uses(name, key)]
+    assert users or commands.uses("pipeline", key)
     for command in alone:
         if command in users:
             words.check_used([f"{key}=1"], command)
@@ -344,7 +334,7 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others(key):
     [
         (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, ppo, dpo do: leave it out"),
         (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
-        (["ppo", "rollout.temperature=2"], "setting 'rollout.temperature' is gone: PPO samples at temperature 1"),
+        (["ppo", "rollout.temperature=2"], "unknown setting 'rollout.temperature': PPO samples at temperature 1"),
         (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
     ],
 )  # fmt: skip
@@ -384,4 +374,10 @@ def test_from_the_command_line_to_a_running_stage_in_five_files(call):
         assert "nowhere.txt" in call("tokenizer", "data.corpus=nowhere.txt")[2]
     finally:
         sys.setprofile(None)
-    assert walked == {"cli.py", "config/overrides.py", "config/compose.py", "config/checks.py", "stages/tokenizer.py"}
+    assert walked == {
+        "cli.py",
+        "config/command_line.py",
+        "config/compose.py",
+        "config/checks.py",
+        "stages/tokenizer.py",
+    }

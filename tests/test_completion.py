@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.completion import candidates
+from rlhf.config.command_line import candidates
 
 # Defines a command `rlhf` that runs this tree, installs the completion, and prints what it offers for each argument.
 SCRIPT = """

@@ -8,9 +8,10 @@ import yaml
 
 from rlhf import cli
 from rlhf.config import Config, compose
+from rlhf.config import command_line as words
 from rlhf.config import compose as composing
-from rlhf.config import overrides as words
 from rlhf.config.checks import check_config
+from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
@@ -91,8 +92,8 @@ def test_every_commands_help_runs(command, capsys):
     out, err = capsys.readouterr()
     assert err == "" and out.startswith(f"rlhf {command} [key=value …]\n\n{cli.COMMANDS[command][1]}\n")
     for group in ("", *(f"{name}." for name in cli.HELP_GROUPS[command])):
-        for key, value in compose.schema_keys(command).items():
-            if key.rpartition(".")[0] == group.rstrip(".") and not is_dataclass(value):
+        for key in settings_in(compose.schema_of(command)):
+            if key.rpartition(".")[0] == group.rstrip("."):
                 assert f"\n  {key}=" in out
     assert command in composing.SCHEMAS or (
         "model=chinchilla | gopher" in out
@@ -108,8 +109,7 @@ def test_every_setting_is_documented(capsys):
         if line.startswith("  ") and "=" in line:
             key, _, rest = line.strip().partition("=")
             shown[key] = rest.partition(" ")[2].strip()
-    settings = [key for key, value in compose.schema_keys().items() if not is_dataclass(value)]
-    assert [key for key in settings if not shown.get(key)] == []
+    assert [key for key in settings_in(Config) if not shown.get(key)] == []
     for name in (item.name for item in fields(Config())):
         group = getattr(Config(), name)
         assert not is_dataclass(group) or type(group).__doc__

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhf import cli, recipe
-from rlhf.config import Config, compose
+from rlhf.config import Config
+from rlhf.config.setting import settings_in
 
 from .conftest import ROOT
 from .stages.conftest import (
@@ -29,9 +30,10 @@ def test_every_row_has_a_module_and_parents_before_it():
 
 
 def test_every_kind_of_data_and_setting_of_a_row_exists():
-    keys = compose.schema_keys()
+    keys = settings_in(Config)
+    groups = {key.partition(".")[0] for key in keys}
     for row in recipe.ROWS:
-        assert set(row.settings) <= keys.keys()
+        assert set(row.settings) <= keys.keys() | groups
         assert {f"data.{kind}" for kind in (*row.data, *row.gold_data)} <= keys.keys()
     assert {kind: recipe.gold_file(kind) for kind in ("corpus", "comparisons")} == {
         "corpus": ("world", "corpus.jsonl"),
@@ -45,7 +47,7 @@ def test_what_other_modules_derive():
     assert recipe.ancestors("label") == ("world", "tokenizer", "pretrain", "sft")
     assert recipe.ROUND_STAGES == ("label", "reward", "ppo")
     assert tuple(vars(recipe)["PARENTS"]) == tuple(
-        key.partition(".")[2] for key in compose.schema_keys() if key.startswith("parents.")
+        key.partition(".")[2] for key in settings_in(Config) if key.startswith("parents.")
     )
     assert all(getattr(Config().parents, stage) is None for stage in recipe.PARENTS)
 

@@ -5,9 +5,8 @@ All of this is stated once, on the field (setting.py). YAML under conf/ holds di
 """
 
 from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf.config.classify import ClassifyConfig
 from rlhf.config.commands import (
     ChatConfig,
     ExportConfig,
@@ -18,13 +17,14 @@ from rlhf.config.commands import (
     ServeConfig,
     WatchConfig,
 )
-from rlhf.config.gold import GoldConfig
 from rlhf.config.model import ModelConfig, TokenizerSettings
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
 from rlhf.config.stages import (
+    ClassifyConfig,
     DataConfig,
     DpoConfig,
     EvaluateConfig,
+    GoldConfig,
     JudgeConfig,
     KlConfig,
     LoraConfig,
@@ -84,25 +84,16 @@ class ShardingConfig:
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
 
 
-if TYPE_CHECKING:
-    ParentsConfig = Any
-else:
-    ParentsConfig = make_dataclass(
-        "ParentsConfig",
-        [
-            (
-                stage,
-                str | None,
-                setting(None, "a run or a stage folder" + " (the gold world only)" * (stage in GOLD_STAGES)),
-            )
-            for stage in PARENTS
-        ],
-        namespace={
-            "__doc__": "Where the parents of a stage are: a run's name or a path; none: the same run.",
-            "__module__": __name__,
-        },
-        slots=True,
-    )
+_GOLD = dict.fromkeys(GOLD_STAGES, " (the gold world only)")
+ParentsConfig: Any = make_dataclass(
+    "ParentsConfig",
+    [(stage, str | None, setting(None, f"a run or a stage folder{_GOLD.get(stage, '')}")) for stage in PARENTS],
+    namespace={
+        "__doc__": "Where the parents of a stage are: a run's name or a path; none: the same run.",
+        "__module__": __name__,
+    },
+    slots=True,
+)
 
 
 @dataclass(slots=True)

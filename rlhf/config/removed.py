@@ -1,16 +1,27 @@
-"""Commands and settings of earlier versions, with what to use instead: the one table behind the error messages."""
+"""What earlier versions or other programs name, with what to use instead: the one table behind these error messages."""
 
-# Of a command or setting that is gone: what to use instead. A row of a whole group of settings has the group's name.
 COMMANDS: dict[str, str] = {
     "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own"
 }
+_MODEL = (
+    "name a pretrained model with model.pretrained=<hub id, @revision allowed>, in `rlhf pipeline`, or in `rlhf tokenizer` and "
+    "`rlhf pretrain`"
+)
+# A row of a whole group of settings has the group's name.
 SETTINGS: dict[str, str] = {
     "processes": "`rlhf import` reads with one process: leave it out",
     "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
-}
+    **dict.fromkeys(
+        (
+            "model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_path", "model_id", "base_model", "pretrained",
+            "checkpoint", "hf_model", "name_or_path", "revision", "model_revision",
+        ),
+        _MODEL,
+    ),
+}  # fmt: skip
 
 
 def replacement(key: str) -> str | None:
-    """What to use instead of a removed setting, or of one whose group was removed."""
+    """What to use instead of such a setting, or of one whose group was removed."""
     return SETTINGS.get(key) or SETTINGS.get(key.partition(".")[0])

@@ -6,9 +6,9 @@ lr: float = setting(1e-5, "of the policy", above=0, max=10)
 import codecs
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 # What a setting affects, and the consequence if a run is repeated with another value.
 RESULT = "result"  # the result: a stage that was run with another value is not reused
@@ -20,11 +20,12 @@ LEAST_TEMPERATURE = 1e-6  # below it logits may overflow, so that sampling fails
 MAX_PROCESSES = 1024  # also of threads
 
 
-class Kind(NamedTuple):
-    """The values of a setting whose type YAML cannot express."""
+Test = Callable[[Any], bool]
 
-    wanted: str
-    fits: Callable[[Any], bool]
+
+def listed(value: Any) -> list[Any]:
+    """A setting that holds one value or several, as a list; empty for null."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_text(value: Any) -> bool:
@@ -43,24 +44,48 @@ def _is_name(value: Any) -> bool:
     return _is_text(value) or _is_number(value)
 
 
-def listed(value: Any) -> list[Any]:
-    """A setting that holds one value or several, as a list; empty for null."""
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _one_or_list(fits: Callable[[Any], bool], least: int = 1) -> Callable[[Any], bool]:
-    return lambda v: len(v) >= least and all(map(fits, v)) if isinstance(v, list | tuple) else fits(v)
-
-
-def _is_list_of(count: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, list | tuple) and len(v) == count and all(map(fits, v))
-
-
 def _is_encoding(value: Any) -> bool:
     try:
         return isinstance(value, str) and codecs.lookup(value) is not None
     except (LookupError, ValueError):
         return False
+
+
+def _list_of(fits: Test, least: int = 1, most: float = math.inf) -> Test:
+    return lambda v: isinstance(v, list | tuple) and least <= len(v) <= most and all(map(fits, v))
+
+
+def _one_or_list(fits: Test, least: int = 1) -> Test:
+    return lambda v: _list_of(fits, least)(v) if isinstance(v, list | tuple) else fits(v)
+
+
+# The values of settings whose type YAML cannot express: what is wanted, in words, and whether a value fits.
+KINDS: dict[str, tuple[str, Test]] = {
+    "paths": ("a file, a folder or a hub id, or a list of these", _one_or_list(_is_text)),
+    "names": ("a name or a list of names", _one_or_list(_is_text)),
+    "labelers": ("a name or a list of names", _one_or_list(_is_name, least=0)),
+    "rewards": (
+        "a name or a list of names", lambda v: _is_text(v) or _list_of(lambda name: name is None or _is_text(name))(v)
+    ),
+    "function": ("a function module:name or file.py:name", _is_function),
+    "functions": ("module:name or file.py:name, or a list of these", _one_or_list(_is_function)),
+    "columns": ("a column or a list of columns", _one_or_list(_is_name, least=0)),
+    "words": ("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
+    "numbers": ("a number or a list of numbers", _one_or_list(_is_number)),
+    "counts": (
+        "a whole number of 0 or more, or a list of different ones",
+        lambda v: _one_or_list(lambda n: type(n) is int and n >= 0)(v) and len({*listed(v)}) == len(listed(v)),
+    ),
+    "shares": ("a list of numbers above 0", _list_of(lambda n: _is_number(n) and n > 0)),
+    "weights": (
+        "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
+        lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
+    ),
+    "pair": ("two different names", lambda v: _list_of(_is_text, 2, 2)(v) and v[0] != v[1]),
+    "prices": ("two numbers of 0 or more", _list_of(lambda n: _is_number(n) and n >= 0, 2, 2)),
+    "switch": ("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
+    "encoding": ("an encoding that Python knows, such as utf-8", _is_encoding),
+}  # fmt: skip
 
 
 def _has_nul(value: Any) -> bool:
@@ -70,41 +95,9 @@ def _has_nul(value: Any) -> bool:
     return any(map(_has_nul, value)) if isinstance(value, list | tuple) else isinstance(value, str) and "\0" in value
 
 
-KINDS = {
-    "paths": Kind("a file, a folder or a hub id, or a list of these", _one_or_list(_is_text)),
-    "names": Kind("a name or a list of names", _one_or_list(_is_text)),
-    "labelers": Kind("a name or a list of names", _one_or_list(_is_name, least=0)),
-    "rewards": Kind(
-        "a name or a list of names",
-        lambda v: _is_text(v) or (isinstance(v, list) and bool(v) and all(n is None or _is_text(n) for n in v)),
-    ),
-    "function": Kind("a function module:name or file.py:name", _is_function),
-    "functions": Kind("module:name or file.py:name, or a list of these", _one_or_list(_is_function)),
-    "columns": Kind("a column or a list of columns", _one_or_list(_is_name, least=0)),
-    "words": Kind("a word or a list of words", _one_or_list(lambda v: _is_name(v) or isinstance(v, bool), least=0)),
-    "numbers": Kind("a number or a list of numbers", _one_or_list(_is_number)),
-    "counts": Kind(
-        "a whole number of 0 or more, or a list of different ones",
-        lambda v: _one_or_list(lambda n: type(n) is int and n >= 0)(v) and len({*listed(v)}) == len(listed(v)),
-    ),
-    "shares": Kind(
-        "a list of numbers above 0",
-        lambda v: isinstance(v, list) and _one_or_list(lambda n: _is_number(n) and n > 0)(v),
-    ),
-    "weights": Kind(
-        "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
-        lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
-    ),
-    "pair": Kind("two different names", lambda v: _is_list_of(2, _is_text)(v) and v[0] != v[1]),
-    "prices": Kind("two numbers of 0 or more", _is_list_of(2, lambda n: _is_number(n) and n >= 0)),
-    "switch": Kind("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
-    "encoding": Kind("an encoding that Python knows, such as utf-8", _is_encoding),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Properties of a field apart from its type and default."""
+    """What a field states of its setting."""
 
     help: str
     choices: tuple[str, ...] | None = None
@@ -112,25 +105,21 @@ class Setting:
     above: float | None = None
     max: float | None = None
     below: float | None = None
-    any_finite: bool = False
     kind: str | None = None  # of KINDS; with choices also a value
     changes: str | None = None  # none: as its group
+    default: Any = None
     optional: bool = False  # null is a value
 
     def wanted(self) -> str:
         """The values that fit, in words."""
-        if self.choices is not None:
-            more = f", or {KINDS[self.kind].wanted}" if self.kind else ""
-            return f"one of {', '.join(self.choices)}{more}"
-        if self.kind is not None:
-            return KINDS[self.kind].wanted
+        if self.choices is not None or self.kind is not None:
+            choices = [f"one of {', '.join(self.choices)}"] if self.choices else []
+            return ", or ".join([*choices, *([KINDS[self.kind][0]] if self.kind else [])])
         if self.min is not None and self.max is not None:
             return f"{self.min} to {self.max}"
-        low = f"{self.min} or more" if self.min is not None else f"more than {self.above}"
-        high = f"at most {self.max}" if self.max is not None else f"less than {self.below}"
-        has_low, has_high = (self.min, self.above) != (None, None), (self.max, self.below) != (None, None)
-        both = (low,) * has_low + (high,) * has_high
-        return " and ".join(both) or "a finite number"
+        bounds = {f"{self.min} or more": self.min, f"more than {self.above}": self.above}
+        bounds |= {f"at most {self.max}": self.max, f"less than {self.below}": self.below}
+        return " and ".join(words for words, bound in bounds.items() if bound is not None) or "a finite number"
 
     def described(self) -> str:
         """The line of help."""
@@ -140,12 +129,10 @@ class Setting:
         if value is None:
             return self.optional
         if self.choices is not None or self.kind is not None:
-            return value in (self.choices or ()) or (self.kind is not None and KINDS[self.kind].fits(value))
+            return value in (self.choices or ()) or (self.kind is not None and KINDS[self.kind][1](value))
         if isinstance(value, str):
             return bool(value.strip())
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return True
-        return (
+        return isinstance(value, bool) or (
             (isinstance(value, int) or math.isfinite(value))
             and (self.min is None or value >= self.min)
             and (self.above is None or value > self.above)
@@ -169,7 +156,7 @@ class Setting:
 
 def setting(default: Any, help: str, **stated: Any) -> Any:
     """A field with its default, its help (which names the unit) and other properties of `Setting`."""
-    return field(default=default, metadata={"setting": Setting(help, **stated)})
+    return field(default=default, metadata={"setting": Setting(help, default=default, **stated)})
 
 
 def group(schema: type, changes: str = RESULT) -> Any:
@@ -177,12 +164,12 @@ def group(schema: type, changes: str = RESULT) -> Any:
     return field(default_factory=schema, metadata={"changes": changes})
 
 
-def settings_in(schema: type[Any], changes: str = RESULT) -> dict[str, Setting]:
+@functools.cache
+def settings_in(schema: type[Any], changes: str = RESULT) -> Mapping[str, Setting]:
     """Every setting of a schema by its dotted key, in the schema's order."""
     settings: dict[str, Setting] = {}
     for item in fields(schema):
-        if is_dataclass(item.type):
-            assert isinstance(item.type, type)
+        if isinstance(item.type, type) and is_dataclass(item.type):
             inner = settings_in(item.type, item.metadata["changes"])
             settings |= {f"{item.name}.{key}": value for key, value in inner.items()}
             continue
@@ -190,6 +177,12 @@ def settings_in(schema: type[Any], changes: str = RESULT) -> dict[str, Setting]:
         optional = (item.type is Any and item.default is None) or type(None) in get_args(item.type)
         settings[item.name] = replace(stated, optional=optional, changes=stated.changes or changes)
     return settings
+
+
+def wrong_values(config: Any) -> list[str]:
+    """What is wrong with each single value of a configuration."""
+    problems = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]
+    return [problem for problem in problems if problem is not None]
 
 
 def get(config: Any, key: str) -> Any:
@@ -210,17 +203,6 @@ class FromEnvironment(str):
 
     source: str
 
-    def __new__(cls, value: str, source: str) -> "FromEnvironment":
-        made = super().__new__(cls, value)
-        made.source = source
-        return made
-
-    def __deepcopy__(self, memo: Any) -> "FromEnvironment":
-        return self
-
-    def __reduce__(self) -> Any:
-        return FromEnvironment, (str(self), self.source)
-
 
 def stored(value: Any) -> Any:
     """A value, or a tree of them, as written to a file: values from the environment are replaced by their variable's name."""
@@ -228,12 +210,4 @@ def stored(value: Any) -> Any:
         return value.source
     if isinstance(value, dict):
         return {key: stored(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [stored(inner) for inner in value]
-    return value
-
-
-def wrong_values(config: Any) -> list[str]:
-    """What is wrong with each single value of a configuration."""
-    problems = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]
-    return [problem for problem in problems if problem is not None]
+    return [stored(inner) for inner in value] if isinstance(value, list | tuple) else value

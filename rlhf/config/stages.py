@@ -149,7 +149,7 @@ class PpoConfig:
     missing_eos_rule: str = setting(
         "min", "score without end token: at most missing_eos_score, or that", choices=("min", "replace", "none")
     )
-    missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule", any_finite=True)
+    missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule")
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
     score_by_token: bool = setting(
@@ -275,3 +275,67 @@ class DpoConfig:
     final_lr_fraction: float = setting(1.0, "where the cosine ends, as a share of lr; 1: constant", min=0, max=1)
     weight_decay: float = setting(0.0, "on matrices only", min=0, max=10)
     max_grad_norm: float = setting(1.0, "the gradient is scaled down to this norm", above=0)
+
+
+@dataclass(slots=True)
+class ClassifyConfig:
+    """Fine-tuning on a labelled task (Radford et al. 2018, sections 3.2, 3.3 and 4.1)."""
+
+    data: Any = setting(
+        None, "labelled examples; gold:topic, entailment, similarity or choice: the gold world's", kind="paths"
+    )
+    test: Any = setting(None, "held-out examples; none: a fraction of classify.data", kind="paths")
+    text: str | None = setting(None, "column with the text, the premise or the context")
+    second: str | None = setting(None, "column with a second text: a hypothesis, a question, a text to compare")
+    choices: Any = setting(None, "columns with the choices, or one with lists", kind="columns")
+    label: str | None = setting(None, "column with the label; for choices the right one's text, column or number")
+    both_orders: bool = setting(False, "similarity: read the two texts in both orders")
+    held_out: float = setting(0.2, "fraction of the examples kept for the figures", above=0, below=1)
+    examples: int | None = setting(None, "training examples, drawn at random; none: all", min=1)
+    layers: int | None = setting(None, "blocks taken from the base; the rest is random; none: all", min=0)
+    from_scratch: bool = setting(False, "transfer nothing from the base: its shape with random weights")
+    epochs: int = setting(3, "passes over the examples", min=1)
+    batch_size: int = setting(32, "examples per optimizer step", min=1)
+    micro_batch_size: int = setting(32, "examples per forward", min=1, changes=ROUNDING)
+    lr: float = setting(6.25e-5, "learning rate of AdamW; linear warm-up, then linear decay to 0", above=0, max=10)
+    warmup_fraction: float = setting(0.002, "fraction of the steps of warm-up", min=0, below=1)
+    lm_coef: float = setting(0.5, "weight lambda of the language model's loss on the same text", min=0)
+    dropout: float = setting(0.1, "dropout on the classifier's hidden state", min=0, below=1)
+    weight_decay: float = setting(0.01, "weight decay, on matrices only", min=0, max=10)
+    max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
+
+
+@dataclass(slots=True)
+class GoldConfig:
+    """A world with a known true score: the built-in one, with its right answers, or sentiment by a lexicon."""
+
+    enabled: bool = setting(False, "use the world's files for data.… settings that are not set")
+    truth: str = setting(
+        "judge", "right answers, or a lexicon's sentiment of continuations of data.corpus", choices=("judge", "vader")
+    )
+    documents: int = setting(96_000, "documents of pretraining text", min=1)
+    conversations: float = setting(0.0, "share of requests of two to four turns (truth=judge)", min=0, max=1)
+    demonstrations: int = setting(3000, "demonstrations", min=1)
+    train_prompts: int = setting(4000, "prompts of the training split", min=1)
+    dev_prompts: int = setting(256, "prompts for choosing settings", min=1)
+    test_prompts: int = setting(512, "prompts for the final figures", min=1)
+    passage_min_tokens: int = setting(32, "least tokens of a passage's opening (truth=vader)", min=1)
+    passage_max_tokens: int = setting(64, "most tokens of a passage's opening (truth=vader)", min=1)
+    continuation_tokens: int = setting(24, "tokens of the text's own continuation of a passage (truth=vader)", min=1)
+    comparison_prompts: int = setting(3000, "prompts whose responses are ranked, over all rounds", min=1)
+    rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model answers", min=1)
+    early_episodes: int | None = setting(None, "episodes of earlier rounds; none: ppo.episodes", min=1, changes=NOTHING)
+    later_reward_epochs: int | None = setting(
+        None, "in later rounds the reward model goes on for these passes; none: it starts anew", min=1
+    )
+    comparison_dev_prompts: int = setting(100, "ranked dev prompts, for held-out figures of training", min=0)
+    comparison_test_prompts: int = setting(300, "ranked test prompts, for held-out accuracy", min=0)
+    responses_min: int = setting(4, "fewest responses per prompt, K", min=2, max=100)
+    responses_max: int = setting(9, "most responses per prompt", min=2, max=100)
+    second_labeler: float = setting(0.25, "fraction of prompts that a second labeler also ranks", min=0, max=1)
+    held_out_labelers: int = setting(2, "additional labelers who rank only dev and test prompts: 0 to 2", min=0, max=2)
+    labeler_noise: float = setting(1.4, "standard deviation of a judgement; the gold score's range is 10", min=0)
+    labeler_agreement: float | None = setting(
+        None, "tune the noise to this share of equal verdicts on pairs; none: labeler_noise", above=0.5, below=1
+    )
+    spare_responses: int = setting(3, "samples per prompt beyond K, to replace duplicates", min=0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf.config.gold import GoldConfig
+from rlhf.config.stages import GoldConfig
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.people import (

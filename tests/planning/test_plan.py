@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.config import DEEPSPEED, PlanConfig, compose
-from rlhf.config import overrides as words
+from rlhf.config import command_line as words
 from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError

@@ -232,8 +232,8 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     [
         ("sft model={folder}", "model={folder}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named "
                                "with model.pretrained={folder}"),
-        ("sft model_name_or_path={folder}", "a pretrained model is named with model.pretrained={folder}, in `rlhf pipeline`"),
-        ("tokenizer model.revision=v2 model.pretrained=me/x", "a revision is named with its model: model.pretrained=<hub id>@v2"),
+        ("sft model_name_or_path={folder}", "name a pretrained model with model.pretrained=<hub id"),
+        ("tokenizer model.revision=v2 model.pretrained=me/x", "name a pretrained model with model.pretrained=<hub id, @revision"),
         ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
         ("sft parents.pretrain={folder}", "a pretrained model, and no run: adopt it with `rlhf tokenizer model.pretrained={folder}`"),
         ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),

@@ -1,0 +1,274 @@
+"""The words of a command line: Hydra's flags, overrides, free text; what is wrong with them, in one line each; completion in bash.
+
+Completion is installed by `eval "$(rlhf -sc install=bash)"`, with Hydra's own flag. At each Tab the shell calls
+`rlhf -sc query=bash`, which reads the line from COMP_LINE.
+"""
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf.config.checks import check_config
+from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, SHARED_FLAG, WITHOUT_GROUPS, uses
+from rlhf.config.compose import (
+    SCHEMAS,
+    choices_of,
+    compose_config,
+    config_name,
+    first_line,
+    nearest,
+    schema_of,
+    unknown_setting,
+)
+from rlhf.config.model import shape_settings
+from rlhf.config.setting import settings_in
+from rlhf.errors import UserError
+from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
+from rlhf.system.terminal import say
+
+# Hydra's flags that are followed by a value, and those that are not.
+FLAGS_WITH_VALUE = (
+    "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"
+)  # fmt: skip
+FLAGS = (*FLAGS_WITH_VALUE, "-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
+TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
+
+
+class Words(NamedTuple):
+    """A command line taken apart."""
+
+    flags: list[str]  # Hydra's, with their values
+    overrides: list[str]
+    config: str  # name of the primary configuration
+    folder: str | None  # of the user's YAML files
+
+    @property
+    def sweeps(self) -> bool:
+        return "-m" in self.flags or "--multirun" in self.flags
+
+
+def read_words(arguments: list[str], command: str) -> Words:
+    """Take the words after the command apart. Raises: UserError for an unknown flag or a missing folder."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    config, folder = config_name(command), None
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            # `+` adds a group to Hydra's list of defaults, which already contains ours
+            is_group = word.startswith("+") and word[1:].partition("=")[0] in CONFIG_GROUPS
+            overrides.append(word[1:] if is_group else word)
+            continue
+        flag, equals, value = word.partition("=")
+        if flag not in FLAGS:
+            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: write settings as key=value")
+        flags.append(word)
+        if flag in FLAGS_WITH_VALUE and not equals and words and "=" not in words[0]:
+            value = words.pop(0)
+            flags.append(value)
+        if flag in ("-cp", "--config-path"):
+            raise UserError(
+                f"{flag}: would hide the schema: use --config-dir {value} for a folder of your own YAML files"
+            )
+        if flag in ("-cd", "--config-dir"):
+            if not Path(value).is_dir():
+                raise UserError(
+                    f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml"
+                )
+            folder = str(Path(value).resolve())
+        if flag in ("-cn", "--config-name"):
+            config = value.removesuffix(".yaml")
+    return Words(flags, overrides, config, folder)
+
+
+def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Split off the overrides of TEXTS, whose plain text needs none of Hydra's quotes. Raises: UserError."""
+    texts: dict[str, str] = {}
+    keys = TEXTS.get(command, ())
+    if "--" in overrides:
+        if not keys:
+            takers = " and ".join(f"`rlhf {name}`" for name in TEXTS)
+            raise UserError(
+                f"--: only {takers} take text after it: write the settings of `rlhf {command}` as key=value"
+            )
+        at = overrides.index("--")
+        overrides, texts[keys[0]] = overrides[:at], " ".join(overrides[at + 1 :])
+    others = []
+    for text in overrides:
+        match = re.fullmatch(rf"{command}\.({'|'.join(keys)})=\s*([^\s'\"$].*)", text, re.DOTALL) if keys else None
+        if match is None or match[2] == "null":
+            others.append(text)
+        else:
+            texts.setdefault(match[1], match[2])
+    return others, texts
+
+
+def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
+    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one; and settings that have no
+    meaning together with model.pretrained.
+
+    Raises: UserError.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    settings = settings_in(schema_of(command))
+    groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
+    searched = any(text.startswith("hydra.searchpath=") for text in overrides)  # Hydra reads this folder
+    parser, given = OverridesParser.create(), {}
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{nearest(text, list(settings))}")
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise UserError(
+                f"{text!r}: not an override ({first_line(error)}): write key=value, quote odd values"
+            ) from None
+        key, value = override.key_or_group, override.value()
+        given[key] = text.partition("=")[2]
+        if key in groups and not text.startswith("~"):
+            if isinstance(value, str) and not searched:
+                _check_choice(key, value, folder)
+        elif any(setting.startswith(f"{key}.") for setting in settings):
+            if isinstance(value, str | int | float):
+                hint = (
+                    "a pretrained tokenizer comes with its model, by model.pretrained=…" if key == "tokenizer" else ""
+                )
+                raise UserError(f"{key}={value}: {key} is a group of settings: {hint or f'write {key}.<setting>=…'}")
+        elif key not in settings and not key.startswith("hydra"):
+            raise UserError(unknown_setting(key, command, groups))
+    if given.get("model.pretrained", "null") != "null":
+        if shapes := [key for key in given if key in (*shape_settings(), "model")]:
+            raise UserError(
+                f"{', '.join(shapes)}: a pretrained model has a shape and a tokenizer of its own: leave it out, or leave "
+                "out model.pretrained"
+            )
+        tokens = given.get("pretrain.tokens", "null")
+        if tokens != "null" and not {"data.corpus", "experiment"} & set(given):
+            raise UserError(
+                f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave "
+                "pretrain.tokens out to adopt the model as it is"
+            )
+
+
+def _check_choice(group: str, value: str, folder: str | None) -> None:
+    choices = choices_of(group, *([] if folder is None else [Path(folder)]))
+    if value in choices:
+        return
+    if group == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
+        raise UserError(
+            f"model={value}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named with "
+            f"model.pretrained={value}"
+        )
+    raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
+
+
+def check_used(overrides: list[str], command: str) -> None:
+    """Refuse a setting that the command does not read; a pipeline lists those that none of its stages reads.
+
+    Raises: UserError.
+    """
+    settings = settings_in(schema_of(command))
+    given = [key for key in (text.lstrip("+~").partition("=")[0] for text in overrides) if key in settings]
+    if command == "pipeline":
+        for key in given:  # the pipeline can run the baselines and the stages that evaluate builds on
+            if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
+                say(f"pipeline: {key}: no stage of the pipeline uses it")
+    unused = [] if command in OF_SEVERAL else [key for key in given if not uses(command, key)]
+    if unused[:1] == ["model.pretrained"]:
+        raise UserError(
+            f"model.pretrained: `rlhf {command}` does not use it; it starts from the output of earlier stages: leave it out, or "
+            "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
+        )
+    if unused:
+        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])]
+        others = others or ["pipeline"]
+        more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
+        raise UserError(
+            f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "
+            f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
+        )
+
+
+def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str) -> list[Any]:
+    """The checked configuration of each job of a sweep, or of the one job; no two jobs may write one run.
+
+    more: overrides that every job has. Raises: UserError.
+    """
+    jobs = [overrides]
+    if sweep:
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        choices = []
+        for override in OverridesParser.create().parse_overrides(overrides):
+            key, text = override.get_key_element(), str(override.input_line)
+            swept = override.is_sweep_override()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()] if swept else [text])
+        jobs = [list(job) for job in itertools.product(*choices)]
+    runs: dict[str, list[str]] = {}
+    configs = []
+    for job in jobs:
+        config = compose_config([*job, *more], command)
+        check_config(config, command)
+        configs.append(config)
+        if command in STAGES or command == "pipeline":
+            if config.run in runs:
+                other = sorted(set(job) ^ set(runs[config.run]))
+                key = next((o.partition("=")[0] for o in other if not o.startswith("run=")), "seed")
+                raise UserError(
+                    f"--multirun: several jobs would write run={config.run}: give each a run of its own, such as "
+                    f"'run={config.run}-${{{key}}}'"
+                )
+            runs[config.run] = job
+    return configs
+
+
+SCRIPT = """_rlhf_complete() {
+    local IFS=$'\\n'
+    COMPREPLY=($(COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" rlhf -sc query=bash 2>/dev/null))
+}
+complete -o nospace -o default -F _rlhf_complete rlhf"""
+REPLIES = {"install=bash": SCRIPT, "uninstall=bash": "complete -r rlhf; unset -f _rlhf_complete"}
+
+
+def completion(arguments: list[str]) -> str | None:
+    """What to print for `-sc <word>`; None without that flag. Raises: UserError for an unknown word."""
+    if arguments[0] not in ("-sc", "--shell-completion"):
+        return None
+    word = " ".join(arguments[1:])
+    if word == "query=bash":
+        line = os.environ.get("COMP_LINE", "")
+        return "\n".join(candidates(line[: int(os.environ.get("COMP_POINT", len(line)))]))
+    if word not in REPLIES:
+        raise UserError(f"{arguments[0]} {word}: want {' or '.join(REPLIES)}: other shells have no completion")
+    return REPLIES[word]
+
+
+def candidates(line: str) -> list[str]:
+    """Completions of the last word of a line; for `key=value` only of the value, since bash splits words at "="."""
+    words = line.split()
+    current = words.pop() if words and not line.endswith(" ") else ""
+    if len(words) < 2:
+        return [f"{name} " for name in COMMANDS if name.startswith(current)] if words else []
+    command = words[1]
+    if command not in COMMANDS:
+        return []
+    stated = settings_in(schema_of(command)).items()
+    settings = {key: one for key, one in stated if command in OF_SEVERAL or uses(command, key)}
+    groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
+    key, equals, value = current.partition("=")
+    if equals:
+        choices = choices_of(key) if key in groups else []
+        if key in settings:
+            choices = ["true", "false"] if isinstance(settings[key].default, bool) else settings[key].choices or ()
+        return [choice for choice in choices if choice.startswith(value)]
+    completions: dict[str, None] = {}
+    for name in (*groups, *settings):
+        if name.startswith(current):  # one level of a dotted key at a time
+            head, dot, _ = name[len(current) :].partition(".")
+            completions[current + head + (dot or "=")] = None
+    return list(completions)
