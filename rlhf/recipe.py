@@ -7,25 +7,12 @@ imports nothing of the project.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-PROMPTS = (
-    "data.prompts",
-    "data.demonstrations",
-    "data.comparisons",
-    "data.format",
-    "data.dev",
-    "data.test",
-    "data.split_seed",
-)
-RANKINGS = (
-    "data.comparisons",
-    "data.format",
-    "data.dev",
-    "data.test",
-    "data.split_seed",
-    "data.half",
-    "data.held_out_labelers",
-)
+SPLITS = ("data.format", "data.dev", "data.test", "data.split_seed")
+PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", *SPLITS)
+RANKINGS = ("data.comparisons", *SPLITS, "data.half", "data.held_out_labelers")
 REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.calibrated")
+SCORES = ("ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score")
+OF_MODELS = ("seed", "precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +41,7 @@ class StageRow:
     @property
     def groups(self) -> tuple[str, ...]:
         """The groups of the settings that change its result."""
-        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key not in ("seed", "precision")))
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key not in OF_MODELS))
 
 
 ROWS = (
@@ -80,7 +67,7 @@ ROWS = (
         "pretrain the GPT from random weights, or adopt a pretrained model",
         parents=("world", "tokenizer"),
         data=("corpus",),
-        settings=("seed", "precision", "model", "pretrain", "data.corpus", "data.corpus_weights", "data.encoding", "data.form",
+        settings=(*OF_MODELS, "model", "pretrain", "data.corpus", "data.corpus_weights", "data.encoding", "data.form",
                   "data.held_out"),
         several_processes=True,
         writes_policy=True,
@@ -90,8 +77,7 @@ ROWS = (
         "fine-tune on demonstrations",
         parents=("world", "pretrain"),
         data=("demonstrations",),
-        settings=("seed", "precision", "sft", "lora.rank", "lora.alpha", "data.demonstrations", "data.format", "data.dev",
-                  "data.test", "data.split_seed"),
+        settings=(*OF_MODELS, "sft", "lora.rank", "lora.alpha", "data.demonstrations", *SPLITS),
         several_processes=True,
         writes_policy=True,
     ),
@@ -100,7 +86,7 @@ ROWS = (
         "sample responses from the SFT model and have simulated labelers rank them",
         parents=("world", "sft"),
         data=("prompts",),
-        settings=("seed", "precision", "gold", "rollout.max_new_tokens"),
+        settings=(*OF_MODELS, "gold", "rollout.max_new_tokens"),
         reads=("data.prompts", "rollout.batch_size"),
         gold_data={"comparisons": "comparisons.jsonl"},
         gold_only=True,
@@ -111,9 +97,9 @@ ROWS = (
         "train the reward model on ranked comparisons",
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
-        settings=("seed", "precision", "reward", "lora.rank", "lora.alpha", "data.demonstrations", *RANKINGS,
+        settings=(*OF_MODELS, "reward", "lora.rank", "lora.alpha", "data.demonstrations", *RANKINGS,
                   "rollout.max_new_tokens", "gold.later_reward_epochs"),
-        reads=("gold.held_out_labelers", "rollout.batch_size", "ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score"),
+        reads=("gold.held_out_labelers", "rollout.batch_size", *SCORES),
         several_processes=True,
         every_round=True,
     ),
@@ -122,7 +108,7 @@ ROWS = (
         "optimise the policy against the reward model",
         parents=("world", "sft", "reward"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=("seed", "precision", "ppo", "kl", "lora", "rollout", *PROMPTS),
+        settings=(*OF_MODELS, "ppo", "kl", "lora", "rollout", *PROMPTS),
         several_processes=True,
         every_round=True,
         writes_policy=True,
@@ -132,7 +118,7 @@ ROWS = (
         "fine-tune on the best of n samples by the reward model",
         parents=("world", "sft", "reward"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=("seed", "precision", "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", "ppo.prompts", *REWARD_SOURCES,
+        settings=(*OF_MODELS, "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", "ppo.prompts", *REWARD_SOURCES,
                   *PROMPTS),
         reads=("ppo.eval_prompts", "ppo.micro_batch_episodes", "ppo.missing_eos_rule", "ppo.missing_eos_score", "ppo.ptx_coef",
                "rollout.batch_size"),
@@ -145,7 +131,7 @@ ROWS = (
         "fine-tune on ranked comparisons directly (DPO)",
         parents=("world", "sft", "label"),
         data=("comparisons",),
-        settings=("seed", "precision", "dpo", "lora.rank", "lora.alpha", "reward.labeler_weights", *RANKINGS,
+        settings=(*OF_MODELS, "dpo", "lora.rank", "lora.alpha", "reward.labeler_weights", *RANKINGS,
                   "rollout.max_new_tokens"),
         reads=("gold.held_out_labelers",),
         optional=True,
@@ -156,7 +142,7 @@ ROWS = (
         "fine-tune one model to answer and to rate answers (LaMDA's generate-and-rate)",
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
-        settings=("seed", "precision", "rate", "sft", "gold.labeler_noise", "data.demonstrations", *RANKINGS),
+        settings=(*OF_MODELS, "rate", "sft", "gold.labeler_noise", "data.demonstrations", *RANKINGS),
         gold_only=True,
         optional=True,
         writes_policy=True,
@@ -165,7 +151,7 @@ ROWS = (
         "classify",
         "fine-tune a base on a labelled task, and measure it (GPT-1's transfer)",
         parents=("pretrain",),
-        settings=("seed", "precision", "classify", "data.split_seed", "data.encoding"),
+        settings=(*OF_MODELS, "classify", "data.split_seed", "data.encoding"),
         optional=True,
     ),
     StageRow(
@@ -173,8 +159,8 @@ ROWS = (
         "train the reward model that judges the policies, on the other half of the comparisons",
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
-        settings=("seed", "precision", "judge", "data.demonstrations", *RANKINGS, "rollout.max_new_tokens"),
-        reads=("gold.held_out_labelers", "rollout.batch_size", "ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score"),
+        settings=(*OF_MODELS, "judge", "data.demonstrations", *RANKINGS, "rollout.max_new_tokens"),
+        reads=("gold.held_out_labelers", "rollout.batch_size", *SCORES),
         several_processes=True,
         optional=True,
     ),
@@ -183,8 +169,8 @@ ROWS = (
         "measure the models on held-out prompts and comparisons",
         parents=("world", "pretrain", "sft", "label", "reward", "ppo", "judge"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=("seed", "precision", "evaluate", "rate.safety", "rollout.max_new_tokens", "ppo.missing_eos_rule", "ppo.missing_eos_score",
-                  "ppo.score_clip", *REWARD_SOURCES, *PROMPTS, "data.held_out_labelers", "gold.labeler_noise"),
+        settings=(*OF_MODELS, "evaluate", "rate.safety", "rollout.max_new_tokens", *SCORES, *REWARD_SOURCES, *PROMPTS,
+                  "data.held_out_labelers", "gold.labeler_noise"),
         reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model", "data.corpus", "data.encoding",
                *(f"classify.{key}" for key in ("data", "test", "text", "second", "choices", "label", "both_orders", "held_out",
                                                "examples"))),

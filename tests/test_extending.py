@@ -100,6 +100,8 @@ def infinite(rewards, values, mask, *, gamma, lam, group_size):
     return rewards / 0.0, rewards
 def few(rewards, mask):
     return rewards, rewards
+def exits(rewards, values, mask, *, gamma, lam, group_size):
+    raise SystemExit(0)
 def number(experience):
     return 1.0
 def named(experience):
@@ -119,6 +121,7 @@ def several(experience):
         ("counts", r"returned torch.bool \(2, 2\): want two float"),
         ("infinite", "returned values that are not finite"),
         ("few", r"takes \(rewards, mask\) .* is called as f\(rewards, values, mask, gamma=, lam=, group_size=\)"),
+        ("exits", r"raised SystemExit: 0 \(wrong.py:\d+\): correct"),
         ("missing", "cannot be imported"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
+from rlhf.runs.records import read_record
 from rlhf.system.files import beside, hash_files, held, read_json, replaced, set_aside, sha256_file, share, write_json
 
 
@@ -31,7 +32,9 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert read_json(path)["n"] == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[1] 2"])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"a": 1', b"\xff\xfe", b"[1] 2", b"[" * 100_000], ids=["empty", "torn", "utf8", "two", "deep"]
+)
 def test_damaged_json_reads_as_nothing(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     assert read_json(tmp_path / "a.json") == {}
@@ -39,7 +42,7 @@ def test_damaged_json_reads_as_nothing(tmp_path, content):
 
 def test_missing_json_reads_as_nothing(tmp_path):
     (tmp_path / "file").touch()
-    assert read_json(tmp_path / "none.json") == read_json(tmp_path / "file" / "a.json") == {}
+    assert read_json(tmp_path) == read_json(tmp_path / "none.json") == read_json(tmp_path / "file" / "a.json") == {}
 
 
 def test_hashes_are_sha256_by_relative_path(tmp_path):
@@ -55,9 +58,11 @@ def test_hashes_are_sha256_by_relative_path(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.gguf")
-    for path in (tmp_path / "pipe.gguf", Path("/dev/zero")):
-        with pytest.raises(UserError, match="not a regular file"):
-            sha256_file(path)
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.gguf", Path("/dev/zero"), tmp_path / "link"):
+        for read in (sha256_file, read_json, lambda path: read_record(path, "stage")):
+            with pytest.raises(UserError, match="not a regular file"):
+                read(path)
     assert hash_files(tmp_path) == {}
 
 
@@ -123,10 +128,3 @@ def test_weights_have_the_mode_of_the_umask(tmp_path):
         assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
     finally:
         os.umask(before)
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe{}", b"[" * 100_000, None], ids=["torn", "utf8", "deep", "folder"])
-def test_a_damaged_file_is_no_value(tmp_path, content):
-    path = tmp_path / "a.json"
-    path.mkdir() if content is None else path.write_bytes(content)
-    assert read_json(path) == {}

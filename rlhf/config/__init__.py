@@ -7,35 +7,9 @@ All of this is stated once, on the field (setting.py). YAML under conf/ holds di
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
-from rlhf.config.commands import (
-    ChatConfig,
-    ExportConfig,
-    GenerateConfig,
-    NextConfig,
-    ReportConfig,
-    SampleConfig,
-    ServeConfig,
-    WatchConfig,
-)
+from rlhf.config import commands, stages
 from rlhf.config.model import ModelConfig, TokenizerSettings
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
-from rlhf.config.stages import (
-    ClassifyConfig,
-    DataConfig,
-    DpoConfig,
-    EvaluateConfig,
-    GoldConfig,
-    JudgeConfig,
-    KlConfig,
-    LoraConfig,
-    PpoConfig,
-    PretrainConfig,
-    RateConfig,
-    RejectionConfig,
-    RewardConfig,
-    RolloutConfig,
-    SftConfig,
-)
 from rlhf.recipe import GOLD_STAGES, PARENTS
 
 # Name: ZeRO stage, and whether states are in the host's memory.
@@ -50,7 +24,7 @@ class TrackingConfig:
     """Where metrics are written. JSONL is always written."""
 
     kind: str = setting(
-        "wandb", "wandb: offline unless a key is set; off: no samples", choices=("wandb", "tensorboard", "jsonl", "off")
+        "wandb", "wandb: offline without a key; off: no samples", choices=("wandb", "tensorboard", "jsonl", "off")
     )
     project: str = setting("rlhf", "W&B project")
     entity: str | None = setting(None, "W&B user or team of the dashboard; none: the key's own")
@@ -104,48 +78,42 @@ class Config:
     runs_dir: str = setting("runs", "the folder of all runs", changes=NOTHING)
     seed: int = setting(0, "seed of all random choices", min=0, max=MAX_SEED)
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
-    plugins: Any = setting(
-        None, "functions called before the command, to register an architecture", kind="functions", changes=NOTHING
-    )
+    plugins: Any = setting(None, "functions called first, to register architectures", kind="functions", changes=NOTHING)
     device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
-    threads: int = setting(
-        0, "CPU threads per process; 0: the cores that are free", min=0, max=MAX_PROCESSES, changes=ROUNDING
-    )
-    precision: str = setting(
-        "auto", "bfloat16: mixed; auto: bfloat16 if the GPU has it", choices=("auto", "float32", "bfloat16")
-    )
+    threads: int = setting(0, "CPU threads per process; 0: free cores", min=0, max=MAX_PROCESSES, changes=ROUNDING)
+    precision: str = setting("auto", "bfloat16: mixed; auto: if the GPU can", choices=("auto", "float32", "bfloat16"))
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
     deepspeed: str = setting("none", "ZeRO stage", choices=tuple(DEEPSPEED), changes=ROUNDING)
     launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)
     sharding: ShardingConfig = group(ShardingConfig, changes=ROUNDING)
     model: ModelConfig = group(ModelConfig)
     tokenizer: TokenizerSettings = group(TokenizerSettings)
-    data: DataConfig = group(DataConfig)
-    pretrain: PretrainConfig = group(PretrainConfig)
-    sft: SftConfig = group(SftConfig)
-    reward: RewardConfig = group(RewardConfig)
-    judge: JudgeConfig = group(JudgeConfig)
-    ppo: PpoConfig = group(PpoConfig)
-    kl: KlConfig = group(KlConfig)
-    lora: LoraConfig = group(LoraConfig)
-    rollout: RolloutConfig = group(RolloutConfig)
-    rejection: RejectionConfig = group(RejectionConfig)
-    rate: RateConfig = group(RateConfig)
-    dpo: DpoConfig = group(DpoConfig)
-    classify: ClassifyConfig = group(ClassifyConfig)
-    evaluate: EvaluateConfig = group(EvaluateConfig)
-    gold: GoldConfig = group(GoldConfig)
+    data: stages.DataConfig = group(stages.DataConfig)
+    pretrain: stages.PretrainConfig = group(stages.PretrainConfig)
+    sft: stages.SftConfig = group(stages.SftConfig)
+    reward: stages.RewardConfig = group(stages.RewardConfig)
+    judge: stages.JudgeConfig = group(stages.JudgeConfig)
+    ppo: stages.PpoConfig = group(stages.PpoConfig)
+    kl: stages.KlConfig = group(stages.KlConfig)
+    lora: stages.LoraConfig = group(stages.LoraConfig)
+    rollout: stages.RolloutConfig = group(stages.RolloutConfig)
+    rejection: stages.RejectionConfig = group(stages.RejectionConfig)
+    rate: stages.RateConfig = group(stages.RateConfig)
+    dpo: stages.DpoConfig = group(stages.DpoConfig)
+    classify: stages.ClassifyConfig = group(stages.ClassifyConfig)
+    evaluate: stages.EvaluateConfig = group(stages.EvaluateConfig, changes=NOTHING)
+    gold: stages.GoldConfig = group(stages.GoldConfig)
     tracking: TrackingConfig = group(TrackingConfig, changes=NOTHING)
     checkpoints: CheckpointConfig = group(CheckpointConfig, changes=NOTHING)
     parents: ParentsConfig = group(ParentsConfig, changes=NOTHING)
-    sample: SampleConfig = group(SampleConfig, changes=NOTHING)
-    generate: GenerateConfig = group(GenerateConfig, changes=NOTHING)
-    report: ReportConfig = group(ReportConfig, changes=NOTHING)
-    watch: WatchConfig = group(WatchConfig, changes=NOTHING)
-    chat: ChatConfig = group(ChatConfig, changes=NOTHING)
-    next: NextConfig = group(NextConfig, changes=NOTHING)
-    export: ExportConfig = group(ExportConfig, changes=NOTHING)
-    serve: ServeConfig = group(ServeConfig, changes=NOTHING)
+    sample: commands.SampleConfig = group(commands.SampleConfig, changes=NOTHING)
+    generate: commands.GenerateConfig = group(commands.GenerateConfig, changes=NOTHING)
+    report: commands.ReportConfig = group(commands.ReportConfig, changes=NOTHING)
+    watch: commands.WatchConfig = group(commands.WatchConfig, changes=NOTHING)
+    chat: commands.ChatConfig = group(commands.ChatConfig, changes=NOTHING)
+    next: commands.NextConfig = group(commands.NextConfig, changes=NOTHING)
+    export: commands.ExportConfig = group(commands.ExportConfig, changes=NOTHING)
+    serve: commands.ServeConfig = group(commands.ServeConfig, changes=NOTHING)
 
 
 @dataclass(slots=True)

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import get, listed, settings_in, wrong_values
+from rlhf.config.stages import RewardConfig
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, STAGES
 from rlhf.system.processes import process_count
 
 Row = tuple[object, str]
-FOR_CLASSIFIERS = {
-    "fit_head": False,
-    "read_tokens": 1,
-    "layers": None,
-    "lm_coef": 0.0,
-}  # the values of reward.* that fit
+FOR_OUR_HEAD = (
+    "fit_head",
+    "read_tokens",
+    "layers",
+    "lm_coef",
+)  # settings of reward.* that a classifier leaves as they are
 
 
 def check_config(config: Config | ImportConfig, command: str) -> None:
@@ -100,15 +101,14 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):
-        yield (
-            not given.epochs and not given.fit_head,
-            f"{name}.epochs=0: nothing would be trained: want 1 or more, or {name}.fit_head=true",
-        )
-        for key, fits in FOR_CLASSIFIERS.items():
+        untrained = not given.epochs and not given.fit_head
+        yield untrained, f"{name}.epochs=0: nothing would be trained: want 1 or more, or {name}.fit_head=true"
+        for key in FOR_OUR_HEAD if given.model is not None else ():
+            value, fits = getattr(given, key), settings_in(RewardConfig)[key].default
             yield (
-                given.model is not None and getattr(given, key) != fits,
-                f"{name}.{key}={json.dumps(getattr(given, key))}: {name}.model={given.model} is a classifier with its own "
-                f"head: want {json.dumps(fits)}",
+                value != fits,
+                f"{name}.{key}={json.dumps(value)}: {name}.model={given.model} is a classifier with its own head: want "
+                f"{json.dumps(fits)}",
             )
     if isinstance(config, PlanConfig) and context is not None:  # else the plan reads the model's own configuration
         longest = config.sequence or context

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.setting import MAX_SEED, NOTHING, ROUNDING, setting
+from rlhf.config.setting import MAX_SEED, NOTHING, RESULT, ROUNDING, setting
 
 PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
 
@@ -13,14 +13,12 @@ class DataConfig:
     """Where the four kinds of data come from: a file, a folder or a hub id, or a list of these."""
 
     corpus: Any = setting(None, "pretraining text", kind="paths")
-    corpus_weights: Any = setting(
-        None, "shares of training tokens by entry of data.corpus, as [60,40]; none: all once", kind="shares"
-    )
+    corpus_weights: Any = setting(None, "shares of tokens by entry of data.corpus; none: all once", kind="shares")
     demonstrations: Any = setting(None, "prompts with responses, for SFT", kind="paths")
     comparisons: Any = setting(None, "ranked responses, for the reward model", kind="paths")
     prompts: Any = setting(None, "prompts for rollouts; none: those of demonstrations and comparisons", kind="paths")
     form: str = setting(
-        "chat", "turns of the chat template, or raw text with fixed lengths", choices=("chat", "completion")
+        "chat", "the chat template's turns, or raw text of fixed lengths", choices=("chat", "completion")
     )
     format: str = setting("auto", "a format's name (`rlhf import --help` lists them), or auto")
     allow_partial: bool = setting(False, "accept an import that had too many rejects")
@@ -29,9 +27,7 @@ class DataConfig:
     held_out: float = setting(0.01, "fraction of the corpus kept for the held-out loss", above=0, below=1)
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
-    half: int | None = setting(
-        None, "train on half of the compared prompts, 1 or 2; the judge takes the other; none: all", min=1, max=2
-    )
+    half: int | None = setting(None, "half of the compared prompts to train on, the judge on the other", min=1, max=2)
     split_seed: int = setting(0, "seed of the splits, independent of `seed`", min=0, max=MAX_SEED)
 
 
@@ -103,7 +99,7 @@ class RewardConfig:
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
     audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
     audit_check: Any = setting(
-        None, "sources, as ppo.rewards, that the audit compares with; none: no check", kind="rewards", changes=NOTHING
+        None, "sources, as ppo.rewards, to compare the audit with", kind="rewards", changes=NOTHING
     )
 
 
@@ -125,7 +121,7 @@ class PpoConfig:
     epochs: int = setting(1, "passes over one rollout", min=1)
     micro_batch_episodes: int = setting(64, "episodes per forward", min=1, changes=ROUNDING)
     prompts: str = setting(
-        "all", "prompts that the comparisons rank, or do not, or all", choices=("all", "ranked", "unranked")
+        "all", "ranked: those of comparisons; unranked: the rest", choices=("all", "ranked", "unranked")
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
     value_clip_range: float = setting(0.2, "eps_v: values are clipped to the old value ± eps_v", above=0)
@@ -140,33 +136,25 @@ class PpoConfig:
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
     max_grad_norm: float = setting(1.0, "maximum norm of each model's gradient; larger ones are scaled down", above=0)
     advantages: str = setting(
-        "gae", "estimator (all but gae have no critic)", choices=("gae", "reinforce", "rloo", "grpo"), kind="function"
+        "gae", "estimator; only gae has a critic", choices=("gae", "reinforce", "rloo", "grpo"), kind="function"
     )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
     missing_eos_rule: str = setting(
-        "min", "score without end token: at most missing_eos_score, or that", choices=("min", "replace", "none")
+        "min", "without end token: at most missing_eos_score, or that", choices=("min", "replace", "none")
     )
     missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule")
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
-    score_by_token: bool = setting(
-        False, "each token earns its own term of a mean (reward.read_tokens); false: all at the last"
-    )
-    rewards: Any = setting(
-        None, "runs, folders, one-label classifiers, functions (module:name); none: the run's own model", kind="rewards"
-    )
+    score_by_token: bool = setting(False, "each token earns its term of a mean (reward.read_tokens); false: the last")
+    rewards: Any = setting(None, "runs, folders, classifiers, functions; none: the run's own model", kind="rewards")
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
-    ema_decay: float | None = setting(
-        None, "decay per step of the average of the weights, the model; none: the last weights", above=0, below=1
-    )
-    metrics: Any = setting(
-        None, "functions of further metrics of an update, logged as custom/…", kind="functions", changes=NOTHING
-    )
+    ema_decay: float | None = setting(None, "decay per step of averaged weights; none: no average", above=0, below=1)
+    metrics: Any = setting(None, "functions of further metrics, logged as custom/…", kind="functions", changes=NOTHING)
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)
     eval_prompts: int = setting(64, "prompts of the dev split, the same ones every time", min=0, changes=NOTHING)
@@ -209,39 +197,37 @@ class RolloutConfig:
 class EvaluateConfig:
     """The final figures."""
 
-    prompts: int = setting(512, "held-out prompts", min=1)
-    split: str = setting("test", "split of the prompts; dev: to choose settings", choices=("test", "dev"))
-    samples: int = setting(3, "responses per prompt at temperature 1", min=1)
-    baselines: Any = setting(None, "stages to run and compare PPO with: rejection, dpo, rate", kind="names")
-    compare: Any = setting(None, "runs whose PPO model is compared; they share this run's SFT model", kind="names")
-    best_of: int = setting(16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0)
-    pairs: Any = setting(None, "preference files on which a reward model is measured", kind="paths", changes=NOTHING)
-    pairs_model: str | None = setting(
-        None, "their model: a run, folder or classifier; none: the run's", changes=NOTHING
+    prompts: int = setting(512, "held-out prompts", min=1, changes=RESULT)
+    split: str = setting(
+        "test", "split of the prompts; dev: to choose settings", choices=("test", "dev"), changes=RESULT
     )
-    instructions: Any = setting(
-        None, "prompts that a program can check, such as data/instructions.jsonl", kind="paths", changes=NOTHING
+    samples: int = setting(3, "responses per prompt at temperature 1", min=1, changes=RESULT)
+    baselines: Any = setting(
+        None, "stages to run and compare PPO with: rejection, dpo, rate", kind="names", changes=RESULT
     )
-    shots: Any = setting(
-        None, "numbers of solved examples of classify.data in the prompt, as [0,1,2]", kind="counts", changes=NOTHING
+    compare: Any = setting(
+        None, "runs whose PPO model is compared; they share this run's SFT model", kind="names", changes=RESULT
     )
-    overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)", changes=NOTHING)
-    models: Any = setting(
-        None, "stages that instructions, shots, benchmarks measure; none: SFT and after", kind="names", changes=NOTHING
+    best_of: int = setting(
+        16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0, changes=RESULT
     )
-    benchmarks: Any = setting(None, "tasks of lm-eval", kind="names", changes=NOTHING)
-    benchmark_tasks: str | None = setting(None, "folder of further tasks (lm-eval's YAML, code runs)", changes=NOTHING)
-    benchmark_limit: int | None = setting(None, "examples per task; none: all", min=1, changes=NOTHING)
-    benchmark_batch: int = setting(16, "sequences per forward of a benchmark", min=1, changes=NOTHING)
-    judge: str | None = setting(None, "URL of an OpenAI-style endpoint that compares the answers", changes=NOTHING)
-    judge_model: str = setting("default", "name of the judge's model", changes=NOTHING)
-    judge_key: str | None = setting(None, "environment variable with the judge's key", changes=NOTHING)
-    judge_pair: Any = setting(None, "models that are compared; none: ppo, sft", kind="pair", changes=NOTHING)
-    judge_prompts: int = setting(200, "prompts that are judged, in both orders", min=1, changes=NOTHING)
-    judge_parallel: int = setting(4, "requests at the same time", min=1, max=256, changes=NOTHING)
-    judge_prices: Any = setting(
-        None, "prices of a million prompt and completion tokens; none: no cost", kind="prices", changes=NOTHING
-    )
+    pairs: Any = setting(None, "preference files on which a reward model is measured", kind="paths")
+    pairs_model: str | None = setting(None, "their model: a run, folder or classifier; none: the run's")
+    instructions: Any = setting(None, "prompts with checkable answers, such as data/instructions.jsonl", kind="paths")
+    shots: Any = setting(None, "numbers of solved examples of classify.data in a prompt, as [0,1,2]", kind="counts")
+    overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)")
+    models: Any = setting(None, "stages that instructions, shots, benchmarks measure; none: from SFT on", kind="names")
+    benchmarks: Any = setting(None, "tasks of lm-eval", kind="names")
+    benchmark_tasks: str | None = setting(None, "folder of further tasks (lm-eval's YAML, code runs)")
+    benchmark_limit: int | None = setting(None, "examples per task; none: all", min=1)
+    benchmark_batch: int = setting(16, "sequences per forward of a benchmark", min=1)
+    judge: str | None = setting(None, "URL of an OpenAI-style endpoint that compares the answers")
+    judge_model: str = setting("default", "name of the judge's model")
+    judge_key: str | None = setting(None, "environment variable with the judge's key")
+    judge_pair: Any = setting(None, "models that are compared; none: ppo, sft", kind="pair")
+    judge_prompts: int = setting(200, "prompts that are judged, in both orders", min=1)
+    judge_parallel: int = setting(4, "requests at the same time", min=1, max=256)
+    judge_prices: Any = setting(None, "prices of a million prompt and completion tokens; none: no cost", kind="prices")
 
 
 @dataclass(slots=True)
@@ -281,9 +267,7 @@ class DpoConfig:
 class ClassifyConfig:
     """Fine-tuning on a labelled task (Radford et al. 2018, sections 3.2, 3.3 and 4.1)."""
 
-    data: Any = setting(
-        None, "labelled examples; gold:topic, entailment, similarity or choice: the gold world's", kind="paths"
-    )
+    data: Any = setting(None, "labelled examples, or gold: with topic, entailment, similarity or choice", kind="paths")
     test: Any = setting(None, "held-out examples; none: a fraction of classify.data", kind="paths")
     text: str | None = setting(None, "column with the text, the premise or the context")
     second: str | None = setting(None, "column with a second text: a hypothesis, a question, a text to compare")
@@ -310,9 +294,7 @@ class GoldConfig:
     """A world with a known true score: the built-in one, with its right answers, or sentiment by a lexicon."""
 
     enabled: bool = setting(False, "use the world's files for data.… settings that are not set")
-    truth: str = setting(
-        "judge", "right answers, or a lexicon's sentiment of continuations of data.corpus", choices=("judge", "vader")
-    )
+    truth: str = setting("judge", "right answers, or sentiment of continued data.corpus", choices=("judge", "vader"))
     documents: int = setting(96_000, "documents of pretraining text", min=1)
     conversations: float = setting(0.0, "share of requests of two to four turns (truth=judge)", min=0, max=1)
     demonstrations: int = setting(3000, "demonstrations", min=1)
@@ -326,7 +308,7 @@ class GoldConfig:
     rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model answers", min=1)
     early_episodes: int | None = setting(None, "episodes of earlier rounds; none: ppo.episodes", min=1, changes=NOTHING)
     later_reward_epochs: int | None = setting(
-        None, "in later rounds the reward model goes on for these passes; none: it starts anew", min=1
+        None, "passes of later rounds from the model before; none: train anew", min=1
     )
     comparison_dev_prompts: int = setting(100, "ranked dev prompts, for held-out figures of training", min=0)
     comparison_test_prompts: int = setting(300, "ranked test prompts, for held-out accuracy", min=0)
@@ -335,7 +317,5 @@ class GoldConfig:
     second_labeler: float = setting(0.25, "fraction of prompts that a second labeler also ranks", min=0, max=1)
     held_out_labelers: int = setting(2, "additional labelers who rank only dev and test prompts: 0 to 2", min=0, max=2)
     labeler_noise: float = setting(1.4, "standard deviation of a judgement; the gold score's range is 10", min=0)
-    labeler_agreement: float | None = setting(
-        None, "tune the noise to this share of equal verdicts on pairs; none: labeler_noise", above=0.5, below=1
-    )
+    labeler_agreement: float | None = setting(None, "share of equal verdicts, sets the noise", above=0.5, below=1)
     spare_responses: int = setting(3, "samples per prompt beyond K, to replace duplicates", min=0)

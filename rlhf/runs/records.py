@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.errors import UserError
-from rlhf.system.files import read_json
+from rlhf.system.files import check_regular, read_json
 
 Kind = Literal["stage", "manifest", "results"]
 
@@ -79,6 +79,7 @@ def _schemas() -> dict[str, Any]:
 
 def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
     """The contents of a run file, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
+    check_regular(path)
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

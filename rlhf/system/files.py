@@ -18,10 +18,15 @@ from rlhf.system.terminal import say
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file. Raises: UserError for a pipe or a device, which may never end."""
+def check_regular(path: Path) -> None:
+    """Raises: UserError for a pipe, a socket or a device, which may never end, also behind a link."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: not a regular file (a pipe, socket or device): write its content to a file")
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file. Raises: UserError as `check_regular`."""
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -143,11 +148,10 @@ def replaced(out: Path) -> Iterator[Path]:
     """
     new = beside(out)
     try:
-        new.mkdir(parents=True)
-        yield new
-        swap(out)
-    except OSError as error:
-        raise disk_error(error, Path(error.filename or out), "out") from error
+        with writing(out, "out"):
+            new.mkdir(parents=True)
+            yield new
+            swap(out)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -174,7 +178,11 @@ def share(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file is missing, damaged or contains something else."""
+    """The object in a JSON file; empty if the file is missing, damaged or contains something else.
+
+    Raises: UserError as `check_regular`.
+    """
+    check_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
@@ -194,13 +202,9 @@ def writing(path: Path, setting: str = "runs_dir") -> Iterator[None]:
 def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:
     """One line for an error while writing that says what to do. setting: the setting that names the place."""
     full = f"free space or choose another disk with {setting}=…; a run resumes from its last checkpoint"
+    remedies = {errno.ENOSPC: full, errno.EDQUOT: full}
+    remedies[errno.EFBIG] = f"raise the limit on the size of files (ulimit -f), or {full}"
     refused = f"make the folder writable or choose another with {setting}=…"
-    remedy = {
-        errno.ENOSPC: full,
-        errno.EDQUOT: full,
-        errno.EFBIG: f"raise the limit on the size of files (ulimit -f), or {full}",
-        errno.EACCES: refused,
-        errno.EPERM: refused,
-        errno.EROFS: refused,
-    }.get(error.errno or 0, f"check the disk and {setting}=…, then run the same command again")
+    remedies |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), refused)
+    remedy = remedies.get(error.errno or 0, f"check the disk and {setting}=…, then run the same command again")
     return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")

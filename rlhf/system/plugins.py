@@ -61,33 +61,29 @@ def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable
         else:
             module = importlib.import_module(place)
         function = getattr(module, attribute)
-    except Exception as error:  # a module's code can raise anything
+    except (Exception, SystemExit) as error:  # a module's code can raise anything
         raise UserError(
             f"{what} {name}: cannot be imported ({type(error).__name__}: {error}): check module and name"
         ) from error
     if not callable(function):
         raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
     named = [f"argument {i + 1}" for i in range(arguments)] if isinstance(arguments, int) else list(arguments)
+    positional = [argument for argument in named if not argument.endswith("=")]
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a built-in function has none
-        return _in_one_line(what, name, function)
-    try:
-        positional = [argument for argument in named if not argument.endswith("=")]
         signature.bind(*positional, **{a.removesuffix("="): a for a in named if a.endswith("=")})
+    except ValueError:  # a built-in function has no signature
+        pass
     except TypeError as error:
         raise UserError(
             f"{what} {name}: takes {signature} ({error}), is called as f({', '.join(named)}): give it these arguments"
         ) from None
-    return _in_one_line(what, name, function)
 
-
-def _in_one_line(what: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         try:
             return function(*arguments, **keywords)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
                 f"{what} {name}: raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno}): "
