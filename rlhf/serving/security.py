@@ -7,6 +7,7 @@ carry its origin, or another host's name. Each labeler has a secret. Errors are 
 
 import asyncio
 import hmac
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -24,7 +25,7 @@ from rlhf.errors import UserError
 from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")  # Host headers, with or without a port
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients in one minute
 OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
@@ -154,7 +155,7 @@ class Guard:
         """Raises: RefusedError for a request that must not reach the application."""
         access, path = self.access, scope["path"]
         host = headers.get("host", "")
-        if access.loopback and host_name(host) not in LOOPBACK:
+        if access.loopback and LOOPBACK.fullmatch(host) is None:
             raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
         who = access.who(session_of(headers))
         client = who if who is not None else str((scope.get("client") or [""])[0])
@@ -180,11 +181,6 @@ class Guard:
             length = headers.get("content-length", "0")
             if not length.isascii() or not length.isdigit() or int(length) > access.max_body_bytes:
                 raise RefusedError(413, f"the body is too large: at most {access.max_body_bytes} bytes")
-
-
-def host_name(host: str) -> str:
-    """A Host header without its port."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def session_of(headers: dict[str, str]) -> str | None:
