@@ -240,7 +240,7 @@ class Successor(torch.nn.Module):
     """A policy over 29 tokens that gives the successor of each token, u + 1, the probability 1/2; others share the rest."""
 
     base_model = property(lambda self: self._trunk)
-    plain_logits = True
+    logits_are = "product"
 
     def _trunk(self, input_ids, use_cache):
         from types import SimpleNamespace

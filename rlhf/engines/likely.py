@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from rlhf.data.tokenizer import encode_text, separator_id
-from rlhf.model.fused_loss import is_plain
+from rlhf.model.fused_loss import chosen_logprobs
 from rlhf.model.interface import lm
 from rlhf.ops.logprobs import entropy, token_logprobs
-from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.system.terminal import printable
 
 
@@ -26,7 +25,7 @@ def document_tokens(tokenizer: Any, text: str, context: int) -> list[int]:
 def likeliest(model: Any, tokens: list[int], count: int) -> list[tuple[int, float]]:
     """The `count` most likely next tokens with their probabilities, the most likely first."""
     row = torch.tensor([tokens], device=next(model.parameters()).device)
-    logits = model(row, use_cache=False).logits[0, -1]
+    [logits] = lm(model).logits(row, torch.tensor([len(tokens) - 1], device=row.device))
     top = logits.float().softmax(-1).topk(min(count, len(logits)))
     return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
@@ -46,26 +45,21 @@ def response_logprobs(
     with_entropy: bool = False,
     entropy_gradient: bool = False,
     hidden: Tensor | None = None,
-    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
     Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
-    states (N, D) before the tokens in mask (B, A), if already computed. temperature: divides the logits.
+    states (N, D) before the tokens in mask (B, A), if already computed.
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask)
-    chosen = tokens.flatten()[before + 1]
-    model, head = lm(policy), policy.get_output_embeddings()
-    plain = model.plain
-    if hidden is None and plain:
-        hidden = model.hidden(tokens, before)
-    if hidden is not None and plain and is_plain(head):
-        hidden = hidden if temperature == 1.0 else hidden / temperature
-        logp, entropies = unembedded_logprobs(hidden, head.weight, chosen, with_entropy, entropy_gradient)
-    else:
-        logits = (head(hidden) if plain else model.logits(tokens, before)) / temperature  # (N, V)
+    chosen, model = tokens.flatten()[before + 1], lm(policy)
+    if model.logits_are == "own":
+        logits = model.logits(tokens, before)  # (N, V)
         logp = token_logprobs(logits, chosen)
         entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
+    else:
+        hidden = model.hidden(tokens, before) if hidden is None else hidden
+        logp, entropies = chosen_logprobs(policy, hidden, chosen, with_entropy, entropy_gradient)
     return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
 
 

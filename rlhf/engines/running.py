@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
 from rlhf.engines.decoder import QKV, Decoder, Seen
 from rlhf.engines.native import default_batch, rows_carried
+from rlhf.engines.transformers_generate import next_logits
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.ops.fast import attend
@@ -238,11 +239,9 @@ class RunningBatch:
         """Logits (1, V) of a model that is not ours after more tokens of one response."""
         if row == len(self.caches):
             self.caches.append(None)
-        output = self.model(
-            torch.tensor([tokens], device=self.device), past_key_values=self.caches[row], use_cache=True
-        )
-        self.caches[row] = output.past_key_values
-        return output.logits[:, -1]
+        given = torch.tensor([tokens], device=self.device)
+        logits, self.caches[row] = next_logits(self.model, given, self.caches[row])
+        return logits
 
     def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:
         """Draw a token per row; rows with the same sampling settings are drawn together."""

@@ -73,7 +73,7 @@ def adopt(
         "licence": checkpoint.licence,
         "sha256": {path.name: sha256_file(path) for path in checkpoint.weight_files()},
         "native": not reason,
-        "plain_logits": lm(model).plain,
+        "logits": lm(model).logits_are,
         "end_token_ids": ends,
         "context": lm(model).context,
         "notes": notes,

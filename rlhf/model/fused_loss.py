@@ -1,14 +1,19 @@
-"""The next-token loss without logits of all tokens: only the positions with labels are computed."""
+"""Log-probs and the next-token loss without logits of all tokens."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from rlhf.model.interface import lm
 from rlhf.model.linear import Linear
-from rlhf.ops.unembedding import unembedded_cross_entropy
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.unembedding import unembedded_cross_entropy, unembedded_logprobs
 
 IGNORED = -100  # the label of tokens that do not count
+CHUNK = 2**24  # elements of logits that are computed at one time by a layer that is not plain
 
 
 def is_plain(head: nn.Module) -> bool:
@@ -45,3 +50,32 @@ def before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
     index = counted.flatten().nonzero()[:, 0]
     # rows of (B, T - 1) in (B, T)
     return after[counted], index + index.div(labels.shape[1] - 1, rounding_mode="floor")
+
+
+def chosen_logprobs(
+    model: Any, hidden: Tensor, tokens: Tensor, with_entropy: bool = False, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (N,) float32 of `tokens` (N,) after hidden states (N, D), and the entropies; see `unembedded_logprobs`.
+
+    model: a causal language model whose logits are not its "own". If its unembedding is not plain, logits are computed in
+    chunks, and again for the backward pass.
+    """
+    head, interface = model.get_output_embeddings(), lm(model)
+    finished = interface.logits_are == "finished"
+    if not finished and is_plain(head):
+        return unembedded_logprobs(hidden, head.weight, tokens, with_entropy, entropy_gradient)
+
+    def measure(rows: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+        logits = interface.finish(head(rows)) if finished else head(rows)
+        logp = token_logprobs(logits, chosen)
+        return (logp, entropy(logits if entropy_gradient else logits.detach())) if with_entropy else (logp,)
+
+    weight = getattr(head, "weight", None)
+    if weight is None or hasattr(weight, "ds_id"):  # ZeRO-3 gathers it once for all rows
+        parts = [measure(hidden, tokens)]
+    else:
+        size = max(1, CHUNK // len(weight))
+        pairs = zip(hidden.split(size), tokens.split(size), strict=True)
+        parts = [checkpoint(measure, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    logp, *entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logp, entropies[0] if with_entropy else None

@@ -31,7 +31,7 @@ class GPTPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = [kind.__name__ for kind in BLOCKS.values()]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    native = plain = True  # see rlhf/model/interface.py
+    native, logits_are = True, "product"  # see rlhf/model/interface.py
 
     @property
     def context(self) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf.data.encoding import Encode, encode_demonstrations, token_encoder
@@ -18,9 +17,10 @@ from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
 from rlhf.model.checkpoint import LAYER, load_whole
+from rlhf.model.fused_loss import chosen_logprobs
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
-from rlhf.ops.logprobs import mean_nats
+from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.system.files import read_json, write_json
 
 
@@ -64,6 +64,20 @@ def first_blocks(trunk: Any, count: int) -> Any:
     config = copy.deepcopy(trunk.config)
     config.n_layer = count
     return config
+
+
+def mean_nats(logprobs: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Each row's language-model loss: the mean (B,) over its tokens after the first of -log P(u_i | u_<i), in nats.
+
+    logprobs: of tokens (N,) after hidden states (N, D). hidden (B, T, D) of right-padded tokens (B, T) with lengths (B,) of
+    2 or more.
+
+    Source: Radford et al. 2018, eq. 1 and 5. Differs: the equations sum over tokens; the paper's code takes the mean, as
+    here, so that a long text does not outweigh its label.
+    """
+    real = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T - 1)
+    logp = logprobs(hidden[:, :-1][real], tokens[:, 1:][real])
+    return -logp.new_zeros(real.shape).masked_scatter(real, logp).sum(1) / (lengths - 1)
 
 
 class RewardConfig(PreTrainedConfig):
@@ -164,11 +178,11 @@ class RewardModel(PreTrainedModel):
         real, kept = self._read_places(tokens, lengths)
         if with_lm:
             hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
-            if self.unembedding:
-                logits = self.unembedding[0].to(device=hidden.device, dtype=hidden.dtype)(hidden)
-            else:
-                logits = linear(hidden, self.trunk.get_input_embeddings().weight)
-            nats = mean_nats(logits, tokens, lengths)
+            unembedding = self.unembedding[0] if self.unembedding else self.trunk.get_input_embeddings()
+            weight = unembedding.weight.to(hidden.device)
+            nats = mean_nats(
+                lambda *chosen: unembedded_logprobs(chosen[0], weight, chosen[1])[0], hidden, tokens, lengths
+            )
             values = self._score(hidden.flatten(0, 1)[kept], calibrated)
         else:
             values = self.values_at(tokens, kept, calibrated)
@@ -258,9 +272,8 @@ class LabelModel(nn.Module):
         last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
         if with_lm:
             hidden = self.lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            plain = lm(self.lm).plain
-            logits = self.lm.get_output_embeddings()(hidden) if plain else self.lm(tokens, use_cache=False).logits
-            nats = mean_nats(logits, tokens, lengths).view(examples, -1).mean(1)
+            nats = mean_nats(lambda *chosen: chosen_logprobs(self.lm, *chosen)[0], hidden, tokens, lengths)
+            nats = nats.view(examples, -1).mean(1)
             hidden = hidden.flatten(0, 1)[last]
         else:
             hidden, nats = lm(self.lm).hidden(tokens, last), torch.zeros(examples, device=tokens.device)

@@ -26,8 +26,11 @@ class LanguageModel(Protocol):
     native: bool  # our GPT: the sampler's cache, `kept` and `skip_logits` exist
 
     @property
-    def plain(self) -> bool:
-        """Logits are the unembedding's product with the last hidden states, and nothing more."""
+    def logits_are(self) -> str:
+        """ "product": the unembedding's with the last hidden states; "finished": `finish` of it; "own": by the model's forward alone."""
+
+    def finish(self, product: Tensor) -> Tensor:
+        """Logits from the unembedding's product, if they are "finished"."""
 
     @property
     def context(self) -> int | None:
@@ -70,21 +73,31 @@ class Foreign:
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
-    def plain(self) -> bool:
-        """Models with soft-capping (Gemma 2) or logit scales (Cohere, Granite) are not; measured once, with three tokens."""
+    def logits_are(self) -> str:
+        """Measured once, with three tokens."""
         model = self.model
-        if (known := getattr(model, "plain_logits", None)) is not None:
+        if (known := getattr(model, "logits_are", None)) is not None:
             return known
         was_training = model.training
         model.eval()
         with torch.no_grad():
             tokens = torch.tensor([[0, 1, 2]], device=model.device)
-            logits = model(input_ids=tokens, use_cache=False).logits
+            logits = model(input_ids=tokens, use_cache=False).logits.float()
             hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
             product = model.get_output_embeddings()(hidden)
         model.train(was_training)
-        model.plain_logits = bool(torch.allclose(product.float(), logits.float(), rtol=1e-4, atol=1e-5))
-        return model.plain_logits
+        made = {"product": product, "finished": self.finish(product)}
+        same = (name for name, x in made.items() if torch.allclose(x.float(), logits, rtol=1e-4, atol=1e-5))
+        model.logits_are = next(same, "own")
+        return model.logits_are
+
+    def finish(self, product: Tensor) -> Tensor:
+        """As the configuration says: scaled (Cohere, Granite), soft-capped (Gemma 2)."""
+        config = self.model.config.get_text_config()
+        scale, divisor = getattr(config, "logit_scale", None) or 1.0, getattr(config, "logits_scaling", None) or 1.0
+        cap = getattr(config, "final_logit_softcapping", None)
+        logits = product * (scale / divisor)
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """All tokens go through the trunk."""
@@ -92,10 +105,11 @@ class Foreign:
         return output.last_hidden_state.flatten(0, 1).index_select(0, kept)
 
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """By the model's own forward, with its scaling or capping, unless the product is enough."""
-        if self.plain:
-            return self.model.get_output_embeddings()(self.hidden(tokens, kept))
-        return self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
+        """By the model's own forward, unless the hidden states of these tokens are enough."""
+        if self.logits_are == "own":
+            return self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
+        product = self.model.get_output_embeddings()(self.hidden(tokens, kept))
+        return product if self.logits_are == "product" else self.finish(product)
 
     def set_residual_dropout(self, share: float) -> None:
         pass

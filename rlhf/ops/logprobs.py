@@ -38,18 +38,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return _join([_logprobs(upcast(part), chosen) for part, chosen in parts])
 
 
-def mean_nats(logits: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Each row's language-model loss: the mean (B,) over its tokens after the first of -log P(u_i | u_<i), in nats.
-
-    logits (B, T, V) of right-padded tokens (B, T) with lengths (B,) of 2 or more.
-
-    Source: Radford et al. 2018, eq. 1 and 5. Differs: the equations sum over tokens; the paper's code takes the mean, as
-    here, so that a long text does not outweigh its label.
-    """
-    real = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T - 1)
-    return -(token_logprobs(logits[:, :-1], tokens[:, 1:]) * real).sum(1) / (lengths - 1)
-
-
 def entropy(logits: Tensor) -> Tensor:
     """Entropy of the softmax over the whole vocabulary, in nats.
 

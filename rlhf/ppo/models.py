@@ -12,7 +12,6 @@ from rlhf.errors import UserError
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
 from rlhf.model.linear import hold_frozen
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder
@@ -20,6 +19,7 @@ from rlhf.runs.stage import Stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
+from rlhf.training.next_token import NextToken
 from rlhf.training.setup import checkpoint_activations, load_policy
 
 
@@ -76,9 +76,7 @@ class ActorCritic(nn.Module):
 
     def pretraining_loss(self, batch: dict[str, Tensor], denominator: int) -> Tensor:
         """- sum log P(u_i | u_<i) / denominator over the batch's next tokens, nats."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits = self.policy(**inputs, use_cache=False).logits[:, :-1]  # (B, T - 1, V)
-        return -token_logprobs(logits, batch["labels"][:, 1:]).sum() / denominator
+        return NextToken(self.policy)(denominator=denominator, **batch)
 
     def parts(self) -> dict[str, Any]:
         """{"policy": …, "critic": …}, without the critic if there is none."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf.model.fused_loss import before_labels, is_plain
+from rlhf.model.fused_loss import before_labels, chosen_logprobs, is_plain
 from rlhf.model.interface import lm
 from rlhf.ops.unembedding import unembedded_cross_entropy
 
@@ -15,7 +15,7 @@ class NextToken(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model, self.native, self.plain = model, lm(model).native, lm(model).plain
+        self.model, self.native, self.logits_are = model, lm(model).native, lm(model).logits_are
 
     @property
     def config(self) -> Any:
@@ -28,12 +28,11 @@ class NextToken(nn.Module):
             inputs |= {"labels": labels, "skip_logits": True, "num_items_in_batch": denominator}
             return self.model(**inputs).loss
         targets, before = before_labels(labels)
-        if not self.plain:
+        if self.logits_are == "own":
             logits = self.model(**inputs).logits.flatten(0, 1).index_select(0, before)
-        else:
-            hidden = self.model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, before)
-            head = self.model.get_output_embeddings()
-            if is_plain(head):
-                return unembedded_cross_entropy(hidden, head.weight, targets) / denominator
-            logits = head(hidden)
-        return F.cross_entropy(logits.float(), targets, reduction="sum") / denominator
+            return F.cross_entropy(logits.float(), targets, reduction="sum") / denominator
+        hidden = self.model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, before)
+        head = self.model.get_output_embeddings()
+        if self.logits_are == "product" and is_plain(head):
+            return unembedded_cross_entropy(hidden, head.weight, targets) / denominator
+        return -chosen_logprobs(self.model, hidden, targets)[0].sum() / denominator
