@@ -50,7 +50,8 @@ class Architecture:
     shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
     wanted: the values that their configuration must have to be read; the first one is written. names: of the fields that mean
     the same, ours to theirs. read: their configuration to our other fields. write: ours to their other fields. entries: the
-    names of each tensor. misfits: why our configuration cannot be written, as texts, beyond `shape`.
+    names of each tensor. misfits: why our configuration cannot be written, as texts, beyond `shape`. ropes: kinds of rotary
+    positions that are read and written.
     """
 
     config_class: Any
@@ -62,6 +63,7 @@ class Architecture:
     write: Callable[[GPTConfig], Fields]
     entries: Callable[[GPTConfig], Iterator[Entry]]
     misfits: Callable[[GPTConfig], list[str]] = _nothing
+    ropes: tuple[str, ...] = ("default",)
 
     def our_fields(self, config: Any) -> Fields:
         """The fields of our configuration for theirs."""
@@ -97,10 +99,11 @@ def why_not_native(config: Any) -> list[str]:
     for name, values in ARCHITECTURES[kind].wanted.items():
         if (value := getattr(config, name, values[0])) not in values:
             problems.append(f"{name} is {value!r}, wanted {' or '.join(map(repr, values))}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return (
-        problems if rope == "default" else [*problems, f"rope_type is {rope!r}: only unscaled rotary positions convert"]
+    rope, known = (
+        (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"),
+        ARCHITECTURES[kind].ropes,
     )
+    return problems if rope in known else [*problems, f"rope_type is {rope!r}, wanted {' or '.join(map(repr, known))}"]
 
 
 COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
@@ -217,17 +220,24 @@ def window(c: Any) -> int | None:
     return c.sliding_window if kinds is None or "sliding_attention" in kinds else None
 
 
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of Llama 3.1
+
+
 def read_llama(c: Any) -> Fields:
     """The context is as long as the window masks nothing."""
+    rope = {"original_max_position_embeddings": c.max_position_embeddings, **c.rope_parameters}
+    scaled = rope.get("rope_type") == "llama3"
     return {
+        "rotary_scaling": {name: rope[name] for name in SCALING} if scaled else None,
         "context_length": min(c.max_position_embeddings, window(c) or c.max_position_embeddings),
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        "rope_theta": c.rope_parameters["rope_theta"],
+        "rope_theta": rope["rope_theta"],
     }
 
 
 def write_llama(c: GPTConfig) -> Fields:
-    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
+    scaling = {"rope_type": "llama3", **c.rotary_scaling} if c.rotary_scaling else {"rope_type": "default"}
+    rope = {"rope_theta": c.rope_theta, **scaling}
     return {"head_dim": c.head_dim, "rope_parameters": rope}
 
 
@@ -267,7 +277,8 @@ def llama_like(
 ) -> Architecture:
     """A row for an architecture with Llama's fields and tensors; `shape`: what differs."""
     both = {**_LLAMA_SHAPE, **shape}
-    return Architecture(config_class, model_class, both, wanted, _LLAMA_NAMES, read_llama, write, llama_entries)
+    names, ropes = _LLAMA_NAMES, ("default", "llama3")
+    return Architecture(config_class, model_class, both, wanted, names, read_llama, write, llama_entries, ropes=ropes)
 
 
 register_architecture("llama", llama_like(transformers.LlamaConfig, transformers.LlamaForCausalLM))

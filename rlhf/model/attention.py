@@ -4,6 +4,7 @@ rotates queries and keys, and sinusoids, which are added.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,11 +29,29 @@ def rotary_factors(positions: Tensor, config: Any, dtype: torch.dtype) -> Rope:
     turning = int(config.head_dim * config.rotary_share)
     half = torch.arange(0, turning, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / config.rope_theta ** (half / turning)
+    if config.rotary_scaling:
+        frequencies = scale_frequencies(frequencies, config.rotary_scaling)
     if turning < config.head_dim:
         frequencies = F.pad(frequencies, (0, (config.head_dim - turning) // 2))
     angles = positions[..., None].float() * frequencies  # (…, head_dim/2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Frequencies of Llama 3.1's longer context: slow ones are divided by `factor`, fast ones stay, those between are interpolated.
+
+    f (1 - s + s factor) / factor, with s = (turns - low) / (high - low) from 0 to 1, and turns = f context / 2 pi in the
+    original context; low and high: `low_freq_factor` and `high_freq_factor`.
+
+    Source: Dubey et al. 2024 (the released code, apply_scaling).
+    """
+    factor, low, high, context = (
+        scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    turns = context / (2 * math.pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -51,6 +51,8 @@ def misfits(config: Any, form: str) -> list[str]:
         value = getattr(config, name)
         if value not in (wanted if isinstance(wanted, tuple) else (wanted,)):
             wrong.append(f"{name} is {value!r}, {form} has {wanted!r}")
+    if config.rotary_scaling and "llama3" not in architecture.ropes:
+        wrong.append(f"rotary_scaling is set, unlike {form}")
     return wrong + [f"{problem}, unlike {form}" for problem in architecture.misfits(config)]
 
 

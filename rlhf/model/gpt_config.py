@@ -16,7 +16,7 @@ class GPTConfig(PreTrainedConfig):
 
     `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`, `mlp_width` None
     `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key
-    head. `rotary_share` of each head's pairs of channels turn.
+    head. `rotary_share` of each head's pairs of channels turn; `rotary_scaling`: see `rlhf.model.attention.scale_frequencies`.
     `block`: where the norms are, see rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so
     many tokens, themselves included; None: all layers to all. `experts`: the last of every `expert_every` layers have so
     many MLPs, see rlhf/model/blocks.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
@@ -58,6 +58,7 @@ class GPTConfig(PreTrainedConfig):
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rotary_share: float = 1.0
+    rotary_scaling: dict[str, float] | None = None
     window: int | None = None
     window_every: int = 2
     experts: int = 0

@@ -22,6 +22,13 @@ CHECKPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2": (transformers.GPT2Config, {**OLD, "n_inner": 40}),
     "openai-gpt": (transformers.OpenAIGPTConfig, OLD),
     "llama": (transformers.LlamaConfig, {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama3": (  # 16 tokens before, 48 after: of 8 channels the first pair stays, the second is interpolated, the others are slowed
+        transformers.LlamaConfig,
+        {**GROUPED, "head_dim": 8, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 16,
+        }},
+    ),
     "llama-tied": (transformers.LlamaConfig, {**GROUPED, "num_key_value_heads": 4, "tie_word_embeddings": True, "head_dim": 12}),
     "mistral": (transformers.MistralConfig, {**GROUPED, "sliding_window": 48, "head_dim": 16}),
     "qwen2": (transformers.Qwen2Config, {**GROUPED, "tie_word_embeddings": True}),

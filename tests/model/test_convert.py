@@ -73,6 +73,26 @@ def test_there_and_back(name):
 
 
 @torch.no_grad()
+def test_llama_3_positions_are_transformers_past_the_original_context():
+    theirs = make_checkpoint("llama3").double()
+    ours = from_transformers(theirs)
+    for layer in [theirs.model, *theirs.model.layers]:  # their norms compute in float32
+        for name, norm in list(layer.named_children()):
+            if "norm" in name:
+                exact = torch.nn.RMSNorm(32, norm.variance_epsilon, dtype=torch.float64)
+                exact.weight = norm.weight
+                setattr(layer, name, exact)
+    tokens = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
+    assert (ours(tokens).logits - theirs(tokens).logits).abs().max() < 1e-12
+    unscaled = from_transformers(theirs)
+    unscaled.config.rotary_scaling = None
+    difference = (unscaled(tokens).logits - theirs(tokens).logits).abs().amax((0, 2))
+    assert difference[16:].min() > 1e-3  # 16 tokens are the original context
+    with pytest.raises(UserError, match="rotary_scaling is set, unlike cohere"):
+        to_transformers(ours, "cohere")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("form", OURS)
 def test_ours_untied_and_in_bfloat16(form):
     assert set(OURS) == set(ARCHITECTURES)
