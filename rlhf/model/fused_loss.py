@@ -18,7 +18,8 @@ CHUNK = 2**24  # elements of logits that are computed at one time by a layer tha
 
 def is_plain(head: nn.Module) -> bool:
     """Whether the layer is only a weight, and complete on this rank (ZeRO-3 divides it)."""
-    return type(head) in (nn.Linear, Linear) and head.bias is None and not hasattr(head.weight, "ds_id")
+    known = type(head) in (nn.Linear, Linear, nn.Embedding)
+    return known and getattr(head, "bias", None) is None and not hasattr(head.weight, "ds_id")
 
 
 def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
@@ -53,20 +54,22 @@ def before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chosen_logprobs(
-    model: Any, hidden: Tensor, tokens: Tensor, with_entropy: bool = False, entropy_gradient: bool = False
+    head: Any, hidden: Tensor, tokens: Tensor, with_entropy: bool = False, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (N,) float32 of `tokens` (N,) after hidden states (N, D), and the entropies; see `unembedded_logprobs`.
 
-    model: a causal language model whose logits are not its "own". If its unembedding is not plain, logits are computed in
-    chunks, and again for the backward pass.
+    head: an unembedding, or an embedding that is tied to it; or a causal language model whose logits are not its "own". Without
+    a plain product logits are computed in chunks, and again for the backward pass.
     """
-    head, interface = model.get_output_embeddings(), lm(model)
-    finished = interface.logits_are == "finished"
-    if not finished and is_plain(head):
+    finish: Any = None
+    if hasattr(head, "get_output_embeddings"):
+        finish = lm(head).finish if lm(head).logits_are == "finished" else None
+        head = head.get_output_embeddings()
+    if finish is None and is_plain(head):
         return unembedded_logprobs(hidden, head.weight, tokens, with_entropy, entropy_gradient)
 
     def measure(rows: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
-        logits = interface.finish(head(rows)) if finished else head(rows)
+        logits = head(rows) if finish is None else finish(head(rows))
         logp = token_logprobs(logits, chosen)
         return (logp, entropy(logits if entropy_gradient else logits.detach())) if with_entropy else (logp,)
 

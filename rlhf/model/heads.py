@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from rlhf.model.checkpoint import LAYER, load_whole
 from rlhf.model.fused_loss import chosen_logprobs
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
-from rlhf.ops.unembedding import unembedded_logprobs
 from rlhf.system.files import read_json, write_json
 
 
@@ -66,17 +65,16 @@ def first_blocks(trunk: Any, count: int) -> Any:
     return config
 
 
-def mean_nats(logprobs: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+def mean_nats(head: Any, hidden: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     """Each row's language-model loss: the mean (B,) over its tokens after the first of -log P(u_i | u_<i), in nats.
 
-    logprobs: of tokens (N,) after hidden states (N, D). hidden (B, T, D) of right-padded tokens (B, T) with lengths (B,) of
-    2 or more.
+    head: as of `chosen_logprobs`. hidden (B, T, D) of right-padded tokens (B, T) with lengths (B,) of 2 or more.
 
     Source: Radford et al. 2018, eq. 1 and 5. Differs: the equations sum over tokens; the paper's code takes the mean, as
     here, so that a long text does not outweigh its label.
     """
     real = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T - 1)
-    logp = logprobs(hidden[:, :-1][real], tokens[:, 1:][real])
+    logp, _ = chosen_logprobs(head, hidden[:, :-1][real], tokens[:, 1:][real])
     return -logp.new_zeros(real.shape).masked_scatter(real, logp).sum(1) / (lengths - 1)
 
 
@@ -178,11 +176,10 @@ class RewardModel(PreTrainedModel):
         real, kept = self._read_places(tokens, lengths)
         if with_lm:
             hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
-            unembedding = self.unembedding[0] if self.unembedding else self.trunk.get_input_embeddings()
-            weight = unembedding.weight.to(hidden.device)
-            nats = mean_nats(
-                lambda *chosen: unembedded_logprobs(chosen[0], weight, chosen[1])[0], hidden, tokens, lengths
-            )
+            for layer in self.unembedding:
+                layer.to(device=hidden.device, dtype=hidden.dtype)
+            head = self.unembedding[0] if self.unembedding else self.trunk.get_input_embeddings()
+            nats = mean_nats(head, hidden, tokens, lengths)
             values = self._score(hidden.flatten(0, 1)[kept], calibrated)
         else:
             values = self.values_at(tokens, kept, calibrated)
@@ -272,8 +269,7 @@ class LabelModel(nn.Module):
         last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
         if with_lm:
             hidden = self.lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            nats = mean_nats(lambda *chosen: chosen_logprobs(self.lm, *chosen)[0], hidden, tokens, lengths)
-            nats = nats.view(examples, -1).mean(1)
+            nats = mean_nats(self.lm, hidden, tokens, lengths).view(examples, -1).mean(1)
             hidden = hidden.flatten(0, 1)[last]
         else:
             hidden, nats = lm(self.lm).hidden(tokens, last), torch.zeros(examples, device=tokens.device)

@@ -40,7 +40,6 @@ from rlhf.evaluation.scoring import (
 )
 from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
-from rlhf.model.fused_loss import is_plain
 from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, lm, score, unwrapped
 from rlhf.ops.ranking import ranking_loss
@@ -157,7 +156,7 @@ def make_model(config: Config, start: Path | None = None) -> Any:
     """The model to train: that of another reward stage (`start`), or by reward.model. For reward.lm_coef it has the SFT model's
     unembedding.
 
-    Raises: UserError if reward.lm_coef is set and the SFT model's logits are no plain product.
+    Raises: UserError if reward.lm_coef is set and the SFT model scales or caps its logits.
     """
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: Any
@@ -171,8 +170,8 @@ def make_model(config: Config, start: Path | None = None) -> Any:
         model = TextRewardModel.from_base(settings.model)
     if settings.lm_coef:
         policy = load_policy(sft)
-        if lm(policy).logits_are != "product" or not is_plain(policy.get_output_embeddings()):
-            raise UserError(f"reward.lm_coef={settings.lm_coef}: this model's logits are no plain product: want 0")
+        if lm(policy).logits_are != "product":
+            raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
         if not policy.config.tie_word_embeddings:  # the SFT model's own, since the reward model has none
             model.unembedding = (policy.get_output_embeddings().requires_grad_(False),)
     checkpoint_activations(config, model)
