@@ -73,8 +73,9 @@ def _say(text: str) -> None:
 
 def _earlier(config: ImportConfig, out: Path) -> Any:
     """The splits to keep: those of `earlier`, and of the import that is replaced."""
-    from rlhf.data.assignments import Assignments, read_assignments
     from rlhf.data.inputs import is_import
+    from rlhf.data.splits import Assignments
+    from rlhf.data.storage import read_assignments
 
     assignments = Assignments()
     for folder in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:

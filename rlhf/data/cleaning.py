@@ -136,29 +136,27 @@ class Cleaner:
 
     def judge(self, kind: str, facts: Facts) -> int:
         """KEPT, DUPLICATE or FILTERED."""
-        step = self._step(kind, facts)
+        step = self._step(facts, kind == "prompt")
         if step is None:
             return KEPT
         self.counts[step] += 1
         return DUPLICATE if step == "duplicates" else FILTERED
 
-    def _step(self, kind: str, facts: Facts) -> str | None:
+    def _step(self, facts: Facts, is_prompt: bool) -> str | None:
         """The step that removes a record; none if it is kept."""
-        if self.drop_duplicates and _is_in(self._seen, facts.identity):
+        seen = facts.identity in self._seen
+        self._seen.add(facts.identity)
+        if self.drop_duplicates and seen:
             return "duplicates"
         if facts.pii and self.drop_pii:
             return "pii"
-        if kind == "prompt" and self.filter_prefixes and _is_in(self._prefixes, facts.prefix):
-            return "shared_prefix"
-        if kind == "prompt" and facts.user:
-            if self._of_user[facts.user] >= self.max_prompts_per_user:
-                return "prompts_of_user"
+        if is_prompt and self.filter_prefixes:
+            shared = facts.prefix in self._prefixes
+            self._prefixes.add(facts.prefix)
+            if shared:
+                return "shared_prefix"
+        if is_prompt and facts.user:
             self._of_user[facts.user] += 1
+            if self._of_user[facts.user] > self.max_prompts_per_user:
+                return "prompts_of_user"
         return None
-
-
-def _is_in(seen: set[int], value: int) -> bool:
-    """Whether a value was seen before; adds it."""
-    known = value in seen
-    seen.add(value)
-    return known

@@ -6,7 +6,6 @@ import base64
 import importlib.metadata
 import json
 import platform
-import re
 from array import array
 from collections import Counter
 from typing import Any
@@ -86,24 +85,16 @@ def versions() -> dict[str, str]:
 
 
 def reject_line(reject: Reject) -> str:
-    """A line of rejects.jsonl: where, what came, what was wanted, and the row, of which at most KEPT_BYTES are kept."""
-    message = reject.message.removeprefix(f"{reject.field}: ") if reject.field else reject.message
-    if parts := re.fullmatch(r"(?:got )?(.*), want (.*)", message, re.DOTALL):
-        got, wanted = parts.groups()
-    else:
-        got, _, wanted = message.rpartition(": ")
-        got, wanted = ("nothing", "a value") if message == "missing" else (got, wanted) if got else (wanted, "")
-    entry: dict[str, Any] = {
-        "file": reject.file, "line": reject.line, "number": reject.number, "field": reject.field, "got": got,
-        "want": wanted, "message": reject.message,
-    }  # fmt: skip
+    """A line of rejects.jsonl: where, what is wrong, and the row, of which at most KEPT_BYTES are kept."""
+    entry: dict[str, Any] = {name: getattr(reject, name) for name in ("file", "line", "number", "field", "message")}
     if reject.raw is not None:
         kept = reject.raw[:KEPT_BYTES]
+        cut = len(kept) < len(reject.raw)
         try:
-            entry["original"] = kept.decode("utf-8", "ignore" if len(kept) < len(reject.raw) else "strict")
+            entry["original"] = kept.decode("utf-8", "ignore" if cut else "strict")
         except UnicodeDecodeError:
             entry["base64"] = base64.b64encode(kept).decode("ascii")
-        if len(kept) < len(reject.raw):
+        if cut:
             entry["bytes"] = len(reject.raw)
     text = json.dumps(entry, ensure_ascii=False)
     # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes

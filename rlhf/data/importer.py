@@ -20,7 +20,6 @@ import numpy as np
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.data.agreement import AgreementCounter
-from rlhf.data.assignments import FILE, Assigner, Assignments, write_assignments
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
@@ -28,8 +27,8 @@ from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, version
 from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes
 from rlhf.data.reading import FileInfo, read, reject_row, row_bytes
 from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements, shown
-from rlhf.data.splits import SPLITS, given_split
-from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row
+from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
+from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row, write_assignments
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
 
@@ -96,7 +95,7 @@ class Importer:
             raise failures[0]
         for writer in self._writers.values():
             writer.close()
-        write_assignments(self.folder / FILE, self.assigner.decide())
+        write_assignments(self.folder, self.assigner.decide())
         records = {kind: self._divide(kind) for kind in KINDS if kind in self._writers}
         if records:
             (self.folder / "unsplit").rmdir()
@@ -111,7 +110,7 @@ class Importer:
         self.files.append(about)
         info = FileInfo(source.name)
         reading = Reading(self.config.encoding, self.config.sheet)
-        replaced: set[tuple[str, str | None]] | None = None  # records of a native file
+        replaced = _find_replaced(source.path) if source.path is not None else set()
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
@@ -121,21 +120,17 @@ class Importer:
                 line = row.line
                 if source.path is None and isinstance(row, Row):
                     digest.update(row_bytes(row))
-                if replaced is None:
-                    native = info.format == "native" and source.path is not None
-                    replaced = _find_replaced(source.path) if native else set()
-                if records and all(_names(r) in replaced for r in records):
-                    results.append(FILTERED)
-                    continue
                 result = REJECTED
+                if info.format == "native" and records and all(_names(r) in replaced for r in records):
+                    result, records = FILTERED, []
                 try:
                     checked = [self._check(record, info.format) for record in records]
                 except BadRow as error:
                     assert isinstance(row, Row)
                     checked, reject = [], reject_row(source.name, row, error.field, error.message)
                 for record, stored in checked:
-                    if info.joins and _item_of(record) is not None:
-                        pending.append(_Judgement(len(results), cast(Row, row), cast(Ranking, record), own_id))
+                    if info.joins and isinstance(record, Ranking) and _item_of(record) is not None:
+                        pending.append(_Judgement(len(results), cast(Row, row), record, own_id))
                     else:
                         result = min(result, self._take(record, stored, own_id, info))
                 if reject is not None:
@@ -152,14 +147,8 @@ class Importer:
         self._join(pending, results, info)
         counts |= {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
         sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
-        records_by_kind = dict(sorted(info.records.items()))
-        about |= {
-            "format": info.format,
-            "why": info.why,
-            "counts": counts,
-            "records": records_by_kind,
-            "sha256": sha256,
-        }
+        about |= {"format": info.format, "why": info.why, "sha256": sha256}
+        about["records"] = dict(sorted(info.records.items()))
 
     def _check(self, record: Record, format: str | None) -> tuple[Record, dict[str, Any]]:
         """A record and its row in Arrow. An unknown split of a foreign file becomes `metadata.source_split`.
@@ -248,13 +237,13 @@ class Importer:
         return {split: writer.rows for split, writer in writers.items()}
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
-        splits = {"unknown_names": dict(sorted(self.unknown_splits.items())), "large_prefixes": self._large_prefixes()}
+        self._note_large_prefix()
         return {
             "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
             **self.statistics.report(),
             "cleaning": dict(self.cleaner.counts) | {f"{name}_found": n for name, n in self.statistics.pii.items()},
-            "splits": self.assigner.report() | splits,
+            "splits": self.assigner.report() | {"unknown_names": dict(sorted(self.unknown_splits.items()))},
             "agreement": self.agreement.report(),
             "rejects": self.reject_count,
             "files": self.files,
@@ -262,19 +251,15 @@ class Importer:
             "versions": versions(),
         }
 
-    def _large_prefixes(self) -> list[dict[str, Any]]:
-        """Prefixes that many prompts share, so that the splits become uneven; a note on each."""
+    def _note_large_prefix(self) -> None:
+        """A note if many prompts share a beginning, so that the splits become uneven."""
         prompts = len(self._prompts)
-        warned: list[dict[str, Any]] = []
-        for key, count in sorted(Counter(key for key, _ in self._prompts).items()):
-            if prompts >= _LEAST_PROMPTS and count > _LARGE_PREFIX * prompts:
-                split = SPLITS[self.assigner.splits[key]]
-                self.notes.append(
-                    f"{count:,} of {prompts:,} prompts have one beginning and stay together in {split}: "
-                    "a larger prefix_characters separates them"
-                )
-                warned.append({"prompts": count, "of": prompts, "split": split})
-        return warned
+        [(key, count)] = Counter(key for key, _ in self._prompts).most_common(1) or [(0, 0)]
+        if prompts >= _LEAST_PROMPTS and count > _LARGE_PREFIX * prompts:
+            self.notes.append(
+                f"{count:,} of {prompts:,} prompts have one beginning and stay together in "
+                f"{SPLITS[self.assigner.splits[key]]}: a larger prefix_characters separates them"
+            )
 
 
 def settings_of(config: ImportConfig) -> dict[str, Any]:
@@ -290,10 +275,10 @@ def _names(record: Record) -> tuple[str, str | None]:
     return record.id, getattr(record, "labeler", None)
 
 
-def _item_of(record: Record) -> str | None:
+def _item_of(record: Ranking) -> str | None:
     """The item to which a judgement from a labelling tool belongs."""
     item = record.metadata.get("item")
-    return item if isinstance(record, Ranking) and isinstance(item, str) else None
+    return item if isinstance(item, str) else None
 
 
 def _find_replaced(path: Path) -> set[tuple[str, str | None]]:

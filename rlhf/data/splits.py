@@ -1,14 +1,15 @@
-"""The split of a prompt: chosen by hash, so that no prompt is ever in two splits.
-
-This module handles one record alone. `assignments.py` keeps users and earlier assignments together in an import.
+"""The split of a prompt, so that no prompt is ever in two splits: by hash for one record alone, and for an import, in which
+users and groups stay together, and stated splits and those of earlier imports are kept.
 """
 
 import hashlib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import UserError
 
@@ -19,28 +20,15 @@ PREFIX_CHARACTERS = 200
 SPLITS = ("train", "dev", "test")
 _NO_LETTER = re.compile(r"[\W_]+")
 _NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
-_MARKS = re.compile(r"[^\w\s\x00-\x7f]{32,}")  # characters that may combine with accents
+_MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
 _FEW = 8  # letters at a cut that may normalise differently when more text follows
 
 
-def _sorted_marks(text: str) -> str:
-    """The text with long runs of accents in canonical order, which changes no normal form.
-
-    Normalising sorts each run by insertion: of a million accents in the wrong order that takes half an hour.
+def _normal(form: str, text: str) -> str:
+    """A Unicode normal form. Of more than 1000 accents or signs in a row the rest is cut: sorting accents takes time that grows
+    with the square of their number.
     """
-    if text.isascii() or not _MARKS.search(text):
-        return text
-
-    def in_order(match: re.Match[str]) -> str:
-        marks: list[tuple[int, int, str]] = []
-        base = 0  # how many characters that are no accent came before
-        for character in match[0]:
-            order = unicodedata.combining(character)
-            base += order == 0
-            marks.append((base, order, character))
-        return "".join(character for _, _, character in sorted(marks, key=lambda mark: mark[:2]))
-
-    return _MARKS.sub(in_order, text)
+    return unicodedata.normalize(form, text if text.isascii() else _MARKS.sub(r"\1", text))  # type: ignore[arg-type]
 
 
 def prompt_key(prompt: "str | Sequence[Message]") -> str:
@@ -50,7 +38,7 @@ def prompt_key(prompt: "str | Sequence[Message]") -> str:
     """
     if not isinstance(prompt, str):
         prompt = "\n".join(m.content if m.role == "user" else f"{m.role}: {m.content}" for m in prompt)
-    return " ".join(unicodedata.normalize("NFKC", _sorted_marks(prompt)).casefold().split())
+    return " ".join(_normal("NFKC", prompt).casefold().split())
 
 
 def conversation(prompt: "str | Sequence[Message]") -> str:
@@ -65,7 +53,7 @@ def _letters(text: str) -> str:
     """Only letters and digits, in one case and one Unicode form, without accents."""
     if text.isascii():
         return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
-    text = unicodedata.normalize("NFKD", _sorted_marks(text)).upper().casefold()
+    text = _normal("NFKD", text).upper().casefold()
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 
 
@@ -166,3 +154,114 @@ def with_split(record: "Record", split: str) -> "Record":
     if record.kind == "demonstration":
         return record.model_copy(update={"split": split})
     return record.model_copy(update={"metadata": record.metadata | {"split": split}})
+
+
+# --- the splits of an import -------------------------------------------------------------------------------------------
+
+_Node = tuple[str, int]  # "key", "user" or "group", and its hash
+
+
+@dataclass(slots=True)
+class Assignments:
+    """The split (an index into SPLITS) of each prompt and user that was ever imported, by their hashes."""
+
+    prompts: dict[int, int] = field(default_factory=dict)
+    users: dict[int, int] = field(default_factory=dict)
+    conflicts: int = 0  # prompts and users on whose split two earlier imports differ; the first one counts
+
+    def add(self, other: "Assignments") -> None:
+        for mine, theirs in ((self.prompts, other.prompts), (self.users, other.users)):
+            for key, split in theirs.items():
+                self.conflicts += mine.setdefault(key, split) != split
+
+
+class Assigner:
+    """Collects what connects prompts, then decides once all records were seen.
+
+    A prompt's records have one split because it is decided by `key`, the hash of the split key. The first of these decides it:
+
+        1. what an earlier import gave the prompt
+        2. what the first record with the prompt states
+        3. what is known of a prompt of the same user or group: the user's split in an earlier import, another prompt's
+           there, what another record states
+        4. the hash of the user, else of the group, else of the prompt
+    """
+
+    def __init__(self, seed: int, fractions: Mapping[str, float], earlier: Assignments):
+        self.seed, self.fractions, self.earlier = seed, fractions, earlier
+        self.splits: dict[int, int] = {}  # by the key of each kept prompt; decided at the end
+        self._above: dict[_Node, _Node] = {}  # union-find over keys, users and groups
+        self._given: dict[int, int] = {}  # by key: the first split that a record states
+        self._stated: Counter[tuple[int, int]] = Counter()  # key and stated split of kept records
+
+    def add(self, key: int, user: int, group: int, given: str | None, kept: bool) -> None:
+        """Add a record. One that is not kept connects prompts too: the order of two duplicates must not matter."""
+        if kept:
+            self.splits[key] = -1
+        for node in (("user", user), ("group", group)):
+            if node[1]:
+                first, second = sorted((self._root(("key", key)), self._root(node)))
+                self._above[second] = first
+        if given in SPLITS:
+            self._stated[key, SPLITS.index(given)] += kept
+            self._given.setdefault(key, SPLITS.index(given))
+
+    def _root(self, node: _Node) -> _Node:
+        above = self._above
+        above.setdefault(node, node)
+        while above[node] != node:
+            above[node] = node = above[above[node]]
+        return node
+
+    def _choose(self, u: float) -> int:
+        return SPLITS.index(choose(u, self.fractions))
+
+    def decide(self) -> Assignments:
+        """Give every prompt its split; returns these and the users', with the earlier ones."""
+        together = self._decide_connected()
+        for key in self.splits:
+            split = self.earlier.prompts.get(key, self._given.get(key))
+            if split is None and ("key", key) in self._above:
+                split = together[self._root(("key", key))]
+            self.splits[key] = self._choose(uniform(f"{key:016x}", self.seed)) if split is None else split
+        users = {node[1]: together[self._root(node)] for node in self._above if node[0] == "user"}
+        decided = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
+        decided.add(Assignments(self.splits, users))
+        return decided
+
+    def _decide_connected(self) -> dict[_Node, int]:
+        """The split of each set of prompts that users and groups connect, by its root; the best reason and the least hash
+        decide, whatever the order of the rows.
+        """
+        known: dict[_Node, tuple[int, int]] = {}  # (rank of the reason, split)
+
+        def propose(node: _Node, rank: int, split: int | None) -> None:
+            root = self._root(node)
+            if split is not None and (root not in known or rank < known[root][0]):
+                known[root] = rank, split
+
+        for node in sorted(self._above):
+            what, value = node
+            if what == "user":
+                propose(node, 0, self.earlier.users.get(value))
+                propose(node, 3, self._choose(uniform(f"user {value:016x}", self.seed)))
+            elif what == "group":
+                propose(node, 4, self._choose(value / 2**64))
+            else:
+                propose(node, 1, self.earlier.prompts.get(value))
+        for key, split in self._given.items():
+            if ("key", key) in self._above:
+                propose(("key", key), 2, split)
+        return {root: split for root, (_, split) in known.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Prompts by split, and stated splits that could not be kept."""
+        prompts = Counter(SPLITS[split] for split in self.splits.values())
+        overruled = (n for (key, split), n in self._stated.items() if n and split != self.splits[key])
+        return {
+            "prompts": {split: prompts[split] for split in SPLITS},
+            "users": sum(what == "user" for what, _ in self._above),
+            "stated_splits_overruled": sum(overruled),
+            "kept_from_earlier": sum(key in self.earlier.prompts for key in self.splits),
+            "earlier_conflicts": self.earlier.conflicts,
+        }

@@ -1,7 +1,8 @@
 """Records in Arrow: the folder that `rlhf import` writes and that training reads.
 
     out/<kind>/<split>.arrow   stream files, which `datasets.Dataset.from_file` maps into memory
-        rejects.jsonl  report.json  assignments.arrow
+        rejects.jsonl  report.json
+        assignments.arrow      which prompts and users belong to which split, for later imports
         dataset.json           the manifest: sha256 of every file; written last, so that without it nothing is trusted
 
 Parts without a fixed form (metadata, ratings, flags, further keys of a message) are JSON text in a column. How rows
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf.data.inputs import MANIFEST, is_deep, is_import
 from rlhf.data.records import KINDS, Record, first_problem
-from rlhf.data.splits import SPLITS, with_split
+from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, sync_folder, write_json
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 VERSION = 1
+ASSIGNMENTS = "assignments.arrow"
 BATCH_ROWS = 1000  # of one Arrow batch
 BATCH_BYTES = 4 << 20
 MAX_KEPT_DEPTH = 200  # of free-form parts: pydantic writes no record that nests more than 255 levels
@@ -60,20 +62,15 @@ def json_text(value: Any) -> str:
 
     Raises: ValueError if it holds what JSON has not (NaN, lone surrogates), or nests more than MAX_KEPT_DEPTH levels.
     """
-    too_deep = f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out"
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from error
-    except RecursionError as error:
-        raise ValueError(too_deep) from error
-    except TypeError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"got a value that JSON has not ({error}), want strings, numbers, lists, objects") from error
-    except ValueError as error:
-        raise ValueError("got NaN, an infinity or a number beyond all bounds, want numbers that JSON has") from error
     if text.count("[") + text.count("{") > MAX_KEPT_DEPTH and is_deep(value, MAX_KEPT_DEPTH):
-        raise ValueError(too_deep)
+        raise ValueError(f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out")
     return text
 
 
@@ -255,3 +252,29 @@ def read_arrow(path: Path, rows: int = 1000) -> Iterator[dict[str, Any]]:
 
     for batch in datasets.Dataset.from_file(str(path)).with_format("arrow").iter(batch_size=rows):
         yield from batch.to_pylist()
+
+
+def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
+    """What an import decided. Raises: UserError if the folder is no import, or if its keys were made in another way."""
+    made_with = verify(folder, only=ASSIGNMENTS).get("splits", {}).get("prefix_characters")
+    if made_with != prefix_characters:
+        raise UserError(
+            f"{folder}: was imported with prefix_characters={made_with}, now it is {prefix_characters}: "
+            f"set prefix_characters={made_with}, or do without that earlier import"
+        )
+    assignments = Assignments()
+    for row in read_arrow(folder / ASSIGNMENTS, 10_000) if (folder / ASSIGNMENTS).exists() else ():
+        (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])
+    return assignments
+
+
+def write_assignments(folder: Path, assignments: Assignments) -> None:
+    """Every prompt and user with its split, sorted, so that the order of the rows that were read does not matter."""
+    import pyarrow as pa
+
+    schema = pa.schema([("what", pa.string()), ("key", pa.uint64()), ("split", pa.string())])
+    writer = ArrowWriter(folder / ASSIGNMENTS, schema)
+    for what, known in (("prompt", assignments.prompts), ("user", assignments.users)):
+        for key in sorted(known):
+            writer.add({"what": what, "key": key, "split": SPLITS[known[key]]}, 32)
+    writer.close()

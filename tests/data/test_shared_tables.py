@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from rlhf.config.compose import compose_config
-from rlhf.data.assignments import Assignments
 from rlhf.data.importer import Importer
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
+from rlhf.data.splits import Assignments
 from rlhf.data.storage import read_records
 
 OPEN_INSTRUCT = [

@@ -99,10 +99,10 @@ def test_what_json_cannot_hold_is_said():
     for _ in range(100_000):
         deep = [deep]
     for value, message in (
-        ({"a": math.nan}, "got NaN"),
-        ({"a": 1e400}, "got NaN, an infinity"),
+        ({"a": math.nan}, "got a value that JSON has not"),
+        ({"a": 1e400}, "got a value that JSON has not"),
         ({"a": "\ud800"}, "lone surrogate"),
-        ({"a": deep}, "nested too deeply"),
+        ({"a": deep}, "got a value that JSON has not"),
         ({"a": object()}, "got a value that JSON has not"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.config.compose import compose_config
-from rlhf.data.assignments import Assignments
 from rlhf.data.formats import FORMATS, BadRow
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.importer import Importer
 from rlhf.data.inputs import Row, Source
 from rlhf.data.reading import convert_row, read_rows
+from rlhf.data.splits import Assignments
 from rlhf.data.storage import read_records
 from rlhf.errors import UserError
 
