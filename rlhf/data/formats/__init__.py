@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data.formats import argilla, dialogues, label_studio, oasst, preferences, scored, tasks_csv
+from rlhf.data.formats import argilla, dialogues, label_studio, preferences, scored
 from rlhf.data.formats.shapes import BadRow, Format, Values, require_text
 from rlhf.data.formats.table import WANTS, propose_columns
 from rlhf.data.records import KINDS, shown
@@ -56,15 +56,15 @@ _TABLE: dict[Any, dict[str, str]] = {
         "webgpt": "keys question with full_text, answer_0, answer_1, score_0 and score_1",
         "openai_comparisons": "keys info, and summaries and choice or a summary with axes",
         "qa_feedback": "keys question, passages, prediction 1 … 4, preference",
-    },
-    oasst: {
-        "oasst": "key prompt with the first message of a tree: text, role and replies",
+        "oasst": "the first message of a tree, or key prompt with it: text, role and replies",
         "oasst_messages": "keys message_id, parent_id, text, role, rank: one message of a tree per row; "
         "rows are counted as trees",
     },
     argilla: {"argilla": "keys fields and responses, or questions with user_id, value and status"},
-    label_studio: {"label_studio": "keys data and annotations (an export), or data (a task)"},
-    tasks_csv: {"tasks_csv": "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …"},
+    label_studio: {
+        "label_studio": "keys data and annotations (an export), or data (a task)",
+        "tasks_csv": "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
+    },
 }
 _NATIVE = f"key kind ({', '.join(KINDS)}) and the keys of that record"
 FORMATS = {
@@ -74,7 +74,7 @@ FORMATS = {
 for _module, _wants in _TABLE.items():
     for _name, _shape in _wants.items():
         _is, _from = getattr(_module, f"is_{_name}"), getattr(_module, f"from_{_name}")
-        _gather, _joins = getattr(_module, f"gather_{_name}", None), _module in (label_studio, tasks_csv)
+        _gather, _joins = getattr(_module, f"gather_{_name}", None), _module is label_studio
         FORMATS[_name] = Format(_name, _shape, _is, _from, _joins, _gather)
 
 

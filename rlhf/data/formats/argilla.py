@@ -130,41 +130,39 @@ def _about(text: Any, names: list[str]) -> str | None:
 
 def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None:
     """The order that one answer gives to several responses, as `ranking` or `pairs`; None if it gives none."""
-    best: str | None = None
     if isinstance(value, list):  # options in their order, or each with its rank
-        ranks = {
-            _about(one.get("value") if isinstance(one, dict) else one, names): one.get("rank")
-            if isinstance(one, dict)
-            else i
-            for i, one in enumerate(value)
-        }
+        options = [one if isinstance(one, dict) else {"value": one, "rank": i} for i, one in enumerate(value)]
+        ranks = {_about(one.get("value"), names): one.get("rank") for one in options}
         if None in ranks or len(ranks) < max(2, len(value)):
             return None
         return {"ranking": ranking_of(ranks, best="lowest")}  # type: ignore[arg-type]
     if isinstance(value, str):
         best = _about(value, names)
-        verdict = read_phrase(value, len(names))
-        if best is None and verdict is not None and verdict.winner == TIE:
+        if best is None and read_phrase(value, len(names)) == TIE:
             return judged(TIE, names)
-    elif _CHOICE.search(question) and value in range(1, len(names) + 1):
-        best = names[int(value) - 1]
-    return None if best is None else judged(names.index(best), names)
+        return None if best is None else judged(names.index(best), names)
+    if _CHOICE.search(question) and value in range(1, len(names) + 1):
+        return judged(int(value) - 1, names)
+    return None
+
+
+def _numbers(answers: Values) -> dict[str, Any]:
+    return {q: value for q, value in answers.items() if not isinstance(value, str) and as_number(value) is not None}
 
 
 def _orders(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
     """One part of a record for each question that orders several responses, and for each set of ratings."""
     ratings_of: dict[str, dict[str, float]] = {}  # by what is rated: the question's name without its response
-    for question, value in answers.items():
-        name = _about(question, names)
-        if name is not None and not isinstance(value, str) and as_number(value) is not None:
+    for question, value in _numbers(answers).items():
+        if (name := _about(question, names)) is not None:
             part = re.escape(name) if name.lower() in question.lower() else re.escape(_suffix(question)) + "$"
             stem = re.sub(part, "", question, flags=re.I).strip("-_ .") or "rating"
             ratings_of.setdefault(stem, {})[name] = value
     for stem, ratings in ratings_of.items():
         if len(ratings) > 1:
-            rated = {"ratings": ratings} if _in_scale(ratings) else {}
-            more = {} if rated else {"scores": ratings}
-            yield {"ranking": ranking_of(ratings, best="highest"), **rated, "metadata": {"question": stem, **more}}
+            said = {"ratings": ratings} if _in_scale(ratings) else {}
+            metadata = {"question": stem} if said else {"question": stem, "scores": ratings}
+            yield {"ranking": ranking_of(ratings, best="highest"), **said, "metadata": metadata}
     for question, value in answers.items():
         if (made := _order(question, value, names)) is not None:
             yield {**made, "metadata": {"question": question}}
@@ -176,7 +174,7 @@ def _in_scale(ratings: Mapping[str, float]) -> bool:
 
 def _verdict(answers: Values, name: str) -> Iterator[dict[str, Any]]:
     """The rating and the flags of a single response, if there are any."""
-    numbers = {q: value for q, value in answers.items() if not isinstance(value, str) and as_number(value) is not None}
+    numbers = _numbers(answers)
     overall = {q: value for q, value in numbers.items() if "overall" in q.lower()} or numbers
     labels = [value if isinstance(value, list) else [value] for q, value in answers.items() if not _COMMENT.search(q)]
     flags = [label for one in labels if all(map(is_text, one)) for label in one]

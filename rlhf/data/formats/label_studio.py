@@ -1,4 +1,5 @@
-"""Label Studio: exports (JSON, JSON-MIN, CSV) and task files, with pairwise, ranker, rating and choices interfaces.
+"""What labelling rounds give back: Label Studio's exports (JSON, JSON-MIN, CSV) and task files, with pairwise, ranker, rating
+and choices interfaces; and the tasks that `rlhf sample` wrote as CSV and that labelers filled in (tasks_csv).
 
 One annotation is one record; a skipped one is no judgement. A task without any annotation is a ranking still to be made.
 Tasks that `rlhf sample` wrote keep their ids; in other tasks the names of the keys tell the prompt and the responses. The
@@ -17,9 +18,11 @@ from rlhf.data.formats.shapes import (
     as_number,
     chat_turns,
     is_chat,
+    is_empty,
     is_list,
     judged,
     letters,
+    number,
     other_keys,
     ranking_of,
     read_phrase,
@@ -27,6 +30,7 @@ from rlhf.data.formats.shapes import (
     without_empty,
 )
 from rlhf.data.records import shown
+from rlhf.data.tasks import unguarded
 
 _FLAT = ("annotation_id", "annotator", "lead_time")  # the keys of an annotation in a flat export (JSON-MIN, CSV)
 _OWN_KEYS = ("item", "prompt", "dialogue", "about", "metadata", "responses", "left", "right", "left_id", "right_id")
@@ -65,29 +69,58 @@ class Task:
         return [response["id"] for response in self.responses]
 
     def named(self, text: str) -> str | None:
-        """The response that a control's name or a choice refers to: by its key or id, else by its number, letter or side."""
+        """The response that a control's name refers to: by its key or id, else by its number, letter or side at either end."""
         words = text.strip().lower()
-        for i, key in enumerate(self.keys):
-            if words in (key.lower(), self.ids[i].lower()):
-                return self.ids[i]
-        within = [self.ids[i] for i, key in enumerate(self.keys) if len(key) > 1 and key.lower() in words]
-        if within:
-            return within[0] if len(within) == 1 else None
         parts = re.findall(r"[a-z]+|\d+", words)
-        places = [{str(i + 1), name} for i, name in enumerate(letters(len(self.keys)))]
-        for place, side in zip(places, ("left", "right"), strict=False):
-            place.add(side)
-        ends = {parts[0], parts[-1]} if len(parts) > 1 else set(parts)
-        meant = [name for name, place in zip(self.ids, places, strict=True) if ends & place]
-        return meant[0] if len(meant) == 1 else None
+        exact, within, placed = [], [], []
+        for i, (key, name) in enumerate(zip(self.keys, self.ids, strict=True)):
+            exact += [name] if words in (key.lower(), name.lower()) else []
+            within += [name] if len(key) > 1 and key.lower() in words else []
+            places = {str(i + 1), letters(i + 1)[i], *("left", "right")[i : i + 1]}
+            placed += [name] if places & {*parts[:1], *parts[-1:]} else []
+        found = exact or within or placed
+        return found[0] if len(found) == 1 else None
 
 
-def _is_own(data: Values) -> bool:
-    """Whether `rlhf sample` wrote a task: its keys are those of `tasks.label_studio_tasks`."""
-    return data.keys() >= {"item", "dialogue"} and (data.keys() >= {"left_id", "right_id"} or "responses" in data)
+def task_fields(data: Values) -> Task:
+    """The prompt and the responses of a task's `data`.
+
+    Responses are a list of texts or of objects with an id and a text; or texts whose keys differ in a number or letter at the
+    end (answer1, answer2), or left and right; or the only key named response, answer, completion or output. The prompt is the
+    first of _PROMPTS among the other keys, else the only other text. Raises: BadRow that names what was seen.
+    """
+    if data.keys() >= {"item", "dialogue"} and (data.keys() >= {"left_id", "right_id"} or "responses" in data):
+        return _own_task(data)
+    is_prompt = {key for key in data if key.lower() in _PROMPTS}
+    lists = [key for key, value in data.items() if is_list(value) and not is_chat(value) and key not in is_prompt]
+    if lists:
+        used = lists[:1]
+        responses = [_listed(one, n, f"data.{used[0]}") for n, one in enumerate(data[used[0]], 1)]
+        keys = [response["id"] for response in responses]
+    else:
+        groups: dict[str, list[str]] = {}
+        for key in sorted((k for k in data if isinstance(data[k], str)), key=lambda key: (len(key), key)):
+            if match := _ANSWER.fullmatch(key):
+                groups.setdefault(match[1].lower(), []).append(key)
+        sides = [key for key in ("left", "right") if key in data]
+        alone = [key for key in ("response", "answer", "completion", "output") if key in data][:1]
+        used = keys = next((keys for keys in (*groups.values(), sides) if len(keys) > 1), alone)
+        responses = [{"id": key, "text": data[key]} for key in used]
+    left = other_keys(data, *used)
+    texts = [key for key, value in left.items() if isinstance(value, str)]
+    asked = sorted((key for key in is_prompt if left.get(key)), key=lambda key: _PROMPTS.index(key.lower()))
+    asked = asked or (texts if len(texts) == 1 else [])
+    if not asked or not responses:
+        wanted = "the prompt under prompt and the responses under answer1, answer2, … or in a list responses"
+        what = "prompt" if responses else "responses"
+        raise BadRow("data", f"got the keys {shown(list(data), 200)}, found no {what}, want {wanted}: rename the keys")
+    said, rest = left[asked[0]], other_keys(left, asked[0])
+    prompt = chat_turns(said, f"data.{asked[0]}") if isinstance(said, list) else said
+    return Task(prompt, responses, keys, {"data": rest} if rest else {})
 
 
 def _own_task(data: Values) -> Task:
+    """A task that `rlhf sample` wrote: its keys are those of `tasks.label_studio_tasks`."""
     texts: dict[Any, Any] = {data.get(f"{side}_id"): data.get(side) or "" for side in ("left", "right")}
     keys = ["left", "right"]
     if isinstance(data.get("responses"), list):
@@ -98,49 +131,13 @@ def _own_task(data: Values) -> Task:
     return Task(data["dialogue"], responses, keys, (data.get("metadata") or {}) | {"item": data["item"]})
 
 
-def task_fields(data: Values) -> Task:
-    """The prompt and the responses of a task's `data`.
-
-    Responses are a list of texts or of objects with an id and a text; or texts whose keys differ in a number or letter at the
-    end (answer1, answer2), or left and right; or the only key named response, answer, completion or output. The prompt is the
-    first of _PROMPTS among the other keys, else the only other text. Raises: BadRow that names what was seen.
-    """
-    if _is_own(data):
-        return _own_task(data)
-    is_prompt = {key for key in data if key.lower() in _PROMPTS}
-    lists = [key for key, value in data.items() if is_list(value) and not is_chat(value) and key not in is_prompt]
-    groups: dict[str, list[str]] = {}
-    for key in sorted((k for k in data if isinstance(data[k], str)), key=lambda key: (len(key), key)):
-        if match := _ANSWER.fullmatch(key):
-            groups.setdefault(match[1].lower(), []).append(key)
-    numbered = next((keys for keys in groups.values() if len(keys) > 1), None)
-    if lists:
-        used = lists[:1]
-        responses = []
-        for number, one in enumerate(data[used[0]], 1):
-            item = one if isinstance(one, dict) else {"text": one}
-            under = next((key for key in _TEXTS if isinstance(item.get(key), str)), "text")
-            require(isinstance(item.get(under), str), f"data.{used[0]}", one, "a string, or an object with id and body")
-            more = other_keys(item, "id", under)
-            responses.append(
-                {"id": str(item.get("id", number)), "text": item[under]} | ({"metadata": more} if more else {})
-            )
-        keys = [response["id"] for response in responses]
-    else:
-        used = numbered or [key for key in ("left", "right") if key in data]
-        used = used if len(used) > 1 else [k for k in ("response", "answer", "completion", "output") if k in data][:1]
-        keys, responses = used, [{"id": key, "text": data[key]} for key in used]
-    left = other_keys(data, *used)
-    asked = sorted((key for key in is_prompt if left.get(key)), key=lambda key: _PROMPTS.index(key.lower()))
-    texts = [key for key, value in left.items() if isinstance(value, str)]
-    asked = asked or (texts if len(texts) == 1 else [])
-    if not asked or not responses:
-        wanted = "the prompt under prompt and the responses under answer1, answer2, … or in a list responses"
-        what = "prompt" if responses else "responses"
-        raise BadRow("data", f"got the keys {shown(list(data), 200)}, found no {what}, want {wanted}: rename the keys")
-    said, rest = left[asked[0]], other_keys(left, asked[0])
-    prompt = chat_turns(said, f"data.{asked[0]}") if isinstance(said, list) else said
-    return Task(prompt, responses, keys, {"data": rest} if rest else {})
+def _listed(one: Any, place: int, where: str) -> dict[str, Any]:
+    """A response in a list."""
+    item = one if isinstance(one, dict) else {"text": one}
+    under = next((key for key in _TEXTS if isinstance(item.get(key), str)), "text")
+    require(isinstance(item.get(under), str), where, one, "a string, or an object with id and body")
+    more = other_keys(item, "id", under)
+    return {"id": str(item.get("id", place)), "text": item[under]} | ({"metadata": more} if more else {})
 
 
 # --- what one annotation says ----------------------------------------------------------------------------------------
@@ -170,24 +167,20 @@ def _preferred(choice: str, task: Task) -> list[list[str]] | None:
     """The ranking of two responses that a choice states ("A", "response 2 is better", "tie"); None if it states none."""
     if len(task.ids) != 2:
         return None
-    exact = [
-        i
-        for i, (key, name) in enumerate(zip(task.keys, task.ids, strict=True))
-        if choice.lower() in (key.lower(), name.lower())
+    named = [
+        i for i, names in enumerate(zip(task.keys, task.ids, strict=True)) if choice.lower() in map(str.lower, names)
     ]
-    verdict = None if exact else read_phrase(choice, 2)
-    if exact or verdict:
-        return judged(exact[0] if exact else verdict.winner, task.ids)["ranking"]  # type: ignore[union-attr]
-    place = task.named(choice) if choice.strip().isdecimal() else None
-    return judged(task.ids.index(place), task.ids)["ranking"] if place else None
+    winner = named[0] if named else int(choice) - 1 if choice.strip() in ("1", "2") else read_phrase(choice, 2)
+    return None if winner is None else judged(winner, task.ids)["ranking"]
 
 
 def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
     """Add one result of an annotation, an object with a `value` object. Raises: BadRow."""
     value, control = result["value"], str(result.get("from_name", ""))
     target = str(result.get("source") or result.get("to_name") or "").lstrip("$")
+    named = task.named(control) if not control.isalpha() or control in task.keys else None
     aimed = task.ids[task.keys.index(target)] if target in task.keys else task.ids[0] if len(task.ids) == 1 else None
-    about = task.named(control) if not control.isalpha() or control in task.keys else None
+    about = named or aimed
     if "selected" in value:
         require(value["selected"] in ("left", "right"), "value.selected", value["selected"], "left or right")
         require(len(task.ids) == 2, "data", task.ids, "2 responses in a pairwise task")
@@ -204,19 +197,17 @@ def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
     elif "choices" in value:
         choices = value["choices"]
         require(choices == [] or is_list(choices, str), "value.choices", choices, "a list of strings")
-        ranking = _preferred(choices[0], task) if len(choices) == 1 and about is None else None
+        ranking = _preferred(choices[0], task) if len(choices) == 1 and named is None else None
         if ranking is not None:
             judgement.rank(ranking)
-        elif about or aimed:
-            judgement.flags.setdefault(str(about or aimed), []).extend(choices)
+        elif about:
+            judgement.flags.setdefault(about, []).extend(choices)
         else:
             judgement.other.setdefault(control, []).extend(choices)
+    elif about and (given := as_number(value.get("rating", value.get("number")))) is not None:
+        judgement.scores[about] = given
     else:
-        given = as_number(value.get("rating", value.get("number")))
-        if (about := about or aimed) and given is not None:
-            judgement.scores[about] = given
-        else:
-            judgement.other.setdefault(control, []).append(value)
+        judgement.other.setdefault(control, []).append(value)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -266,9 +257,8 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
     Predictions are kept in the metadata and judge nothing.
     """
     if row.keys() >= set(_FLAT):
-        yield _from_flat(row)
-        return
-    if not isinstance(row.get("data"), dict):  # a task file without the wrapping `data`
+        row = _unflattened(row)
+    elif not isinstance(row.get("data"), dict):  # a task file without the wrapping `data`
         row = {"data": other_keys(row, "id")} | ({"id": row["id"]} if "id" in row else {})
     task = task_fields(row["data"])
     about = without_empty(other_keys(row, "data", "annotations"))
@@ -296,32 +286,89 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
         yield _record(task, said, annotation, {"task": about, "skipped_by": skipped, "unread": unread})
 
 
-def _from_flat(row: Values) -> dict[str, Any]:
-    """The one annotation of a row of JSON-MIN or CSV, whose keys mix the task's data with the controls.
+def _unflattened(row: Values) -> dict[str, Any]:
+    """A row of JSON-MIN or CSV, whose keys mix one annotation's controls with the task's data, as a row of JSON.
 
     A control is a list of objects as {"selected": "left"}, or a text that says which response is better. CSV writes lists
     as JSON text.
     """
     values = {key: as_json(value) for key, value in row.items()}
-    data = other_keys(values, "id", *_FLAT, "created_at", "updated_at")
-    controls = [
-        key
+    data = without_empty(other_keys(values, "id", *_FLAT, "created_at", "updated_at"))
+    results = {
+        key: value[0]
         for key, value in data.items()
         if is_list(value, dict) and "id" not in value[0] and value[0].keys() & set(_VALUES)
-    ]
-    task = task_fields(other_keys(without_empty(data), *controls))
-    judgement = Judgement()
-    for control in controls:
-        _read_result({"from_name": control, "value": data[control][0]}, task, judgement)
-    for value in other_keys(data, *_OWN_KEYS, *task.keys, *controls, *_PROMPTS).values():
-        if isinstance(value, str) and (ranking := _preferred(value, task)) is not None:
-            judgement.rank(ranking)
-    require(
-        judgement.is_judgement,
-        "",
-        list(row),
-        "a judgement (left or right, an order, a rating, a choice): export as JSON",
-    )
+    }
+    task = task_fields(other_keys(data, *results))
+    for key, value in other_keys(data, *_OWN_KEYS, *task.keys, *results, *_PROMPTS).items():
+        if isinstance(value, str) and _preferred(value, task) is not None:
+            results[key] = {"choices": [value]}
+    require(bool(results), "", list(row), "a judgement (left or right, an order, a rating, a choice): export as JSON")
     annotation = {"completed_by": values["annotator"], "id": values["annotation_id"], "lead_time": values["lead_time"]}
     annotation |= {key: values.get(key) for key in ("created_at", "updated_at")}
-    return _record(task, judgement, annotation, {"task": without_empty({"id": values.get("id")})})
+    annotation["result"] = [{"from_name": key, "value": value} for key, value in results.items()]
+    return {"id": values.get("id"), "data": other_keys(data, *results), "annotations": [annotation]}
+
+
+# --- tasks of `rlhf sample` as CSV -------------------------------------------------------------------------------------
+
+_COMMON = ("item", "prompt", "labeler", "ids", "about")
+_SIDES = ("left", "right")
+_LEAVE = "leave this column as it was written (a spreadsheet cuts cells at 32,767 characters)"
+
+
+def is_tasks_csv(row: Values) -> bool:
+    """Whether a row is a task that `rlhf sample sample.tool=csv` wrote."""
+    pair = row.keys() >= {*_SIDES, "winner"}
+    return all(key in row for key in _COMMON) and (pair or row.keys() >= {"response_1", "score_1"})
+
+
+def _cell_text(value: Any) -> str:
+    """A cell as text, without the apostrophe that guards against formulas; a spreadsheet's number as the text that it shows."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else unguarded(str(value))
+
+
+def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
+    """The ranking of a row; null if nobody has filled it in, as in a task. Raises: BadRow."""
+    require(is_tasks_csv(row), "", list(row), "item, prompt, labeler, ids, about, and winner or score_1 …")
+    about = as_json(row["about"])
+    parts = [about.get(name, {}) for name in ("responses", "metadata")] if isinstance(about, dict) else []
+    require(len(parts) == 2 and is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")
+    known, metadata = parts
+    pair = "winner" in row
+    ids = _cell_text(row["ids"]).split()
+    columns = list(_SIDES) if pair else [f"response_{n}" for n in range(1, len(ids) + 1)]
+    fits = len(ids) == len(columns) and all(column in row for column in columns)
+    require(fits, "ids", row["ids"], f"an id for each response: {_LEAVE}")
+    require(set(ids) <= known.keys(), "ids", row["ids"], f"some of {shown(list(known))}, which about knows: {_LEAVE}")
+    ranking = None
+    if not pair:
+        scores = {}
+        for column, name in enumerate(ids, 1):
+            if not is_empty(score := row.get(f"score_{column}")):
+                scores[name] = number(score, f"score_{column}", "a number, or nothing")
+        ranking = ranking_of(scores, best="highest") if scores else None
+    elif not is_empty(row["winner"]):
+        winner = read_phrase(_cell_text(row["winner"]), 2)
+        if winner is None:
+            raise BadRow("winner", f"got {shown(row['winner'])}, want left, right or tie")
+        ranking = judged(winner, ids)["ranking"]
+    item = _cell_text(row["item"])
+    labeler = None if is_empty(row["labeler"]) else _cell_text(row["labeler"]).strip()
+    used = [*_COMMON, *(key for key in row if key in (*_SIDES, "winner") or key.startswith(("response_", "score_")))]
+    more = without_empty(other_keys(row, *used))
+    yield {
+        "kind": "ranking",
+        "id": (item if labeler is None else f"{item}:{labeler}") if item else None,
+        "prompt": about.get("dialogue") or _cell_text(row["prompt"]),
+        "responses": [
+            {"id": name, "text": _cell_text(row[column]), **known[name]}
+            for name, column in zip(ids, columns, strict=True)
+        ],
+        "ranking": ranking,
+        "labeler": labeler,
+        # Pairs of one item and labeler are joined by it; rankings are not joined.
+        "metadata": metadata | ({"item": item} if pair else {}) | ({"columns": more} if more else {}),
+    }

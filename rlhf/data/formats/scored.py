@@ -1,14 +1,19 @@
-"""Several answers with scores, ranks or verdicts: ultrafeedback, nectar, webgpt, openai_comparisons and qa_feedback."""
+"""Several answers with scores, ranks or verdicts: ultrafeedback, nectar, webgpt, openai_comparisons, qa_feedback and oasst."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
 from rlhf.data.formats.preferences import text_prompt
 from rlhf.data.formats.shapes import (
+    ROLES,
     BadRow,
+    Turns,
     Values,
     as_number,
+    chat_turns,
+    is_empty,
     is_list,
     is_text,
     letters,
@@ -18,7 +23,8 @@ from rlhf.data.formats.shapes import (
     require,
     require_text,
 )
-from rlhf.data.records import CycleError, join_judgements
+from rlhf.data.inputs import Reject, Row
+from rlhf.data.records import CycleError, join_judgements, shown
 
 Made = Iterator[dict[str, Any]]
 
@@ -201,3 +207,104 @@ def from_qa_feedback(row: Values) -> Made:
         **joined.named(names),
         "metadata": other_keys(row, "question", "passages", "preference", *_PREDICTIONS) | joined.named_ties(names),
     }
+
+
+# --- OpenAssistant -----------------------------------------------------------------------------------------------------
+
+# People wrote every message of a tree, and ranked the answers to the same message. Every set of ranked siblings is one
+# ranking, whose prompt is the path to them: rank 0 is best, equal ranks tie. A sibling without a rank stays among the
+# responses and out of the order; one that is marked deleted is left out, as are all answers that nobody ranked. A tree
+# without any ranking gives its first message as a prompt. Message ids become the ids of responses.
+
+_OF_TREE = ("message_tree_id", "tree_state")  # the same for all messages of a tree
+
+
+def is_oasst(row: Values) -> bool:
+    root = row.get("prompt", row)
+    return (
+        isinstance(root, dict)
+        and "text" in root
+        and ("replies" in root or ("message_tree_id" in row and root is not row))
+    )
+
+
+def _ranking_of_replies(path: Turns, node: Values) -> dict[str, Any] | None:
+    """The ranking of the replies to one message; None if fewer than two of them are ranked answers."""
+    answers = [reply for reply in node.get("replies") or [] if ROLES.get(reply["role"]) == "assistant"]
+    kept = {
+        reply.get("message_id") or f"reply-{i}": reply for i, reply in enumerate(answers) if not reply.get("deleted")
+    }
+    ranks = {name: number(reply["rank"], "rank") for name, reply in kept.items() if reply.get("rank") is not None}
+    if path[-1]["role"] != "user" or len(ranks) < 2:
+        return None
+    deleted = [reply.get("message_id") for reply in answers if reply.get("deleted")]
+    return {
+        "kind": "ranking",
+        "id": node.get("message_id"),
+        "prompt": path,
+        "responses": [
+            _answer(name, reply, "text", "model_name", "role", "replies", "message_id") for name, reply in kept.items()
+        ],
+        "ranking": ranking_of(ranks, best="lowest"),
+        "metadata": {"deleted_replies": deleted} if deleted else {},
+    }
+
+
+def from_oasst(row: Values) -> Made:
+    """One ranking for every set of ranked siblings, a message before its replies; else one prompt."""
+    root = row.get("prompt", row)
+    about = {key: row[key] for key in _OF_TREE if key in row} if root is row else other_keys(row, "prompt")
+    ranked = False
+    left: list[tuple[Turns, Values]] = [([], root)]  # (turns above, message); a stack: trees may be deep
+    while left:
+        above, node = left.pop()
+        turn = {"role": node.get("role"), "content": node.get("text"), **other_keys(node, "role", "text", "replies")}
+        path = [*above, *chat_turns([turn], "message")]
+        if (made := _ranking_of_replies(path, node)) is not None:
+            ranked = True
+            yield made | {"metadata": about | made["metadata"]}
+        left += [(path, reply) for reply in reversed(node.get("replies") or [])]
+    if not ranked:
+        yield {"kind": "prompt", "id": root.get("message_id"), "prompt": path[:1], "metadata": about}
+
+
+def is_oasst_messages(row: Values) -> bool:
+    return row.keys() >= {"message_id", "text", "role"} and "replies" not in row
+
+
+from_oasst_messages = from_oasst  # of the trees that `gather_oasst_messages` makes
+
+
+def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
+    """The trees of a file's messages, which come in any order, and a Reject for each message whose tree is not whole."""
+    held: dict[str, Row] = {}
+    below: dict[str | None, list[str]] = {}  # a message's replies; of None: first messages
+    for row in rows:
+        if isinstance(row, Reject):
+            yield row
+            continue
+        key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
+        if not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
+            problem = f"message_id: got {shown(key)} in reply to {shown(parent)}, want texts, and each message once"
+            yield Reject(name, row.line, "message_id", problem, row.number, json.dumps(row.value, default=str).encode())
+            continue
+        held[key] = row
+        below.setdefault(parent, []).append(key)
+    for root in below.get(None, []):
+        place = held[root]
+        nodes: dict[str, dict[str, Any]] = {}
+        waiting = [root]
+        while waiting:
+            key = waiting.pop()
+            # in a table every key is there
+            nodes[key] = {k: v for k, v in held.pop(key).value.items() if k == "text" or not is_empty(v)}
+            waiting += below.get(key, [])
+        about = {key: nodes[root][key] for key in _OF_TREE if key in nodes[root]}
+        for key, node in nodes.items():
+            for one in _OF_TREE:
+                node.pop(one, None)
+            node["replies"] = [nodes[reply] for reply in below.get(key, [])]
+        yield Row(place.line, {**about, "prompt": nodes[root]}, place.number)
+    for row in held.values():
+        problem = f"parent_id: got {shown(row.value.get('parent_id'))}, whose tree has no first message: add it, or remove this one"
+        yield Reject(name, row.line, "parent_id", problem, row.number, json.dumps(row.value, default=str).encode())

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf.data.inputs import Reject, Row, is_deep
 from rlhf.data.records import shown
@@ -102,7 +102,7 @@ def is_empty(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, or text that is one; true and false are not numbers."""
+    """A finite number, or text that is one; true and false are not numbers."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value if abs(value) < 1e300 else None
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) else None
@@ -235,50 +235,31 @@ def judged(winner: int, names: Sequence[str]) -> dict[str, Any]:
 
 _SIDES = {"left": 0, "first": 0, "one": 0, "right": 1, "second": 1, "two": 1, "third": 2, "three": 2}
 _NOUN = "(?:model|response|assistant|completion|answer|output|option|candidate|text|summary|system|choice)"
-_DEGREES = {
-    "slightly": 1,
-    "somewhat": 1,
-    "a bit": 1,
-    "much": 3,
-    "far": 3,
-    "significantly": 3,
-    "clearly": 3,
-    "strongly": 3,
-}
 _PHRASE = re.compile(
     rf"(?:the )?(?:{_NOUN} ?)?(?P<side>[a-z]|[1-9]|{'|'.join(_SIDES)})(?: one| {_NOUN})?"
-    rf"(?:(?: is)?(?: (?P<degree>{'|'.join(_DEGREES)}))? (?P<word>better|preferred|best|wins|worse|loses)(?: than .*)?)?"
+    r"(?:(?: is)?(?: slightly| somewhat| a bit| much| far| significantly| clearly| strongly)?"
+    r" (?:better|preferred|best|wins)(?: than .*)?)?"
 )
-_SIGNS = re.compile("([ab12]) ?(>+|<+|=+) ?([ab12])")
+_SIGNS = re.compile("([ab12]) ?([><=]+) ?([ab12])")
 _TIES = re.compile(
     "(?:a )?tied?|draw|equal|equally (?:good|bad)|both|neither|(?:the |about the )?same|about equal|no preference|"
     "no difference|(?:tie )?both ?(?:are )?(?:good|bad)"
 )
 
 
-class Verdict(NamedTuple):
-    """Which response is better, from 0, or TIE; by how much (1 slightly, 2, 3 much), if the word states it."""
-
-    winner: int
-    strength: int | None = None
-
-
-def read_phrase(text: str, k: int) -> Verdict | None:
-    """A spelling that names one of K responses or a tie; None if it does neither. A bare number is none."""
+def read_phrase(text: str, k: int) -> int | None:
+    """Which of K responses, from 0, a spelling calls better, or TIE; None if it does neither. A bare number does neither."""
     words = re.sub(r"[\s_\-/,;:.!?()\[\]\"'*]+", " ", text.casefold()).strip()
     if _TIES.fullmatch(words):
-        return Verdict(TIE)
+        return TIE
     if match := _SIGNS.fullmatch(words):
-        one, other = (int(side in "b2") for side in (match[1], match[3]))
-        if one == other or match[2][0] == "=":
-            return Verdict(TIE) if one != other else None
-        return Verdict(one if match[2][0] == ">" else other, len(match[2]))
+        first, second = (int(side in "b2") for side in (match[1], match[3]))
+        if first == second:
+            return None
+        return {">": first, "<": second, "=": TIE}[match[2][0]]
     match = _PHRASE.fullmatch(words)
     if match is None or words.isdecimal():
         return None
-    word, name = match["word"], match["side"]
+    name = match["side"]
     side = _SIDES[name] if name in _SIDES else int(name) - 1 if name.isdecimal() else ord(name) - ord("a")
-    worse = word in ("worse", "loses")
-    if side >= k or (worse and k != 2):
-        return None
-    return Verdict(1 - side if worse else side, _DEGREES.get(match["degree"], 2) if word else None)
+    return side if side < k else None

@@ -26,7 +26,6 @@ from rlhf.data.formats.shapes import (
     Format,
     Turns,
     Values,
-    Verdict,
     as_json,
     as_number,
     chat_turns,
@@ -55,7 +54,6 @@ _FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("crea
 _NOBODY = "nobody judged this row, remove it or fill it in"
 _SAY = "say what each means with words.first=… words.second=… words.tie=…"
 _THUMBS = {**dict.fromkeys(("true", "yes", "good", "👍"), True), **dict.fromkeys(("false", "no", "bad", "👎"), False)}
-_STRAY = 0.05  # share of a column's numbers that may be mistakes
 
 
 def lookup(value: Any, path: str) -> Any:
@@ -142,46 +140,41 @@ def _format(columns: "Columns", note: str = "") -> Format:
 
 def _prepare(columns: "Columns", name: str, rows: Sequence[Values]) -> Format:
     """The format after a look at a file's first rows. Raises: UserError if a column is not there, or numbers are ambiguous."""
+    keys = list(rows[0])
     missing = [
-        f"columns.{setting}={path}: {name} has no such column{nearest(path, list(rows[0])) or f': it has {shown(list(rows[0]), 200)}'}"
+        f"columns.{setting}={path}: {name} has no such column{nearest(path, keys) or f': it has {shown(keys, 200)}'}"
         for setting, paths in columns.paths.items()
         for path in paths
         if all(lookup(row, path) is MISSING for row in rows)
     ]
     if missing:
         raise UserError("; ".join(missing))
+
+    def refuse(setting: str, paths: Sequence[str], said: Sequence[Any], wanted: str) -> None:
+        where = f"columns.{setting}={','.join(paths)}: {name}, first {len(rows)} rows"
+        raise UserError(f"{where}: got {counted(said)}: {wanted}")
+
     for path in columns.of("rating"):
         said = [value_at(row, path) for row in rows]
-        if {n for value in said if (n := as_number(value)) is not None} & {0, 1, -1} and not any(
-            (as_number(v) or 0) > 1 for v in said
-        ):
-            where = f"columns.rating={path}: {name}, first {len(rows)} rows"
-            raise UserError(f"{where}: got {counted(said)}: write good and bad, or numbers from 1 (worst) to 7 (best)")
+        numbers = {n for value in said if (n := as_number(value)) is not None}
+        if numbers and numbers <= {-1, 0, 1}:
+            refuse("rating", [path], said, "write good and bad, or numbers from 1 (worst) to 7 (best)")
     winners = columns.of("winner")
     if not winners:
         return _format(columns)
     if columns.words:
         meaning = {0: "first", 1: "second", TIE: "tie"}
-        said_how = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
-        return _format(columns, f"{', '.join(winners)}: {said_how}")
-    columns = replace(columns, numbers=_are_positions(columns, name, rows))
-    how = (
-        "numbers: 1 the first, 2 the second, 0 a tie"
-        if columns.numbers
-        else "a, b or tie, in words or as a column's name"
+        how = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
+        return _format(columns, f"{', '.join(winners)}: {how}")
+    said = [value_at(row, path) for row in rows for path in winners]
+    positions = {n for value in said if (n := as_number(value)) is not None}
+    k = max(columns.k_of(row) for row in rows)
+    if positions and not (k in positions and min(positions) >= 0 and max(positions) <= k):
+        refuse("winner", winners, said, _SAY)
+    words = (
+        "numbers: 1 the first, 2 the second, 0 a tie" if positions else "a, b or tie, in words or as a column's name"
     )
-    return _format(columns, f"{', '.join(winners)}: {how}")
-
-
-def _are_positions(columns: "Columns", name: str, rows: Sequence[Values]) -> bool:
-    """Whether verdicts are numbers, and positions. Raises: UserError if they are numbers of another meaning."""
-    said = [(value_at(row, path), columns.k_of(row)) for row in rows for path in columns.of("winner")]
-    numbers = [(n, k) for value, k in said if (n := as_number(value)) is not None]
-    strays = sum(not 0 <= n <= k for n, k in numbers)  # a slip in one row makes it a reject, no more
-    if numbers and (strays > _STRAY * len(numbers) or not any(n == k for n, k in numbers)):
-        where = f"columns.winner={','.join(columns.of('winner'))}: {name}, first {len(rows)} rows"
-        raise UserError(f"{where}: got {counted([value for value, _ in said])}: {_SAY}")
-    return bool(numbers)
+    return _format(replace(columns, numbers=bool(positions)), f"{', '.join(winners)}: {words}")
 
 
 # --- a row -----------------------------------------------------------------------------------------------------------
@@ -280,30 +273,28 @@ class Columns:
         responses = _responses(cells)
         require(any(one["text"] for one in responses), self.of("responses")[0], None, "the responses that were judged")
         for path, value in said.items():
-            winner, strength = self._verdict(value, path, list(cells), [one["text"] for one in responses])
-            metadata = {} if as_number(value) is not None or self.words else {"preference_scale": value}
-            metadata |= {} if strength is None else {"strength": strength}
+            winner = self._verdict(value, path, list(cells), [one["text"] for one in responses])
+            in_words = as_number(value) is None and not self.words
             labeler = {"labeler": path} if len(winners) > 1 else {}
+            metadata = {"preference_scale": value} if in_words else {}
             yield {"responses": responses, **judged(winner, letters(len(cells))), "metadata": metadata, **labeler}
 
-    def _verdict(self, value: Any, path: str, names: list[str], texts: list[str]) -> Verdict:
-        """What a cell says: one of `words`; else a column's name, a response's text, a position or a known spelling."""
-        word, k = normal(value), len(names)
+    def _verdict(self, value: Any, path: str, names: list[str], texts: list[str]) -> int:
+        """What a cell says: one of `words`; else a column's name, a position, a known spelling or a response's text."""
+        word, k, position = normal(value), len(names), as_number(value)
         if self.words:
             require(word in self.words, path, value, f"one of {', '.join(self.words)}: add it to one of words.*")
-            return Verdict(self.words[word])
+            return self.words[word]
         same = [i for i, text in enumerate(texts) if text.strip().casefold() == word]
         by_name = [i for i, name in enumerate(names) if normal(name) == word]
-        position = as_number(value)
+        verdict = read_phrase(value, k) if isinstance(value, str) else None
+        if self.numbers and position in (*range(k + 1), *((1.5,) if k == 2 else ())):
+            verdict = TIE if position in (0, 1.5) else int(position or 0) - 1
         if len(by_name) == 1:
-            verdict: Verdict | None = Verdict(by_name[0])
-        elif self.numbers and position in (*range(k + 1), *((1.5,) if k == 2 else ())):
-            verdict = Verdict(TIE if position in (0, 1.5) else int(position or 0) - 1)
-        else:
-            verdict = read_phrase(value, k) if isinstance(value, str) else None
-        if len(same) == 1 and verdict is None:
-            return Verdict(same[0])
-        if verdict is None or (same and same != [verdict.winner]):
+            verdict = by_name[0]
+        elif len(same) == 1 and verdict is None:
+            verdict = same[0]
+        if verdict is None or (same and same != [verdict]):
             wanted = f"1 to {k}, 0 a tie" if self.numbers else "a, b or tie, in words or as a column's name"
             raise BadRow(path, f"got {shown(value)}, want {wanted}{', not a text' if same else ''}: {_SAY}")
         return verdict
@@ -376,39 +367,36 @@ _MOST_WORDS = 12  # a column with more different values holds no verdicts
 def propose_columns(rows: Sequence[Values]) -> str:
     """The command line that would read such rows as a table, as far as their keys and values tell."""
     columns = {str(key): [row.get(key) for row in rows] for key in rows[0]}
-    sizes = {
-        k: sum(len(v) for v in vs if isinstance(v, str))
-        for k, vs in columns.items()
-        if any(isinstance(v, str) for v in vs)
-    }
+    sizes = {key: sum(len(v) for v in values if isinstance(v, str)) for key, values in columns.items()}
+    texts = [key for key, values in columns.items() if any(isinstance(v, str) for v in values)]
     groups: dict[str, list[str]] = {}
-    for key in sizes:
+    for key in texts:
         groups.setdefault(re.sub(r"[ _-]?(\d+|[ab]|left|right|chosen|rejected)$", "", key, flags=re.I), []).append(key)
     several = [keys for keys in groups.values() if len(keys) > 1]
     sides = max(several, key=lambda keys: sum(sizes[key] for key in keys), default=[])
-    prompts = [key for key in sizes if _PROMPT.search(key) and key not in sides]
-    rest = [key for key in sizes if key not in sides]
-    proposed = [f"columns.prompt={_setting(prompts[:2] or rest[:1]) or '…'}"]
-    if not sides:
-        proposed += [f"columns.response={key}" for key in rest if _ANSWER.search(key) and key not in prompts][:1]
-        return f"Name the columns, as: format=table {' '.join(proposed)}"
-    proposed.append(f"columns.responses={_setting(sides)}")
+    rest = [key for key in texts if key not in sides]
+    prompts = [key for key in rest if _PROMPT.search(key)]
+    answers = [key for key in rest if _ANSWER.search(key) and key not in prompts]
     words = {
-        key: {normal(v) for v in columns[key] if isinstance(v, str | int | float) and not is_empty(v)}
-        for key in columns
+        key: {normal(v) for v in columns[key] if not isinstance(v, list | dict) and not is_empty(v)} for key in columns
     }
     winners = [
         key
         for key in columns
         if key not in (*sides, *prompts) and _VERDICT.search(key) and 1 < len(words[key]) <= _MOST_WORDS
     ]
-    if not winners:
-        return f"Name the columns, as: format=table {' '.join(proposed)}"
-    proposed.append(f"columns.winner={_setting(winners)}")
-    if not all(read_phrase(word, len(sides)) for key in winners for word in words[key]):
-        proposed.append("words.first=… words.second=… words.tie=…")
-    found = counted([value for key in winners for value in columns[key]], _MOST_WORDS)
-    return f"Name the columns, as: format=table {' '.join(proposed)} ({', '.join(winners)}: {found})"
+    proposed, said = [f"columns.prompt={_setting(prompts[:2] or rest[:1]) or '…'}"], ""
+    if not sides:
+        proposed += [f"columns.response={key}" for key in answers[:1]]
+    else:
+        proposed.append(f"columns.responses={_setting(sides)}")
+        if winners:
+            proposed.append(f"columns.winner={_setting(winners)}")
+            if any(read_phrase(word, len(sides)) is None for key in winners for word in words[key]):
+                proposed.append("words.first=… words.second=… words.tie=…")
+            found = counted([value for key in winners for value in columns[key]], _MOST_WORDS)
+            said = f" ({', '.join(winners)}: {found})"
+    return f"Name the columns, as: format=table {' '.join(proposed)}{said}"
 
 
 def _setting(names: Sequence[str]) -> str:

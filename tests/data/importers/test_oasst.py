@@ -7,12 +7,11 @@ from itertools import zip_longest
 
 import pyarrow
 import pytest
-from pyarrow import csv, parquet
+from pyarrow import parquet
 from pydantic import BaseModel
 
 from rlhf.data.inputs import Reject, Source
 from rlhf.data.reading import FileInfo, load_all, read
-from rlhf.errors import UserError
 from tests.data.importers.samples import OASST
 
 
@@ -53,6 +52,13 @@ def test_replies_without_a_rank_stand_outside_of_the_order(load):
     [record] = load("oasst", row)  # e and f have no rank: no ranking of them
     assert [response.id for response in record.responses] == ["a", "c", "g"]
     assert record.ranking == [["a"], ["c"]] and record.metadata["deleted_replies"] == ["b"]
+
+
+def test_a_tree_whose_first_message_is_the_row_itself(load):
+    row = OASST["prompt"] | {"message_tree_id": "m-0", "tree_state": "ready_for_export"}
+    thread, wrapped = load("oasst", row), load("oasst", OASST)
+    assert [(r.id, r.responses, r.ranking) for r in thread] == [(r.id, r.responses, r.ranking) for r in wrapped]
+    assert [turns(r) for r in thread] == [turns(r) for r in wrapped] and thread[0].metadata == wrapped[0].metadata
 
 
 def test_one_ranked_reply_is_no_order_and_the_tree_a_prompt(load):
@@ -109,7 +115,7 @@ def plain(value):
     return [plain(one) for one in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("packed", ["jsonl", "jsonl.gz", "parquet", "csv"])
+@pytest.mark.parametrize("packed", ["jsonl", "jsonl.gz", "parquet"])
 def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, packed):
     wanted, _ = load_all(write_jsonl(TREES))
     rows = [row for pair in zip_longest(*map(flat, TREES)) for row in pair if row is not None]  # of both in turns
@@ -118,8 +124,6 @@ def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, pac
     table = pyarrow.Table.from_pylist(rows, SCHEMA)
     if packed == "parquet":
         parquet.write_table(table, path)
-    elif packed == "csv":
-        csv.write_csv(table, path)
     else:
         write = gzip.open if packed.endswith("gz") else open
         with write(path, "wt", encoding="utf-8") as file:
@@ -153,9 +157,3 @@ def test_messages_without_a_whole_tree_are_one_reject(write_jsonl, change, line,
     found = [one for one in made if isinstance(one, Reject)]
     assert (found[0].line, found[0].message) == (line, message)
     assert {one.id for one in made if not isinstance(one, Reject)} >= {"m-0", "m-4"}
-
-
-def test_more_messages_than_memory_should_hold_are_refused(write_jsonl, monkeypatch):
-    monkeypatch.setattr("rlhf.data.formats.oasst.HELD_BYTES", 300)
-    with pytest.raises(UserError, match=r"more than 0 MB of messages, .*: split the file by message_tree_id"):
-        load_all(write_jsonl(flat(TREES[0])))

@@ -65,7 +65,7 @@ A, B, TIE = [["a"], ["b"]], [["b"], ["a"]], [["a", "b"]]
         ("model_a", "model_b", "tie (bothbad)"), ("left", "right", "same"), ("first", "second", "both good"),
         ("Response 1", "Response 2", "no preference"), ("output_1", "output_2", "equal"), ("A>>B", "A<B", "A=B"),
         ("[[A>B]]", "[[B>A]]", "[[A=B]]"), ("the first one", "Model B", "both are bad"), ("a wins", "b wins", "neither"),
-        ("a is much better", "b is slightly better", "about the same"), ("b is worse", "a is worse than b", "tie"),
+        ("a is much better", "b is slightly better", "about the same"),
         ("text a", "text b", "tied"), ("Response A is slightly better than B", "B better", "a tie"),
     ],
 )  # fmt: skip
@@ -131,16 +131,14 @@ def test_labelers_side_by_side():
         ("t.csv:2.1", "z", A),
     ]
     assert made[0].metadata == {} and made[3].metadata == {"y": None}  # nothing that was read is lost
-    bad = problem(rows[0] | {"y": 9}, rows * 9, **PAIR, winner=["x", "y"])  # one number of 29 is a slip
-    assert bad.startswith("y: got 9, want 1 to 2, 0 a tie")
 
 
 def test_the_scale_is_kept():
     rows = [{"q": "?", "a": "1st", "b": "2nd", "w": word} for word in ("a-is-better", "b is slightly better", "tie")]
     made = convert(rows, **PAIR, winner="w")
     assert [one.metadata for one in made] == [
-        {"preference_scale": "a-is-better", "strength": 2},
-        {"preference_scale": "b is slightly better", "strength": 1},
+        {"preference_scale": "a-is-better"},
+        {"preference_scale": "b is slightly better"},
         {"preference_scale": "tie"},
     ]
 
