@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,6 @@ MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so
 PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
 _CHUNK = 1 << 20  # characters of a text file read at once
 _BATCH = 1 << 20  # characters tokenised at once
-_KEPT_TOKENS = 1 << 22  # most tokens that wait until it is decided what is held out
 SPLITS = ("train", "heldout")
 
 
@@ -110,19 +110,19 @@ def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
 class _Piece(NamedTuple):
     """A unit of tokenisation and splitting: a document, or a part of a long one."""
 
-    text: str
     document: int
     part: int
+    bytes: int
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[_Piece]]:
-    """The pieces of the documents, about _BATCH characters at a time."""
-    batch: list[_Piece] = []
+def _batches(documents: Iterable[str]) -> Iterator[list[tuple[_Piece, str]]]:
+    """The pieces of the documents with their texts, about _BATCH characters at a time."""
+    batch: list[tuple[_Piece, str]] = []
     size = 0
     for number, document in enumerate(documents):
         parts = cut_text(document, PIECE) if len(document) > 2 * PIECE else [document]
         for i, part in enumerate(parts if document.strip() else ()):
-            batch.append(_Piece(part, number, i))
+            batch.append((_Piece(number, i, len(part.encode("utf-8"))), part))
             size += len(part)
             if size >= _BATCH:
                 yield batch
@@ -131,78 +131,40 @@ def _batches(documents: Iterable[str]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-class _Writer:
-    """Appends pieces to one token file; a separator ends each document, or each run of pieces of a divided one."""
+def held_out_pieces(u: np.ndarray, tokens: np.ndarray, fraction: float, context: int) -> np.ndarray:
+    """Which pieces are held out, (N,) bool: those whose hash `u` is below `fraction`.
 
-    def __init__(self, path: Path, dtype: np.dtype, separator: int):
-        self.path, self.dtype, self.separator = path, dtype, separator
-        self.file = path.open("wb")
-        self.tokens = self.bytes = self.documents = 0
-        self.last: tuple[int, int] | None = None
-
-    def add(self, piece: _Piece, ids: Sequence[int] | np.ndarray) -> None:
-        if self.last != (piece.document, piece.part - 1):
-            self.end()
-            self.documents += 1
-        self.file.write(np.asarray(ids, dtype=self.dtype).tobytes())
-        self.tokens += len(ids)
-        self.bytes += len(piece.text.encode("utf-8"))
-        self.last = (piece.document, piece.part)
-
-    def end(self) -> None:
-        """Write the separator after what was written."""
-        if self.last is not None:
-            self.file.write(np.asarray([self.separator], dtype=self.dtype).tobytes())
-            self.tokens += 1
-
-    def finish(self) -> dict[str, Any]:
-        self.end()
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        counts = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
-        return counts | {"sha256": sha256_file(self.path)}
-
-
-class _Divider:
-    """Assigns pieces to train or held-out by the hash of their text, so that equal documents share a split.
-
-    The held-out share of a small corpus may be too small. The first pieces are therefore kept back until enough of
-    them are held out; if the corpus ends or the buffer is full before, those with the next smallest hashes are
-    added.
+    If that gives less than 8 contexts of tokens, those with the next smallest hashes are added: up to that, at most a
+    twentieth of the corpus, or one context if that is at most a quarter. Never all of them.
     """
+    total = int(tokens.sum())
+    share = max(min(8 * context, total // 20), min(context, total // 4), 1)
+    order = np.argsort(u, kind="stable")[:-1]
+    before = np.cumsum(tokens[order]) - tokens[order]  # tokens held out before each piece
+    chosen = order[(u[order] < fraction) | (before < share)]
+    limit = u[chosen].max(initial=-1.0)
+    return u <= limit
 
-    def __init__(self, train: _Writer, held_out: _Writer, fraction: float, seed: int, context_length: int):
-        self.train, self.held_out, self.fraction, self.seed = train, held_out, fraction, seed
-        self.context_length = context_length
-        self.kept: list[tuple[float, _Piece, np.ndarray]] | None = []  # None once decided
-        self.kept_tokens = self.kept_held_out = self.pieces = 0
 
-    def add(self, piece: _Piece, ids: list[int]) -> None:
-        u = uniform(piece.text, self.seed)
-        self.pieces += 1
-        if self.kept is None:
-            (self.held_out if u < self.fraction else self.train).add(piece, ids)
-            return
-        self.kept.append((u, piece, np.asarray(ids, dtype=np.uint32)))
-        self.kept_tokens += len(ids)
-        self.kept_held_out += len(ids) if u < self.fraction else 0
-        enough = 8 * self.context_length <= self.kept_held_out < self.kept_tokens
-        if enough or self.kept_tokens >= _KEPT_TOKENS:
-            self.decide()
-
-    def decide(self) -> None:
-        """Write the pieces that were kept back, in the order of the text."""
-        context, tokens = self.context_length, self.kept_tokens
-        share = max(min(8 * context, tokens // 20), min(context, tokens // 4), 1)
-        limit, held_out = -1.0, 0  # pieces whose hash is at most `limit` are held out
-        kept, self.kept = self.kept or [], None
-        for u, size in sorted((u, len(ids)) for u, _, ids in kept)[:-1]:  # never all of them
-            if u >= self.fraction and held_out >= share:
-                break
-            limit, held_out = u, held_out + size
-        for u, piece, ids in kept:
-            (self.held_out if u <= limit else self.train).add(piece, ids)
+def _write_split(
+    path: Path, pieces: Sequence[_Piece], places: np.ndarray, tokens: np.ndarray, separator: int
+) -> dict[str, Any]:
+    """Write the tokens of these pieces; a separator ends each document, or each run of pieces of a divided one."""
+    end = np.asarray([separator], tokens.dtype).tobytes()
+    documents = 0
+    last: tuple[int, int] | None = None
+    with path.open("wb") as file:
+        for piece, (start, stop) in zip(pieces, places.tolist(), strict=True):
+            if last != (piece.document, piece.part - 1):
+                file.write(end if documents else b"")
+                documents += 1
+            file.write(tokens[start:stop].tobytes())
+            last = piece.document, piece.part
+        file.write(end if documents else b"")
+        file.flush()
+        os.fsync(file.fileno())
+    counts = {"tokens": path.stat().st_size // tokens.itemsize, "bytes": sum(piece.bytes for piece in pieces)}
+    return counts | {"documents": documents, "sha256": sha256_file(path)}
 
 
 def pack_corpus(
@@ -216,10 +178,9 @@ def pack_corpus(
 ) -> "PackedCorpus":
     """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
 
-    Documents are assigned to held-out by hash; those above 16k characters are divided first. If `held_out_fraction`
-    gives less than 8 contexts of tokens, more is held out: up to that, at most a twentieth of the corpus, or one
-    context if that is at most a quarter. meta.json is written last, so that a killed run leaves none.
-    `progress(documents, tokens)` is called after each batch.
+    Documents are assigned by the hash of their text, so that equal ones share a split, see `held_out_pieces`; those above 16k
+    characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(documents, tokens)`
+    is called after each batch.
 
     Raises: UserError if there is no text, or too little to divide.
     """
@@ -228,30 +189,37 @@ def pack_corpus(
     (folder / "meta.json").unlink(missing_ok=True)
     dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
     separator = separator_id(tokenizer)
-    writers = {split: _Writer(folder / f"{split}.bin.tmp", dtype, separator) for split in SPLITS}
     context = tokenizer.model_max_length if tokenizer.model_max_length < 10**6 else 1024
-    divider = _Divider(writers["train"], writers["heldout"], held_out_fraction, seed, context)
-    tokens = 0
+    pieces: list[_Piece] = []
+    sizes, hashes = array("Q"), array("d")
+    packed = folder / "tokens.tmp"  # of all pieces in order
     try:
-        for batch in _batches(documents):
-            for piece, ids in zip(batch, encode_texts(tokenizer, [p.text for p in batch]), strict=True):
-                divider.add(piece, ids)
-                tokens += len(ids)
-            if progress is not None:
-                progress(batch[-1].document + 1, tokens)
-        if tokens == 0:
+        with packed.open("wb") as file:
+            for batch in _batches(documents):
+                for (piece, text), ids in zip(batch, encode_texts(tokenizer, [t for _, t in batch]), strict=True):
+                    file.write(np.asarray(ids, dtype).tobytes())
+                    pieces.append(piece)
+                    sizes.append(len(ids))
+                    hashes.append(uniform(text, seed))
+                if progress is not None:
+                    progress(batch[-1][0].document + 1, file.tell() // dtype.itemsize)
+        count, ends = np.array(sizes, np.int64), np.cumsum(np.array(sizes, np.int64))
+        if not count.any():
             raise UserError("the corpus has no text: give data.corpus a file, folder or hub id with documents")
-        divider.decide()
-        splits = {split: writer.finish() for split, writer in writers.items()}
+        held_out = held_out_pieces(np.array(hashes), count, held_out_fraction, context)
+        places, tokens = np.stack([ends - count, ends], 1), np.memmap(packed, dtype, mode="r")
+        splits = {}
+        for split, chosen in (("train", ~held_out), ("heldout", held_out)):
+            which = [pieces[i] for i in np.flatnonzero(chosen)]
+            splits[split] = _write_split(folder / f"{split}.bin.tmp", which, places[chosen], tokens, separator)
         if not splits["train"]["tokens"] or not splits["heldout"]["tokens"]:
-            came = f"the corpus has {tokens} tokens in {divider.pieces} documents, too few to hold a part out"
+            came = f"the corpus has {ends[-1]} tokens in {len(pieces)} documents, too few to hold a part out"
             raise UserError(f"{came}: want at least two documents, or one of 16,000 characters")
         meta = {"version": 1, "dtype": dtype.str, "separator": separator, "tokenizer": tokenizer_hash(tokenizer)}
         return _finish(folder, meta | {"held_out_fraction": held_out_fraction, "seed": seed}, splits)
     finally:
-        for writer in writers.values():
-            writer.file.close()
-            writer.path.unlink(missing_ok=True)
+        for name in ("tokens.tmp", "train.bin.tmp", "heldout.bin.tmp"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _finish(folder: Path, meta: dict[str, Any], splits: dict[str, Any]) -> "PackedCorpus":

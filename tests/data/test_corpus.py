@@ -165,14 +165,6 @@ def test_held_out_is_never_empty_and_never_most_of_it(tokenizer, tmp_path, docum
     assert held_out - separators <= max(min(256, total / 20), min(32, total / 4)) + largest
 
 
-def test_the_decision_does_not_wait_for_ever(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_KEPT_TOKENS", 2000)  # about 40 documents
-    packed = pack(DOCUMENTS, tokenizer, tmp_path, held_out_fraction=1e-9)
-    held_out = documents_of(packed, "heldout", tokenizer)
-    assert held_out and set(held_out) <= set(DOCUMENTS[:60])
-    assert documents_of(packed, "train", tokenizer) == [text for text in DOCUMENTS if text not in held_out]
-
-
 @pytest.mark.parametrize(
     ("documents", "message"),
     [([], "has no text"), (["", " "], "has no text"), (["One."], "too few to hold a part out")],
