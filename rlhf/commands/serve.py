@@ -1,7 +1,11 @@
 """`rlhf serve run=a[,b]`: models of a run behind an OpenAI-style API, and a page to chat with, compare and label them."""
 
 import gc
+import ipaddress
+import os
 import re
+import secrets
+import socket
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +13,9 @@ from typing import Any
 
 from rlhf.commands.report import run_folders
 from rlhf.config import Config
-from rlhf.config.setting import FromEnvironment
+from rlhf.config.setting import FromEnvironment, listed
+from rlhf.data.encoding import names_of
+from rlhf.data.reading import load_comparisons
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.runs.folders import NAME, refuse_inside_stage
@@ -46,60 +52,48 @@ def run(config: Config) -> None:
     """Serve until a signal stops the process. Raises: UserError for a run without models, or an address in use."""
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise UserError("serve: needs FastAPI and uvicorn: pip install 'rlhf-recipe[serve]'")
-    import uvicorn
-
-    folders = run_folders(config)
-    loopback = check_address(config)
-    listening = bind_socket(config)
-    with listening:
+    folders, loopback = run_folders(config), check_address(config)
+    with bind_socket(config) as listening:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         thread, app = make(config, folders, loopback, address)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
         say(f"serve: {address} (Ctrl-C stops)")
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=15,
-                timeout_graceful_shutdown=5,
-                limit_concurrency=4 * (config.serve.batch + config.serve.queue),
-                http="h11",
-            )
-        )
         try:
-            server.run(sockets=[listening])
+            make_server(app).run(sockets=[listening])
         finally:
             thread.stop()
 
 
+def make_server(app: Any) -> Any:
+    """The web server. The guard counts requests; connections without one are closed after a time."""
+    import uvicorn
+
+    from rlhf.serving.security import Connection
+
+    quiet = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
+    timeouts = {"timeout_keep_alive": 15, "timeout_graceful_shutdown": 5}
+    return uvicorn.Server(uvicorn.Config(app, http=Connection, ws="none", lifespan="off", **quiet, **timeouts))
+
+
 def check_address(config: Config) -> bool:
     """Whether the server listens on loopback only. Raises: UserError for another address without a token."""
-    import ipaddress
-
-    settings = config.serve
+    host, token = config.serve.host, config.serve.token
     try:
-        loopback = settings.host == "localhost" or ipaddress.ip_address(settings.host).is_loopback
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        raise UserError(f"serve.host={settings.host}: want an IP address, such as 127.0.0.1 or 0.0.0.0") from None
-    token = settings.token
+        raise UserError(f"serve.host={host}: want an IP address, such as 127.0.0.1 or 0.0.0.0") from None
     if token is None and not loopback:
-        raise UserError(
-            f"serve.host={settings.host}: other machines can reach it: set serve.token='${{oc.env:RLHF_TOKEN}}'"
-        )
+        raise UserError(f"serve.host={host}: other machines can reach it: set serve.token='${{oc.env:RLHF_TOKEN}}'")
     if token is not None and len(token) < LEAST_SECRET:
         where = token.source if isinstance(token, FromEnvironment) else "serve.token"
         raise UserError(f"{where}: {len(token)} characters: want a secret of at least {LEAST_SECRET}")
     return loopback
 
 
-def bind_socket(config: Config) -> Any:
+def bind_socket(config: Config) -> socket.socket:
     """The listening socket. Raises: UserError if the address is not available."""
-    import socket
-
     host, port = config.serve.host, config.serve.port
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,18 +101,16 @@ def bind_socket(config: Config) -> Any:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UserError(
-            f"serve.host={host} serve.port={port}: {error.strerror}: choose another, or 0 for any free one"
-        ) from None
+        taken = f"serve.host={host} serve.port={port}: {error.strerror}"
+        raise UserError(f"{taken}: choose another, or 0 for any free one") from None
     return listener
 
 
 def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any]:
     """The models' thread, and the application."""
-    from rlhf.data.encoding import names_of
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import LabelFile, Labelling
-    from rlhf.serving.model_thread import ModelThread, served_models
+    from rlhf.serving.models import ModelThread, served_models
     from rlhf.serving.security import Access
 
     settings = config.serve
@@ -126,17 +118,16 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     refuse_inside_stage(labels, "serve.labels")
     file = LabelFile(labels)
     names = names_of(settings.labelers)
-    secrets = labeler_secrets(labels.with_name("labelers.txt"), names, address) if names else {}
+    by_name = labeler_secrets(labels.with_name("labelers.txt"), names, address) if names else {}
     tasks = load_tasks(settings.tasks, folders[0])
     instructions = INSTRUCTIONS if settings.instructions is None else read_instructions(Path(settings.instructions))
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
-    access = Access(settings.token, secrets, loopback, settings.max_body_bytes, settings.requests_per_minute)
-    stages = [settings.stages] if isinstance(settings.stages, str) else settings.stages
-    models = partial(served_models, config, folders, stages)
+    models = partial(served_models, config, folders, listed(settings.stages) or None)
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed)
-    return thread, make_app(thread, access, labelling, instructions)
+    limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
+    return thread, make_app(thread, Access(settings.token, by_name, loopback, *limits), labelling, instructions)
 
 
 def read_instructions(path: Path) -> str:
@@ -151,8 +142,6 @@ def read_instructions(path: Path) -> str:
 
 def load_tasks(given: str | None, run: Path) -> list[Any]:
     """The tasks that `rlhf sample` wrote: of serve.tasks, or of the run's own round if there is one. Raises: UserError."""
-    from rlhf.data.reading import load_comparisons
-
     path = Path(given) if given else run / "sample" / "tasks.jsonl"
     if given is None and not path.is_file():
         return []
@@ -167,9 +156,6 @@ def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str
 
     Raises: UserError for an invalid name, or a file that `rlhf serve` did not write.
     """
-    import os
-    import secrets
-
     if bad := [name for name in names if not NAME.fullmatch(name)]:
         raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
     by_name: dict[str, str] = {}

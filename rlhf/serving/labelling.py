@@ -1,4 +1,4 @@
-"""Labelling: the file of labels, and which task a labeler gets.
+"""Labelling: the file of labels, which task a labeler gets, and the routes of the page for it.
 
 Every task goes to `labels_per_prompt` labelers; nobody gets one twice, and nobody sees another's answer. A labeler who goes back
 answers the last task again: the new record replaces the old one, which stays in the file but no longer counts.
@@ -13,14 +13,24 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from fastapi import APIRouter
+from pydantic import Field, ValidationError
 
 from rlhf.data.agreement import AgreementCounter
-from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, first_problem, without_replaced
+from rlhf.data.records import (
+    KINDS,
+    Demonstration,
+    RankedResponse,
+    Ranking,
+    Record,
+    Text,
+    first_problem,
+    without_replaced,
+)
 from rlhf.errors import UserError
-from rlhf.serving.schemas import DemonstrationRequest, RankingRequest, records_of
+from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import disk_error, writing
 
@@ -28,6 +38,37 @@ ASSIGNED_SECONDS = 1800.0  # seconds that a task stays with a labeler who does n
 MOST_COMPARISONS = 1000  # comparisons kept until they are judged
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
 STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
+
+
+FLAGS = (  # the labels of a response besides its quality (Ouyang et al. 2022, table 3)
+    "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
+    "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
+)  # fmt: skip
+
+Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+
+
+class RankingRequest(Strict):
+    """A labeler's judgement of the responses of a task or comparison."""
+
+    name: Id
+    submission: Submission
+    ranking: Annotated[list[list[Id]], Field(min_length=1, max_length=64)] | None  # none: cannot judge
+    ratings: dict[Id, Annotated[int, Field(ge=1, le=7)]] = Field(default_factory=dict)
+    flags: dict[Id, list[Annotated[str, Field(pattern="^(" + "|".join(FLAGS) + ")$")]]] = Field(default_factory=dict)
+    seconds: Seconds = 0.0
+    note: Annotated[Text, Field(max_length=2000)] = ""
+    replaces: Id | None = None
+
+
+class DemonstrationRequest(Strict):
+    messages: Messages
+    response: Annotated[Text, Field(min_length=1, max_length=100_000)]
+    submission: Submission
+    seconds: Seconds = 0.0
+    task: Id | None = None
+    edited: Id | None = None  # the task's response from which the labeler started
 
 
 class LabelFile:
@@ -271,3 +312,51 @@ class Labelling:
 
 def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
+    """The next task, the last one again, a ranking, a demonstration. These routes wait for the disk in threads. who: gives the labeler."""
+    router = APIRouter(prefix="/api")
+
+    def task_body(task: Ranking, labeler: str) -> dict[str, Any]:
+        """A task for its labeler: without the policies that wrote the responses."""
+        return {
+            "name": task.id,
+            "messages": [{"role": m.role, "content": m.content} for m in task.prompt],
+            "responses": [{"id": r.id, "text": r.text} for r in labelling.shown(task, labeler)],
+        }
+
+    @router.get("/rank/next")
+    def next_task(labeler: str = who) -> dict[str, Any]:
+        task = labelling.next_task(labeler)
+        return {"task": task and task_body(task, labeler), "progress": labelling.progress(labeler)}
+
+    @router.get("/rank/last")
+    def last_task(labeler: str = who) -> dict[str, Any]:
+        record = labelling.last(labeler)
+        if record is None:
+            raise RefusedError(404, "there is nothing to undo")
+        answer = record.model_dump(include={"ranking", "ratings", "flags"})
+        answer |= {"note": record.metadata.get("note", ""), "replaces": record.id}
+        return {"task": task_body(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
+
+    @router.post("/rank")
+    def rank(asked: RankingRequest, labeler: str = who) -> dict[str, Any]:
+        return {"saved": labelling.rank(labeler, asked).id}
+
+    @router.get("/demonstrate/next")
+    def next_prompt(labeler: str = who) -> dict[str, Any]:
+        task = labelling.next_prompt(labeler)
+        body = task_body(task, labeler) if task else {"name": None, "messages": None, "responses": []}
+        return {"task": body.pop("name")} | body
+
+    @router.post("/demonstrate")
+    def demonstrate(asked: DemonstrationRequest, labeler: str = who) -> dict[str, Any]:
+        return {"saved": labelling.demonstrate(labeler, asked).id}
+
+    @router.post("/compare/judge")
+    def judge(asked: RankingRequest, labeler: str = who) -> dict[str, Any]:
+        record = labelling.rank(labeler, asked, compared=True)
+        return {"saved": record.id, "policies": {r.id: r.policy for r in record.responses}}
+
+    return router

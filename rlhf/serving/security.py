@@ -1,4 +1,4 @@
-"""Access control: token, origin, size and rate of a request, checked before it reaches any route; and the form of errors.
+"""Access control: token, origin, size, time and rate of a request, checked before it reaches any route; and the form of errors.
 
 On loopback without a token, every user of this machine has full access, and a page of another site has none: its requests
 carry its origin, or another host's name. Each labeler has a secret. Errors are written as the OpenAI API writes them:
@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlhf.data.records import first_problem
 from rlhf.errors import UserError
@@ -26,6 +27,7 @@ from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"
 LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")  # Host headers, with or without a port
+HEAD_SECONDS = 15.0  # seconds in which a connection must bring a request
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients in one minute
 OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
@@ -79,7 +81,7 @@ async def error_response(_: Any, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         error = RefusedError(error.status_code, str(error.detail), headers=error.headers)
     elif isinstance(error, UserError):
-        error = RefusedError(400, str(error))
+        error = RefusedError(507 if isinstance(error.__cause__, OSError) else 400, str(error))  # 507: the disk is full
     elif not isinstance(error, RefusedError):
         error = RefusedError(500, "the server failed on this request")
     return error.response()
@@ -98,6 +100,7 @@ class Access:
     loopback: bool
     max_body_bytes: int
     requests_per_minute: int
+    requests_at_once: int
 
     def who(self, secret: str | None) -> str | None:
         """The name that a secret belongs to, "" for the operator; every secret is compared, in constant time."""
@@ -129,7 +132,7 @@ class Guard:
     """The ASGI application around the server's own."""
 
     def __init__(self, app: Any, access: Access):
-        self.app, self.access = app, access
+        self.app, self.access, self.active = app, access, 0
         self.rates = Rates(access.requests_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,16 +147,20 @@ class Guard:
                 message["headers"] = [*message["headers"], *(pair for pair in HEADERS if pair[0] not in given)]
             await send(message)
 
+        self.active += 1
         try:
             self.check(scope, {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
-        except RefusedError as error:
+            await self.app(scope, bounded(receive, self.access.max_body_bytes), send_with_headers)
+        except RefusedError as error:  # of the check; the application answers its own
             await error.response()(scope, receive, send_with_headers)
-            return
-        await self.app(scope, bounded(receive, self.access.max_body_bytes), send_with_headers)
+        finally:
+            self.active -= 1
 
     def check(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raises: RefusedError for a request that must not reach the application."""
         access, path = self.access, scope["path"]
+        if self.active > access.requests_at_once:
+            raise RefusedError(503, "the server is busy: try again in a moment", headers={"retry-after": "1"})
         host = headers.get("host", "")
         if access.loopback and LOOPBACK.fullmatch(host) is None:
             raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
@@ -197,14 +204,14 @@ def session_of(headers: dict[str, str]) -> str | None:
 
 def bounded(receive: Receive, most: int) -> Receive:
     """`receive` with a limit on the bytes of the body, and on its time."""
-    left, more = most, True
+    left, more, deadline = most, True, asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def limited() -> MutableMapping[str, Any]:
         nonlocal left, more
         if not more:
             return await receive()  # waits for the client to disconnect
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
             return {"type": "http.disconnect"}
@@ -215,3 +222,21 @@ def bounded(receive: Receive, most: int) -> Receive:
         return message
 
     return limited
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if it brings no whole request head in HEAD_SECONDS, at first and after each answer."""
+
+    answered: Any = None  # the request that was the last one, and answered, at the previous look
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEAD_SECONDS, self.close_if_idle)
+
+    def close_if_idle(self) -> None:
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.cycle is self.answered:
+            self.transport.close()
+        else:
+            self.answered = self.cycle if idle else self
+            self.loop.call_later(HEAD_SECONDS, self.close_if_idle)

@@ -23,7 +23,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def thread(gold_run) -> Iterator[Any]:  # noqa: F811
     """The models of the small run, and the thread that draws with them: 8 responses at a time, 16 more wait."""
-    from rlhf.serving.model_thread import ModelThread, served_models
+    from rlhf.serving.models import ModelThread, served_models
 
     models = partial(served_models, gold_run.config(), [gold_run.folder], ["sft", "ppo"])
     thread = ModelThread(models, 8, 16, 64)
@@ -41,6 +41,7 @@ def access(**changes: Any) -> Any:
             "loopback": True,
             "max_body_bytes": 2**20,
             "requests_per_minute": 10**6,
+            "requests_at_once": 200,
             **changes,
         }
     )
@@ -90,13 +91,12 @@ def server(app) -> Iterator[str]:
 
 
 def serving(app: Any) -> Iterator[str]:
-    import uvicorn
+    from rlhf.commands.serve import make_server
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", http="h11")
-        server = uvicorn.Server(config)
+        server = make_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         for _ in range(500):

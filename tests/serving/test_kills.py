@@ -23,7 +23,7 @@ import uvicorn
 from contextlib import nullcontext
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, Labelling
-from rlhf.serving.model_thread import ModelThread
+from rlhf.serving.models import ModelThread
 from tests.serving.conftest import access, tasks
 from pathlib import Path
 labelling = Labelling(LabelFile(Path(sys.argv[1])), tasks(5_000), 4, seed=0)

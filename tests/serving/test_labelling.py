@@ -19,8 +19,7 @@ from rlhf.data.tokenizer import encode_text
 from rlhf.engines.likely import likeliest, show
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
-from rlhf.serving.labelling import LabelFile
-from rlhf.serving.schemas import RankingRequest
+from rlhf.serving.labelling import LabelFile, RankingRequest
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
 from tests.serving.conftest import access, make_labelling
@@ -280,22 +279,23 @@ def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_ha
         again.rank("ben", ranked(task.id, "submission-2"))
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(labelling, monkeypatch):
-    task = labelling.next_task("anna")
-    labelling.rank("anna", ranked(task.id, "submission-1"))
-    before, write = labelling.file.path.read_bytes(), os.write
+async def test_a_full_disk_leaves_the_file_as_it_was(clients, labelling, monkeypatch):
+    async def submit(submission):
+        task = (await clients["anna"].get("/api/rank/next")).json()["task"]
+        return await clients["anna"].post("/api/rank", json=verdict(task, submission))
 
     def full(file, data):
         write(file, bytes(data)[:20])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
-    task = labelling.next_task("anna")
-    with pytest.raises(UserError, match="No space left"):
-        labelling.rank("anna", ranked(task.id, "submission-2"))
+    await submit("submission-1")
+    before, write = labelling.file.path.read_bytes(), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        answer = await submit("submission-2")
+    assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
     assert labelling.file.path.read_bytes() == before
-    monkeypatch.undo()
-    labelling.rank("anna", ranked(task.id, "submission-2"))
+    assert (await submit("submission-2")).status_code == 200
     assert len(labelling.file.path.read_bytes().splitlines()) == 2
 
 

@@ -9,8 +9,10 @@ import openai
 import pytest
 
 from rlhf.commands.generate import run as generate
+from rlhf.serving import openai_api
 from rlhf.serving.app import make_app
-from rlhf.serving.model_thread import ModelThread, doubts, served_models
+from rlhf.serving.models import ModelThread, served_models
+from rlhf.serving.openai_api import doubts
 from tests.serving.conftest import access, emptied, make_labelling
 
 pytestmark = pytest.mark.anyio
@@ -167,6 +169,20 @@ def test_mistakes_have_the_apis_form(ask, server):
         answer = httpx.post(f"{server}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["message"]
     assert httpx.get(f"{server}/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(client, monkeypatch):
+    monkeypatch.setattr(openai_api, "encode_prompt", None)
+    monkeypatch.setattr(openai_api, "encode_text", None)
+    long = "x " * 300_000
+    for path, asked in (
+        ("chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ("completions", {"prompt": long}),
+        ("score", {"prompt": long, "responses": ["y"]}),
+        ("score", {"prompt": "x", "responses": ["y", long]}),
+    ):
+        answer = await client.post(f"/v1/{path}", json={"model": "gold/ppo"} | asked)
+        assert answer.status_code == 400 and "this has 600,000 characters: shorten it" in answer.text
 
 
 async def test_a_full_queue_says_when_to_come_back_and_empties(thread, client):

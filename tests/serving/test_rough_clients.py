@@ -4,11 +4,13 @@ import json
 import random
 import socket
 import time
+from contextlib import suppress
 from urllib.parse import urlparse
 
 import httpx
 import pytest
 
+from rlhf.serving import security
 from tests.serving.conftest import emptied
 
 ASKED = {"model": "gold/ppo", "messages": [{"role": "user", "content": "what is red ?"}], "temperature": 2, "seed": 1}
@@ -92,6 +94,28 @@ def test_what_is_no_request_is_refused_and_nothing_else_happens(server, connect,
         pass
     assert b"HTTP/1.1 5" not in answer and b"Traceback" not in answer
     assert httpx.get(f"{server}/v1/models").status_code == 200
+
+
+def test_connections_without_a_request_are_closed_and_block_nobody(server, connect, monkeypatch):
+    monkeypatch.setattr(security, "HEAD_SECONDS", 0.2)
+    served = connect(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+    assert served.recv(2**16).startswith(b"HTTP/1.1 200")
+    served.sendall(b"GET /v1/models HTT")  # a second request that never arrives
+    idle = [connect(data) for data in [b"", b"POST /v1/score HTTP/1.1\r\nhost: 12"] * 40]
+    assert httpx.get(f"{server}/v1/models").status_code == 200
+    assert [one.recv(1) for one in [*idle, served]] == [b""] * 81, "closed by the server"
+
+
+def test_a_body_that_drips_is_given_up(connect, monkeypatch):
+    monkeypatch.setattr(security, "BODY_SECONDS", 0.3)
+    one, started = connect(HEAD + b"content-length: 1000\r\n\r\n"), time.monotonic()
+    one.settimeout(0.05)
+    answer = b""
+    while not answer and time.monotonic() < started + 10:
+        one.sendall(b" ")
+        with suppress(TimeoutError):
+            answer = one.recv(2**16)
+    assert time.monotonic() < started + 5 and not answer.startswith(b"HTTP/1.1 5")
 
 
 def test_a_head_or_a_trailer_without_end_is_refused_while_it_comes_and_small_chunks_are_not(server, connect):

@@ -7,33 +7,38 @@ releases Python's lock while it computes, so the web server answers meanwhile.
 
 import asyncio
 import gc
-import re
+import math
+import secrets
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.api import LoadedRun
 from rlhf.config import Config
 from rlhf.config.precision import inference
+from rlhf.config.setting import LEAST_TEMPERATURE
 from rlhf.data.chat_template import end_ids
+from rlhf.engines.choosing import Choice
 from rlhf.engines.native import packed
 from rlhf.engines.running import Response, RunningBatch
+from rlhf.engines.text_stream import TextStream
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen
 from rlhf.serving.security import RefusedError
 from rlhf.system.terminal import one_line, say
+from rlhf.training.setup import set_up
 
+STOP_SECONDS = 0.1  # seconds between two searches for a stop string in a response that is not streamed
+PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces
 ENDED = "the models have stopped: start the server again"
-PHRASE = 4  # words of a phrase that counts as repetition
-LONG_WORDS = 12  # least words of a response that is checked for repetition
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,6 @@ def served_models(config: Config, folders: Sequence[Path], stages: list[str] | N
 
     Raises: UserError if a run has none of them.
     """
-    from rlhf.training.setup import set_up
-
     device, models = set_up(config), {}
     with inference(config, device), ExitStack() as weights:
         for folder in folders:
@@ -103,9 +106,6 @@ def served_models(config: Config, folders: Sequence[Path], stages: list[str] | N
         yield models
 
 
-# --------------------------------------------------------------------------------------------- queue and batch
-
-
 class ModelFailedError(RefusedError):
     """A model raised an error, or the server is stopping."""
 
@@ -113,11 +113,15 @@ class ModelFailedError(RefusedError):
         super().__init__(500, message)
 
 
+# --------------------------------------------------------------------------------------------- requests
+
+
 class Generation:
     """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
 
-    def __init__(self, model: ServedModel, response: Response, changed: asyncio.Event):
+    def __init__(self, model: ServedModel, response: Response, stops: tuple[str, ...], changed: asyncio.Event):
         self.model, self.response = model, response
+        self.text = TextStream(model.tokenizer, model.ends, stops)
         self.loop, self.changed = asyncio.get_running_loop(), changed
         self.due = 0.0  # when the reader wants its next tokens
         self.error: ModelFailedError | None = None
@@ -130,6 +134,121 @@ class Generation:
     def wake(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self.loop.call_soon_threadsafe(self.changed.set)
+
+
+class Chunk(NamedTuple):
+    """New text of one response and the positions of its tokens; the reason if it has ended."""
+
+    place: int
+    text: str
+    first: int
+    last: int
+    finish: str | None
+
+
+class Completion:
+    """The responses to one request, `n` to each prompt, which is given with its model and the key of its random numbers.
+
+    most: the largest number of tokens of a response; None: as the model's run. alternatives: to report with each token. `close` always
+    frees the places. Raises: RefusedError if the responses do not fit the model's context, the server's limits or its queue.
+    """
+
+    def __init__(
+        self,
+        thread: "ModelThread",
+        prompts: Sequence[tuple[ServedModel, list[int], tuple]],
+        *,
+        n: int = 1,
+        most: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        stops: tuple[str, ...] = (),
+        seed: int | None = None,
+        alternatives: int = 0,
+    ):
+        temperature = 1.0 if temperature is None else temperature
+        greedy = temperature < LEAST_TEMPERATURE
+        choice = Choice(1.0 if greedy else temperature, top_p or 1.0, greedy=greedy)
+        self.thread, self.seed = thread, secrets.randbits(32) if seed is None else seed
+        self.pause = STOP_SECONDS if stops else math.inf  # of a response that is not streamed
+        self.prompt_tokens = sum(len(ids) for _, ids, _ in prompts)
+        self.changed, self.generations = asyncio.Event(), list[Generation]()
+        for model, ids, key in prompts:
+            length = room_of(model, ids, most, thread.most_tokens)
+            for j in range(n):
+                response = Response(ids, choice, self.seed, (*key, j), length, model.ends, alternatives)
+                self.generations.append(Generation(model, response, stops, self.changed))
+        thread.submit(self.generations)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(one.text.ids) for one in self.generations)
+
+    def close(self) -> None:
+        self.thread.cancel(self.generations)
+
+    async def chunks(self, pause: float | None = None) -> AsyncIterator[Chunk]:
+        """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
+
+        pause: least seconds before a chunk; None: the first at once, the others so that all streams together have
+        PIECES_PER_SECOND. Raises: ModelFailedError.
+        """
+        for one in self.generations:
+            one.due = 0.0 if pause is None else time.monotonic() + pause
+        unfinished = dict(enumerate(self.generations))
+        while unfinished:
+            self.changed.clear()
+            for place, one in list(unfinished.items()):
+                if (chunk := next_chunk(place, one)) is not None:
+                    every = len(self.thread) / PIECES_PER_SECOND if pause is None else pause
+                    one.due = time.monotonic() + every
+                    if chunk.finish:
+                        del unfinished[place]
+                        self.thread.cancel([one])
+                    yield chunk
+            if unfinished:
+                await self.changed.wait()
+
+    async def whole(self) -> list[Chunk]:
+        """Wait for all responses; each as one chunk."""
+        reasons = {chunk.place: chunk.finish async for chunk in self.chunks(self.pause)}
+        texts = [one.text for one in self.generations]
+        return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(texts)]
+
+
+def next_chunk(place: int, one: Generation) -> Chunk | None:
+    """What is new of a response, if it is due."""
+    response, text = one.response, one.text
+    over, seen, count = (
+        one.over,
+        len(text.ids),
+        len(response.logprobs),
+    )  # `over` first: the last token comes before the end
+    if one.error is not None:
+        raise one.error
+    complete = response.finished and count == len(response.tokens)
+    if not over and not complete and (count == seen or time.monotonic() < one.due):
+        return None
+    piece, finish = text.add(response.tokens[seen:count], complete), None
+    if text.stopped or complete or over:  # over alone: cancelled, since the client has gone
+        finish = "length" if complete and not (text.stopped or response.ended) else "stop"
+    return Chunk(place, piece, seen, len(text.ids), finish)
+
+
+def room_of(model: ServedModel, prompt: list[int], asked: int | None, limit: int) -> int:
+    """The most tokens of a response. Raises: RefusedError if the context or the server's limit is too small for it."""
+    room = model.context - len(prompt)
+    if asked is not None and asked > limit:
+        raise RefusedError(400, f"max_tokens={asked}: this server allows at most {limit}", "max_tokens")
+    length = min(model.max_new_tokens, room) if asked is None else asked
+    if room < 1 or length > room:
+        more = f" and max_tokens is {asked}" if asked is not None else ""
+        message = f"the model's context is {model.context} tokens: the prompt has {len(prompt)}{more}: shorten it"
+        raise RefusedError(400, message, "messages", "context_length_exceeded")
+    return length
+
+
+# --------------------------------------------------------------------------------------------- queue, batch and thread
 
 
 class Queue:
@@ -157,8 +276,9 @@ class Queue:
             say_failure(error)
             self.fail(ModelFailedError())
             return
+        now = time.monotonic()
         for one in self.running:
-            if time.monotonic() >= one.due:
+            if now >= one.due:
                 one.wake()
         self._remove()
 
@@ -205,6 +325,13 @@ class ModelThread:
     def __len__(self) -> int:
         """The number of responses that run or wait."""
         return sum(map(len, self.queues.values()))
+
+    def find(self, name: str, param: str = "model") -> ServedModel:
+        """The model of that name. Raises: RefusedError if there is none."""
+        if name not in self.models:
+            message = f"no model of that name: want one of {', '.join(self.models)}"
+            raise RefusedError(404, message, param, "model_not_found")
+        return self.models[name]
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Queue the responses of one request. Raises: RefusedError if the queue is full or too short."""
@@ -297,21 +424,3 @@ class ModelThread:
 
 def say_failure(error: BaseException) -> None:
     say(f"serve: {type(error).__name__}: {one_line(error)}", sys.stderr)
-
-
-def doubts(text: str, tokens: int, limit: int) -> list[str]:
-    """Reasons to doubt a score: the response is empty, repeats itself, or is longer than those of training, so that the
-    reward model may have read only its beginning.
-    """
-    words = re.findall(r"\w+", text.lower())
-    phrases = [tuple(words[i : i + PHRASE]) for i in range(len(words) - PHRASE + 1)]
-    flags = []
-    if not text.strip():
-        flags.append("empty")
-    if tokens > limit:
-        flags.append("truncated")
-    elif tokens > 0.9 * limit:
-        flags.append("length")
-    if len(words) >= LONG_WORDS and len(set(phrases)) < 0.7 * len(phrases):
-        flags.append("repetition")
-    return flags
