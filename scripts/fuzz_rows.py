@@ -66,13 +66,12 @@ def _label_studio(m: str) -> dict[str, Any]:
 
 
 def _argilla(m: str) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "id": m,
-        "fields": {"instruction": f"Say {m}.", "response": "Yes."},
-        "metadata": {},
-        "suggestions": {},
-    }
-    return row | {"responses": {"quality": [{"value": 5, "user_id": "u"}]}, "vectors": {}, "_server_id": m}
+    row: dict[str, Any] = {"id": m, "fields": {"instruction": f"Say {m}.", "response": "Yes."}, "metadata": {}}
+    return (
+        row
+        | {"suggestions": {}}
+        | {"responses": {"quality": [{"value": 5, "user_id": "u"}]}, "vectors": {}, "_server_id": m}
+    )
 
 
 def _nectar(m: str) -> dict[str, Any]:
@@ -87,14 +86,13 @@ def _qa_feedback(m: str) -> dict[str, Any]:
 
 def _native(m: str) -> dict[str, Any]:
     responses = [{"id": name, "text": f"Text {name}.", "policy": "p"} for name in "abc"]
-    row: dict[str, Any] = {
-        "kind": "ranking",
-        "id": m,
-        "prompt": [user(f"Say {m}.")],
-        "responses": responses,
-        "ranking": [["b"], ["a", "c"]],
+    row: dict[str, Any] = {"kind": "ranking", "id": m, "prompt": [user(f"Say {m}.")], "ranking": [["b"], ["a", "c"]]}
+    row |= {"responses": responses} | {
+        "ratings": {"a": 3},
+        "flags": {"c": ["harmful"]},
+        "labeler": "ann",
+        "seconds": 3.5,
     }
-    row |= {"ratings": {"a": 3}, "flags": {"c": ["harmful"]}, "labeler": "ann", "seconds": 3.5}
     return row | {"created": "2026-05-01T10:00:00Z", "metadata": {"user": m, "group": m}}
 
 

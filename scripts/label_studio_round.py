@@ -12,24 +12,21 @@ must be a run of the gold world that has its SFT model.
 
 import argparse
 import contextlib
-import http.cookiejar
 import json
 import os
 import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from rlhf.data.tasks import BETTER, EQUAL, EQUALLY_GOOD, RANK
 from rlhf.gold.people import Labeler, make_labelers
@@ -51,34 +48,19 @@ class Client:
     """One user of the server, with an API token or, before there is one, a session with cookies."""
 
     def __init__(self, base: str, token: str | None = None):
-        self.base, self.token = base, token
-        self.cookies = http.cookiejar.CookieJar()
-        # No proxy: the server is on loopback.
-        self.opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor(self.cookies)
-        )
+        headers = {"Authorization": f"Token {token}"} if token else {}
+        self.base = base
+        self.http = httpx.Client(base_url=base, headers=headers, timeout=120, trust_env=False, follow_redirects=True)
 
-    def request(self, method: str, path: str, body: Any = None, *, form: dict[str, str] | None = None) -> bytes:
+    def request(self, method: str, path: str, **content: Any) -> bytes:
         """The body of the response. Raises: RuntimeError with the server's message."""
-        headers = {"Authorization": f"Token {self.token}"} if self.token else {}
-        data = None
-        if form is not None:
-            data = urllib.parse.urlencode(form).encode()
-            headers["Referer"] = self.base
-        elif body is not None:
-            data = json.dumps(body).encode()
-            headers["Content-Type"] = "application/json"
-        request = urllib.request.Request(self.base + path, data=data, headers=headers, method=method)
-        try:
-            with self.opener.open(request, timeout=120) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(
-                f"{method} {path}: {error.code} {error.read()[:500].decode(errors='replace')}"
-            ) from error
+        answer = self.http.request(method, path, **content)
+        if answer.is_error:
+            raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text[:500]}")
+        return answer.content
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        answer = self.request(method, path, body)
+        answer = self.request(method, path, **({} if body is None else {"json": body}))
         return json.loads(answer) if answer else None
 
 
@@ -115,7 +97,7 @@ def wait_until_up(owner: Client, process: subprocess.Popen, log: Path) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text()[-2000:]}")
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):
             owner.request("GET", "/health")
             return
         time.sleep(1.0)
@@ -132,12 +114,6 @@ def stop(process: subprocess.Popen) -> None:
             return
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 # --- people ----------------------------------------------------------------------------------------------------------
 
 
@@ -150,8 +126,8 @@ def sign_up(owner: Client, email: str) -> Client:
     if csrf is None:
         raise RuntimeError(f"{invite}: the sign-up page has no form")
     form = {"csrfmiddlewaretoken": csrf[1], "email": email, "password": secrets.token_urlsafe(12)}
-    person.request("POST", invite, form=form)
-    person.token = person.json("GET", "/api/current-user/token")["token"]
+    person.request("POST", invite, data=form, headers={"Referer": owner.base})
+    person = Client(owner.base, person.json("GET", "/api/current-user/token")["token"])
     who = person.json("GET", "/api/current-user/whoami")["email"]
     if who != email:
         raise RuntimeError(f"signed up as {email}, but the token is that of {who}")
@@ -253,7 +229,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--annotators", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--port", type=int, default=8081)
     parser.add_argument("--no-reward", action="store_true", help="stop after the import")
     known, overrides = parser.parse_known_args()
     out: Path = known.out.resolve()
@@ -261,21 +237,14 @@ def main() -> None:
 
     # 1. Sample
     for interface in INTERFACES:
-        run_rlhf(
-            "sample",
-            *common,
-            f"sample.prompts={known.prompts}",
-            f"sample.responses={known.responses}",
-            "sample.tool=label_studio",
-            f"sample.interface={interface}",
-            f"sample.out={out / interface}",
-            f"seed={known.seed}",
-        )
+        tasks = f"sample.prompts={known.prompts} sample.responses={known.responses} sample.tool=label_studio"
+        place = [f"sample.interface={interface}", f"sample.out={out / interface}", f"seed={known.seed}"]
+        run_rlhf("sample", *common, *tasks.split(), *place)
 
     # 2. Annotate on the server
     with tempfile.TemporaryDirectory(prefix="label-studio-") as folder:
         started = time.monotonic()
-        with running_server(known.server.resolve(), Path(folder), known.port or free_port()) as owner:
+        with running_server(known.server.resolve(), Path(folder), known.port) as owner:
             print(f"server: {owner.base} up after {time.monotonic() - started:.0f} s", flush=True)
             people = {f"annotator-{n}@example.com": Client(owner.base) for n in range(1, known.annotators + 1)}
             people = {email: sign_up(owner, email) for email in people}
@@ -292,20 +261,14 @@ def main() -> None:
 
     # 3. Import, and train on what came back
     for interface in INTERFACES:
-        run_rlhf(
-            "import", f"path={out / interface / 'export.json'}", f"out={out / interface / 'imported'}", "overwrite=true"
-        )
+        place = out / interface
+        run_rlhf("import", f"path={place / 'export.json'}", f"out={place / 'imported'}", "overwrite=true")
     if not known.no_reward:
         imported = ",".join(str(out / interface / "imported") for interface in INTERFACES)
         name = f"{known.run}-round"
-        run_rlhf(
-            "reward",
-            *overrides,
-            f"run={name}",
-            *[f"parents.{stage}={known.run}" for stage in ("world", "sft", "label")],
-            f"data.comparisons=[{imported}]",
-            "overwrite=true",
-        )
+        parents = [f"parents.{stage}={known.run}" for stage in ("world", "sft", "label")]
+        data = [f"data.comparisons=[{imported}]", "overwrite=true"]
+        run_rlhf("reward", *overrides, f"run={name}", *parents, *data)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.ops.logprobs import token_logprobs
 from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect, process_count, rank, wait_for_all
 from rlhf.training.engine import Engine, make_engine
+from rlhf.training.next_token import NextToken
 from rlhf.training.setup import set_up
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -36,18 +36,6 @@ LINKS = {"NVLink 4": 450e9, "InfiniBand NDR": 50e9}
 PEAK, MFU = 989e12, 0.4  # an H100's dense bfloat16 operations per second (data sheet), and the assumed share of them
 
 
-class NextToken(nn.Module):
-    """The summed next-token loss over a global count."""
-
-    def __init__(self, model: GPTForCausalLM):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, denominator: int) -> Tensor:
-        logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        return -token_logprobs(logits, tokens[:, 1:]).sum() / denominator
-
-
 def make(size: str, way: str, device: torch.device) -> Engine:
     config = Config(deepspeed=way, precision="float32")
     config.sharding.bucket_elements = 5_000_000
@@ -57,14 +45,8 @@ def make(size: str, way: str, device: torch.device) -> Engine:
 
 
 def step(engine: Engine, tokens: Tensor, denominator: int) -> None:
-    engine.backward(engine(tokens, denominator))
+    engine.backward(engine(tokens, denominator, input_ids=tokens))
     engine.step()
-
-
-def one_process_step(module: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, denominator: int) -> None:
-    module(tokens, denominator).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -88,7 +70,9 @@ def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[floa
             if way != "one process":
                 step(engines[way], mine, denominator)
             elif rank() == 0:
-                one_process_step(alone, optimizer, tokens, denominator)
+                alone(tokens, denominator, input_ids=tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             wait_for_all()
@@ -126,15 +110,10 @@ def main() -> None:
     if rank():
         return
     base = statistics.median(seconds["one process"])
-    figures = {
-        way: {
-            "median_s": statistics.median(times),
-            "ratio": statistics.median(times) / base,
-            "least_s": min(times),
-            "most_s": max(times),
-        }
-        for way, times in seconds.items()
-    }
+    figures = {}
+    for way, times in seconds.items():
+        median = statistics.median(times)
+        figures[way] = {"median_s": median, "ratio": median / base, "least_s": min(times), "most_s": max(times)}
     print(
         f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows per step"
     )

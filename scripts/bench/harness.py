@@ -308,22 +308,24 @@ def ratios_of(workers: list[Worker]) -> dict[str, Any]:
 
 
 def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
-    """Print a table per case, and write everything as JSON if requested."""
-    print(f"{subject}: {machine(options)}")
+    """Print a table in Markdown, and write everything as JSON if requested."""
+    print(f"{subject}: {machine(options)}; medians of {options.repeats} rounds, the range in brackets\n")
+    print(
+        f"| case | contestant | {unit}/s | by processor time | ours over it | by processor time | peak MB (beyond imports) |"
+    )
+    print("|---" * 7 + "|")
     for case, figures in cases.items():
-        print(f"\n{case}, median of {options.repeats} rounds [range]; {unit}/s by the clock and by processor time")
         for name, row in figures["contestants"].items():
             low, high = row["units_per_second_range"]
-            print(
-                f"  {name:28} {row['units_per_second']:10.1f} [{low:.1f}, {high:.1f}] {row['units_per_processor_second']:10.1f}"
-                f"   peak {row['peak_mb']:.0f} MB, {row['working_mb']:.0f} beyond imports"
-            )
-        for name, r in figures["ratios"].items():
-            s, p = r["speed"], r["speed_by_processor_time"]
-            print(
-                f"  over {name:23} {s['median']:10.2f} [{s['range'][0]:.2f}, {s['range'][1]:.2f}] {p['median']:10.2f}"
-                f"   memory {r['memory']:.2f}, {r['memory_beyond_imports']:.2f} beyond imports"
-            )
+            cells = [
+                f"{row['units_per_second']:,.1f} [{low:,.1f}, {high:,.1f}]",
+                f"{row['units_per_processor_second']:,.1f}",
+            ]
+            ratio = figures["ratios"].get(name, {})
+            for clock in ("speed", "speed_by_processor_time"):
+                r = ratio.get(clock)
+                cells.append("" if r is None else f"{r['median']:.2f} [{r['range'][0]:.2f}, {r['range'][1]:.2f}]")
+            print("| " + " | ".join([case, name, *cells, f"{row['peak_mb']:.0f} ({row['working_mb']:.0f})"]) + " |")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         about = {
@@ -331,11 +333,9 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
             "unit": unit,
             "machine": machine(options),
             "device": options.device,
-            "repeats": options.repeats,
-            "apart": options.apart,
             "commit": commit(),
-            "python": platform.python_version(),
         }
+        about |= {"repeats": options.repeats, "apart": options.apart, "python": platform.python_version()}
         options.out.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
 
 
@@ -392,17 +392,9 @@ def gpt2_config(size: str, activation: str = "gelu_new", **more: Any) -> Any:
     """transformers' configuration of GPT-2 at a size, without dropout."""
     from transformers import GPT2Config
 
-    return GPT2Config(
-        **SIZES[size],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        activation_function=activation,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        **more,
-    )
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    special = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    return GPT2Config(**SIZES[size], **no_dropout, **special, activation_function=activation, **more)
 
 
 def shape_of(size: str) -> dict[str, int]:
@@ -411,14 +403,20 @@ def shape_of(size: str) -> dict[str, int]:
         return SIZES[size]
     from transformers import AutoConfig
 
+    theirs = {
+        "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
+        "n_positions": "max_position_embeddings", "vocab_size": "vocab_size",
+    }  # fmt: skip
     config = AutoConfig.from_pretrained(size, trust_remote_code=False)
-    return {
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_embd": config.hidden_size,
-        "n_positions": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-    }
+    return {name: getattr(config, their) for name, their in theirs.items()}
+
+
+def trainer_settings(spec: Spec, batch: int, **more: Any) -> dict[str, Any]:
+    """Settings of a peer's Trainer that saves, reports and prints nothing."""
+    gpu = spec["device"] == "cuda"
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 10**6}
+    device = {"use_cpu": not gpu, "bf16": gpu, "gradient_checkpointing": False}
+    return {"per_device_train_batch_size": batch, "max_steps": 100_000, "eos_token": "t1"} | quiet | device | more
 
 
 def gpt2(size: str, seed: int = 0, **more: Any) -> Any:

@@ -102,7 +102,6 @@ def write_parents(config: Any, spec: Spec) -> None:
 
 
 def ours(spec: Spec, turns: Turns) -> None:
-
     from rlhf.config.compose import compose_config
     from rlhf.data.records import PromptRecord
     from rlhf.data.tokenizer import load_tokenizer
@@ -117,33 +116,16 @@ def ours(spec: Spec, turns: Turns) -> None:
 
     with tempfile.TemporaryDirectory() as home:
         prompts = Path(home) / "prompts.jsonl"
-        prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n' * 1)
-        s = spec["shape"]
-        config = compose_config(
-            [
-                f"runs_dir={home}",
-                "run=bench",
-                "tracking=off",
-                f"device={spec['device']}",
-                f"threads={spec['threads']}",
-                f"precision={spec.get('precision', 'auto')}",
-                f"data.prompts={prompts}",
-                "data.dev=0",
-                "data.test=0",
-                f"model.context_length={s['n_positions']}",
-                f"ppo.episodes_per_update={spec['episodes']}",
-                f"ppo.episodes={spec['episodes'] * 1000}",
-                "ppo.minibatches=1",
-                f"ppo.epochs={spec['epochs']}",
-                f"ppo.micro_batch_episodes={spec['micro']}",
-                "ppo.eval_every=0",
-                f"rollout.max_new_tokens={spec['new']}",
-                "ppo.warmup_updates=0",
-                f"lora.rank={16 * spec.get('lora', 0)}",
-                "lora.alpha=32",
-                *spec.get("more", ()),
-            ]
-        )
+        prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n')
+        settings = f"""
+            runs_dir={home} run=bench tracking=off device={spec["device"]} threads={spec["threads"]}
+            precision={spec.get("precision", "auto")} data.prompts={prompts} data.dev=0 data.test=0
+            model.context_length={spec["shape"]["n_positions"]} rollout.max_new_tokens={spec["new"]}
+            ppo.episodes_per_update={spec["episodes"]} ppo.episodes={spec["episodes"] * 1000} ppo.minibatches=1
+            ppo.epochs={spec["epochs"]} ppo.micro_batch_episodes={spec["micro"]} ppo.eval_every=0 ppo.warmup_updates=0
+            lora.rank={16 * spec.get("lora", 0)} lora.alpha=32
+        """
+        config = compose_config([*settings.split(), *spec.get("more", ())])
         write_parents(config, spec)
         with open_stage(config, "ppo") as stage:
             tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
@@ -157,15 +139,11 @@ def ours(spec: Spec, turns: Turns) -> None:
                 named = {"sampler": sampler, "critic": critic, "reference": reference, "reward": reward, "state": state}
                 estimate, drawn = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)
                 metrics = ppo.one_update(config, update, **named, prompts=drawn, estimate=estimate)
-                turns.done(
-                    units=metrics["rollout/response_len"] * spec["episodes"],
-                    processed=(metrics["rollout/response_len"] + spec["prompt"]) * spec["episodes"],
-                    kl=metrics["objective/kl"],
-                    entropy=metrics["policy/entropy_avg"],
-                    generation=metrics["time/rollout_s"],
-                    scoring=metrics["time/score_s"],
-                    training=metrics["time/update_s"],
-                )
+                keys = {"generation": "time/rollout_s", "scoring": "time/score_s", "training": "time/update_s"}
+                keys |= {"kl": "objective/kl", "entropy": "policy/entropy_avg"}
+                length, figures = metrics["rollout/response_len"], {name: metrics[key] for name, key in keys.items()}
+                processed = (length + spec["prompt"]) * spec["episodes"]
+                turns.done(units=length * spec["episodes"], processed=processed, **figures)
 
 
 def ours_by_class(spec: Spec, turns: Turns) -> None:
@@ -176,20 +154,14 @@ def ours_by_class(spec: Spec, turns: Turns) -> None:
 
 
 def peer_settings(spec: Spec) -> dict[str, Any]:
-    gpu = spec["device"] == "cuda"
     batch = {
-        "per_device_train_batch_size": spec["peer_micro"],
-        "gradient_accumulation_steps": spec["episodes"] // spec["peer_micro"],
-        "num_mini_batches": 1,
-        "num_ppo_epochs": spec["epochs"],
-        "total_episodes": 1000 * spec["episodes"],
-        "response_length": spec["new"],
+        "gradient_accumulation_steps": spec["episodes"] // spec["peer_micro"], "num_mini_batches": 1,
+        "num_ppo_epochs": spec["epochs"], "total_episodes": 1000 * spec["episodes"], "response_length": spec["new"],
         "local_rollout_forward_batch_size": spec["episodes"],
-    }
+    }  # fmt: skip
     method = {"stop_token": "eos", "missing_eos_penalty": 1.0, "kl_coef": 0.02, "learning_rate": 1e-5}
-    nothing_else = {"num_sample_generations": 0, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    device = {"use_cpu": not gpu, "bf16": gpu, "gradient_checkpointing": False, "logging_steps": 1}
-    return batch | method | nothing_else | device
+    every = harness.trainer_settings(spec, spec["peer_micro"], logging_steps=1, num_sample_generations=0)
+    return {name: value for name, value in every.items() if name not in ("max_steps", "eos_token")} | batch | method
 
 
 def peer(spec: Spec, turns: Turns) -> None:

@@ -118,24 +118,9 @@ def reward_trainer(spec: Spec, turns: Turns) -> None:
         {"chosen_ids": [better for better, _ in pairs], "rejected_ids": [worse for _, worse in pairs]}
     )
     step = spec["prompts"] * spec["answers"] * (spec["answers"] - 1) // 2
-    gpu = spec["device"] == "cuda"
     with tempfile.TemporaryDirectory() as home:
-        config = RewardConfig(
-            output_dir=home,
-            per_device_train_batch_size=spec["pairs"],
-            gradient_accumulation_steps=step // spec["pairs"],
-            max_steps=100_000,
-            learning_rate=1e-5,
-            max_length=None,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=not gpu,
-            bf16=gpu,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            logging_steps=10**6,
-            eos_token="t1",
-        )
+        given = harness.trainer_settings(spec, spec["pairs"], learning_rate=1e-5, max_length=None)
+        config = RewardConfig(output_dir=home, gradient_accumulation_steps=step // spec["pairs"], **given)
         trainer = RewardTrainer(
             model=classifier(spec),
             args=config,

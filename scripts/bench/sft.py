@@ -80,6 +80,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.config.compose import compose_config
+    from rlhf.ops.fast import keep_freed_memory
     from rlhf.runs.metric_table import Sums
     from rlhf.runs.stage import open_stage
     from rlhf.stages import sft
@@ -91,21 +92,9 @@ def ours(spec: Spec, turns: Turns) -> None:
 
     be_quiet()
     with tempfile.TemporaryDirectory() as home:
-        config = compose_config(
-            [
-                f"runs_dir={home}",
-                "run=bench",
-                "tracking=off",
-                f"device={spec['device']}",
-                f"threads={spec['threads']}",
-                f"sft.batch_size={spec['batch']}",
-                "sft.lr=1e-4",
-                "sft.dropout=0",
-                f"sft.micro_batch_size={spec['batch']}",
-            ]
-        )
-        from rlhf.ops.fast import keep_freed_memory
-
+        settings = f"runs_dir={home} run=bench tracking=off device={spec['device']} threads={spec['threads']} sft.lr=1e-4 sft.dropout=0"
+        batch = f"sft.batch_size={spec['batch']} sft.micro_batch_size={spec['batch']}"
+        config = compose_config([*settings.split(), *batch.split()])
         keep_freed_memory()
         tokenizer = make_tokenizer(spec["size"])
         with open_stage(config, "tokenizer") as stage:
@@ -193,24 +182,10 @@ def sft_trainer(spec: Spec, turns: Turns, **settings: Any) -> None:
             "labels": [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows],
         }
     )
-    gpu = spec["device"] == "cuda"
     with tempfile.TemporaryDirectory() as home:
-        config = SFTConfig(
-            output_dir=home,
-            per_device_train_batch_size=spec["batch"],
-            max_steps=100_000,
-            learning_rate=1e-4,
-            max_length=harness.SIZES[spec["size"]]["n_positions"],
-            report_to="none",
-            save_strategy="no",
-            use_cpu=not gpu,
-            bf16=gpu,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            logging_steps=10**6,
-            eos_token="t1",
-            **settings,
-        )
+        longest = harness.SIZES[spec["size"]]["n_positions"]
+        given = harness.trainer_settings(spec, spec["batch"], learning_rate=1e-4, max_length=longest, **settings)
+        config = SFTConfig(output_dir=home, **given)
         trainer = SFTTrainer(
             model=harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"),
             args=config,

@@ -1,40 +1,33 @@
 #!/usr/bin/env bash
-# Measurements on a GPU, in parts that each end within nine minutes, for a machine without network.
+# Measurements on a GPU, in parts that each end within nine minutes; none needs a network.
 #
-#   scripts/gpu/run.sh wheels               here, with network: the packages that the machine lacks, into .whl
-#   scripts/gpu/run.sh install              there: .whl into .venv-gpu, offline
-#   scripts/gpu/run.sh PART [--out FOLDER]  there: one part; prints a table and writes FOLDER/PART.json (gpu-figures);
+#   scripts/gpu/run.sh PART [--out FOLDER]  one part; prints a table and writes FOLDER/PART.json (gpu-figures);
 #                                         PART.jsonl has each contestant as soon as it has ended, should the limit stop the part
-#   scripts/gpu/run.sh all  [--out FOLDER]  there: every part that measures; ends with 1 if one of them failed
+#   scripts/gpu/run.sh all  [--out FOLDER]  every part that measures; ends with 1 if one of them failed
 #   scripts/gpu/run.sh list                 the parts
 #
-# DEVICE=cpu SIZE=tiny rehearses a part on any machine. PYTHON chooses the interpreter, WHEELS and HOME_GPU the folders of
-# the wheels and of the environment, REPEATS the rounds that count, SECONDS_PART the limit of a part, ONLY the contestants
-# (all unless set; "ours;generate"). Contestants work one after the other, since their memory would add up on the card. TRL
-# 1.12.0 takes part if its environment is there. `sentiment` and `dialogue` are not part of `all`: they need CHECKPOINT and data, take SEED and,
-# as further settings, MORE, and go on where the limit stopped them.
+# DEVICE=cpu SIZE=tiny rehearses a part on any machine. PYTHON chooses the interpreter, REPEATS the rounds that count,
+# SECONDS_PART the limit of a part, ONLY the contestants (all unless set; "ours;generate"). Contestants work one after the other,
+# since their memory would add up on the card. TRL 1.12.0 takes part if its environment is in BENCH_PEERS. `sentiment` and
+# `dialogue` are not part of `all`: they need CHECKPOINT and data, take SEED and, as further settings, MORE, and go on where the
+# limit stopped them.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-home="${HOME_GPU:-$root/.venv-gpu}"
-wheels="${WHEELS:-$root/.whl}"
 device="${DEVICE:-cuda}"
 size="${SIZE:-full}"
 repeats="${REPEATS:-3}"
 limit="${SECONDS_PART:-540}"
 out="gpu-figures"
-measuring=(tests pretrain decode ppo ppo13 chat13 fit)
+measuring=(tests pretrain decode ppo ppo13 chat13)
 
 list() {
   cat <<'EOF'
-wheels    download the wheels that the machine lacks, with their sizes (needs network)
-install   install them there, offline
 tests     the tests marked gpu: sampler against generate, losses, first PPO update, in float32 and bf16
 pretrain  tokens/s and MFU of the shapes of gpt2 and gpt2-xl, against transformers' GPT-2
 decode    tokens/s at batch 1, 32 and 256 and the share of memory bandwidth, against generate
 ppo       a PPO update of the 124M shape: rollout, scoring, training, memory; against TRL 1.12.0
 ppo13     the same for the 1.3B shape
 chat13    DeepSpeed-Chat's step 3: 1.3B actor, 350M reward model and critic, 256 + 256 tokens, 1024 episodes, one epoch
-fit       the largest shape of GPT-3 whose PPO update fits, with all weights trained and with LoRA, and its peak memory
 sentiment experiment=sentiment from CHECKPOINT (a folder or GGUF file) and CORPUS (text), SEED; run again, it goes on
 dialogue  experiment=dialogue from CHECKPOINT, COMPARISONS, DEMONSTRATIONS and JUDGE (a folder), SEED; the same
 EOF
@@ -42,12 +35,11 @@ EOF
 
 python="${PYTHON:-}"
 if [ -z "$python" ]; then
-  python="$home/bin/python"
-  [ -x "$python" ] || python="$root/.venv/bin/python"
+  python="$root/.venv/bin/python"
   [ -x "$python" ] || python=python3
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-export BENCH_PEERS="${BENCH_PEERS:-$home/peers}"
+export BENCH_PEERS="${BENCH_PEERS:-$root/.venv-bench}"
 
 bench() {  # bench NAME SCRIPT CASE: a benchmark on the device; the rehearsal has cases of its own
   local options=(--device "$device" --repeats "$repeats" --apart --out "$out/$1.json")
@@ -73,15 +65,12 @@ full() { if [ "$size" = tiny ]; then echo "${2:-}"; else echo "$1"; fi; }
 part() {
   mkdir -p "$out"
   case "$1" in
-    wheels) "$python" "$root/scripts/gpu/wheels.py" download "$wheels" ;;
-    install) python3 "$root/scripts/gpu/wheels.py" install "$wheels" "$home" ;;
     tests) timeout -k 10 "$limit" "$python" "$root/scripts/gpu/tests.py" --device "$device" --out "$out/tests.json" ;;
     pretrain) bench pretrain pretraining "" ;;
     decode) bench decode generation "$(full gpt2 whole)" ;;
     ppo) bench ppo ppo "$(full gpt2 quick)" ;;
     ppo13) bench ppo13 ppo "$(full 1.3b quick)" ;;
     chat13) bench chat13 ppo deepspeed-chat ;;
-    fit) timeout -k 10 "$limit" "$python" "$root/scripts/bench/fit.py" --device "$device" $(full "" --quick) --out "$out/fit.json" ;;
     sentiment)
       if [ -z "${CHECKPOINT:-}" ] || [ -z "${CORPUS:-}" ]; then
         echo "sentiment: CHECKPOINT or CORPUS is not set: want a folder or GGUF file of a model, and a file of text" >&2; exit 2
@@ -112,6 +101,6 @@ case "$what" in
       part "$name" || { echo "== $name: failed or ran past $limit s" >&2; failed=1; }
     done
     exit $failed ;;
-  wheels|install|tests|pretrain|decode|ppo|ppo13|chat13|fit|sentiment|dialogue) part "$what" ;;
+  tests|pretrain|decode|ppo|ppo13|chat13|sentiment|dialogue) part "$what" ;;
   *) echo "$what: no such part: want one of these, or all" >&2; list >&2; exit 2 ;;
 esac
