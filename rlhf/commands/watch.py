@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import ROUND_STAGES, STAGES
-from rlhf.runs.charts import CHARTS
 from rlhf.runs.folders import run_folder, under_way
+from rlhf.runs.metric_table import CHARTS
 from rlhf.runs.progress import format_figure, format_seconds
 from rlhf.runs.run_files import is_figure, read_jsonl
 from rlhf.system.files import read_json

@@ -1,4 +1,4 @@
-"""The report's pictures: the charts of `runs/charts.py`, and those of an evaluation. `drawing.py` draws them.
+"""The report's pictures: the charts of `runs/metric_table.py`, and those of an evaluation. `drawing.py` draws them.
 
 For one run, colours distinguish the curves; for several, colours distinguish the runs and dashes the curves.
 """
@@ -22,8 +22,7 @@ from rlhf.report.drawing import (
     format_value,
     thin,
 )
-from rlhf.runs.charts import CHARTS, Chart
-from rlhf.runs.metric_table import find
+from rlhf.runs.metric_table import CHARTS, Chart, find
 from rlhf.runs.results import histogram
 from rlhf.runs.run_files import Points, RunFiles, entries, entry_at, estimate, number_at, rows_of, visible
 

@@ -1,15 +1,17 @@
-"""The one table of metric names: unit, mask, reduction and meaning of everything that a stage may log.
+"""The metrics that a stage may log, with unit, mask, reduction and meaning, and the charts that show them.
 
-A writer refuses a name that this table lacks, so that code, W&B and the report agree. `rlhf.ops` and the stages
-compute metrics from tensors.
-
-A reduction defines how a number is combined over micro-batches and ranks: from global sums, not as a mean of means.
+A writer refuses a name that the table lacks, so that code, W&B and the report agree. The charts are those of the report's page, W&B's
+workspace, TensorBoard's custom scalars and `rlhf watch`. `rlhf.ops` and the stages compute the numbers from tensors; `Sums` combines
+them over micro-batches and ranks: from global sums, not as a mean of means.
 """
 
+import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,13 @@ class Metric:
         return "<" in self.name
 
 
-# The global sums that each reduction needs, in the order of `Sums.add`; `_close` has the formulas.
+# The global sums that each reduction needs, in the order of `Sums.add`.
 REDUCTIONS: dict[str, tuple[str, ...]] = {
     "mean": ("total", "count"),
     "std": ("total", "squares", "count"),
     "explained": ("error", "error_squares", "target", "target_squares", "count"),
     "max": ("value",),
-    "last": ("value",),
+    "last": ("value",),  # the newest, which is the same on every rank
 }
 
 _NATS_TOKEN, _NATS_SEQUENCE, _SHARE = "nats per token", "nats per sequence", "share"
@@ -149,19 +151,14 @@ METRICS: tuple[Metric, ...] = (
 
 # The x axis of a stage's curves, if it is not progress/step.
 X_AXES = {"pretrain": "progress/tokens", "ppo": "progress/episodes"}
-# Numbers that writers derive from another number on the same line.
-DERIVED = {"objective/sqrt_kl": ("objective/kl", lambda kl: math.sqrt(kl) if kl > 0 else 0.0 * kl)}
 
-_WORD = r"[a-z][a-z0-9_\-]*"
-_EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
-_PATTERNS = [
-    (re.compile(re.sub("<[a-z]+>", lambda _: _WORD, metric.name)), metric) for metric in METRICS if metric.is_pattern
-]
+_PATTERNS = [(re.compile(re.sub("<[a-z]+>", r"[a-z][a-z0-9_\-]*", metric.name)), metric) for metric in METRICS]
 
 
+@functools.lru_cache(maxsize=4096)
 def find(name: str) -> Metric | None:
     """The row of the table that `name` belongs to, or None. `eval/dev/loss` finds `eval/<split>/loss`."""
-    return _EXACT.get(name) or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -169,47 +166,34 @@ def check_names(names: Iterable[str]) -> None:
 
     Raises: ValueError that lists every unknown name, each with the nearest known one.
     """
-    if unknown := [name for name in names if find(name) is None]:
-        import difflib
-
-        near = [difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1) for name in unknown]
-        hints = [f"{name!r}" + (f" (nearest: {n[0]})" if n else "") for name, n in zip(unknown, near, strict=True)]
+    hints = []
+    for name in names:
+        if find(name) is None:
+            near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
+            hints.append(repr(name) + (f" (nearest: {near[0]})" if near else ""))
+    if hints:
         raise ValueError(f"unknown metric {', '.join(hints)}: add it to rlhf/runs/metric_table.py or use a known name")
 
 
-def derive(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics with those derived from them (DERIVED), each after its source."""
-    full: dict[str, float] = {}
-    for name, value in metrics.items():
-        full[name] = value
-        full |= {new: close(float(value)) for new, (source, close) in DERIVED.items() if source == name}
-    return full
-
-
-def _reduction_of(name: str) -> str:
-    check_names([name])
-    metric = find(name)
-    assert metric is not None
-    return metric.reduction
+# --- sums over micro-batches and ranks ----------------------------------------------------------------------
 
 
 def _close(reduction: str, sums: Sequence[float]) -> float | None:
-    """One number from the global sums of REDUCTIONS[reduction]; None if nothing was counted.
+    """One number from the sums of REDUCTIONS[reduction]; None if nothing was counted.
 
-    max: the largest; last: the newest, which is the same on every rank; mean: total / count;
-    std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target).
+    mean: total / count; std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target).
     """
     if reduction in ("max", "last"):
         return sums[0]
-    count = sums[-1]
+    *totals, count = sums
     if count == 0:
         return None
     if reduction == "mean":
-        return sums[0] / count
+        return totals[0] / count
+    variances = [b / count - (a / count) ** 2 for a, b in zip(totals[::2], totals[1::2], strict=True)]
     if reduction == "std":
-        return math.sqrt(max(sums[1] / count - (sums[0] / count) ** 2, 0.0))
-    error = sums[1] / count - (sums[0] / count) ** 2
-    target = sums[3] / count - (sums[2] / count) ** 2
+        return math.sqrt(max(variances[0], 0.0))
+    error, target = variances
     return 1.0 - error / target if target > 0 else None
 
 
@@ -225,10 +209,8 @@ class Sums:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, name: str, *sums: float) -> None:
-        """Adds one micro-batch's sums.
-
-        Raises: ValueError if the table lacks `name` or its reduction wants other sums.
-        """
+        """Adds one micro-batch's sums. Raises: ValueError if the table lacks `name` or its reduction wants other sums."""
+        check_names([name])
         reduction = _reduction_of(name)
         wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):
@@ -255,3 +237,128 @@ class Sums:
         """One number per metric, in the order in which the metrics were first added."""
         closed = {name: _close(_reduction_of(name), sums) for name, sums in self._sums.items()}
         return {name: value for name, value in closed.items() if value is not None}
+
+
+def _reduction_of(name: str) -> str:
+    metric = find(name)
+    assert metric is not None
+    return metric.reduction
+
+
+# --- charts -------------------------------------------------------------------------------------------------
+
+
+class Chart(NamedTuple):
+    """Curves in one frame. A name may contain `*` for one word, end in `=label`, or begin with `-` to exclude a metric."""
+
+    title: str
+    names: tuple[str, ...]
+    half: bool = False  # half the width of the page instead of a third
+    log_y: bool = False  # in W&B; the report has both axes
+    x: str = ""  # the metric on the x axis, if it is not the stage's axis
+    watch: str = ""  # the label in `rlhf watch`, which shows only charts that have one
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names without labels and exclusions."""
+        return tuple(name.partition("=")[0] for name in self.names if not name.startswith("-"))
+
+    def expand(self, metrics: Iterable[str]) -> list[tuple[str, str]]:
+        """The (metric, label) pairs of this chart among the given metrics.
+
+        A label is what follows `=`, else the split of an eval/ metric, else the last word of the name.
+        """
+        metrics, pairs = list(metrics), dict[str, str]()
+        for name in self.names:
+            pattern, _, label = name.partition("=")
+            for metric in filter(re.compile(metric_pattern((pattern,))).fullmatch, metrics):
+                words = metric.split("/")
+                word = words[1].replace("heldout", "held-out") if words[0] == "eval" else words[-1]
+                if f"-{metric}" not in self.names:
+                    pairs.setdefault(metric, label or word.replace("_", " "))
+        return list(pairs.items())
+
+
+def metric_pattern(names: tuple[str, ...]) -> str:
+    """A regular expression for exactly these metrics; `*` matches one word."""
+    return "^(" + "|".join(name.replace("*", "[^/]+") for name in names) + ")$"
+
+
+COST = (
+    Chart("Throughput", ("time/tokens_per_s",)),
+    Chart("Sequences per second", ("time/samples_per_s",)),
+    Chart("Share of the device's peak (MFU)", ("time/mfu",)),
+    Chart("Peak memory, MB", ("memory/peak_rss_mb=process", "memory/peak_gpu_mb=GPU")),
+)
+TRAINING = (Chart("Learning rate", ("optim/lr",)), Chart("Gradient norm", ("optim/grad_norm",)), *COST)
+CHARTS: dict[str, tuple[Chart, ...]] = {
+    "pretrain": (
+        Chart("Loss", ("pretrain/loss=training", "eval/*/loss"), log_y=True, watch="loss"),
+        Chart("Bits per byte", ("eval/*/bpb",), watch="bits per byte"),
+        *TRAINING,
+    ),
+    "sft": (
+        Chart("Loss", ("sft/loss=training", "eval/*/loss"), watch="loss"),
+        *TRAINING,
+    ),
+    "reward": (
+        Chart("Loss", ("reward/loss=training", "eval/*/loss"), watch="loss"),
+        Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy"), watch="accuracy"),
+        Chart("Margin between winner and loser", ("reward/margin=training", "eval/*/margin")),
+        Chart("What bounds the accuracy", ("eval/*/length_baseline", "eval/*/noise_ceiling", "eval/*/labeler_agreement",
+                                           "eval/*/gold_order_accuracy")),
+        Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation", "eval/*/mean", "eval/*/std")),
+        Chart("Loss of the language model", ("reward/lm_loss",)),
+        *TRAINING,
+    ),
+    "ppo": (
+        Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
+              half=True, watch="reward"),
+        Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"),
+              half=True, watch="KL"),
+        Chart("Reward against the root of KL", ("objective/scores", "gold/total"), x="objective/sqrt_kl"),
+        Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total"), watch="gold"),
+        Chart("Gold score by part", ("gold/*", "-gold/total")),
+        Chart("Win rate over SFT", ("eval/*/win_rate", "eval/*/win_rate_greedy")),
+        Chart("KL coefficient", ("objective/kl_coef",)),
+        Chart("KL penalty", ("objective/non_score_reward",)),
+        Chart("Entropy of responses", ("objective/entropy=rollouts", "eval/*/entropy")),
+        Chart("Entropy per token", ("policy/entropy_avg",)),
+        Chart("Clipped tokens", ("policy/clipfrac_avg=policy", "val/clipfrac_avg=value")),
+        Chart("Approximate KL of the update", ("policy/approxkl_avg",)),
+        Chart("Largest policy ratio", ("policy/ratio_max",)),
+        Chart("Explained variance of the critic", ("val/explained_var",)),
+        Chart("Response length", ("rollout/response_len=rollouts", "eval/*/response_len"), watch="length"),
+        Chart("Responses that ended", ("rollout/eos_fraction=rollouts", "eval/*/eos_fraction")),
+        Chart("Policy loss", ("loss/policy_avg",)),
+        Chart("Value loss", ("loss/value_avg",)),
+        Chart("Loss of the pretraining term", ("loss/ptx_avg",)),
+        Chart("Learning rates", ("optim/lr=policy", "optim/critic_lr=critic")),
+        Chart("Gradient norms", ("optim/grad_norm=both", "optim/policy_grad_norm=policy",
+                                 "optim/critic_grad_norm=critic", "optim/rl_grad_norm=policy without pretraining",
+                                 "optim/ptx_grad_norm=pretraining term"), log_y=True),
+        Chart("Seconds per update", ("time/rollout_s=sampling", "time/score_s=scoring", "time/update_s=update")),
+        Chart("Sampled tokens per second", ("rollout/tokens_per_s",)),
+        *COST,
+    ),
+    "classify": (
+        Chart("Loss", ("classify/loss=training", "eval/*/loss"), watch="loss"),
+        Chart("Loss of the language model", ("classify/lm_loss",)),
+        Chart("Accuracy", ("classify/accuracy=training", "eval/*/accuracy", "eval/*/macro_f1"), watch="accuracy"),
+        *TRAINING,
+    ),
+    "dpo": (
+        Chart("Loss", ("dpo/loss=training", "eval/*/loss"), watch="loss"),
+        Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy"), watch="accuracy"),
+        Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
+        *TRAINING,
+    ),
+}  # fmt: skip
+CHARTS["judge"] = CHARTS["reward"]
+
+# Tables that stages log, and their columns.
+TABLES = {
+    "samples": ("step", "id", "prompt", "response", "score", "kl", "length"),
+    "calibration": ("gap", "curve", "share", "n"),
+    "score_histogram": ("score", "model", "share"),
+}

@@ -4,6 +4,7 @@ Set RLHF_PROGRESS=off to silence it. It draws on stderr, so that what a command 
 processes only the main one shows it. Metrics are not kept here (`trackers.py`).
 """
 
+import math
 import os
 import sys
 import time
@@ -25,94 +26,70 @@ def progress(
     `update(n, **figures)` moves on and shows the figures given; the rate and the time left count only what
     this process did. Use it as a context manager, or call `close()`.
     """
-    stream = stream or sys.stderr
-    if not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false"):
-        return Progress(total, label, unit, initial)
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
-        return _LiveProgress(total, label, unit, initial, stream)
-    return _PlainProgress(total, label, unit, initial, stream)
+    silent = not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false")
+    return Progress(total, label, unit, initial, None if silent else stream or sys.stderr)
 
 
 class Progress:
-    """Counts without display; the two subclasses display."""
+    """Counts, and shows the count on `stream`: tqdm's live line on a terminal; otherwise whole lines, the first update, one
+    every PLAIN_INTERVAL seconds, and the end.
+    """
 
-    def __init__(self, total: int | None, label: str, unit: str, initial: int) -> None:
-        self.total, self.label, self.unit, self.initial = total, label, unit, initial
-        self.done = initial
-        self._figures: dict[str, str] = {}
+    def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO | None) -> None:
+        self.total, self.label, self.unit, self.initial, self.done = total, label, unit, initial, initial
+        self._stream, self._figures = stream, dict[str, str]()
+        self._started, self._printed_at, self._printed = time.monotonic(), -math.inf, initial
+        self._bar: Any = None
+        if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+            # Some pseudo-terminals report a width of 0, and tqdm then draws nothing.
+            sized = os.get_terminal_size(stream.fileno()).columns > 0
+            size: dict[str, Any] = {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
+            # miniters=1: redraw about once per second, even with few updates. A short bar leaves a narrow terminal room for figures.
+            self._bar = tqdm(
+                total=total, desc=printable(label), unit=unit, initial=initial, file=stream, mininterval=0.2, miniters=1,
+                bar_format=LIVE if total is not None else None, **size,
+            )  # fmt: skip
 
     def update(self, n: int = 1, **figures: float) -> None:
         """Moves on by `n` units and shows `figures`, which stay until replaced."""
         self.done += n
         self._figures |= {name: format_figure(value) for name, value in figures.items()}
+        if self._bar is not None:
+            self._bar.set_postfix_str("  ".join(f"{k} {v}" for k, v in self._figures.items()), refresh=False)
+            self._bar.update(n)
+        elif time.monotonic() - self._printed_at >= PLAIN_INTERVAL:
+            self._print()
 
     def close(self) -> None:
         """Shows the last state; a second call does nothing."""
+        if self._bar is not None:
+            self._bar.close()
+        elif self.done != self._printed:
+            self._print()
+
+    def _print(self) -> None:
+        self._printed, self._printed_at = self.done, time.monotonic()
+        if self._stream is None:
+            return
+        seconds = self._printed_at - self._started
+        rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
+        count = f"{self.label}: {self.unit} {self.done:,}"
+        if self.total is not None:
+            count += f"/{self.total:,} ({100 * self.done / max(self.total, 1):.0f}%)"
+        remaining = f"{format_seconds(seconds)} taken"
+        if self.total is not None and self.done < self.total:
+            remaining = f"{format_seconds((self.total - self.done) / rate) if rate > 0 else '?'} left"
+        speed = f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}"
+        figures = (f"{name} {value}" for name, value in self._figures.items())
+        say("  ".join((count, remaining, speed, *figures)), self._stream)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-
-class _LiveProgress(Progress):
-    """tqdm's line: bar, rate, time left, figures."""
-
-    def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-        super().__init__(total, label, unit, initial)
-        # Some pseudo-terminals report a width of 0, and tqdm then draws nothing.
-        sized = os.get_terminal_size(stream.fileno()).columns > 0
-        size: dict[str, Any] = {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
-        # miniters=1: redraw about once per second, even with few updates. A short bar leaves a narrow terminal room for figures.
-        self._bar: Any = tqdm(
-            total=total, desc=printable(label), unit=unit, initial=initial, file=stream, mininterval=0.2, miniters=1,
-            bar_format=LIVE if total is not None else None, **size,
-        )  # fmt: skip
-
-    def update(self, n: int = 1, **figures: float) -> None:
-        super().update(n, **figures)
-        self._bar.set_postfix_str("  ".join(f"{k} {v}" for k, v in self._figures.items()), refresh=False)
-        self._bar.update(n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _PlainProgress(Progress):
-    """Whole lines for logs and pipes: the first update, one every PLAIN_INTERVAL seconds, and the end."""
-
-    def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO) -> None:
-        super().__init__(total, label, unit, initial)
-        self._stream = stream
-        self._started = self._printed_at = time.monotonic()
-        self._printed: int | None = None
-
-    def update(self, n: int = 1, **figures: float) -> None:
-        super().update(n, **figures)
-        if self._printed is None or time.monotonic() - self._printed_at >= PLAIN_INTERVAL:
-            self._print()
-
-    def close(self) -> None:
-        if self.done != (self.initial if self._printed is None else self._printed):
-            self._print()
-
-    def _print(self) -> None:
-        self._printed, self._printed_at = self.done, time.monotonic()
-        seconds = self._printed_at - self._started
-        rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
-        parts = [f"{self.label}: {self.unit} {self.done:,}"]
-        if self.total is not None:
-            parts[0] += f"/{self.total:,} ({100 * self.done / max(self.total, 1):.0f}%)"
-        if self.total is not None and self.done < self.total:
-            parts.append(f"{format_seconds((self.total - self.done) / rate) if rate > 0 else '?'} left")
-        else:
-            parts.append(f"{format_seconds(seconds)} taken")
-        parts.append(f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}")
-        parts += [f"{name} {value}" for name, value in self._figures.items()]
-        say("  ".join(parts), self._stream)
 
 
 def format_figure(value: float) -> str:

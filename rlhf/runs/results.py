@@ -6,7 +6,7 @@ results.json is the record; figures that it lacks are left out.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.runs.charts import TABLES
+from rlhf.runs.metric_table import TABLES
 from rlhf.runs.run_files import entry_at, is_figure, with_interval
 from rlhf.runs.trackers import Tracker
 

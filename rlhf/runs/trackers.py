@@ -1,8 +1,8 @@
 """Writes a stage's metrics and samples: JSON Lines in its folder, and optionally W&B or TensorBoard.
 
 The files are the record: the report, the tests and a resume read them. W&B and TensorBoard show the same numbers from a
-thread of their own, and may fail at any time without affecting training. `metric_table.py` defines the metrics. Make one tracker
-per stage, on the main process only, and one of kind "silent" on every other process.
+thread of their own, and may fail at any time without affecting training. Make one tracker per stage, on the main process only,
+and one of kind "silent" on every other process.
 """
 
 import contextlib
@@ -14,18 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO, cast, get_args
+from typing import Any, Literal, Self, TextIO, get_args
 
 from rlhf.errors import UserError
-from rlhf.runs.charts import CHARTS, metric_pattern
-from rlhf.runs.metric_table import check_names, derive
+from rlhf.runs.metric_table import CHARTS, check_names, metric_pattern
 from rlhf.runs.run_files import encode_line, read_jsonl, truncate_jsonl
 
 logger = logging.getLogger(__name__)
 
 TrackerKind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
 SampleRows = list[dict[str, Any]]
-SAMPLE_KEYS = ("id", "prompt", "response")
 # Seconds that finishing W&B may take in addition to W&B's own limits, and that closing TensorBoard may take.
 FINISH_MARGIN, TENSORBOARD_TIMEOUT = 5.0, 60.0
 # Calls that may wait while a service is slow; beyond that new ones are dropped, with a warning.
@@ -36,45 +34,41 @@ class Background:
     """Calls a sink's methods in another thread, in order, so that no slow or broken service delays training.
 
     A sink has log(row, step), samples(rows, step), table(name, columns, rows), summary(values) and finish(failed). `start` makes
-    it in the thread, since starting may hang too. If a table fails, a warning is printed once and tables stop; any other
-    call that fails stops the sink.
+    it in the thread, since starting may hang too. A method that fails is not called again, apart from the others: online, a table
+    needs responses from the service and a number does not. Only the first failure is reported.
     """
 
     def __init__(self, name: str, start: Callable[[], Any], finish_timeout: float) -> None:
         self._name, self._finish_timeout = name, finish_timeout
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUE_CALLS)
-        self._dropped = self._given_up = False
+        self._dropped = self._reported = False
         self._thread = threading.Thread(target=self._work, args=(start,), name=f"tracking {name}", daemon=True)
         self._thread.start()
 
     def _work(self, start: Callable[[], Any]) -> None:
-        doing, tables = "start", True
+        doing, failed = "start", set[str]()
         try:
             sink = start()
-            while doing != "finish":
-                doing, arguments = self._queue.get()
-                is_table = doing in ("samples", "table")
-                if is_table and not tables:
-                    continue
+        except Exception as error:
+            return self._warn(doing, error)
+        while doing != "finish":
+            doing, arguments = self._queue.get()
+            if doing not in failed:
                 try:
                     getattr(sink, doing)(*arguments)
                 except Exception as error:
-                    # Online, a table needs responses from the service and a number does not.
-                    if not is_table:
-                        raise
-                    tables = False
-                    self._warn("show " + doing, error, "continuing without its tables")
-        except Exception as error:
-            self._warn(doing, error, "continuing without it")
+                    failed.add(doing)
+                    self._warn(doing, error)
 
-    def _warn(self, doing: str, error: Exception, consequence: str) -> None:
-        if not self._given_up:  # its end was reported
+    def _warn(self, doing: str, error: Exception) -> None:
+        if not self._reported:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            remedy = f"{consequence}, metrics.jsonl and samples.jsonl have everything"
+            remedy = "continuing without it, metrics.jsonl and samples.jsonl have everything"
             logger.warning("%s could not %s (%s): %s", self._name, doing, reason, remedy)
+        self._reported = True
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Queues a call of the sink's method `name`; nothing is called once the sink has failed."""
+        """Queues a call of the sink's method `name`."""
         if not self._thread.is_alive():
             return
         try:
@@ -92,7 +86,7 @@ class Background:
                 self._queue.put(("finish", (failed,)), timeout=self._finish_timeout)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._given_up = True
+            self._reported = True
             remedy = "continuing without it, metrics.jsonl has everything"
             logger.warning("%s did not finish in %.0f s: %s", self._name, self._finish_timeout, remedy)
 
@@ -108,33 +102,31 @@ class Tracker:
         with_samples: bool = True,
     ) -> None:
         """view: starts the service, after the files are open. with_samples: false keeps no generated text."""
-        self._folder, self._with_samples = folder, with_samples
+        self._folder, self._with_samples, self._resume_step = folder, with_samples, resume_step
         self._warned: set[str] = set()
         self._files: dict[str, TextIO] = {}
         self._started = time.monotonic()
-        self._axes: dict[str, float] = {}
-        self._resume_step, self._kept, self._kept_samples = resume_step, set[str](), set[str]()
+        self._axes: dict[str, float] = {}  # of the last line: another one of its step has the same
+        # What the files have of the step to resume from: a stage killed after its checkpoint logs some of it again.
+        self._kept, self._kept_samples = set[str](), set[str]()
         if folder is not None:
-            self._open(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._open(folder / "metrics.jsonl", folder / "samples.jsonl")
         self._view = view() if view is not None else None
 
-    def _open(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
-        if self._resume_step > 0:
+    def _open(self, metrics: Path, samples: Path) -> None:
+        if self._resume_step == 0:
+            metrics.unlink(missing_ok=True)
+            samples.unlink(missing_ok=True)
+        else:
             newest = truncate_jsonl(metrics, "progress/step", self._resume_step)
             truncate_jsonl(samples, "step", self._resume_step)
-            # The clock continues from the end of the kept lines.
-            self._started -= float(newest.get("time/elapsed_s") or 0.0)
-            # A stage that was killed after its checkpoint logs that step's later lines again: see `log`.
+            self._started -= float(newest.get("time/elapsed_s") or 0.0)  # the clock continues
             for row in read_jsonl(metrics):
                 if row["progress/step"] == self._resume_step:
                     self._kept |= row.keys()
                     self._axes |= {name: row[name] for name in row if name.startswith("progress/")}
             self._kept_samples = {str(row.get("id")) for row in read_jsonl(samples) if row["step"] == self._resume_step}
-        else:
-            metrics.unlink(missing_ok=True)
-            samples.unlink(missing_ok=True)
         self._write("metrics.jsonl", [])
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -145,47 +137,37 @@ class Tracker:
         self._files[name].writelines(encode_line(row) for row in rows)
         self._files[name].flush()
 
+    def _show(self, call: str, *arguments: Any) -> None:
+        if self._view is not None:
+            self._view.call(call, *arguments)
+
     def log(
         self, metrics: Mapping[str, float], *, step: int, episodes: int | None = None, tokens: int | None = None
     ) -> None:
         """Writes one line. Several lines may share a step; log a step before its checkpoint is saved.
 
-        For the step from which a stage resumes, names that the file already has are skipped: a stage that was killed after
-        that step's checkpoint logs them again.
-
-        Values are numbers or one-element tensors. `time/elapsed_s` is added. A value that is not finite is
-        written as null, with one warning per name, so that the file stays valid JSON.
+        Values are numbers or one-element tensors. `time/elapsed_s` is added, and `objective/sqrt_kl` to `objective/kl`. A value
+        that is not finite is written as null, with one warning per name.
         Raises: ValueError if the table of metrics lacks a name.
         """
         check_names(metrics)
-        if step == self._resume_step and self._kept:
-            metrics = {name: value for name, value in metrics.items() if name not in self._kept}
-            if not metrics:
+        values = {name: float(value) for name, value in metrics.items()}
+        if (kl := values.get("objective/kl")) is not None:
+            values["objective/sqrt_kl"] = math.sqrt(kl) if kl > 0 else 0.0 * kl
+        if step == self._resume_step:
+            values = {name: value for name, value in values.items() if name not in self._kept}
+            if self._kept and not values:
                 return
-        row: dict[str, float | None] = {"progress/step": int(step)}
-        # A second line of a step, such as an evaluation, has the same value on every axis.
-        row |= self._axes if self._axes.get("progress/step") == step else {}
-        if episodes is not None:
-            row["progress/episodes"] = int(episodes)
-        if tokens is not None:
-            row["progress/tokens"] = int(tokens)
-        self._axes = cast("dict[str, float]", dict(row))
-        row["time/elapsed_s"] = round(time.monotonic() - self._started, 3)
-        row |= {name: self._finite(name, value) for name, value in derive(metrics).items()}
-        self._write("metrics.jsonl", [row])
-        self._show("log", {name: value for name, value in row.items() if value is not None}, step)
-
-    def _show(self, call: str, *arguments: Any) -> None:
-        if self._view is not None:
-            self._view.call(call, *arguments)
-
-    def _finite(self, name: str, value: Any) -> float | None:
-        if math.isfinite(float(value)):
-            return float(value)
-        if name not in self._warned:
+        axes = {"progress/step": step, "progress/episodes": episodes, "progress/tokens": tokens}
+        before = self._axes if self._axes.get("progress/step") == step else {}
+        self._axes = before | {name: int(value) for name, value in axes.items() if value is not None}
+        row = self._axes | {"time/elapsed_s": round(time.monotonic() - self._started, 3)} | values
+        shown = {name: value for name, value in row.items() if math.isfinite(value)}
+        for name in row.keys() - shown.keys() - self._warned:
             self._warned.add(name)
-            logger.warning("%s is %s: written as null (only one warning per name)", name, float(value))
-        return None
+            logger.warning("%s is %s: written as null (only one warning per name)", name, row[name])
+        self._write("metrics.jsonl", [{name: shown.get(name) for name in row}])
+        self._show("log", shown, step)
 
     def samples(self, step: int, rows: SampleRows) -> None:
         """Writes generated text, one row per response: the table that grows while the policy changes.
@@ -194,27 +176,13 @@ class Tracker:
         response; length, response tokens; parts, {name: number} that the score is made of; gold, the judge's own
         parts; tokens and kl_tokens, lists of the response's tokens as text and of logp - logp_ref for each, which
         the report shades. All except the first three may be missing.
-        Raises: ValueError if a row lacks id, prompt or response, or its tokens and kl_tokens differ in number.
         """
-        for row in rows:
-            missing = [key for key in SAMPLE_KEYS if key not in row]
-            if missing:
-                raise ValueError(f"samples at step {step}: a row lacks {', '.join(missing)}")
-            if len(row.get("tokens") or ()) != len(row.get("kl_tokens") or ()):
-                raise ValueError(f"samples at step {step}: tokens and kl_tokens must be as many")
         if step == self._resume_step:
             rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
-        full = [{"step": int(step), "score": None, "kl": None} | self._clean("samples", row) for row in rows]
+        full = [finite({"step": int(step), "score": None, "kl": None} | row) for row in rows]
         if self._with_samples:
             self._write("samples.jsonl", full)
         self._show("samples", full, step)
-
-    def _clean(self, name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._clean(f"samples: {key}", one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._clean(name, one) for one in value]
-        return value if value is None or isinstance(value, str | int) else self._finite(name, value)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Shows a small table in the view; on disk it belongs to the stage's own results."""
@@ -241,6 +209,15 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.finish(failed=kind is not None)
+
+
+def finite(value: Any) -> Any:
+    """A value of JSON with null for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_tracker(
@@ -302,13 +279,15 @@ class Tensorboard:
         if resume_step == 0:
             for old in home.glob("events.out.tfevents.*"):
                 old.unlink()
-        purge = {"purge_step": resume_step + 1} if resume_step > 0 else {}
-        self._writer: Any = SummaryWriter(str(home), **purge)
+        self._writer: Any = SummaryWriter(str(home), purge_step=resume_step + 1 if resume_step else None)
         charts = {chart.title: ["Multiline", [metric_pattern(chart.metrics)]] for chart in CHARTS.get(stage, ())}
         if charts:
             self._writer.add_custom_scalars({stage: charts})
-        lines = [f"    {key}: {value}" for key, value in config.items() if not isinstance(value, Mapping)]
-        self._writer.add_text("config", "\n".join(lines), resume_step)
+        self._text("config", [f"{key}: {value}" for key, value in config.items() if not isinstance(value, Mapping)])
+
+    def _text(self, name: str, lines: Sequence[str], step: int = 0) -> None:
+        """A block of code in Markdown, which shows model output unchanged."""
+        self._writer.add_text(name, "\n".join(f"    {line}" for text in lines for line in text.splitlines()), step)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         for name, value in row.items():
@@ -317,21 +296,14 @@ class Tensorboard:
 
     def samples(self, rows: SampleRows, step: int) -> None:
         for number, row in enumerate(rows):
-            text = "\n\n".join(f"{key}\n\n" + _as_code(row.get(key)) for key in ("prompt", "response", "score", "kl"))
-            self._writer.add_text(f"samples/{number}", text, step)
+            texts = [f"{key}:\n{row.get(key)}" for key in ("prompt", "response", "score", "kl")]
+            self._text(f"samples/{number}", texts, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        lines = ["\t".join(columns), *("\t".join(map(str, row)) for row in rows)]
-        self._writer.add_text(name, _as_code("\n".join(lines)), 0)
+        self._text(name, ["\t".join(map(str, row)) for row in (columns, *rows)])
 
     def summary(self, values: Mapping[str, float]) -> None:
-        lines = [f"{name}\t{value:.6g}" for name, value in values.items()]
-        self._writer.add_text("summary", _as_code("\n".join(lines)), 0)
+        self._text("summary", [f"{name}\t{value:.6g}" for name, value in values.items()])
 
     def finish(self, failed: bool) -> None:
         self._writer.close()
-
-
-def _as_code(text: Any) -> str:
-    """A block of code in Markdown, which shows model output unchanged."""
-    return "\n".join(f"    {line}" for line in str(text).splitlines())

@@ -5,26 +5,24 @@ keeps its run id and logs again what these files contain. Offline that makes a n
 removed; online only the steps that the server lacks are sent.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf.runs.charts import TABLES
-from rlhf.runs.metric_table import X_AXES
+from rlhf.runs.metric_table import TABLES, X_AXES
 from rlhf.runs.records import tracking_config
 from rlhf.runs.trackers import Background, SampleRows
 
 logger = logging.getLogger(__name__)
 
 KeptRows = tuple[SampleRows, SampleRows]  # of metrics.jsonl and samples.jsonl
-# Dicts of a sample row whose entries become separate columns.
-SAMPLE_PARTS = ("parts", "gold")
 # Only in samples.jsonl, for the report: a list per row is not a column.
 NOT_COLUMNS = ("tokens", "kl_tokens")
 ARTIFACT_TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "evaluate": "results"}
@@ -58,34 +56,29 @@ class WandbRun:
         self._first_step = 0  # the first one that the server lacks
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
-        # W&B's files belong next to the stage's, since the user's home may be read-only. The user's own variables are kept.
-        wanted = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(home))
-        wanted |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-        self._environment = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(self._environment)
-        try:
-            self._start(home, config, project, kept)
-        except BaseException:
-            self._restore_environment()
-            raise
+        with contextlib.ExitStack() as until_finish:
+            until_finish.enter_context(environment(home))
+            id_file = home / "run-id"
+            run_id = id_file.read_text(encoding="ascii", errors="replace").strip() if id_file.is_file() else ""
+            if not run_id:
+                run_id = secrets.token_hex(4)
+                id_file.write_text(run_id + "\n", encoding="ascii")
+            # W&B names folders by the second, so the next name may be the same.
+            for old in home.glob(f"offline-run-*-{run_id}") if kept is not None else ():
+                old.rename(old.with_name(f"replaced-{old.name}"))
+            self._run = start_run(folder, run_id, run, stage, config, project)
+            if kept is not None:
+                self._publish(*kept)
+                for old in home.glob(f"replaced-offline-run-*-{run_id}"):
+                    shutil.rmtree(old, ignore_errors=True)
+            self._until_finish = until_finish.pop_all()
 
-    def _start(self, home: Path, config: dict[str, Any], project: str, kept: KeptRows | None) -> None:
-        id_file = home / "run-id"
-        run_id = id_file.read_text(encoding="ascii", errors="replace").strip() if id_file.is_file() else ""
-        if not run_id:
-            run_id = secrets.token_hex(4)
-            id_file.write_text(run_id + "\n", encoding="ascii")
-        # W&B names folders by the second, so the next name may be the same.
-        for folder in home.glob(f"offline-run-*-{run_id}") if kept is not None else ():
-            folder.rename(folder.with_name(f"replaced-{folder.name}"))
-        self._run = start_run(self._folder, run_id, self._name, self._stage, config, project)
-        if kept is None:
-            return
+    def _publish(self, metrics: SampleRows, samples: SampleRows) -> None:
+        """Define the axes and log the kept lines."""
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
             self._run.define_metric(axis)
         self._run.define_metric("*", step_metric=X_AXES.get(self._stage, "progress/step"))
         self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
-        metrics, samples = kept
         at: dict[int, SampleRows] = {}
         for row in samples:
             at.setdefault(row["step"], []).append(row)
@@ -94,13 +87,6 @@ class WandbRun:
             if step in at:
                 self.samples(at.pop(step), step)
             self.log({name: value for name, value in row.items() if value is not None}, step)
-        for folder in home.glob(f"replaced-offline-run-*-{run_id}"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _restore_environment(self) -> None:
-        for name, value in self._environment.items():
-            if os.environ.get(name) == value:
-                os.environ.pop(name)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._step = step
@@ -108,16 +94,16 @@ class WandbRun:
             self._run.log(dict(row), step=step)
 
     def samples(self, rows: SampleRows, step: int) -> None:
-        if step < self._first_step:
-            return
         import wandb
 
+        if step < self._first_step:
+            return
+        flat = [flatten_sample(row) for row in rows]
         if self._table is None:
-            self._columns = sample_columns(rows)
+            self._columns = list(dict.fromkeys([*TABLES["samples"], *(name for row in flat for name in row)]))
             self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
-        for row in rows:
-            flat = flatten_sample(row)
-            self._table.add_data(*(flat.get(name) for name in self._columns))
+        for row in flat:
+            self._table.add_data(*(row.get(name) for name in self._columns))
         self._run.log({"samples": self._table, "progress/step": step}, step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -149,11 +135,24 @@ class WandbRun:
         self._run.log_artifact(made, aliases=["latest", record["hash"][:8]])
 
     def finish(self, failed: bool) -> None:
-        try:
+        with self._until_finish:
             self._run.finish(exit_code=int(failed))
-        finally:
-            self._restore_environment()
         shutil.rmtree(self._folder / "wandb" / "artifacts" / "staging", ignore_errors=True)  # empty by now
+
+
+@contextlib.contextmanager
+def environment(home: Path) -> Iterator[None]:
+    """W&B's files next to the stage's, since the user's home may be read-only. The user's own variables are kept."""
+    wanted = dict.fromkeys(("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), str(home))
+    wanted |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in added.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
 
 
 def publish(folder: Path, record: Mapping[str, Any], project: str) -> None:
@@ -228,15 +227,12 @@ def choose_mode() -> Literal["online", "offline"] | None:
     return "offline"
 
 
-def sample_columns(rows: SampleRows) -> list[str]:
-    """The samples table's columns: the fixed ones, then one for each part of a score."""
-    parts = {f"{group}/{name}": None for row in rows for group in SAMPLE_PARTS for name in row.get(group) or {}}
-    return [*TABLES["samples"], *parts]
-
-
 def flatten_sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample row with its parts as columns, without the lists that only the report reads."""
-    flat = {name: value for name, value in row.items() if name not in (*SAMPLE_PARTS, *NOT_COLUMNS)}
-    for group in SAMPLE_PARTS:
-        flat |= {f"{group}/{name}": value for name, value in (row.get(group) or {}).items()}
+    """A sample row with the parts of its scores as columns, without the lists that only the report reads."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{part}": number for part, number in value.items()}
+        elif name not in NOT_COLUMNS:
+            flat[name] = value
     return flat

@@ -20,7 +20,7 @@ from rlhf.report.drawing import (
     thin,
 )
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
-from rlhf.runs.charts import Chart
+from rlhf.runs.metric_table import Chart
 from rlhf.runs.run_files import is_figure
 
 

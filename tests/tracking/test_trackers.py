@@ -111,16 +111,12 @@ def test_what_was_logged_after_the_checkpoint_is_not_logged_twice(tmp_path: Path
     assert len(lines(tmp_path / "samples.jsonl")) == 1
 
 
-def test_samples_keep_their_text_and_must_be_whole(tmp_path: Path) -> None:
+def test_samples_keep_their_text(tmp_path: Path) -> None:
     text = "naïve\nline \u2028 <script> \ud800 end"  # a lone surrogate has no UTF-8 form
     row = {"id": "p", "prompt": text, "response": text, "score": 1, "gold": {"total": 0.5}, "tokens": ["b", " c"],
            "kl_tokens": [0.5, 1.0], "parts": {"reward_model": 1.5}, "length": 2}  # fmt: skip
     with tracker(tmp_path) as writer:
         writer.samples(4, [row])
-        with pytest.raises(ValueError, match="a row lacks prompt, response"):
-            writer.samples(4, [{"id": "p"}])
-        with pytest.raises(ValueError, match="tokens and kl_tokens must be as many"):
-            writer.samples(4, [row | {"tokens": ["b"]}])
     assert list(read_jsonl(tmp_path / "samples.jsonl")) == [{"step": 4, "kl": None} | row]
 
 
@@ -163,31 +159,16 @@ def feed(view: Background, steps: int) -> None:
     view.finish(False)
 
 
-def test_calls_are_made_in_their_order() -> None:
-    sink = Recorder()
-    feed(Background("View", lambda: sink, 5.0), 1)
-    assert sink.calls == [("samples", [{}], 0), ("table", "t", [], []), ("log", {"a": 1.0}, 0), ("finish", False)]
-
-
-@pytest.mark.parametrize(
-    ("fails", "calls", "told"),
-    [
-        (
-            "samples",
-            ["log"] * 3 + ["finish"],
-            "show samples (ConnectionError: broken pipe): continuing without its tables",
-        ),
-        ("log", ["samples", "table"], "log (ConnectionError: broken pipe): continuing without it, metrics.jsonl"),
-    ],
-)
-def test_a_table_that_fails_costs_no_number_and_a_number_ends_it(
-    caplog: pytest.LogCaptureFixture, fails: str, calls: list[str], told: str
-) -> None:
+@pytest.mark.parametrize("fails", ["", "samples", "log"])
+def test_calls_are_in_order_and_what_fails_is_reported_once(caplog: pytest.LogCaptureFixture, fails: str) -> None:
     sink = Recorder(fails=(fails,))
-    feed(Background("View", lambda: sink, 5.0), 3)
-    assert [call[0] for call in sink.calls] == calls
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"View could not {told}")
+    feed(Background("View", lambda: sink, 5.0), 2)
+    assert [call[0] for call in sink.calls] == [
+        call for call in ("samples", "table", "log") * 2 + ("finish",) if call != fails
+    ]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(fails)
+    assert all(text.startswith(f"View could not {fails} (ConnectionError: broken pipe): continuing") for text in told)
 
 
 def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.trackers import make_tracker
-from rlhf.runs.wandb_run import choose_mode, data_artifact, flatten_sample, publish, sample_columns
+from rlhf.runs.wandb_run import choose_mode, data_artifact, publish
 from tests.tracking.wandb_file import read_history, read_records, run_files
 from tests.tracking.wandb_server import serve
 
@@ -215,12 +215,6 @@ def test_online_without_a_key_asks_for_none(tmp_path: Path) -> None:
     pipes = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL}
     done = subprocess.run(command, env=environment, **pipes)  # type: ignore[call-overload]
     assert done.stdout.strip() == "offline", done.stderr
-
-
-def test_columns_hold_the_parts_and_no_lists() -> None:
-    rows = [{"id": "p", "gold": {"total": 1.0}}, {"id": "q", "parts": {"kl_penalty": -0.5}, "kl_tokens": [1.0]}]
-    assert sample_columns(rows)[-2:] == ["gold/total", "parts/kl_penalty"]
-    assert flatten_sample(rows[1]) == {"id": "q", "parts/kl_penalty": -0.5}
 
 
 # --- artifacts ----------------------------------------------------------------------------------------------
