@@ -14,7 +14,7 @@ from rlhf.recipe import STAGES
 from rlhf.report.provenance import make_skipped
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import is_whole
-from rlhf.runs.records import read_record
+from rlhf.runs.folders import read_record
 from rlhf.runs.run_files import read_run, truncate_jsonl
 
 GOOD = {

@@ -19,8 +19,7 @@ from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.folders import under_way
-from rlhf.runs.records import git_state
-from rlhf.runs.stage import open_stage
+from rlhf.runs.stage import git_state, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
 from .test_checkpoints import checkpoint, sealed

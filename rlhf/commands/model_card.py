@@ -7,8 +7,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.recipe import STAGES, ancestors
-from rlhf.runs.folders import is_complete, read_stage, stage_folder
-from rlhf.runs.records import read_record
+from rlhf.runs.folders import is_complete, read_record, read_stage, stage_folder
 from rlhf.system.files import read_json
 from rlhf.system.terminal import one_line
 

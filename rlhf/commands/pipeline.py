@@ -23,11 +23,11 @@ from rlhf.runs.folders import (
     identity_of,
     is_complete,
     needs_parent,
+    read_record,
     read_stage,
     run_folder,
     stage_folder,
 )
-from rlhf.runs.records import read_record
 from rlhf.runs.sources import (
     check_base,
     data_source,

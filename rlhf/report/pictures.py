@@ -23,8 +23,17 @@ from rlhf.report.drawing import (
     thin,
 )
 from rlhf.runs.metric_table import CHARTS, Chart, find
-from rlhf.runs.results import histogram
-from rlhf.runs.run_files import Points, RunFiles, entries, entry_at, estimate, number_at, rows_of, visible
+from rlhf.runs.run_files import (
+    Points,
+    RunFiles,
+    entries,
+    entry_at,
+    histogram,
+    number_at,
+    rows_of,
+    visible,
+    with_interval,
+)
 
 Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 
@@ -234,11 +243,11 @@ def make_histogram(runs: list[RunFiles]) -> Picture | None:
 def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tuple[float, float, float, float]]]]]:
     """(model, (row, (K, accuracy and its interval)) of each K) from evaluate.shots."""
     for name, of_model in entries(results, "models"):
-        rows = [
-            (row, (k, *accuracy))
-            for row in rows_of(of_model)
-            if (k := number_at(row, "shots")) is not None and (accuracy := estimate(entry_at(row, "accuracy")))
-        ]
+        rows = []
+        for row in rows_of(of_model):
+            k, (value, low, high) = number_at(row, "shots"), with_interval(entry_at(row, "accuracy"))
+            if k is not None and value is not None:
+                rows.append((row, (k, value, value if low is None else low, value if high is None else high)))
         if rows:
             yield visible(str(name), 60), rows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
-from rlhf.runs.records import read_record
+from rlhf.runs.folders import read_record
 from rlhf.system.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json, writing
 from rlhf.system.terminal import say
 
@@ -25,10 +25,9 @@ def seal(folder: Path, figure: float | None = None) -> None:
     figure: the stage's held-out figure at this step, higher is better; used by `checkpoints.keep_best`.
     """
     share(folder)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
     for path in (folder, folder.parent):  # sync the names too, before older checkpoints are removed
         sync_folder(path)
@@ -112,13 +111,11 @@ def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
     Call it after a whole checkpoint of `step` was written. Incomplete checkpoints are removed, and so are those of later
     steps: training has resumed from an earlier step because they were damaged.
     """
-    sealed = [path for path in checkpoints(folder) if checkpoint_step(path) <= step and (path / MANIFEST).exists()]
-    figures = {path: figure for path in sealed if (figure := checkpoint_figure(path)) is not None}
-    best_first = sorted(figures, key=lambda path: (figures[path], checkpoint_step(path)), reverse=True)
-    newest_first = sealed[::-1]
+    newest_first = [p for p in checkpoints(folder)[::-1] if checkpoint_step(p) <= step and (p / MANIFEST).exists()]
+    figures = {path: figure for path in newest_first if (figure := checkpoint_figure(path)) is not None}
+    best_first = sorted(figures, key=figures.__getitem__, reverse=True)  # of equal ones the later first
     kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best]}
-    if keep.keep_every:
-        kept |= {path for path in sealed if checkpoint_step(path) % keep.keep_every == 0}
+    kept |= {path for path in newest_first if keep.keep_every and checkpoint_step(path) % keep.keep_every == 0}
     for path in checkpoints(folder):
         if path not in kept:
             remove_checkpoint(path)

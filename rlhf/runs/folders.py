@@ -1,4 +1,4 @@
-"""Run folders: the output and parents of a stage, and whether it can be resumed. Imports neither torch nor hydra.
+"""Run folders: the record, the output and the parents of a stage. Imports neither torch nor hydra, and pydantic only to read a record.
 
     runs/<run>/<stage>/  stage.json    written as "running" when the stage begins and as "complete" when it ends
                          checkpoints/  step-N folders, each trusted only with its manifest, which is written last
@@ -7,16 +7,17 @@
     runs/<run>/.<stage>.old/  exists only between the two renames of the swap
 
 A stage's hash covers its settings, its parents' hashes and its output files, so a parent that is changed or replaced
-later is detected.
+later is detected. A record is checked against a schema when it is read; a damaged one gives a one-line error.
 """
 
+import functools
 import hashlib
 import json
 import re
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf.config import Config, ParentsConfig
 from rlhf.config.model import shape_settings
@@ -25,9 +26,9 @@ from rlhf.config.removed import replacement
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
-from rlhf.runs.records import read_record
-from rlhf.system.files import beside, sha256_file
+from rlhf.system.files import beside, check_regular, sha256_file
 
+Kind = Literal["stage", "manifest", "results"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SCORED_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source
 ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
@@ -72,33 +73,6 @@ def stage_folder(config: Config, stage: str) -> Path:
     )
 
 
-def earlier_run(config: Config) -> Config | None:
-    """The run of the previous labelling round, with its own label, reward and ppo; None in the first round.
-
-    Raises: UserError if a run has the name of one of its own rounds.
-    """
-    gold = config.gold
-    if not gold.enabled or gold.rounds < 2:
-        return None
-    base = ROUND.sub("", config.run)
-    if base != config.run and int(config.run.rpartition("-")[2]) < gold.rounds:
-        raise UserError(
-            f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
-            "with gold.rounds=1"
-        )
-    earlier = deepcopy(config)
-    earlier.run = f"{base}-round-{gold.rounds - 1}"
-    earlier.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
-    earlier.gold.rounds = gold.rounds - 1
-    earlier.reward.audit = 0  # its reward model is not audited
-    if gold.early_episodes is not None:
-        earlier.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
-    earlier.parents = ParentsConfig(
-        **{stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
-    )
-    return earlier
-
-
 def stages_of(run: Path) -> dict[str, Path]:
     """The folders of a run's stages by name, complete or not; unfinished replacements are left out."""
     folders = (path.parent for path in sorted(run.glob("*/stage.json")))
@@ -108,25 +82,6 @@ def stages_of(run: Path) -> dict[str, Path]:
 def under_way(folder: Path) -> Path:
     """The folder in which the stage is written: that of its replacement, if there is one, else its own."""
     return beside(folder) if (beside(folder) / "stage.json").is_file() else folder
-
-
-def rounds_before(run: Path) -> list[Path]:
-    """The runs of the earlier labelling rounds that a run was built on, the latest first."""
-    parents = (read_stage(run / "label") or {}).get("parents", {})
-    previous = [run.parent / name for name in {parent.partition("/")[0] for parent in parents if "/" in parent}]
-    return previous + [earlier for folder in previous for earlier in rounds_before(folder)]
-
-
-def earlier_reward(config: Config) -> Path | None:
-    """The previous labelling round's reward stage, if gold.later_reward_epochs is set and training continues from it; else None.
-
-    `collect_parents` checks it.
-    """
-    anew = config.gold.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
-    if anew or not is_needed(config, "label"):
-        return None
-    rounds = rounds_before(stage_folder(config, "label").parent)
-    return rounds[0] / "reward" if rounds else None
 
 
 def refuse_inside_stage(path: Path, key: str) -> None:
@@ -152,6 +107,99 @@ def needs_parent(config: Config, stage: str, parent: str) -> bool:
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None
     return is_needed(config, parent)
+
+
+# --- records ------------------------------------------------------------------------------------------------
+
+REMEDY: dict[Kind, str] = {
+    "stage": "restore the file, or run the stage again with overwrite=true",
+    "manifest": "remove the checkpoint",
+    "results": "run `rlhf evaluate overwrite=true` again",
+}
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    from typing import Annotated, Self
+
+    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+    def inside(name: str) -> str:
+        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError("a file outside the folder")
+        return name
+
+    Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    Files = dict[Annotated[str, AfterValidator(inside)], Digest]
+
+    class Record(BaseModel):
+        model_config = ConfigDict(extra="allow", strict=True)
+
+    class StageRecord(Record):
+        """stage.json. `files` and `hash` are present once the stage is complete."""
+
+        stage: str
+        status: Literal["running", "complete"]
+        settings: dict[str, JsonValue]
+        parents: dict[str, str]
+        data: dict[str, str]
+        seconds: float = 0.0
+        steps: int | None = None
+        config: dict[str, JsonValue] = Field(default_factory=dict)
+        summary: dict[str, float | None] = Field(default_factory=dict)
+        files: Files | None = None
+        hash: Digest | None = None
+
+        @model_validator(mode="after")
+        def has_output(self) -> Self:
+            if self.status == "complete" and (self.files is None or self.hash is None):
+                raise ValueError("complete, but without files or hash")
+            return self
+
+    class Manifest(Record):
+        """manifest.json of a checkpoint."""
+
+        files: Annotated[Files, Field(min_length=1)]
+        figure: float | None = None
+
+    class Interval(Record):
+        value: float
+        ci95: tuple[float, float] = Field(strict=False)
+
+    class Gold(Record):
+        win_rate_vs_sft: Interval
+        win_rate_greedy: Interval
+
+    class Results(Record):
+        """evaluate/results.json, as far as other commands read it."""
+
+        kl_to_sft_nats: float
+        gold: Gold | None = None
+
+    return {"stage": StageRecord, "manifest": Manifest, "results": Results}
+
+
+def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
+    """The contents of a run file, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
+    check_regular(path)
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a folder, want a file: {REMEDY[kind]}") from error
+    from pydantic import ValidationError
+
+    try:
+        value = json.loads(text)
+        _schemas()[kind].model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][:3])
+        raise UserError(f"{path}: damaged ({where + ': ' if where else ''}{first['msg']}): {REMEDY[kind]}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}): {REMEDY[kind]}") from None
+    return value
 
 
 def hash_of(record: dict) -> str:
@@ -213,51 +261,30 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
             records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:
-        records |= {f"{earlier.run}/{record['stage']}": record for record in check_round(earlier)}
-    for parent, record in records.items():
-        for grandparent, digest in record["parents"].items():
-            if grandparent in records and records[grandparent]["hash"] != digest:
-                raise UserError(
-                    f"{record['folder']}: built on another {grandparent} ({digest[:8]}) than "
-                    f"{records[grandparent]['folder']} ({records[grandparent]['hash'][:8]}): run "
-                    f"`rlhf {parent} overwrite=true` again, or point parents.{grandparent} at the one it was built on"
-                )
+        records |= {f"{earlier.run}/{name}": record for name, record in check_round(earlier).items()}
+    check_fit(records)
     hashes = {parent: record["hash"] for parent, record in records.items()}
     reward = earlier_reward(config) if stage == "reward" else None
     if reward is not None:
-        digest, ppo = check_output(reward, "reward")["hash"], reward.parent / "ppo"
-        if check_output(ppo, "ppo")["parents"].get("reward") != digest:  # its responses were ranked
-            raise UserError(
-                f"{reward}: another reward model than {ppo} was trained with: `rlhf pipeline overwrite=true` makes the "
-                "labelling round again, or set gold.later_reward_epochs=null"
-            )
-        hashes[f"{reward.parent.name}/reward"] = digest
+        folders = {"reward": reward, "ppo": reward.parent / "ppo"}  # PPO's responses were ranked
+        of_round = {name: check_output(folder, name) | {"folder": folder} for name, folder in folders.items()}
+        check_fit(
+            of_round, "`rlhf pipeline overwrite=true` makes the round again, or set gold.later_reward_epochs=null"
+        )
+        hashes[f"{reward.parent.name}/reward"] = of_round["reward"]["hash"]
     return hashes
 
 
-def check_round(earlier: Config) -> list[dict]:
-    """The records of the label and PPO stages of the previous labelling round. Raises: UserError if they do not fit."""
-    records: dict[str, dict] = {}
-    for name in ROUND_STAGES:
-        folder = run_folder(earlier) / name
-        if not is_complete(folder):
-            raise UserError(
-                f"{folder}: no finished {name} of the previous labelling round: `rlhf pipeline` makes it; or "
-                "label once, with gold.rounds=1"
-            )
-        records[name] = check_output(folder, name) | {"folder": folder}
-        for parent, digest in records[name]["parents"].items():
+def check_fit(records: dict[str, dict], remedy: str | None = None) -> None:
+    """Raises: UserError if one of these stages was built on another one than that among them."""
+    for name, record in records.items():
+        for parent, digest in record["parents"].items():
             if parent in records and records[parent]["hash"] != digest:
+                folder, here = records[parent]["folder"], records[parent]["hash"]
+                again = f"run `rlhf {name} overwrite=true` again, or point parents.{parent} at the one it was built on"
                 raise UserError(
-                    f"{folder}: built on another {parent} than {records[parent]['folder']}: `rlhf pipeline "
-                    "overwrite=true` makes the labelling round again"
+                    f"{record['folder']}: built on another {parent} ({digest[:8]}) than {folder} ({here[:8]}): {remedy or again}"
                 )
-    if changed := changed_settings(records["label"]["settings"], identity_of(earlier, "label")):
-        raise UserError(
-            f"{records['label']['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
-            "choose another run=…"
-        )
-    return [records["label"], records["ppo"]]
 
 
 def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -271,3 +298,72 @@ def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
     keys = [k for k in sorted(recorded.keys() | wanted.keys()) if recorded.get(k) != wanted.get(k)]
     shown = ", ".join(f"{k} {recorded.get(k)!r} -> {wanted.get(k)!r}" for k in keys[:4])
     return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+
+
+# --- labelling rounds ---------------------------------------------------------------------------------------
+
+
+def earlier_run(config: Config) -> Config | None:
+    """The run of the previous labelling round, with its own label, reward and ppo; None in the first round.
+
+    Raises: UserError if a run has the name of one of its own rounds.
+    """
+    gold = config.gold
+    if not gold.enabled or gold.rounds < 2:
+        return None
+    base = ROUND.sub("", config.run)
+    if base != config.run and int(config.run.rpartition("-")[2]) < gold.rounds:
+        raise UserError(
+            f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
+            "with gold.rounds=1"
+        )
+    earlier = deepcopy(config)
+    earlier.run = f"{base}-round-{gold.rounds - 1}"
+    earlier.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
+    earlier.gold.rounds = gold.rounds - 1
+    earlier.reward.audit = 0  # its reward model is not audited
+    if gold.early_episodes is not None:
+        earlier.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
+    earlier.parents = ParentsConfig(
+        **{stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
+    )
+    return earlier
+
+
+def rounds_before(run: Path) -> list[Path]:
+    """The runs of the earlier labelling rounds that a run was built on, the latest first."""
+    parents = (read_stage(run / "label") or {}).get("parents", {})
+    previous = [run.parent / name for name in {parent.partition("/")[0] for parent in parents if "/" in parent}]
+    return previous + [earlier for folder in previous for earlier in rounds_before(folder)]
+
+
+def earlier_reward(config: Config) -> Path | None:
+    """The previous labelling round's reward stage, if gold.later_reward_epochs is set and training continues from it; else None.
+
+    `collect_parents` checks it.
+    """
+    anew = config.gold.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
+    if anew or not is_needed(config, "label"):
+        return None
+    rounds = rounds_before(stage_folder(config, "label").parent)
+    return rounds[0] / "reward" if rounds else None
+
+
+def check_round(earlier: Config) -> dict[str, dict]:
+    """The records of the label and PPO stages of the previous labelling round. Raises: UserError if they do not fit."""
+    records: dict[str, dict] = {}
+    for name in ROUND_STAGES:
+        folder = run_folder(earlier) / name
+        if not is_complete(folder):
+            raise UserError(
+                f"{folder}: no finished {name} of the previous labelling round: `rlhf pipeline` makes it; or "
+                "label once, with gold.rounds=1"
+            )
+        records[name] = check_output(folder, name) | {"folder": folder}
+    check_fit(records, "`rlhf pipeline overwrite=true` makes the labelling round again")
+    if changed := changed_settings(records["label"]["settings"], identity_of(earlier, "label")):
+        raise UserError(
+            f"{records['label']['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
+            "choose another run=…"
+        )
+    return {name: records[name] for name in ("label", "ppo")}

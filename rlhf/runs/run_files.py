@@ -1,48 +1,30 @@
 """A run's files, read with tolerance, since a run may be incomplete, damaged or foreign: JSON Lines, stages, results.
 
-Also the report's formats of numbers and untrusted text. It computes nothing.
+Also the report's formats of numbers and untrusted text, and the final figures of results.json for dashboards.
 """
 
 import json
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+from rlhf.errors import UserError
 from rlhf.recipe import PIPELINE, STAGES
-from rlhf.runs.folders import under_way
-from rlhf.runs.metric_table import find
+from rlhf.runs.folders import Kind, read_record, under_way
+from rlhf.runs.metric_table import TABLES, find
 from rlhf.runs.progress import format_seconds
-from rlhf.runs.records import read_what_is_there
 from rlhf.system.files import read_json
 from rlhf.system.terminal import say
+
+if TYPE_CHECKING:
+    from rlhf.runs.trackers import Tracker
 
 TEXT_LIMIT = 1500
 
 Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
-
-
-@dataclass(slots=True)
-class StageFiles:
-    """The contents of one stage's folder; every part may be missing."""
-
-    name: str
-    status: str  # complete | unfinished | not started
-    record: dict[str, Any] = field(default_factory=dict)
-    points: Points = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    config: str = ""
-    gaps: int = 0  # values that were not finite
-    unreadable: int = 0  # lines of metrics.jsonl without values
-    damage: str | None = None  # of stage.json
-
-    @property
-    def last_step(self) -> float:
-        """The largest step of its curves; 0 without curves."""
-        return max((xs[-1] for xs, _ in self.points.values()), default=0)
-
 
 # --- JSON Lines ---------------------------------------------------------------------------------------------
 
@@ -74,6 +56,11 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+def encode_line(row: Mapping[str, Any]) -> str:
+    # A lone surrogate cannot be UTF-8: the file's `backslashreplace` writes it as JSON's own escape.
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
     """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns the newest of them.
 
@@ -95,32 +82,62 @@ def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
     return newest
 
 
-def encode_line(row: Mapping[str, Any]) -> str:
-    # A lone surrogate cannot be UTF-8: the file's `backslashreplace` writes it as JSON's own escape.
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def is_figure(value: object) -> bool:
-    """Whether a value read from JSON is a number that can be shown."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
-
-
 # --- stages and runs ----------------------------------------------------------------------------------------
 
 
-def read_points(rows: Iterable[dict[str, Any]]) -> Points:
-    """Known metrics by name, each against progress/step; null and non-numbers are gaps."""
-    points: Points = {}
-    for row in rows:
-        step = row.get("progress/step")
-        if step is None or not is_figure(step):
-            continue
-        for name, value in row.items():
-            if is_figure(value) and not name.startswith("progress/") and find(name) is not None:
-                xs, ys = points.setdefault(name, ([], []))
-                xs.append(step)
-                ys.append(value)
-    return points
+@dataclass(slots=True)
+class StageFiles:
+    """The contents of one stage's folder; every part may be missing."""
+
+    name: str
+    status: str  # complete | unfinished | not started
+    record: dict[str, Any] = field(default_factory=dict)
+    points: Points = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: str = ""
+    gaps: int = 0  # values that were not finite
+    unreadable: int = 0  # lines of metrics.jsonl without values
+    damage: str | None = None  # of stage.json
+
+    @property
+    def last_step(self) -> float:
+        """The largest step of its curves; 0 without curves."""
+        return max((xs[-1] for xs, _ in self.points.values()), default=0)
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """The contents of a run's folder; every part may be missing."""
+
+    name: str
+    stages: dict[str, StageFiles]
+    results: dict[str, Any] = field(default_factory=dict)  # evaluate/results.json
+    samples: list[dict[str, Any]] = field(default_factory=list)  # evaluate/samples.jsonl
+    pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
+    audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
+    labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
+    damage: list[str] = field(default_factory=list)  # of its files, as texts
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such run folder")
+    stages = [read_stage_files(folder / name) for name in STAGES]
+    results, damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
+    shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started
+    return RunFiles(
+        visible(folder.resolve().name, 100),
+        {stage.name: stage for stage in stages if stage.status != "not started" or stage.name in shown},
+        results,
+        list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
+        read_json(folder / "pipeline.json"),
+        read_json(folder / "reward" / "audit.json"),
+        {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
+        read_json(folder / "classify" / "results.json"),
+        [text for text in (*(stage.damage for stage in stages), damage) if text is not None],
+    )
 
 
 def read_stage_files(folder: Path) -> StageFiles:
@@ -149,50 +166,39 @@ def read_stage_files(folder: Path) -> StageFiles:
     )
 
 
-@dataclass(slots=True)
-class RunFiles:
-    """The contents of a run's folder; every part may be missing."""
-
-    name: str
-    stages: dict[str, StageFiles]
-    results: dict[str, Any] = field(default_factory=dict)  # evaluate/results.json
-    samples: list[dict[str, Any]] = field(default_factory=list)  # evaluate/samples.jsonl
-    pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
-    audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
-    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
-    labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
-    damage: list[str] = field(default_factory=list)  # of its files, as texts
+def read_what_is_there(path: Path, kind: Kind) -> tuple[dict[str, Any], str | None]:
+    """The object in a file of a run, and how the file is damaged, if it is."""
+    try:
+        return read_record(path, kind) or {}, None
+    except UserError as error:
+        return read_json(path), str(error)
 
 
-def read_run(folder: Path) -> RunFiles:
-    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such run folder")
-    stages = {name: read_stage_files(folder / name) for name in STAGES}
-    results, *damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
-    return RunFiles(
-        visible(folder.resolve().name, 100),
-        {
-            name: s
-            for name, s in stages.items()
-            if s.status != "not started" or (name in PIPELINE and not STAGES[name].gold_only)
-        },
-        results,
-        list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
-        read_json(folder / "pipeline.json"),
-        read_json(folder / "reward" / "audit.json"),
-        {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
-        read_json(folder / "classify" / "results.json"),
-        [text for text in (*(stage.damage for stage in stages.values()), *damage) if text is not None],
-    )
+def read_points(rows: Iterable[dict[str, Any]]) -> Points:
+    """Known metrics by name, each against progress/step; null and non-numbers are gaps."""
+    points: Points = {}
+    for row in rows:
+        if is_figure(step := row.get("progress/step")):
+            for name, value in row.items():
+                if is_figure(value) and not name.startswith("progress/") and find(name) is not None:
+                    xs, ys = points.setdefault(name, ([], []))
+                    xs.append(step)
+                    ys.append(value)
+    return points
+
+
+# --- values in JSON -----------------------------------------------------------------------------------------
+
+
+def is_figure(value: object) -> TypeGuard[float]:
+    """Whether a value read from JSON is a number that can be shown."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def entry_at(tree: Any, *path: str) -> Any:
     """The value at a path of keys, or None."""
     for key in path:
-        if not isinstance(tree, dict):
-            return None
-        tree = tree.get(key)
+        tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
@@ -222,12 +228,6 @@ def with_interval(tree: Any) -> tuple[float | None, float | None, float | None]:
         return number_at(tree), low, high
     value = number_at(tree, "value")
     return number_at(tree, "mean") if value is None else value, low, high
-
-
-def estimate(tree: Any) -> tuple[float, float, float] | None:
-    """As `with_interval`, with the value itself for a missing end; None without a value."""
-    value, low, high = with_interval(tree)
-    return None if value is None else (value, value if low is None else low, value if high is None else high)
 
 
 # --- words and numbers --------------------------------------------------------------------------------------
@@ -270,3 +270,54 @@ def memory(mb: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     return "–" if seconds is None else format_seconds(seconds)
+
+
+# --- results.json for dashboards ----------------------------------------------------------------------------
+
+# Metric under eval/ by its path in results.json, which is the record; figures that it lacks are left out.
+PLACES: dict[str, tuple[str, ...]] = {
+    "test/accuracy": ("reward_model", "accuracy"),
+    "test/length_baseline": ("reward_model", "length_baseline"),
+    "test/noise_ceiling": ("reward_model", "noise_ceiling"),
+    "test/gold_order_accuracy": ("reward_model", "gold_order_accuracy"),
+    "test/labeler_agreement": ("reward_model", "labeler_agreement"),
+    "test/win_rate": ("gold", "win_rate_vs_sft"),
+    "test/win_rate_greedy": ("gold", "win_rate_greedy"),
+    "test/scores": ("reward", "ppo"),
+    "test/eos_fraction": ("ended", "ppo"),
+    "test/kl": ("kl_to_sft_nats",),
+    "test/bpb": ("pretrain_bits_per_byte",),
+    "test/gold/total": ("gold", "mean_score", "ppo"),
+    "held_out_labelers/accuracy": ("reward_model", "held_out_labelers", "accuracy"),
+}
+BINS = 24
+
+
+def log_results(
+    tracker: "Tracker", results: Mapping[str, Any], scores: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
+    """Logs the figures under eval/, the calibration curve and the histograms of `scores`, {model: a list per prompt}."""
+    figures = {name: with_interval(entry_at(results, *place))[0] for name, place in PLACES.items()}
+    figures |= {f"test/gold/{name}": number_at(value) for name, value in entries(results, "gold", "parts", "ppo")}
+    metrics = {f"eval/{name}": value for name, value in figures.items() if value is not None}
+    tracker.log(metrics, step=0)
+    curves = [
+        (row["gap"], curve, row[curve], row["n"])
+        for row in rows_of(results, "reward_model", "calibration")
+        for curve in ("predicted", "observed")
+    ]
+    tracker.table("calibration", TABLES["calibration"], curves)
+    flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}
+    bins = [(middle, model, share) for model, rows in histogram(flat).items() for middle, share in rows]
+    tracker.table("score_histogram", TABLES["score_histogram"], bins)
+    tracker.summary(metrics)
+
+
+def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[float, float]]]:
+    """{name: (middle of a bin, share of its scores)}, all models over the same bins."""
+    import numpy as np
+
+    edges = np.histogram_bin_edges([score for values in scores.values() for score in values], BINS)
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    shares = {model: np.histogram(values, edges)[0] / max(len(values), 1) for model, values in scores.items()}
+    return {model: list(zip(middles, shares[model].tolist(), strict=True)) if scores[model] else [] for model in scores}

@@ -160,22 +160,22 @@ def reward_model_folder(folder: Path) -> Path:
 
 
 def hash_rewards(config: Config) -> dict[str, str]:
-    """Hashes of the reward sources apart from the run's own reward model: other runs' models, files of classifiers and
-    functions."""
+    """Hashes of the reward sources except the run's own reward model: other runs' models, files of classifiers and functions."""
     hashes: dict[str, str] = {}
-    for name in reward_sources(config)[0]:
-        if name is None:
-            continue
+    for name in filter(None, reward_sources(config)[0]):
         if is_function(name):
-            if (source := source_file("reward function", name)) is not None:
-                hashes[f"reward:{name}"] = sha256_file(source)
-            continue
-        folder = reward_folder(config, name)
-        if (folder / "stage.json").exists():
+            hashes |= hash_function(f"reward:{name}", "reward function", name)
+        elif ((folder := reward_folder(config, name)) / "stage.json").exists():
             hashes[f"reward:{name}"] = check_output(folder, "reward")["hash"]
         else:
             hashes |= hash_model(str(folder), f"reward:{name}/")
     return hashes
+
+
+def hash_function(key: str, kind: str, name: str) -> dict[str, str]:
+    """{key: sha256} of the file that a function `module:name` is in, if it has one."""
+    source = source_file(kind, name)
+    return {} if source is None else {key: sha256_file(source)}
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
@@ -188,45 +188,40 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     """
     hashes: dict[str, str] = {}
     for kind in kinds_read(config, stage):
-        given = getattr(config.data, kind)
-        if given is None:
-            continue
         labels = kind != "corpus"
         suffixes = RECORD_SUFFIXES if labels else ROW_SUFFIXES + TEXT_SUFFIXES
-        for source in resolve_sources(given, suffixes, labels, f"data.{kind}"):
+        given = getattr(config.data, kind)
+        for source in [] if given is None else resolve_sources(given, suffixes, labels, f"data.{kind}"):
             if source.path is not None:
                 name = f"{kind}:{source.path.name}"
                 if name in hashes:  # files with the same name in several folders
                     name += f"#{len(hashes)}"
                 if source.imported:
                     check_whole(source.path, verify(source.path), config.data.allow_partial)
-                    hashes[name] = manifest_sha256(source.path)
-                else:
-                    hashes[name] = sha256_file(source.path)
+                hashes[name] = (manifest_sha256 if source.imported else sha256_file)(source.path)
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
     hashes |= hash_model(base, f"{stage}.model:")
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         hashes |= hash_rewards(config)
-    estimator = config.ppo.advantages if stage == "ppo" else ""
-    if is_function(estimator) and (code := source_file("advantage estimator", estimator)) is not None:
-        hashes[f"advantages:{estimator}"] = sha256_file(code)
-    read = {}  # stages that PPO and rejection sampling read with some settings only (of SFT pretraining is a parent)
-    if stage in ("ppo", "rejection"):
-        read["pretrain"] = bool(config.ppo.ptx_coef if stage == "ppo" else config.sft.pretrain_fraction)
-        read["label"] = config.ppo.prompts != "all"
-    folders = {name: stage_folder(config, name) for name, wanted in read.items() if wanted}
-    return hashes | {
-        name: check_output(folder, name)["hash"] for name, folder in folders.items() if is_complete(folder)
-    }
+    estimator = config.ppo.advantages
+    if stage == "ppo" and is_function(estimator):
+        hashes |= hash_function(f"advantages:{estimator}", "advantage estimator", estimator)
+    # stages that PPO and rejection sampling read with some settings only (of SFT pretraining is a parent)
+    replays = {"ppo": config.ppo.ptx_coef, "rejection": config.sft.pretrain_fraction}
+    reads = {"pretrain": replays.get(stage), "label": stage in replays and config.ppo.prompts != "all"}
+    for name in (name for name, wanted in reads.items() if wanted):
+        if is_complete(folder := stage_folder(config, name)):
+            hashes[name] = check_output(folder, name)["hash"]
+    return hashes
 
 
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # prints what was read
 
 
 def read_comparisons(config: Config, say: Say | None = None) -> list[Ranking]:
-    """The rankings of data.comparisons. say: prints what was read."""
+    """The rankings of data.comparisons."""
     return _read(config, "comparisons", load_comparisons, say)
 
 

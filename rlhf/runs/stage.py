@@ -6,9 +6,11 @@ import importlib.metadata
 import platform
 import resource
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from rlhf.runs.folders import (
     run_folder,
     stage_folder,
 )
-from rlhf.runs.records import git_state
 from rlhf.system.files import (
     DISK_ERRORS,
     beside,
@@ -60,6 +61,22 @@ def package_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return installed
+
+
+@functools.cache
+def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
+    """{"commit", "branch", "dirty"} of the git checkout that contains the code; empty if there is none."""
+    try:
+        # An installed package may be inside another project's checkout, which does not contain this file.
+        call = partial(subprocess.run, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        call(["git", "ls-files", "--error-unmatch", Path(__file__).name])
+        status = call(["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = status.splitlines()
+    state = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    changed = any(not line.startswith("# ") for line in lines)
+    return {"commit": state["branch.oid"], "branch": state["branch.head"], "dirty": changed}
 
 
 @dataclass(slots=True)
@@ -204,21 +221,21 @@ def _begin_or_resume(stage: Stage) -> dict | None:
 
     Raises: UserError if the folder may not be replaced.
     """
+    replaces = stage.replaces is not None
     recorded = None
-    with contextlib.suppress(UserError) if stage.replaces is not None else contextlib.nullcontext():
+    with contextlib.suppress(UserError) if replaces else contextlib.nullcontext():
         recorded = read_stage(stage.folder)
+    complete = recorded is not None and recorded["status"] == "complete"
     misfit = None if recorded is None else _misfit(stage, recorded)
-    if stage.replaces is not None and (misfit is not None or (recorded and recorded["status"] == "complete")):
-        recorded = misfit = None  # a replacement that cannot be resumed starts again
-    if recorded is not None and recorded["status"] == "complete":
+    if complete and not replaces:
         raise UserError(
             f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
             "choose another run=…, or add overwrite=true to replace it"
         )
-    if misfit is not None and has_begun(stage.folder, stage.name):
+    if misfit is not None and not replaces and has_begun(stage.folder, stage.name):
         raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start again")
-    if recorded is None or misfit is not None:
-        _empty(stage, replace_others=recorded is not None or stage.replaces is not None)
+    if recorded is None or complete or misfit is not None:
+        _empty(stage, replace_others=replaces or recorded is not None)
         return None
     for path in [*stage.folder.glob(".*.tmp"), *stage.folder.glob("*.jsonl.kept")]:  # a killed attempt left them
         path.unlink(missing_ok=True)

@@ -269,6 +269,13 @@ def make_tracker(
     return Tracker(folder, resume_step, view if kind in ("wandb", "tensorboard") else None, with_samples=kind != "off")
 
 
+def tracking_config(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's record as the configuration of its run: lineage at the top, then every setting by its own key."""
+    lineage = {key: record.get(key) for key in ("stage", "run", "seed", "parents", "data", "versions")}
+    settings = {key: value for key, value in (record.get("config") or {}).items() if key not in lineage}
+    return {**lineage, "git": record.get("git") or {}, **settings}
+
+
 class Tensorboard:
     """Event files under folder/tensorboard. A resumed stage makes TensorBoard drop the steps that are written again."""
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.runs.metric_table import TABLES, X_AXES
-from rlhf.runs.records import tracking_config
-from rlhf.runs.trackers import Background, SampleRows
+from rlhf.runs.trackers import Background, SampleRows, tracking_config
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
 from rlhf.recipe import BASELINES, STAGES
 from rlhf.runs.folders import check_output, is_complete, needs_parent, run_folder, stage_folder
-from rlhf.runs.results import log_results
+from rlhf.runs.run_files import log_results
 from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl

@@ -18,9 +18,8 @@ from rlhf.errors import UserError, reading
 from rlhf.model.checkpoint import load_whole
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.fast import keep_freed_memory
-from rlhf.runs.records import tracking_config
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import Tracker, make_tracker
+from rlhf.runs.trackers import Tracker, make_tracker, tracking_config
 from rlhf.system.processes import connect
 
 
