@@ -11,7 +11,7 @@ from rlhf.commands.pipeline import check_before, show, stages_to_run
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
-from rlhf.report.provenance import make_skipped
+from rlhf.report.details import make_skipped
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import is_whole
 from rlhf.runs.folders import read_record

@@ -2,11 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf.recipe import BASELINES
-from rlhf.report.overview import judge_name
 from rlhf.report.pictures import calibration_rows, shot_rows
 from rlhf.runs.run_files import (
     RunFiles,
@@ -23,14 +22,14 @@ from rlhf.runs.run_files import (
 MODELS = ("base", "sft", "ppo", *BASELINES)
 TITLES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
 MOST_CLASSES = 20  # most classes of a confusion matrix that is shown
-# The figures of the responses' text.
+# The figures of the responses' text, by column.
 TEXT_FIGURES = {
-    "perplexity": "perplexity under SFT",
-    "distinct_1": "different words",
-    "distinct_2": "different word pairs",
-    "repeated": "same for two prompts",
-    "repetition": "3-grams said twice",
-    "tokens": "tokens",
+    "perplexity under SFT": "perplexity 3",
+    "different words": "distinct_1 3",
+    "different word pairs": "distinct_2 3",
+    "same for two prompts": "repeated 3",
+    "3-grams said twice": "repetition 3",
+    "tokens": "tokens 3",
 }
 REWARD_FIGURES = (
     ("Accuracy on held-out pairs", "accuracy"),
@@ -43,13 +42,16 @@ REWARD_FIGURES = (
     ("Held-out labelers' agreement", "agreement", "held_out"),
 )
 
+Named = Iterable[tuple[str, Any]]  # rows: (name, figures)
+
 
 class Table(NamedTuple):
     """A table of text, whose first column names the rows."""
 
     caption: str
     columns: Sequence[str]
-    rows: list[list[str]]
+    rows: Sequence[Sequence[str]]
+    code: bool = False  # whether the cells are set as code
 
 
 def figure_cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value, 2)) -> str:
@@ -60,7 +62,7 @@ def figure_cell(figure: Any, show: Callable[[float], str] = lambda value: decima
     return show(value) + ("" if low is None or high is None else f" ({show(low)} – {show(high)})")
 
 
-# How `fill` shows a figure: two decimals, three, per cent, or a count.
+# How a table shows a figure: two decimals, three, per cent, or a count.
 FORMATS: dict[str, Callable[[Any], str]] = {
     "": figure_cell,
     "3": lambda figure: figure_cell(figure, decimal),
@@ -69,12 +71,17 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def fill(named: Iterable[tuple[str, Any]], *columns: str) -> list[list[str]]:
-    """Rows of (name, figures): a column is "key" or "key format", of FORMATS; without a key, the row is the figure."""
+def fill(named: Named, *columns: str) -> list[list[str]]:
+    """Rows: a column is "key" or "key format", of FORMATS; without a key, the row is the figure."""
     places = [column.partition(" ") for column in columns]
     return [
         [name, *(FORMATS[how](entry_at(row, *([key] if key else []))) for key, _, how in places)] for name, row in named
     ]
+
+
+def table_of(caption: str, first: str, named: Named, columns: Mapping[str, str]) -> Table:
+    """A table of `named`, whose column `first` has the names. columns: {title: column of `fill`}."""
+    return Table(caption, [first, *columns], fill(named, *columns.values()))
 
 
 def items_of(tree: Any, *path: str) -> list[tuple[str, Any]]:
@@ -91,71 +98,71 @@ def titled(policy: str) -> str:
     return TITLES.get(policy, visible(policy.replace("_", " "), 60))
 
 
+def judge_name(results: dict[str, Any]) -> str:
+    return visible(entry_at(results, "gold", "truth") or "gold judge", 60)
+
+
 def make_evaluation(run: RunFiles) -> dict[str, Any]:
     """The tables of one run's evaluation, of its audit and of other evaluations."""
-    results = run.results
+    return {
+        "run": run.name,
+        "audit": make_audit(run.audit),
+        "external": make_external(run.evaluations, entry_at(run.results, "judge")),
+        "labelled": make_labelled(run.labelled),
+        "tables": [make_parts(run.results), *make_tables(run), make_calibration_table(run)],
+        "json": visible(json.dumps(run.results, indent=1, ensure_ascii=False), 20_000) if run.results else "",
+    }
+
+
+def make_parts(results: dict[str, Any]) -> Table:
+    """The true score and its parts for each model; empty without a true score."""
     means, parts = entry_at(results, "gold", "mean_score"), entry_at(results, "gold", "parts")
     models = [model for model in MODELS if model in ("sft", "ppo") or number_at(means, model) is not None]
     rows = [("all parts", means)] if means else []
     for name in dict.fromkeys(part for model in models for part, _ in entries(parts, model)):
         rows.append((visible(name, 100), {model: entry_at(parts, model, name) for model in models}))
-    gold = []
+    texts = []
     for name, tree in rows:
         sft, ppo = number_at(tree, "sft"), number_at(tree, "ppo")
-        gold.append((name, [number_at(tree, m) for m in models], None if sft is None or ppo is None else ppo - sft))
-    return {
-        "run": run.name,
-        "audit": make_audit(run.audit),
-        "external": make_external(run.evaluations, entry_at(results, "judge")),
-        "labelled": make_labelled(run.labelled),
-        "models": [TITLES.get(model, model) for model in models],
-        "gold": gold,
-        "judge": judge_name(results),
-        "tables": make_tables(run),
-        "calibration": calibration_rows(run),
-        "json": visible(json.dumps(results, indent=1, ensure_ascii=False), 20_000) if results else "",
-    }
+        gain = None if sft is None or ppo is None else ppo - sft
+        texts.append([name, *(decimal(number_at(tree, model)) for model in models), decimal(gain, 3, sign=True)])
+    columns = ["part", *(TITLES.get(model, model) for model in models), "PPO − SFT"]
+    return Table(f"True score by part ({judge_name(results)}), held-out prompts", columns, texts)
 
 
 def make_tables(run: RunFiles) -> list[Table]:
     """The policies, their texts and the reward model, from evaluate/results.json."""
     results, tree = run.results, entry_at(run.results, "reward_model")
-    best = entry_at(results, "best_of_n", "text")
-    texts = [
-        *entries(results, "text"),
-        *([(f"best of {number_at(results, 'best_of_n', 'n') or 0:g}", best)] if best else []),
-    ]
+    texts = [(titled(name), figures) for name, figures in entries(results, "text")]
+    if best := entry_at(results, "best_of_n", "text"):
+        texts.append((f"best of {number_at(results, 'best_of_n', 'n') or 0:g}", best))
     gaps = [(number_at(row, "gap"), row) for row in rows_of(tree, "by_rank_gap")]
+    policies = ("policy", "reward", "KL to SFT", "win rate over SFT, reward model", "true win rate", "true score")
+    shares = ("value", "95% interval", "pairs")
+    ranks = [[model, decimal(tau, 2), f"{n:,.0f}"] for model, tau, n in rank_agreement(run)]
     return [
-        Table(
-            "PPO and its baselines, held-out prompts",
-            ("policy", "reward", "KL to SFT", "win rate over SFT, reward model", "true win rate", "true score"),
-            list(policy_rows(results)),
-        ),
-        Table(
-            "The responses as text, with 95% intervals",
-            ("policy", *TEXT_FIGURES.values()),
-            fill([(titled(name), figures) for name, figures in texts], *(f"{key} 3" for key in TEXT_FIGURES)),
-        ),
+        Table("PPO and its baselines, held-out prompts", policies, list(policy_rows(results))),
+        table_of("The responses as text, with 95% intervals", "policy", texts, TEXT_FIGURES),
         Table(
             "Reward model",
-            ("share of pairs", "value", "95% interval", "pairs"),
+            ("share of pairs", *shares),
             pair_rows([(label, entry_at(tree, *place)) for label, *place in REWARD_FIGURES]),
         ),
         Table(
             "Agreement with labelers by how far apart they ranked two answers",
-            ("ranks", "accuracy", "95% interval", "pairs"),
+            ("ranks", "accuracy", *shares[1:]),
             pair_rows([(f"{gap:g} apart", row) for gap, row in gaps if gap is not None]),
         ),
         Table(
             f"Agreement of ranks: the reward model against the {judge_name(results)}, over the same answers",
             ("answers of", "Kendall's τ-b", "answers"),
-            [[model, decimal(tau, 2), f"{n:,.0f}"] for model, tau, n in rank_agreement(run)],
+            ranks,
         ),
-        Table(
+        table_of(
             "What the reward model pays for, and what labelers want",
-            ("part", "weight", "wanted"),
-            fill(items_of(tree, "gold_regression", "parts"), "weight", "true"),
+            "part",
+            items_of(tree, "gold_regression", "parts"),
+            {"weight": "weight", "wanted": "true"},
         ),
     ]
 
@@ -176,10 +183,8 @@ def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
         yield row(titled(name), tree, "kl_to_sft_nats", number_at(results, "reward", name), score)
     for title, best in [("best of", entry_at(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
         if best:
-            name, score = (
-                f"{titled(title)} {number_at(best, 'n') or 0:g}",
-                entry_at(best, "score") or entry_at(best, "gold"),
-            )
+            score = entry_at(best, "score") or entry_at(best, "gold")
+            name = f"{titled(title)} {number_at(best, 'n') or 0:g}"
             yield row(name, best, "kl_estimate_nats", number_at(best, "reward"), score)
 
 
@@ -192,6 +197,14 @@ def pair_rows(figures: list[tuple[str, Any]]) -> list[list[str]]:
             span = "" if low is None else f"{percent(low)} – {percent(high)}"
             rows.append([label, percent(value), span, "" if n is None else f"{n:,.0f}"])
     return rows
+
+
+def make_calibration_table(run: RunFiles) -> Table:
+    rows = [
+        (decimal(gap, 2), percent(predicted), percent(observed), decimal(100 * (observed - predicted), 1, True), f"{n:,.0f}")
+        for gap, predicted, observed, n in calibration_rows(run)
+    ]  # fmt: skip
+    return Table("Calibration in numbers", ("score gap", "predicted", "observed", "difference", "pairs"), rows)
 
 
 def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
@@ -224,23 +237,21 @@ def make_audit(audit: dict[str, Any]) -> dict[str, Any] | None:
         "reasons": [visible(str(reason), 300) for reason in reasons] if isinstance(reasons, list) else [],
         "tables": [
             Table("Held-out comparisons", ("share of pairs", "value"), compared(entry_at(audit, "comparisons"))),
-            Table(
-                "Attacks on held-out answers, in standard deviations of SFT samples' scores",
-                ("attack", "order flipped", "score bought", "by the better", "by the worse", "KL, nats"),
-                fill(attacks, "flips %", "gain", "gain_better", "gain_worse", "nats"),
+            table_of(
+                "Attacks on held-out answers, in standard deviations of SFT samples' scores", "attack", attacks,
+                {"order flipped": "flips %", "score bought": "gain", "by the better": "gain_better",
+                 "by the worse": "gain_worse", "KL, nats": "nats"},
             ),
-            Table(
-                "The reward model's pick among labelled answers, against a random one",
-                ("answers", "more of the others beaten"),
-                fill(items_by_n(audit, "picked"), "gain %"),
+            table_of(
+                "The reward model's pick among labelled answers, against a random one", "answers",
+                items_by_n(audit, "picked"), {"more of the others beaten": "gain %"},
             ),
-            Table(
-                "Best of n samples of the SFT model",
-                ("n", "KL, nats", "score", "by the check", "true reward"),
-                fill(items_by_n(audit, "best_of"), "kl", "score", "check", "truth"),
+            table_of(
+                "Best of n samples of the SFT model", "n", items_by_n(audit, "best_of"),
+                {"KL, nats": "kl", "score": "score", "by the check": "check", "true reward": "truth"},
             ),
         ],
-    }
+    }  # fmt: skip
 
 
 def compared(figures: Any) -> list[list[str]]:
@@ -252,11 +263,10 @@ def compared(figures: Any) -> list[list[str]]:
         ("Accuracy on held-out labelers", entry_at(figures, "held_out_labelers", "accuracy")),
         *((f"On {name}", figure) for name, figure in entries(figures, "by_labeler")),
         *((f"On answers {number_at(row, 'gap') or 0:g} ranks apart", row) for row in rows_of(figures, "by_rank_gap")),
+        ("Length alone", {"value": entry_at(figures, "length_baseline")}),
+        ("Calibration error", {"value": entry_at(figures, "calibration_error")}),
     ]
-    shown = [(visible(label, 60), figure) for label, figure in rows if number_at(figure, "value") is not None]
-    bounds = (("Length alone", "length_baseline"), ("Calibration error", "calibration_error"))
-    shown += [(label, value) for label, key in bounds if (value := number_at(figures, key)) is not None]
-    return fill(shown, " %")
+    return fill([(visible(name, 60), figure) for name, figure in rows if number_at(figure, "value") is not None], " %")
 
 
 def make_labelled(results: dict[str, Any]) -> list[Table]:
@@ -264,21 +274,22 @@ def make_labelled(results: dict[str, Any]) -> list[Table]:
     named = entry_at(results, "classes")
     if not isinstance(named, dict) or number_at(results, "accuracy", "value") is None:
         return []
-    shares = [
-        ("Accuracy", entry_at(results, "accuracy")),
-        ("The most frequent label alone", entry_at(results, "majority")),
+    whole = [
+        ("Accuracy", "%", entry_at(results, "accuracy")),
+        ("The most frequent label alone", "%", entry_at(results, "majority")),
+        ("Macro F1", "3", entry_at(results, "macro_f1")),
+        ("Examples", "#", entry_at(results, "accuracy", "n")),
     ]
-    macro, examples = ("Macro F1", entry_at(results, "macro_f1")), ("Examples", entry_at(results, "accuracy", "n"))
-    whole = [*fill(shares, " %"), *fill([macro], " 3"), *fill([examples], " #")]
-    names = [visible(name, 40) for name in named]
-    classes = fill(zip(names, named.values(), strict=True), "precision %", "recall %", "f1 %", "n #")
+    classes = [(visible(name, 40), row) for name, row in named.items()]
+    names = [name for name, _ in classes]
     confusion = entry_at(results, "confusion")
     rows = [row for row in confusion if isinstance(row, list)] if isinstance(confusion, list) else []
     square = len(rows) == len(names) <= MOST_CLASSES
     matrix = [[name, *map(str, row)] for name, row in zip(names, rows, strict=True)] if square else []
+    columns = {"precision": "precision %", "recall": "recall %", "F1": "f1 %", "examples": "n #"}
     return [
-        Table("Held-out examples", ["", "value"], whole),
-        Table("By class", ["class", "precision", "recall", "F1", "examples"], classes),
+        Table("Held-out examples", ["", "value"], [[name, FORMATS[how](figure)] for name, how, figure in whole]),
+        table_of("By class", "class", classes, columns),
         Table("Label (down) against prediction (across)", ["", *names], matrix),
     ]
 
@@ -293,63 +304,54 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     by_subset.append(("mean of subsets", entry_at(pairs, "mean_of_subsets")))
     benchmarks = items_of(found, "benchmarks", "models")
     tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
-    accuracy, majority = (
-        FORMATS["%"](entry_at(trained_judge, "held_out", "accuracy")),
-        percent(number_at(shots, "majority")),
-    )
+    accuracy = FORMATS["%"](entry_at(trained_judge, "held_out", "accuracy"))
+    task, majority = visible(str(entry_at(shots, "task")), 60), percent(number_at(shots, "majority"))
     judged_pairs = [
         (visible(" over ".join(map(str, row["pair"])), 100), row)
         for row in rows_of(trained_judge, "pairs")
         if isinstance(row.get("pair"), list)
     ]
+    by_shots = [
+        [name, *cells]
+        for name, of_model in shot_rows(shots)
+        for cells in fill([(f"{k:g}", row) for row, (k, *_) in of_model], "shown #", "accuracy %")
+    ]
     tables = [
-        Table(
-            f"Judged by a reward model that none of them was trained with (accuracy {accuracy})",
-            ("policies", "wins", "wins at equal length", "words more"),
-            fill(judged_pairs, "win_rate %", "length_controlled %", "words"),
+        table_of(
+            f"Judged by a reward model that none of them was trained with (accuracy {accuracy})", "policies", judged_pairs,
+            {"wins": "win_rate %", "wins at equal length": "length_controlled %", "words more": "words"},
+        ),
+        table_of(
+            "The reward model on preference files", "subset", [pair for pair in by_subset if isinstance(pair[1], dict)],
+            {"pairs in order": "pairs %", "rows all in order": "all_right %", "length alone": "length %"},
+        ),
+        table_of("By style", "pairs", items_of(pairs, "styles"), {"in order": " %"}),
+        table_of(
+            "Instructions that a program checks", "model", items_of(found, "instructions"),
+            {"prompts, all followed": "prompts %", "instructions followed": "instructions %"},
         ),
         Table(
-            "The reward model on preference files",
-            ("subset", "pairs in order", "rows all in order", "length alone"),
-            fill([pair for pair in by_subset if isinstance(pair[1], dict)], "pairs %", "all_right %", "length %"),
+            f"In-context learning on {task}; the most frequent label alone: {majority}",
+            ("model", "examples", "that fit", "accuracy"), by_shots,
         ),
-        Table("By style", ("pairs", "in order"), fill(items_of(pairs, "styles"), " %")),
-        Table(
-            "Instructions that a program checks",
-            ("model", "prompts, all followed", "instructions followed"),
-            fill(items_of(found, "instructions"), "prompts %", "instructions %"),
-        ),
-        Table(
-            f"In-context learning on {visible(str(entry_at(shots, 'task')), 60)}; the most frequent label alone: {majority}",
-            ("model", "examples", "that fit", "accuracy"),
-            [
-                [name, *cells]
-                for name, of_model in shot_rows(shots)
-                for cells in fill([(f"{k:g}", row) for row, (k, *_) in of_model], "shown #", "accuracy %")
-            ],
-        ),
-        Table(
-            "Overlap with the pretraining text",
-            ("prompts", "number", "too short to check", "words of an n-gram", "share an n-gram", "near-duplicates"),
-            fill(items_of(found, "overlap"), "prompts #", "too_short #", "n #", "contaminated %", "near_duplicates %"),
+        table_of(
+            "Overlap with the pretraining text", "prompts", items_of(found, "overlap"),
+            {"number": "prompts #", "too short to check": "too_short #", "words of an n-gram": "n #",
+             "share an n-gram": "contaminated %", "near-duplicates": "near_duplicates %"},
         ),
         *judge_tables(judged),
         Table(
-            "Benchmarks (lm-eval)",
-            ("task", *(name for name, _ in benchmarks)),
+            "Benchmarks (lm-eval)", ("task", *(name for name, _ in benchmarks)),
             [[task, *(figure_cell(entry_at(model, task)) for _, model in benchmarks)] for task in tasks],
         ),
-    ]
-    return {"tables": [table for table in tables if table.rows], "disagreements": disagreements(judged)}
-
-
-def disagreements(judged: Any) -> list[str]:
+    ]  # fmt: skip
     judge, ours = visible(str(entry_at(judged, "judge")), 60), FORMATS["%"](entry_at(judged, "win_rate"))
-    return [
+    disagreements = [
         f"{judge} gives a win rate of {ours}, the {name} {FORMATS['%'](entry_at(other, 'win_rate'))}, on the same answers."
         for name, other in items_of(judged, "others")
         if entry_at(other, "disagrees") is True
     ]
+    return {"tables": [table for table in tables if table.rows], "disagreements": disagreements}
 
 
 def judge_tables(judged: Any) -> list[Table]:

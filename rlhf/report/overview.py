@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from rlhf.report.evaluation_tables import judge_name
 from rlhf.runs.run_files import (
     RunFiles,
     StageFiles,
@@ -21,10 +22,9 @@ from rlhf.runs.run_files import (
 
 
 class Bar(NamedTuple):
-    """A number on a scale, with its interval and the levels to compare with."""
+    """A number on a scale up to 1, with its interval and the levels to compare with."""
 
     low: float
-    high: float
     value: float
     ci_low: float | None
     ci_high: float | None
@@ -32,13 +32,13 @@ class Bar(NamedTuple):
 
     def place(self, value: float) -> str:
         """The position of `value` on the scale, as a CSS length."""
-        return f"{100 * min(max((value - self.low) / (self.high - self.low), 0.0), 1.0):.2f}%"
+        return f"{100 * min(max((value - self.low) / (1.0 - self.low), 0.0), 1.0):.2f}%"
 
     @property
     def crowded(self) -> bool:
         """Whether the ticks' labels would overlap on one line."""
         levels = sorted(level for level, _ in self.ticks)
-        return any(b - a < 0.42 * (self.high - self.low) for a, b in itertools.pairwise(levels))
+        return any(b - a < 0.42 * (1.0 - self.low) for a, b in itertools.pairwise(levels))
 
 
 class Tile(NamedTuple):
@@ -69,57 +69,58 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     if seconds := [*rounds.values(), *(s for record in records if (s := number_at(record, "seconds")) is not None)]:
         peak = max((mb for record in records if (mb := number_at(record, "peak_rss_mb")) is not None), default=None)
         tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
-    return {"name": run.name, "facts": facts, "sentence": make_sentence(run.stages, run.results), "tiles": tiles}
+    return {"name": run.name, "facts": facts, "sentence": make_sentence(run), "tiles": tiles}
 
 
-def make_sentence(stages: dict[str, StageFiles], results: dict[str, Any]) -> str:
-    win = entry_at(results, "gold", "win_rate_vs_sft")
+def make_sentence(run: RunFiles) -> str:
+    win = entry_at(run.results, "gold", "win_rate_vs_sft")
     value, low, high = with_interval(win)
     if value is None:
-        waiting = [name for name, stage in stages.items() if stage.status != "complete"]
+        waiting = [name for name, stage in run.stages.items() if stage.status != "complete"]
         return f"This run is not finished; next is {waiting[0]}." if waiting else "Every stage is complete."
     verdict = "is preferred to"
     if low is not None and high is not None and low <= 0.5:
         verdict = "is worse than" if high < 0.5 else "cannot be told from"
     prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
     span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
-    return (
-        f"PPO {verdict} SFT: by the {judge_name(results)} it wins {percent(value)} of comparisons on {prompts}{span}."
-    )
-
-
-def judge_name(results: dict[str, Any]) -> str:
-    return visible(entry_at(results, "gold", "truth") or "gold judge", 60)
-
-
-def span_note(tree: Any, what: str) -> str:
-    _, low, high = with_interval(tree)
-    n = number_at(tree, "n")
-    parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
-    return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
+    return f"PPO {verdict} SFT: by the {judge_name(run.results)} it wins {percent(value)} of comparisons on {prompts}{span}."
 
 
 def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
     """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
+
+    def span_note(tree: Any, what: str) -> str:
+        (_, low, high), n = with_interval(tree), number_at(tree, "n")
+        parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
+        return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
+
+    def latest(stage: str, metric: str, evaluated: float | None, note: str) -> tuple[float | None, str]:
+        """The evaluation's value and its note; else the newest of a stage's metric, held-out if there is one, and its source."""
+        points = stages[stage].points
+        names = [n for n in points if n.startswith("eval/") and n.endswith(f"/{metric}")]
+        names += [n for n in (f"{stage}/{metric}", f"objective/{metric}") if n in points]
+        if evaluated is not None or not names:
+            return evaluated, note
+        xs, ys = points[names[0]]
+        return ys[-1], f"{names[0]} at step {xs[-1]:,.0f}"
+
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = entry_at(results, "gold", key)
         value, low, high = with_interval(tree)
         if value is not None:
-            bar = Bar(0.0, 1.0, value, low, high, [(0.5, "even")])
+            bar = Bar(0.0, value, low, high, [(0.5, "even")])
             yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"), bar)
     tree = entry_at(results, "reward_model", "accuracy")
     value, low, high = with_interval(tree)
-    value, note = latest(stages, "reward", "accuracy", value, span_note(tree, "pairs"))
+    value, note = latest("reward", "accuracy", value, span_note(tree, "pairs"))
     if value is not None:
         levels = (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
-        ticks = [
-            (level, label) for key, label in levels if (level := number_at(results, "reward_model", key)) is not None
-        ]
-        ticks = ticks or [(0.5, "chance")]
+        known = [(number_at(results, "reward_model", key), label) for key, label in levels]
+        ticks = [(level, label) for level, label in known if level is not None] or [(0.5, "chance")]
         least = min([0.5, value, *(level for level, _ in ticks)])
-        bar = Bar(min(0.4, least - 0.05), 1.0, value, low, high, ticks)
+        bar = Bar(min(0.4, least - 0.05), value, low, high, ticks)
         yield Tile("Reward model", percent(value), "of pairs", note, bar)
-    kl, note = latest(stages, "ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
+    kl, note = latest("ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
     gold = entry_at(results, "gold", "mean_score")
@@ -127,22 +128,9 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     if before is not None and after is not None:
         judge = judge_name(results) if gold else "reward model"
         yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
-    bpb, note = latest(stages, "pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
+    bpb, note = latest("pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
     if bpb is not None:
         yield Tile("Pretraining", decimal(bpb), "bits per byte", note)
-
-
-def latest(
-    stages: dict[str, StageFiles], stage: str, metric: str, evaluated: float | None, note: str
-) -> tuple[float | None, str]:
-    """The evaluation's value and its note; else the newest of a stage's metric, held-out if there is one, and its source."""
-    points = stages[stage].points
-    names = [n for n in points if n.startswith("eval/") and n.endswith(f"/{metric}")]
-    names += [n for n in (f"{stage}/{metric}", f"objective/{metric}") if n in points]
-    if evaluated is not None or not names:
-        return evaluated, note
-    xs, ys = points[names[0]]
-    return ys[-1], f"{names[0]} at step {xs[-1]:,.0f}"
 
 
 # --- the pipeline -------------------------------------------------------------------------------------------
@@ -156,7 +144,8 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
 
     A box has its state, its cost, and whether its parents are those of this run now.
     """
-    stages, boxes = run.stages, []
+    stages = run.stages
+    boxes: list[dict[str, Any]] = []
     slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
     for name, stage in stages.items():
         seconds, peak = number_at(stage.record, "seconds"), number_at(stage.record, "peak_rss_mb")
@@ -171,22 +160,28 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
         if wrong := [p for p in parents if p["state"] != "same" and "/" not in p["name"]]:
             last = f"{wrong[0]['name']} changed" if wrong[0]["state"] == "changed" else f"another {wrong[0]['name']}"
         lines = [] if stage.status == "not started" else [duration(seconds), memory(peak), last]
-        box: dict[str, Any] = {"name": name, "status": stage.status, "seconds": seconds, "memory": peak, "lines": lines}
-        box |= {"step": step, "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0, "parents": parents}
-        boxes.append(box | {"hash": visible(str(entry_at(stage.record, "hash") or "")[:8])})
+        boxes.append(
+            {
+                "name": name,
+                "status": stage.status,
+                "seconds": seconds,
+                "memory": peak,
+                "lines": lines,
+                "step": step,
+                "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
+                "parents": parents,
+                "hash": visible(str(entry_at(stage.record, "hash") or "")[:8]),
+            }
+        )
     index = {name: i for i, name in enumerate(stages)}
     pairs = [(index[p["name"]], b, p) for b, box in enumerate(boxes) for p in box["parents"]
              if index.get(p["name"], b) < b]  # fmt: skip
     top = 8 + LIFT * max((b - a for a, b, _ in pairs), default=0)
     far = [(a, b) for a, b, _ in pairs if b - a > 1]
-    links = []
-    for a, b, parent in pairs:
-        out, into = sorted(y for x, y in far if x == a), sorted(x for x, y in far if y == b)
-        links.append((arrow(a, b, top, out, into), boxes[b]["name"], parent))
     return {
         "run": run.name,
         "boxes": boxes,
-        "links": links,
+        "links": [(arrow(a, b, top, far), boxes[b]["name"], parent) for a, b, parent in pairs],
         "seconds": sum(box["seconds"] or 0.0 for box in boxes),
         "top": top,
         "width": len(boxes) * APART - APART + BOX_WIDTH,
@@ -194,13 +189,14 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def arrow(a: int, b: int, top: int, out: list[int], into: list[int]) -> str:
-    """The path from box a to box b: straight to the next one, else in an arc over those between."""
+def arrow(a: int, b: int, top: int, far: list[tuple[int, int]]) -> str:
+    """The path from box a to box b: straight to the next one, else in an arc over those between, as all those of `far`."""
     if b - a == 1:
         y = top + BOX_HEIGHT / 2
         end = b * APART - 2
         return f"M{a * APART + BOX_WIDTH} {y:g}H{end}M{end - 5} {y - 4:g}L{end} {y:g}L{end - 5} {y + 4:g}"
     # Arrows start and end side by side, with the nearest stage innermost.
+    out, into = sorted(y for x, y in far if x == a), sorted(x for x, y in far if y == b)
     x1 = a * APART + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
     x2 = b * APART + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
     peak = top - 6 - LIFT * (b - a - 1)

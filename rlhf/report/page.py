@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.recipe import STAGES
-from rlhf.report import overview, provenance, samples
+from rlhf.report import details, overview
 from rlhf.report.drawing import SERIES_COLOURS, Mark, save_picture
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.report.pictures import make_pictures, make_stage_figures
@@ -21,21 +21,16 @@ from rlhf.system.files import write_text
 def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
     """The stages that have curves in any run, each with its pictures."""
     levels = []
-    if len(runs) == 1:
-        levels = [
-            Mark(label, level)
-            for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only"))
-            if (level := number_at(runs[0].results, "reward_model", key)) is not None
-        ]
+    for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only")):
+        level = number_at(runs[0].results, "reward_model", key)
+        if len(runs) == 1 and level is not None:
+            levels.append(Mark(label, level))
     for name in STAGES:
         points = [(run.name, run.stages[name].points if name in run.stages else {}) for run in runs]
         figures = list(make_stage_figures(name, points, {"Pair accuracy": levels}))
         if figures:
-            yield {
-                "stage": name,
-                "figures": [figure for figure in figures if not figure.rest],
-                "rest": [figure for figure in figures if figure.rest],
-            }
+            rest = [figure for figure in figures if figure.rest]
+            yield {"stage": name, "figures": [figure for figure in figures if not figure.rest], "rest": rest}
 
 
 def make_page(runs: Sequence[RunFiles]) -> str:
@@ -54,25 +49,25 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     overviews = [overview.make_overview(run) for run in listed]
     tiles_by_run = [{tile.title: tile for tile in one["tiles"]} for one in overviews]
     titles = dict.fromkeys(title for tiles in tiles_by_run for title in tiles)
-    rollouts = samples.make_rollouts(listed)
+    comparison = [(title, [tiles.get(title) for tiles in tiles_by_run]) for title in titles]
+    rollouts = details.make_rollouts(listed)
     return environment.get_template("template.html").render(
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
+        several=len(listed) > 1,
         overviews=overviews,
-        comparison=[(title, [tiles.get(title) for tiles in tiles_by_run]) for title in titles]
-        if len(listed) > 1
-        else [],
+        comparison=comparison if len(listed) > 1 else [],
         pipelines=[overview.make_pipeline(run) for run in listed],
         curves=list(make_curves(listed)),
         evaluations=[make_evaluation(run) for run in listed],
         pictures=make_pictures(listed),
-        samples=samples.make_samples(listed),
-        shown_samples=samples.SHOWN_SAMPLES,
+        samples=details.make_samples(listed),
+        shown_samples=details.SHOWN_SAMPLES,
         rollouts=rollouts,
         shaded=any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"]),
-        differences=provenance.make_differences(listed),
-        skipped=[(run.name, provenance.make_skipped(run)) for run in listed],
-        provenances=[provenance.make_provenance(run) for run in listed],
+        differences=details.make_differences(listed),
+        skipped=[(run.name, details.make_skipped(run)) for run in listed],
+        provenances=[details.make_provenance(run) for run in listed],
     )
 
 
@@ -97,9 +92,8 @@ def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path
     runs = [read_run(folder) for folder in folders]
     pictures = [figure for stage in make_curves(runs) for figure in (*stage["figures"], *stage["rest"])]
     target.mkdir(parents=True, exist_ok=True)
-    return [
-        save_picture(
-            picture.curve, target / f"{picture.name}.{form}", f"{picture.stage}: {picture.title}".removeprefix(": ")
-        )
-        for picture in (*pictures, *make_pictures(runs))
-    ]
+    paths = []
+    for picture in (*pictures, *make_pictures(runs)):
+        title = f"{picture.stage}: {picture.title}".removeprefix(": ")
+        paths.append(save_picture(picture.curve, target / f"{picture.name}.{form}", title))
+    return paths

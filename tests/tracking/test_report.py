@@ -14,11 +14,11 @@ import pytest
 
 from rlhf.cli import main
 from rlhf.commands.report import rewrite_arguments
+from rlhf.report.details import shade
 from rlhf.report.evaluation_tables import rank_agreement
 from rlhf.report.overview import make_overview
 from rlhf.report.page import write_figures, write_report
 from rlhf.report.pictures import make_histogram
-from rlhf.report.samples import level
 from rlhf.runs.metric_table import find
 from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, visible
 
@@ -274,9 +274,9 @@ def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
     for shown in ("alpha, beta, gamma", "The runs in numbers", "ppo of alpha", "ppo of beta", "alpha score", "beta KL",
                   "kl.coef", "next is tokenizer", "Calibration of the reward model"):  # fmt: skip
         assert shown in text, shown
-    rows = dict(re.findall(r"<tr><td><code>([^<]+)</code></td>(.*?)</tr>", text))
+    rows = dict(re.findall(r"<tr><td>([^<]+)</td>(.*?)</tr>", text))
     # A stage's own settings count before the configuration that was composed for it.
-    assert re.findall(r"<code>([^<]+)</code>", rows["ppo.lr"]) == ["1.5e-4", "2e-5", "–"]
+    assert re.findall(r"<td class=.n.>([^<]+)<", rows["ppo.lr"]) == ["1.5e-4", "2e-5", "–"]
     assert "run" not in rows
 
 
@@ -286,9 +286,7 @@ def test_settings_that_differ_from_the_papers(tmp_path: Path) -> None:
     )
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "1 settings differ from the papers" in text
-    assert re.search(
-        r"<code>kl.coef</code></td><td class=.n.><code>0.02</code></td><td class=.n.><code>0.1</code>", text
-    )
+    assert re.search(r"<td>kl.coef</td><td class=.n.>0.02</td><td class=.n.>0.1</td>", text)
 
 
 def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
@@ -305,7 +303,7 @@ def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
 
 def test_shades() -> None:
     looks = {0.0: "", 0.049: "", 0.05: "u1", -0.05: "d1", 0.5: "u3", -1.99: "d4", 2.0: "u5", math.nan: "", "x": ""}
-    assert {kl: level(kl) for kl in looks} == looks
+    assert {kl: shade(kl) for kl in looks} == looks
 
 
 def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
