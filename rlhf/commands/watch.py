@@ -1,14 +1,13 @@
 """`rlhf watch run=x`: follows a run from another terminal until it ends. It only reads the run's files."""
 
-import functools
 import glob
 import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from statistics import fmean
+from typing import NamedTuple, TextIO
 
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -16,78 +15,65 @@ from rlhf.recipe import ROUND_STAGES, STAGES
 from rlhf.runs.folders import run_folder, under_way
 from rlhf.runs.metric_table import CHARTS
 from rlhf.runs.progress import format_figure, format_seconds
-from rlhf.runs.run_files import is_figure, read_jsonl
-from rlhf.system.files import read_json
+from rlhf.runs.run_files import StageFiles, number_at, read_stage_files
 from rlhf.system.terminal import printable, say, write
 
 # Seconds between two plain lines, and seconds without a lock after which a run counts as ended: a pipeline takes some
 # seconds from one stage to the next.
 PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
-RATE_LINES = 20  # over which the speed is measured
+RATE_POINTS = 20  # over which the speed is measured
 MARKS = {"complete": "●", "running": "◐", "stopped": "✕"}
 BARS = "▁▂▃▄▅▆▇█"
 
 
-@dataclass(slots=True)
-class StageState:
-    """A stage that has begun, as its files show it. As text: its state in one line."""
+class StageState(NamedTuple):
+    """A stage that has begun. As text: its state in one line."""
 
-    folder: Path
     title: str  # its name; for a labelling round before the last with its run's name
     status: str
-    record: dict[str, Any]
-    rows: list[dict[str, Any]]
-
-    @property
-    def step(self) -> int:
-        return int(self.rows[-1]["progress/step"]) if self.rows else 0
+    folder: Path
+    files: StageFiles
 
     @property
     def curves(self) -> list[tuple[str, list[float]]]:
         """(label, values over time): the first and a held-out curve of each chart that has a label for `rlhf watch`."""
-        logged, curves = dict.fromkeys(name for row in self.rows for name in row), []
-        for chart in CHARTS.get(self.title.rpartition("/")[2], ()):
-            pairs = chart.expand(logged) if chart.watch else []
-            for i, (metric, word) in enumerate([p for p in pairs if p is pairs[0] or p[0].startswith("eval/")][:2]):
-                if values := [row[metric] for row in self.rows if is_figure(row.get(metric))]:
-                    curves.append((f"{chart.watch} {word}" if i else chart.watch, values))
+        curves = []
+        for chart in (chart for chart in CHARTS.get(self.title.rpartition("/")[2], ()) if chart.watch):
+            for i, (metric, word) in enumerate(chart.expand(self.files.points)[:2]):
+                if i == 0 or metric.startswith("eval/"):
+                    label = chart.watch if i == 0 else f"{chart.watch} {word}"
+                    curves.append((label, self.files.points[metric][1]))
         return curves
 
     def __str__(self) -> str:
-        parts, total = [f"{self.title}: {self.status}"], self.record.get("steps")
-        if self.step:
-            of = f"/{total:,} ({100 * self.step / total:.0f}%)" if total else ""
-            parts.append(f"{'update' if self.title.endswith('ppo') else 'step'} {self.step:,}{of}")
-        if self.status == "running" and total and self.rows:
-            last, first = self.rows[-1], self.rows[-RATE_LINES:][0]
-            steps, seconds = (last.get(x, 0) - first.get(x, 0) for x in ("progress/step", "time/elapsed_s"))
-            parts += [f"{format_seconds((total - self.step) * seconds / steps)} left"] if steps > 0 else []
-        if self.status == "complete" and is_figure(self.record.get("seconds")):
-            parts.append(format_seconds(self.record["seconds"]))
+        total, step = number_at(self.files.record, "steps"), self.files.last_step
+        parts = [f"{self.title}: {self.status}"]
+        if step:
+            of = f"/{total:,} ({100 * step / total:.0f}%)" if total else ""
+            parts.append(f"{'update' if self.title.endswith('ppo') else 'step'} {step:,}{of}")
+        if self.status == "running" and total and "time/elapsed_s" in self.files.points:
+            steps, seconds = (values[-1] - values[-RATE_POINTS:][0] for values in self.files.points["time/elapsed_s"])
+            parts += [f"{format_seconds((total - step) * seconds / steps)} left"] if steps > 0 else []
+        if self.status == "complete" and (seconds := number_at(self.files.record, "seconds")) is not None:
+            parts.append(format_seconds(seconds))
         return "  ".join([*parts, *(f"{label} {format_figure(values[-1])}" for label, values in self.curves)])
 
 
 def look(run: Path) -> list[StageState]:
     """The stages that have begun, in order, with those of earlier labelling rounds before this run's labelling."""
-    homes, at, stages = [(run / name, name) for name in STAGES], list(STAGES).index("label"), []
-    rounds = [p for p in run.parent.glob(f"{glob.escape(run.name)}-round-*") if p.name.rpartition("-")[2].isdigit()]
-    for folder in sorted(rounds, key=lambda p: -int(p.name.rpartition("-")[2])):
-        homes[at:at] = [(folder / name, f"{folder.name}/{name}") for name in ROUND_STAGES]
-    for home, title in homes:
-        folder = under_way(home)
-        record, locked = read_json(folder / "stage.json"), is_locked(folder / ".lock")
-        if record or locked:
-            status = "complete" if record.get("status") == "complete" else "running" if locked else "stopped"
-            path = folder / "metrics.jsonl"
-            rows = read_steps(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else []
-            stages.append(StageState(folder, title, status, record, rows))
+    titles, stages = list(STAGES), []
+    rounds = [
+        p.name for p in run.parent.glob(f"{glob.escape(run.name)}-round-*") if p.name.rpartition("-")[2].isdigit()
+    ]
+    rounds.sort(key=lambda name: int(name.rpartition("-")[2]))
+    titles[titles.index("label") : titles.index("label")] = [f"{name}/{s}" for name in rounds for s in ROUND_STAGES]
+    for title in titles:
+        folder = under_way((run.parent if "/" in title else run) / title)
+        files, locked = read_stage_files(folder), is_locked(folder / ".lock")
+        if files.record or locked:
+            status = files.status if files.status == "complete" else "running" if locked else "stopped"
+            stages.append(StageState(title, status, folder, files))
     return stages
-
-
-@functools.lru_cache(maxsize=64)
-def read_steps(path: Path, modified: int, size: int) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl that have a step; read again when the file has changed."""
-    return [row for row in read_jsonl(path) if is_figure(row.get("progress/step"))]
 
 
 def is_locked(path: Path) -> bool:
@@ -104,9 +90,9 @@ def draw_screen(run: Path, stages: list[StageState], width: int) -> list[str]:
         return [f"{run.name}  nothing has started"[:width]]
     stage = next((one for one in reversed(stages) if one.status == "running"), stages[-1])
     lines = [f"{run.name}  {' → '.join(f'{MARKS[one.status]} {one.title}' for one in stages)}", str(stage)]
-    if total := stage.record.get("steps"):
+    if total := number_at(stage.files.record, "steps"):
         room = max(10, min(60, width - 4))
-        done = round(room * min(1.0, stage.step / total))
+        done = round(room * min(1.0, stage.files.last_step / total))
         lines.append("━" * done + "─" * (room - done))
     for label, values in stage.curves:
         ends = f"  {format_figure(values[0])} → {format_figure(values[-1])}"
@@ -118,8 +104,7 @@ def draw_screen(run: Path, stages: list[StageState], width: int) -> list[str]:
 def sparkline(values: list[float], width: int) -> str:
     """A curve of at most `width` characters, each the mean of a stretch."""
     width = min(width, len(values))
-    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
-    means = [sum(part) / len(part) for part in parts]
+    means = [fmean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
     low, span = min(means), max(means) - min(means) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int(len(BARS) * (mean - low) / span))] for mean in means)
 
@@ -131,12 +116,9 @@ def run(config: Config) -> None:
         raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
-        write("\x1b[?25l" if live else "")  # no cursor
         follow(folder, config.watch.every_seconds, config.watch.wait, sys.stdout, live)
     except KeyboardInterrupt:
         say()
-    finally:
-        write("\x1b[?25h" if live else "")
 
 
 def follow(run: Path, every: float, wait: bool, out: TextIO, live: bool, patience: float = PATIENCE) -> None:
@@ -144,21 +126,21 @@ def follow(run: Path, every: float, wait: bool, out: TextIO, live: bool, patienc
 
     Raises: UserError if the run is incomplete and no process has worked on it for `patience` seconds.
     """
-    printed, printed_at, height, changed_at, seen = dict[str, tuple[str, str]](), 0.0, 0, 0.0, None
+    printed, printed_at, height, changed_at, seen = dict[str, str](), 0.0, 0, 0.0, None
     while True:
         stages, now = look(run), time.monotonic()
-        shown = {stage.title: (stage.status, str(stage)) for stage in stages}
         if live:
             lines = draw_screen(run, stages, max(20, shutil.get_terminal_size().columns))
             up = f"\x1b[{height}A" if height else ""
             write(up + "".join(f"\x1b[2K{text}\n" for text in lines) + "\x1b[0J", out)
             height = len(lines)
-        for title, (status, text) in {} if live else shown.items():
-            before = printed.get(title, ("", ""))
-            if status != before[0] or (text != before[1] and now - printed_at >= PLAIN_INTERVAL):
+        for stage in [] if live else stages:
+            before, text = printed.get(stage.title, ""), str(stage)
+            begun_or_ended = not before.startswith(f"{stage.title}: {stage.status}")
+            if begun_or_ended or (text != before and now - printed_at >= PLAIN_INTERVAL):
                 say(text, out)
-                printed[title], printed_at = (status, text), now
-        running = any(stage.status == "running" for stage in stages)
+                printed[stage.title], printed_at = text, now
+        running, shown = any(stage.status == "running" for stage in stages), [str(stage) for stage in stages]
         changed_at, seen = now if running or shown != seen else changed_at, shown
         times = [path.stat().st_mtime for one in stages if (path := one.folder / "stage.json").exists()]
         table = run / "pipeline.json"  # written after the last stage
@@ -167,6 +149,8 @@ def follow(run: Path, every: float, wait: bool, out: TextIO, live: bool, patienc
             break
         time.sleep(max(0.05, every))
     if wait and (stopped := [stage for stage in stages if stage.status == "stopped"]):
-        at = f" at step {stopped[-1].step:,}" if stopped[-1].step else ""
-        remedy = "and no process works on it: run the same command again, it resumes"
-        raise UserError(f"{stopped[-1].folder}: {stopped[-1].title} stopped{at} {remedy}")
+        step = stopped[-1].files.last_step
+        raise UserError(
+            f"{stopped[-1].folder}: {stopped[-1].title} stopped{f' at step {step:,}' if step else ''} and no process works "
+            "on it: run the same command again, it resumes"
+        )

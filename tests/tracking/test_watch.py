@@ -60,7 +60,7 @@ def test_a_line_tells_step_time_left_and_figures(tmp_path: Path) -> None:
         assert max(map(len, shown)) <= 60
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"progress/step": 5, "objective/kl": 3}\n{"progress/step": 6, "obj')  # half a line
-        assert look(tmp_path)[0].step == 5
+        assert look(tmp_path)[0].files.last_step == 5
     assert str(look(tmp_path)[0]).startswith("ppo: stopped")
 
 
