@@ -14,7 +14,6 @@ from rlhf.runs.checkpoints import (
     MANIFEST,
     checkpoint_due,
     checkpoint_figure,
-    checkpoint_step,
     checkpoints,
     is_whole,
     latest_checkpoint,
@@ -41,14 +40,10 @@ def test_a_saved_checkpoint_is_whole_and_the_latest(tmp_path):
         assert path == tmp_path / f"step-{step}" and is_whole(path)
     assert [p.name for p in checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step-100"
-    assert checkpoint_step(tmp_path / "step-100") == 100
-
-
-def test_there_may_be_no_checkpoint(tmp_path):
-    (tmp_path / "step-x").mkdir()
-    (tmp_path / "step-3").touch()
-    assert checkpoints(tmp_path) == checkpoints(tmp_path / "none") == []
-    assert latest_checkpoint(tmp_path) is latest_checkpoint(tmp_path / "none") is None
+    (tmp_path / "other" / "step-x").mkdir(parents=True)
+    (tmp_path / "other" / "step-3").touch()
+    for folder in (tmp_path / "other", tmp_path / "none"):
+        assert checkpoints(folder) == [] and latest_checkpoint(folder) is None
 
 
 def change_a_byte(path: Path) -> None:
@@ -57,27 +52,16 @@ def change_a_byte(path: Path) -> None:
     (path / "inner" / "model.txt").write_bytes(content)
 
 
-def cut_a_file(path: Path) -> None:
-    with (path / "inner" / "model.txt").open("r+b") as file:
-        file.truncate(650)
+DAMAGES = {
+    "a byte changed": change_a_byte,
+    "a file cut": lambda path: os.truncate(path / "inner" / "model.txt", 650),
+    "a file lost": lambda path: (path / "state.json").unlink(),
+    "an empty manifest": lambda path: (path / MANIFEST).write_text('{"files": {}}'),
+    "a torn manifest": lambda path: os.truncate(path / MANIFEST, 20),
+}
 
 
-def lose_a_file(path: Path) -> None:
-    (path / "state.json").unlink()
-
-
-def empty_the_manifest(path: Path) -> None:
-    (path / MANIFEST).write_text('{"files": {}}')
-
-
-def tear_the_manifest(path: Path) -> None:
-    (path / MANIFEST).write_text((path / MANIFEST).read_text()[:-9])
-
-
-DAMAGES = [change_a_byte, cut_a_file, lose_a_file, empty_the_manifest, tear_the_manifest]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, damage):
     good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     damage(bad)
@@ -100,30 +84,28 @@ def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
     assert latest_checkpoint(tmp_path, said.append) == torn
 
 
-def test_only_the_newest_stay(tmp_path):
-    for step in (1, 2, 3):
-        checkpoint(tmp_path, step, keep=2)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-2", "step-3"]
-
-
 def sealed(folder: Path, step: int, figure: float | None, keep: CheckpointConfig) -> None:
     save_checkpoint(folder, step, lambda path: (path / "x").write_text("x") and None, keep, figure)
 
 
-def test_the_best_and_every_so_many_steps_stay_too(tmp_path):
-    keep = CheckpointConfig(keep=1, keep_best=2, keep_every=4)
-    for step, figure in enumerate([0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], 1):
+@pytest.mark.parametrize(
+    ("keep", "figures", "kept"),
+    [
+        (CheckpointConfig(keep=2), [None] * 4, [3, 4]),
+        # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
+        (CheckpointConfig(keep=1, keep_best=2, keep_every=4), [0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], [2, 4, 6, 7]),
+        (CheckpointConfig(keep=1, keep_best=1), [0.5, 0.5, None], [2, 3]),  # of equal figures the later is better
+    ],
+)
+def test_the_newest_the_best_and_every_so_many_steps_stay(tmp_path, keep, figures, kept):
+    for step, figure in enumerate(figures, 1):
         sealed(tmp_path, step, figure, keep)
-    # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-2", "step-4", "step-6", "step-7"]
+    assert [p.name for p in checkpoints(tmp_path)] == [f"step-{step}" for step in kept]
+
+
+def test_a_figure_is_read_back(tmp_path):
+    sealed(tmp_path, 6, 0.9, CheckpointConfig())
     assert checkpoint_figure(tmp_path / "step-6") == 0.9
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-7"
-
-
-def test_of_equal_figures_the_later_is_better(tmp_path):
-    for step in (1, 2, 3):
-        sealed(tmp_path, step, 0.5 if step < 3 else None, CheckpointConfig(keep=1, keep_best=1))
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-2", "step-3"]
 
 
 def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys_place(tmp_path):
@@ -158,12 +140,6 @@ def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_p
     checkpoint(tmp_path, 15, keep=keep)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-15"
     assert [p.name for p in checkpoints(tmp_path)] == ["step-10", "step-15"][-keep:]
-
-
-def test_a_step_is_saved_anew(tmp_path):
-    checkpoint(tmp_path, 1, "old")
-    checkpoint(tmp_path, 1, "new")
-    assert (tmp_path / "step-1" / "inner" / "model.txt").read_text() == "new" * 100
 
 
 @pytest.mark.parametrize(

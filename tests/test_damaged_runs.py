@@ -68,56 +68,27 @@ def test_other_run_files_have_schemas_too(tmp_path, kind, value):
     assert read_record(tmp_path / "b.json", kind) is None
 
 
-READERS = [
-    "chat",
-    "export",
-    "generate",
-    "sample",
-    "pipeline",
-    "evaluate",
-    "rejection",
-    "dpo",
-    "ppo",
-    "reward",
-    "label",
-    "sft",
-    "pretrain",
-    "tokenizer",
-]
+READERS = (
+    "chat", "export", "generate", "sample", "pipeline", "evaluate", "rejection", "dpo", "ppo", "reward", "label", "sft",
+    "pretrain", "tokenizer",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "name"), zip(READERS, itertools.cycle(DAMAGE), strict=False))
 def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path, capsys, command, name):
     for stage in STAGES:
         damage(tmp_path / "x" / stage / "stage.json", DAMAGE[name])
+    given = f"experiment=gold runs_dir={tmp_path} run=x gold.rounds=1 device=cpu tracking=off --shared-settings"
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                command,
-                "experiment=gold",
-                f"runs_dir={tmp_path}",
-                "run=x",
-                "gold.rounds=1",
-                "device=cpu",
-                "tracking=off",
-                "--shared-settings",
-            ]
-        )
+        main([command, *given.split()])
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and line.startswith("rlhf: error: ") and "/stage.json: " in line, line
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_path, capsys, name):
-    files = [
-        "sft/stage.json",
-        "evaluate/results.json",
-        "pipeline.json",
-        "sft/metrics.jsonl",
-        "sft/samples.jsonl",
-        "sft/config.yaml",
-        "evaluate/samples.jsonl",
-    ]
+    files = ["sft/stage.json", "evaluate/results.json", "pipeline.json"]
+    files += ["sft/metrics.jsonl", "sft/samples.jsonl", "sft/config.yaml", "evaluate/samples.jsonl"]
     for file in files:
         damage(tmp_path / "x" / file, DAMAGE[name])
     notes = make_skipped(read_run(tmp_path / "x"))

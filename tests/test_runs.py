@@ -23,19 +23,13 @@ from rlhf.runs.stage import git_state, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
 from .test_checkpoints import checkpoint, sealed
+from .test_files import fail_with
 from .tiny_stages import Killed, changed, interrupt, run_stage
 
 
 @pytest.fixture
 def config(tmp_path) -> Config:
     return Config(run="demo", runs_dir=str(tmp_path / "runs"))
-
-
-def fail_with(number: int):
-    def fail(*args, **kwargs):
-        raise OSError(number, os.strerror(number))
-
-    return fail
 
 
 # --- checkpoints of a stage ---
@@ -52,42 +46,23 @@ def test_a_complete_stage_keeps_what_was_asked_for(config):
     assert record["files"] == {}, "checkpoints are no output"
 
 
-def test_a_disk_that_fills_under_a_library_is_one_line_too(config):
-    with (
-        pytest.raises(UserError, match=r"tokenizer: cannot write: No space left on device: free"),
-        open_stage(config, "tokenizer"),
-    ):
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-
-
 # --- settings ---
 
 
 def test_identity_settings_exist_in_the_schema_and_cover_what_trains():
     named = {key for row in STAGES.values() for key in row.settings}
-    assert named <= {*settings_in(Config), *(key.partition(".")[0] for key in settings_in(Config))} and named >= {
-        "model",
-        "tokenizer",
-        "pretrain",
-        "sft",
-        "reward",
-        "ppo",
-        "kl",
-        "rollout",
-        "evaluate",
-        "gold",
-        "seed",
-    }
+    groups = {key.partition(".")[0] for key in settings_in(Config)}
+    trains = "model tokenizer pretrain sft reward ppo kl rollout evaluate gold seed"
+    assert set(trains.split()) <= named <= {*settings_in(Config), *groups}
 
 
-def test_settings_of_a_stage_are_its_own_less_what_only_sets_the_pace(config):
+def test_settings_of_a_stage_are_its_own_without_those_of_speed(config):
     sft = runs.identity_of(config, "sft")
     assert sft["sft.lr"] == 9.65e-6 and sft["seed"] == 0 and "ppo.lr" not in sft and "run" not in sft
     assert runs.identity_of(changed(config, ppo__lr=1.0, threads=2, run="other"), "sft") == sft
     assert runs.identity_of(changed(config, sft__lr=1.0), "sft") != sft
     for key in ("ppo__micro_batch_episodes", "ppo__samples_every", "checkpoints__keep", "tracking__kind"):
-        other = changed(config, **{key: 3})
-        assert runs.identity_of(other, "ppo") == runs.identity_of(config, "ppo")
+        assert runs.identity_of(changed(config, **{key: 3}), "ppo") == runs.identity_of(config, "ppo")
 
 
 def test_differences_name_both_values_and_are_cut_short():
@@ -113,11 +88,6 @@ def test_a_run_name_that_is_no_folder_name(config, name):
         runs.run_folder(changed(config, run=name))
 
 
-def test_a_run_lies_under_runs_dir(config):
-    assert runs.run_folder(config) == Path(config.runs_dir) / "demo"
-    assert runs.stage_folder(config, "sft") == Path(config.runs_dir) / "demo" / "sft"
-
-
 # --- a stage's life ---
 
 
@@ -125,7 +95,9 @@ def test_a_stage_from_beginning_to_end(config, capsys):
     with open_stage(config, "tokenizer", {"corpus:a.txt": "0f"}) as stage:
         running = runs.read_stage(stage.folder)
         assert running is not None and running["status"] == "running" and not runs.is_complete(stage.folder)
-        assert not stage.resumed
+        assert not stage.resumed and running["steps"] is None
+        stage.plan(12)
+        assert runs.read_stage(stage.folder)["steps"] == 12
         stage.model.mkdir()
         (stage.model / "tokenizer.json").write_text("{}")
         (stage.folder / "metrics.jsonl").write_text("{}\n")
@@ -138,7 +110,7 @@ def test_a_stage_from_beginning_to_end(config, capsys):
     assert (record["stage"], record["seed"], record["summary"]) == ("tokenizer", 0, {"entries": 300.0})
     assert record["parents"] == {} and record["data"] == {"corpus:a.txt": "0f"}
     assert record["versions"].keys() >= {"python", "torch", "transformers"} and record["peak_rss_mb"] > 1
-    assert record["git"] == git_state() and record["steps"] is None
+    assert record["git"] == git_state() and record["steps"] == 12
     assert record["hash"] == runs.hash_of(record) and record["seconds"] >= 0
     assert yaml.safe_load((stage.folder / "config.yaml").read_text()) == asdict(config) == record["config"]
     said = capsys.readouterr().out
@@ -153,13 +125,6 @@ def test_what_a_kill_left_half_written_is_no_output(config):
     record = runs.read_stage(folder)
     assert record is not None and list(record["files"]) == ["model/weights.txt"]
     assert not (folder / ".stage.json.123.tmp").exists() and not (folder / "metrics.jsonl.kept").exists()
-
-
-def test_a_stage_says_how_many_steps_it_will_take(config):
-    with open_stage(config, "tokenizer") as stage:
-        stage.plan(12)
-        record = runs.read_stage(stage.folder)
-        assert record is not None and (record["status"], record["steps"]) == ("running", 12)
 
 
 def test_a_complete_stage_is_refused_and_left_alone(config):
@@ -247,37 +212,29 @@ def test_a_stage_that_did_no_step_is_not_begun(config):
     run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
 
 
-def test_an_interrupted_stage_is_resumed_with_its_time(config):
+def test_an_interrupted_stage_is_resumed_with_its_time_or_dropped(config):
     folder = interrupt(config, "tokenizer")
     with open_stage(config, "tokenizer") as stage:
         assert stage.resumed and 100 <= stage.elapsed() < 110
         assert latest_checkpoint(stage.checkpoints) == folder / "checkpoints" / "step-1"
         stage.finish()
-    record = runs.read_stage(folder)
-    assert record is not None and record["seconds"] >= 100
-
-
-def test_overwrite_drops_what_an_interrupted_stage_left(config):
-    interrupt(config, "tokenizer")
-    with open_stage(changed(config, overwrite=True), "tokenizer") as stage:
+    assert runs.read_stage(folder)["seconds"] >= 100
+    other = changed(config, run="other")
+    interrupt(other, "tokenizer")
+    with open_stage(changed(other, overwrite=True), "tokenizer") as stage:
         assert not stage.resumed and stage.elapsed() < 10 and not stage.checkpoints.exists()
 
 
-def test_an_interrupted_stage_is_not_resumed_under_other_settings(config):
-    folder = interrupt(config, "tokenizer")
-    other = changed(config, tokenizer__vocab_size=400)
-    with pytest.raises(
-        UserError, match=r"started with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
-    ):
-        run_stage(other, "tokenizer")
-    assert latest_checkpoint(folder / "checkpoints") is not None
-    run_stage(changed(config, threads=1, checkpoints__keep=1), "tokenizer")  # the pace may change
-
-
-def test_an_interrupted_stage_is_not_resumed_on_other_data(config):
-    interrupt(config, "tokenizer", data={"corpus:a.txt": "0f"})
+def test_an_interrupted_stage_is_resumed_only_as_it_was_started(config):
+    folder = interrupt(config, "tokenizer", data={"corpus:a.txt": "0f"})
+    told = r"started with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
+    with pytest.raises(UserError, match=told):
+        run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer", data={"corpus:a.txt": "0f"})
     with pytest.raises(UserError, match="was started with other parents or data"):
         run_stage(config, "tokenizer", data={"corpus:a.txt": "1f"})
+    assert latest_checkpoint(folder / "checkpoints") is not None
+    pace = changed(config, threads=1, checkpoints__keep=1)
+    run_stage(pace, "tokenizer", data={"corpus:a.txt": "0f"})
 
 
 @pytest.mark.parametrize(
@@ -332,13 +289,10 @@ def test_two_processes_do_not_work_on_one_stage(config):
             run_stage(changed(config, overwrite=True), "tokenizer")
         assert runs.read_stage(stage.folder)["status"] == "running"
         run_stage(changed(config, run="other"), "tokenizer")
-    run_stage(config, "tokenizer")  # the lock is gone
-
-
-def test_a_stage_that_failed_releases_its_lock(config):
-    with pytest.raises(ValueError, match="bug"), open_stage(config, "tokenizer"):
+    with pytest.raises(ValueError, match="bug"), open_stage(changed(config, run="failed"), "tokenizer"):
         raise ValueError("bug")
-    run_stage(config, "tokenizer")
+    for run in ("demo", "failed"):
+        run_stage(changed(config, run=run), "tokenizer")  # the lock is gone
 
 
 # --- disks that fail ---
@@ -347,7 +301,6 @@ def test_a_stage_that_failed_releases_its_lock(config):
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.EACCES, "make the folder writable or choose another with runs_dir=…"),
         (errno.EROFS, "make the folder writable or choose another with runs_dir=…"),
         (errno.ENOSPC, "free space or choose another disk with runs_dir=…"),
         (errno.EIO, "check the disk and runs_dir=…, then run the same command again"),
@@ -360,25 +313,26 @@ def test_a_folder_that_cannot_be_made(config, monkeypatch, number, remedy):
     assert f"tokenizer: cannot write: {os.strerror(number)}: {remedy}" in str(caught.value)
 
 
-def test_a_runs_dir_that_is_a_file(config, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write: Not a directory"):
-        run_stage(changed(config, runs_dir=str(tmp_path / "file")), "tokenizer")
-
-
 def test_a_disk_that_is_full_at_the_record(config, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
     with pytest.raises(UserError, match=r"stage.json: cannot write: No space left on device"):
         run_stage(config, "tokenizer")
 
 
-def test_a_disk_that_fills_while_a_stage_writes_its_output(config):
-    wanted = r"model.bin: cannot write: No space left on device: free space"
-    with pytest.raises(UserError, match=wanted), open_stage(config, "tokenizer"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "told"),
+    [
+        (FULL, UserError, r"model.bin: cannot write: No space left on device: free space"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError,
+         r"tokenizer: cannot write: No space left on device: free"),
+        (PermissionError(errno.EACCES, "Permission denied", "corpus.txt"), PermissionError, "corpus.txt"),
+    ],
+    ids=["full", "full under torch", "unreadable"],
+)  # fmt: skip
+def test_a_disk_that_fills_while_a_stage_writes_and_a_file_that_cannot_be_read(config, raised, kind, told):
+    with pytest.raises(kind, match=told), open_stage(config, "tokenizer"):
+        raise raised
     run_stage(config, "tokenizer")
-
-
-def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(config):
-    with pytest.raises(PermissionError), open_stage(config, "tokenizer"):
-        raise PermissionError(errno.EACCES, "Permission denied", "corpus.txt")

@@ -21,12 +21,12 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 SETTLE_SECONDS = 5.0
 
 
-def read_chunks(path: Path, from_block: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(kind, data) of every chunk from a block on whose checksum is right, until the file ends or is torn."""
+def read_chunks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(kind, data) of every chunk whose checksum is right, until the file ends or is torn."""
     data = path.read_bytes()
     if len(data) < HEADER_BYTES or data[:4] != IDENT or struct.unpack("<H", data[4:6])[0] != MAGIC:
         return
-    at = max(HEADER_BYTES, from_block * BLOCK_BYTES)
+    at = HEADER_BYTES
     while at + CHUNK_HEADER_BYTES <= len(data):
         left = BLOCK_BYTES - at % BLOCK_BYTES  # blocks are counted from the file's first byte
         if left < CHUNK_HEADER_BYTES:
@@ -57,20 +57,6 @@ def read_records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def is_finished(path: Path) -> bool:
-    """Whether a .wandb file has its last record: W&B says that it is done some moments before the file is."""
-    from wandb.proto import wandb_internal_pb2 as protocol
-
-    last = path.stat().st_size // BLOCK_BYTES
-    for kind, body in read_chunks(path, max(0, last - 1)):
-        if kind == FULL:
-            record = protocol.Record()  # type: ignore[attr-defined,unused-ignore]
-            record.ParseFromString(body)
-            if record.WhichOneof("record_type") == "exit":
-                return True
-    return False
-
-
 def history_row(record: Any) -> dict[str, Any]:
     """{name: value} of a history record, nested keys joined by dots."""
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
@@ -88,6 +74,8 @@ def run_files(home: Path, run_id: str) -> list[Path]:
     """The .wandb files of a run in all its folders, oldest first; W&B says that it is done some moments before the last is."""
     files = sorted(home.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
     until = time.monotonic() + SETTLE_SECONDS
-    while files and not is_finished(files[-1]) and time.monotonic() < until:
+    while files and time.monotonic() < until:
+        if any(record.WhichOneof("record_type") == "exit" for record in read_records(files[-1])):
+            break
         time.sleep(0.02)
     return files
