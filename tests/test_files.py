@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf.errors import UserError
-from rlhf.runs.records import read_record
+from rlhf.runs.folders import read_record
 from rlhf.system.files import beside, hash_files, held, read_json, replaced, set_aside, sha256_file, share, write_json
 
 
