@@ -44,80 +44,66 @@ def test_the_defaults_fit(command):
 
 
 SCHEMAS = (Config, ImportConfig, PlanConfig)
-EVERY = [(schema, key) for schema in SCHEMAS for key in settings_in(schema)]
-NUMBERS = [(schema, key) for schema, key in EVERY if isinstance_number(schema, key)]
 
 
-def refusal(schema: type, key: str, value: object) -> str | None:
+def refusal(schema: type, key: str, value: object) -> str:
     """What `check_config` says of one wrong value in an otherwise sound configuration."""
     config = schema()
     *groups, last = key.split(".")
     setattr(get(config, ".".join(groups)) if groups else config, last, value)
     if schema is ImportConfig:
-        config.path = "x" if config.path is None else config.path
-        config.out = "y" if config.out is None else config.out
-    try:
+        config.path, config.out = config.path or "x", config.out or "y"
+    with pytest.raises(UserError) as caught:
         check_config(config, "plan" if schema is PlanConfig else "ppo")
-    except UserError as error:
-        return str(error)
-    return None
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(("schema", "key"), NUMBERS)
-def test_every_number_has_a_range_and_nothing_beyond_it_fits(schema, key):
-    stated = settings_in(schema)[key]
-    bounds = (stated.min, stated.above, stated.max, stated.below)
-    assert key == "ppo.missing_eos_score" or any(bound is not None for bound in bounds), f"{key}: state its range"
-    beyond = [float("nan"), float("inf"), float("-inf")]
-    beyond += [bound - 1 for bound in (stated.min,) if bound is not None]
-    beyond += [bound + 1 for bound in (stated.max,) if bound is not None]
-    beyond += [bound for bound in (stated.above, stated.below) if bound is not None]
-    for value in beyond:
-        said = refusal(schema, key, value)
-        assert said is not None and f"{key}={value}: want {stated.wanted()}" in said
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_number_has_a_range_and_nothing_beyond_it_fits(schema):
+    for key, stated in settings_in(schema).items():
+        if not isinstance_number(schema, key):
+            continue
+        bounds = (stated.min, stated.above, stated.max, stated.below)
+        assert key == "ppo.missing_eos_score" or any(bound is not None for bound in bounds), f"{key}: state its range"
+        beyond = [float("nan"), float("inf"), float("-inf")]
+        beyond += [bound - 1 for bound in (stated.min,) if bound is not None]
+        beyond += [bound + 1 for bound in (stated.max,) if bound is not None]
+        beyond += [bound for bound in (stated.above, stated.below) if bound is not None]
+        for value in beyond:
+            assert (stated.problem(key, value) or "").startswith(f"{key}={value}: want {stated.wanted()}")
+    assert refusal(schema, key, "a\0b")  # and `check_config` reports what `problem` finds
 
 
-@pytest.mark.parametrize(("schema", "key"), EVERY)
-def test_every_setting_accepts_its_default_and_refuses_what_no_setting_of_its_type_holds(schema, key):
-    stated, default = settings_in(schema)[key], get(schema(), key)
-    assert stated.help and stated.changes in (RESULT, ROUNDING, NOTHING)
-    assert stated.problem(key, default) is None
-    assert (stated.problem(key, None) is None) == stated.optional
-    if stated.choices is not None:
-        assert refusal(schema, key, "other") == f"{key}=other: want {stated.wanted()}" + (
-            ", or null" if stated.optional else ""
-        )
-    if stated.kind is not None or isinstance(default, str):
-        said = refusal(schema, key, "")
-        assert said is not None and said.startswith(f"{key}='': is empty (an unset shell variable?): want ")
-    for value in ("a\0b", ["a", "a\0b"], {"a\0b": 1}):
-        said = refusal(schema, key, value)
-        assert said == f"{key}: contains a NUL character, which no path can contain: leave it out"
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_setting_accepts_its_default_and_refuses_what_no_setting_of_its_type_holds(schema):
+    for key, stated in settings_in(schema).items():
+        default = get(schema(), key)
+        assert stated.help and stated.changes in (RESULT, ROUNDING, NOTHING) and stated.default == default
+        assert stated.problem(key, default) is None
+        assert (stated.problem(key, None) is None) == stated.optional
+        or_null = ", or null" if stated.optional else ""
+        if stated.choices is not None:
+            assert stated.problem(key, "other") == f"{key}=other: want {stated.wanted()}{or_null}"
+        if stated.kind is not None or isinstance(default, str):
+            empty = f"{key}='': is empty (an unset shell variable?): want "
+            assert (stated.problem(key, "") or "").startswith(empty)
+        for value in ("a\0b", ["a", "a\0b"], {"a\0b": 1}):
+            nul = f"{key}: contains a NUL character, which no path can contain: leave it out"
+            assert stated.problem(key, value) == nul
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         (["reward.max_grad_norm=-1"], "reward.max_grad_norm=-1.0: want more than 0"),
-        (["sft.final_lr_fraction=-5"], "sft.final_lr_fraction=-5.0: want 0 to 1"),
-        (["pretrain.warmup_tokens=-5"], "pretrain.warmup_tokens=-5: want 0 or more"),
-        (["ppo.ptx_blocks_per_episode=-1"], "ppo.ptx_blocks_per_episode=-1.0: want more than 0"),
-        (["gold.labeler_noise=-1"], "gold.labeler_noise=-1.0: want 0 or more"),
-        (["sft.weight_decay=-1"], "sft.weight_decay=-1.0: want 0 to 10"),
         (["pretrain.beta1=2"], "pretrain.beta1=2.0: want 0 or more and less than 1"),
         (["ppo.lr=1e300"], "ppo.lr=1e+300: want more than 0 and at most 10"),
-        (["model.initializer_range=-1"], "model.initializer_range=-1.0: want more than 0 and at most 10"),
         (["model.mlp_width=0"], "model.mlp_width=0: want 1 or more, or null"),
-        (["model.n_kv_head=0"], "model.n_kv_head=0: want 1 or more, or null"),
         (["model.n_kv_head=5"], "model.n_kv_head=5: want a divisor of model.n_head=12"),
         (["kl.target=inf"], "kl.target=inf: want more than 0, finite, or null"),
-        (["pretrain.eval_sequences=0"], "pretrain.eval_sequences=0: want 1 or more"),
         (["data.held_out=0"], "data.held_out=0.0: want more than 0 and less than 1"),
-        (["gold.responses_max=1000000"], "gold.responses_max=1000000: want 2 to 100"),
-        (["threads=100000"], "threads=100000: want 0 to 1024"),
         (["seed=-1"], "seed=-1: want 0 to 4294967295"),
         (["ppo.rewards=5"], "ppo.rewards=5: want a name or a list of names, or null"),
-        (["ppo.rewards=[]"], "ppo.rewards=[]: want a name or a list of names, or null"),
         (["ppo.reward_weights=[abc]"], "ppo.reward_weights=['abc']: want a number or a list of numbers, or null"),
         (["data.corpus=5"], "data.corpus=5: want a file, a folder or a hub id, or a list of these, or null"),
         (["data.encoding=utf-88"], "data.encoding=utf-88: want an encoding that Python knows, such as utf-8"),
@@ -193,15 +179,10 @@ def test_relations(settings, said):
     assert problems(**settings) == [said]
 
 
-def test_more_sequences_a_micro_batch_than_a_batch_has_are_fine():
-    # 2048 / 1024 = 2 sequences, which one forward holds
-    config = with_settings(pretrain__global_batch_tokens=2048, pretrain__micro_batch_sequences=16)
-    check_config(config, "pretrain")
-
-
-def test_the_papers_edge_values_fit():
-    config = with_settings(kl__coef=0.0, kl__target=None, model__dropout=0.0)
-    check_config(config, "ppo")
+def test_edge_values_fit():
+    # 2048 / 1024 = 2 sequences, which one forward of up to 16 holds
+    check_config(with_settings(pretrain__global_batch_tokens=2048, pretrain__micro_batch_sequences=16), "pretrain")
+    check_config(with_settings(kl__coef=0.0, kl__target=None, model__dropout=0.0), "ppo")
 
 
 def test_checking_changes_nothing():

@@ -9,7 +9,6 @@ import yaml
 from rlhf import cli
 from rlhf.config import Config, compose
 from rlhf.config import command_line as words
-from rlhf.config import compose as composing
 from rlhf.config.checks import check_config
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
@@ -95,7 +94,7 @@ def test_every_commands_help_runs(command, capsys):
         for key in settings_in(compose.schema_of(command)):
             if key.rpartition(".")[0] == group.rstrip("."):
                 assert f"\n  {key}=" in out
-    assert command in composing.SCHEMAS or (
+    assert command in compose.SCHEMAS or (
         "model=chinchilla | gopher" in out
         and "experiment=align | align-laptop | dialogue | gold | gold-dialogue | real" in out
     )

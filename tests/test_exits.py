@@ -1,10 +1,8 @@
 """How commands end when the system refuses: one line, exit code 2, 130 or 141. A bug of ours keeps its traceback."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], said: str, code: int
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("ppo", "--help"), ("plan",), ("ppo", "--cfg", "job")])
+@pytest.mark.parametrize("arguments", [("ppo", "--help"), ("plan",)])
 def test_an_ascii_locale_shows_escapes(arguments):
     plain = ENVIRONMENT | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = rlhf(*arguments, env=plain)
@@ -41,7 +39,7 @@ def test_an_ascii_locale_shows_escapes(arguments):
         assert "[key=value \\u2026]" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("ppo", "--help"), ("--version",), ("plan",), ("dashboard",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("plan",)])
 def test_a_full_standard_output_is_one_line(arguments, tmp_path):
     with open("/dev/full", "w") as full:
         done = rlhf(*arguments, stdout=full, cwd=tmp_path)
@@ -63,7 +61,7 @@ def test_a_reader_that_leaves_ends_it_quietly():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [("dashboard",), ("watch",), ("ppo", "run=x"), ("import", "path=a", "out=b")])
+@pytest.mark.parametrize("arguments", [("watch",), ("import", "path=a", "out=b")])
 def test_a_deleted_working_directory_is_one_line(tmp_path, arguments):
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -88,13 +86,11 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("arguments", [
-    ("reward", "run=x", "data.comparisons=labels.jsonl", "data.demonstrations=labels.jsonl"),
-    ("watch", "run=x", "watch.wait=false"), ("chat", "run=x", "chat.stage=sft"), ("export", "run=x", "export.stage=sft"),
+    ("watch", "run=x", "watch.wait=false"), ("export", "run=x", "export.stage=sft"),
 ], ids=lambda words: words[0])  # fmt: skip
 def test_a_record_that_may_not_be_read_is_one_line(tmp_path, arguments):
     folder = tmp_path / "runs" / "x" / "sft"
     folder.mkdir(parents=True)
-    (tmp_path / "labels.jsonl").write_text("{}\n")
     (folder / "stage.json").write_text("{}")
     (folder / "stage.json").chmod(0)
     done = subprocess.run(
@@ -103,9 +99,8 @@ def test_a_record_that_may_not_be_read_is_one_line(tmp_path, arguments):
     assert_one_line(done, "stage.json: Permission denied: give this user the right")
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
-def test_a_launcher_that_sets_no_number_is_one_line(name):
-    assert_one_line(rlhf("pretrain", env=ENVIRONMENT | {name: "abc"}), f"{name}=abc: want a whole number")
+def test_a_launcher_that_sets_no_number_is_one_line():
+    assert_one_line(rlhf("pretrain", env=ENVIRONMENT | {"RANK": "abc"}), "RANK=abc: want a whole number")
 
 
 def call(monkeypatch, capsys, error: BaseException) -> tuple[int, str]:
@@ -135,76 +130,13 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, said):
     assert code == 2 and told.startswith(f"rlhf: error: {said}") and told.count("\n") == 1
 
 
-BUG = """
-from rlhf.cli import main
-from rlhf.commands import report
-def refuse(config):
-    raise KeyError("forgotten")
-report.run = refuse
-main(["report"])
-"""
-
-
-def test_a_bug_keeps_its_traceback():
-    done = subprocess.run([sys.executable, "-c", BUG], env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 1 and "KeyError: 'forgotten'" in done.stderr and "in refuse" in done.stderr
+def test_a_bug_keeps_its_traceback(monkeypatch, capsys):
+    with pytest.raises(KeyError, match="forgotten"):
+        call(monkeypatch, capsys, KeyError("forgotten"))
     assert describe(ValueError("shapes")) is None
 
 
 def test_a_refusal_keeps_its_traceback_when_asked(monkeypatch, capsys):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(report, "run", lambda config: (_ for _ in ()).throw(PermissionError(13, "denied", "a")))
     with pytest.raises(PermissionError):
-        cli.main(["report"])
-
-
-SLOW_END = """
-import sys, time
-import rlhf.commands.watch
-from rlhf import cli
-seconds = float(sys.argv[1])
-def run(config):
-    try:
-        print("begun", flush=True)
-        time.sleep(60)
-    finally:
-        time.sleep(seconds)  # closing what is open takes a while
-rlhf.commands.watch.run = run
-cli.main(["watch", "run=x"])
-"""
-
-
-def test_two_signals_at_once_are_one():
-    """Ctrl-C twice in quick succession: the second must not break into the end that the first began."""
-    process = start_slow_end(0.5)
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    _, told = process.communicate(timeout=20)
-    assert process.returncode in (130, -signal.SIGINT), (
-        "the latter from the interpreter's last moments: 130 in a shell too"
-    )
-    assert told == "\nrlhf: interrupted\n"
-
-
-def test_a_later_signal_ends_at_once():
-    process = start_slow_end(30)
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=5)
-    assert (process.returncode, told) == (130, "")
-
-
-def start_slow_end(seconds: float) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_END, str(seconds)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    return process
+        call(monkeypatch, capsys, PermissionError(13, "denied", "a"))

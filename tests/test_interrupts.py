@@ -91,7 +91,7 @@ def test_other_threads_change_nothing() -> None:
 
 LOOP = """
 import time
-from rlhf.system.exits import SIGNALS, finish_step
+from rlhf.system.exits import finish_step
 with finish_step("ppo"):
     print("begun", flush=True)
     time.sleep(60)
@@ -99,10 +99,7 @@ with finish_step("ppo"):
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process = start(LOOP)
     process.send_signal(signal.SIGTERM)
     time.sleep(1.3)  # longer than within which two signals are one
     assert process.poll() is None
@@ -112,22 +109,25 @@ def test_a_second_signal_ends_at_once() -> None:
     assert "stopping after this step" in told and "stopped; the same command resumes" in told
 
 
-COMMAND = """
+SLOW_END = """
 import sys, time
 import rlhf.commands.watch
 from rlhf.cli import main
+seconds = float(sys.argv[1])
 def run(config):
-    print("begun", flush=True)
-    time.sleep(60)
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(seconds)  # closing what is open takes a while
 rlhf.commands.watch.run = run
 main(["watch", "run=x"])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND],
+        [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -135,10 +135,37 @@ def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
+    process = start(SLOW_END, "0")
     process.send_signal(number)
     _, told = process.communicate(timeout=10)
     assert process.returncode == 130
     assert told == "\nrlhf: interrupted\n", "there is nothing that watching could resume"
+
+
+def test_two_signals_at_once_are_one() -> None:
+    """Ctrl-C twice in quick succession: the second must not break into the end that the first began."""
+    process = start(SLOW_END, "0.5")
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    _, told = process.communicate(timeout=20)
+    assert process.returncode in (130, -signal.SIGINT), "the latter from the interpreter's last moments"
+    assert told == "\nrlhf: interrupted\n"
+
+
+def test_a_later_signal_ends_at_once() -> None:
+    process = start(SLOW_END, "30")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=5)
+    assert (process.returncode, told) == (130, "")
 
 
 HANGUP = """
