@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from rlhf.cpu.allocator import keep_freed_memory, return_freed_memory
+import pytest
+
+from rlhf.cpu.allocator import keep_freed_memory
 
 PROBE = """
 import ctypes, resource, sys
@@ -27,17 +29,17 @@ print(faults() - before)
 """
 
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nothing is set")
+
+
+def run(code: str, kind: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", code, kind], capture_output=True, text=True, check=True).stdout)
+
+
+@linux
 def test_freed_memory_is_not_fetched_again():
-    if not sys.platform.startswith("linux"):
-        assert keep_freed_memory() is False
-        return
-
-    def faults(kind: str) -> int:
-        done = subprocess.run([sys.executable, "-c", PROBE, kind], capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
     # 10 blocks of 64 MiB: 4096 bytes per page make 163,840 of them, or 320 if pages are huge
-    assert faults("kept") * 10 < faults("as it is")
+    assert run(PROBE, "kept") * 10 < run(PROBE, "as it is")
 
 
 GAP = """
@@ -57,16 +59,9 @@ print(re.search(r"VmRSS:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
 """
 
 
+@linux
 def test_freed_memory_is_returned_below_what_is_in_use():
-    if not sys.platform.startswith("linux"):
-        assert return_freed_memory() is False
-        return
-
-    def megabytes(kind: str) -> float:
-        done = subprocess.run([sys.executable, "-c", GAP, kind], capture_output=True, text=True, check=True)
-        return int(done.stdout) / 1024
-
-    assert megabytes("returned") < megabytes("as it is") - 15
+    assert run(GAP, "returned") / 1024 < run(GAP, "as it is") / 1024 - 15  # MB
 
 
 def test_what_people_set_stays(monkeypatch):

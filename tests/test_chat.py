@@ -27,16 +27,13 @@ def test_a_closed_input_is_one_line(monkeypatch):
         chat.read_line(False)
 
 
-def test_bytes_that_are_no_text_are_one_line(monkeypatch):
-    given(monkeypatch, b"caf\xe9\n")
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter as in the C locale
+def test_bytes_that_are_no_text_are_one_line(monkeypatch, errors):
+    given(monkeypatch, b"caf\xe9\n", errors)
     with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
         chat.read_line(False)
 
 
-def test_bytes_that_arrive_as_half_characters_are_one_line(monkeypatch):
-    """As in the C locale, and in chat.message from a command line."""
-    given(monkeypatch, b"caf\xe9\n", errors="surrogateescape")
-    with pytest.raises(UserError, match="chat: the message is not UTF-8"):
-        chat.read_line(False)
+def test_half_characters_from_a_command_line_are_one_line():
     with pytest.raises(UserError, match="chat: the message is not UTF-8"):
         chat.answer(Config(), None, None, [{"role": "user", "content": "caf\udce9"}], 0)

@@ -26,16 +26,8 @@ from transformers import PretrainedConfig
 class PlantedConfig(PretrainedConfig):
     model_type = "planted"
 """
-AUTO_MAP = {
-    name: "planted.PlantedConfig"
-    for name in (
-        "AutoConfig",
-        "AutoModel",
-        "AutoModelForCausalLM",
-        "AutoModelForSequenceClassification",
-        "AutoTokenizer",
-    )
-}
+CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer")
+AUTO_MAP = dict.fromkeys(CLASSES, "planted.PlantedConfig")
 TAKES = ("from_pretrained", "from_config")
 
 
@@ -55,12 +47,7 @@ def planted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        ("chat", ["chat.stage=sft", "chat.message=hello"]),
-        ("export", ["export.stage=sft"]),
-        ("sample", ["sample.out=round"]),
-    ],
+    ("command", "more"), [("chat", ["chat.stage=sft", "chat.message=hello"]), ("export", ["export.stage=sft"])]
 )
 def test_a_command_does_not_run_a_models_own_code(planted, command, more):
     config = compose.compose_config(["run=x", "device=cpu", "data.prompts=prompts.jsonl", "tracking=off", *more])

@@ -170,21 +170,7 @@ def test_a_ragged_batch_beats_a_padded_one(model):
 def test_a_benchmark_runs(subject, tmp_path):
     """The scripts themselves, at their smallest."""
     out = tmp_path / "figures.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(BENCH / f"{subject}.py"),
-            "--quick",
-            "--threads",
-            "1",
-            "--device",
-            "cpu",
-            "--out",
-            str(out),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = [sys.executable, BENCH / f"{subject}.py", *["--quick", "--threads", "1", "--device", "cpu", "--out"], out]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "over " in done.stdout and out.stat().st_size > 500
