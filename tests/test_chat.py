@@ -16,7 +16,7 @@ def given(monkeypatch: pytest.MonkeyPatch, content: bytes, errors: str = "strict
 
 def test_messages_are_read_until_the_end(monkeypatch):
     given(monkeypatch, "  naïve 東京 \n\n".encode())
-    assert [chat.read_line(False) for _ in range(3)] == ["naïve 東京", "", None]
+    assert list(chat.read_lines(False)) == ["naïve 東京", ""]
 
 
 def test_a_closed_input_is_one_line(monkeypatch):
@@ -24,14 +24,14 @@ def test_a_closed_input_is_one_line(monkeypatch):
     with pytest.raises(
         UserError, match=r"chat: standard input is closed: connect it, or ask one question with chat\.message"
     ):
-        chat.read_line(False)
+        next(chat.read_lines(False))
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter as in the C locale
 def test_bytes_that_are_no_text_are_one_line(monkeypatch, errors):
     given(monkeypatch, b"caf\xe9\n", errors)
     with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
-        chat.read_line(False)
+        next(chat.read_lines(False))
 
 
 def test_half_characters_from_a_command_line_are_one_line():

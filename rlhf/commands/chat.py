@@ -1,6 +1,8 @@
 """`rlhf chat`: talk to a model of a run in the terminal, with its chat template, token by token."""
 
+import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rlhf.config import Config
@@ -14,51 +16,41 @@ NOT_TEXT = "chat: the message is not UTF-8: convert the input to UTF-8"
 
 def run(config: Config) -> None:
     """Read messages from the terminal (or `chat.message`) and stream the answers until the input ends."""
-    folder = stage_folder(config, config.chat.stage)
+    settings, folder = config.chat, stage_folder(config, config.chat.stage)
     check_output(folder)
-    interactive = sys.stdin is not None and sys.stdin.isatty()
-    # Check piped input before a model is loaded.
-    first = read_line(False) if config.chat.message is None and not interactive else ""
+    talking = settings.message is None and sys.stdin is not None and sys.stdin.isatty()
+    lines = read_lines(talking) if settings.message is None else iter([settings.message])
+    first = [] if talking else list(itertools.islice(lines, 1))  # refused before a model is loaded if it is not text
 
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
 
     with inference(config, set_up(config)) as device:
         policy, tokenizer = load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
-        opening = [{"role": "system", "content": config.chat.system}] if config.chat.system is not None else []
-        if config.chat.message is not None:
-            answer(config, policy, tokenizer, [*opening, {"role": "user", "content": config.chat.message}], 0)
-        else:
-            if interactive:
-                say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
-                first = read_line(True)
-            converse(config, policy, tokenizer, opening, first)
-
-
-def converse(config: Config, policy: Any, tokenizer: Any, opening: list[dict[str, str]], line: str | None) -> None:
-    """Answer `line` and the messages after it until the input ends. opening: the first messages of each dialogue."""
-    dialogue = list(opening)
-    turn = 0
-    while line is not None:
-        if line:
+        if talking:
+            say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
+        opening = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        dialogue, turn = list(opening), 0
+        for line in itertools.chain(first, lines):
+            if not line:
+                dialogue = list(opening)
+                continue
             dialogue.append({"role": "user", "content": line})
             dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
             turn += 1
-        else:
-            dialogue = list(opening)
-        line = read_line(sys.stdin.isatty())
 
 
-def read_line(interactive: bool) -> str | None:
-    """The next message; None at the end of the input. Raises: UserError if the input is closed or not text."""
+def read_lines(talking: bool) -> Iterator[str]:
+    """The messages on standard input. Raises: UserError if it is closed or not text."""
     if sys.stdin is None:
         raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
-    try:
-        return as_text(input("> " if interactive else "").strip())
-    except EOFError:
-        return None
-    except UnicodeDecodeError:
-        raise UserError(NOT_TEXT) from None
+    while True:
+        try:
+            yield as_text(input("> " if talking else "").strip())
+        except EOFError:
+            return
+        except UnicodeDecodeError:
+            raise UserError(NOT_TEXT) from None
 
 
 def as_text(message: str) -> str:
@@ -87,8 +79,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     fitted = encode_prompt_within(tokenizer, [Message.model_validate(message) for message in dialogue], room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")
-    ends = end_ids(tokenizer)
-    text = TextStream(tokenizer, ends)
+    text = TextStream(tokenizer, end_ids(tokenizer))
     how = {"max_new_tokens": length, "temperature": config.chat.temperature, "greedy": config.chat.greedy}
     for token in make_sampler(config, policy, tokenizer, **how).stream(fitted[0], ("chat", turn)):
         write(printable(text.add([token]), keep="\n\t"))

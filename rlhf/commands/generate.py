@@ -22,8 +22,6 @@ from rlhf.runs.sources import read_prompts
 from rlhf.system.files import held, writing
 from rlhf.system.terminal import say
 
-Row = dict[str, Any]
-
 
 def run(config: Config) -> None:
     """Write the responses to `generate.out`. Raises: UserError if it exists, the model is missing or no prompt fits."""
@@ -35,35 +33,33 @@ def run(config: Config) -> None:
     out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
     refuse_inside_stage(out, "generate.out")
     with held(out):
-        check_free(out, config.overwrite)
+        partial = out.with_name(f"{out.name}.partial")
+        check_free(out, partial, config.overwrite)
         folder = stage_folder(config, settings.stage)
         made = check_output(folder)
         records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
         with writing(out):
-            answer_file(config, folder, records, model, out)
+            notes = answer_file(config, folder, records, model, partial)
+            partial.replace(out)
+        say(f"generate: {model['model']}: {notes[0]} -> {out}" + (f" ({'; '.join(notes[1:])})" if notes[1:] else ""))
 
 
-def check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, partial: Path, overwrite: bool) -> None:
     """Raises: UserError if `out` exists, unless it contains responses that overwrite=true may replace; or its partial file is not ours."""
     if out.is_dir():
         raise UserError(f"{out}: is a folder, want a file: choose another generate.out=…")
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists: choose another generate.out=…, or add overwrite=true")
-    for path in (out, partial_of(out)):
+    for path in (out, partial):
         ours = not path.exists()
         if path.is_file():  # empty, or its first line is one of ours, complete or torn
             with path.open("rb") as file:
                 line = file.readline()
-            torn = path == partial_of(out) and line.startswith(b'{"id": '[: len(line)]) and not line.endswith(b"\n")
-            row = parsed(line)
-            ours = torn if row is None else {"responses", "model_hash"} <= row.keys()
+            torn = path == partial and line.startswith(b'{"id": '[: len(line)]) and not line.endswith(b"\n")
+            ours = torn or {"responses", "model_hash"} <= (parsed(line) or {}).keys()
         if not ours:
             raise UserError(f"{path}: was not written by `rlhf generate`: choose another generate.out=…")
-
-
-def partial_of(out: Path) -> Path:
-    return out.with_name(f"{out.name}.partial")
 
 
 def fit_records(
@@ -80,8 +76,10 @@ def fit_records(
     return tokenizer, asked, {"temperature": temperature, "greedy": greedy, "max_new_tokens": length}
 
 
-def answer_file(config: Config, folder: Path, records: list[PromptRecord], model: Row, out: Path) -> None:
-    """Answer every prompt that fits; `out` appears when all are answered. Raises: UserError if none fits."""
+def answer_file(
+    config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str], partial: Path
+) -> list[str]:
+    """Answer every prompt that fits, after those that `partial` answers; returns what was done. Raises: UserError if none fits."""
     from rlhf.engines.sampling import make_sampler
     from rlhf.evaluation.policies import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
@@ -92,12 +90,10 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
         raise UserError(
             f"generate: none of {len(records)} prompts fits the context of {tokenizer.model_max_length} tokens"
         )
-    turns = [[m.model_dump(include={"role", "content"}) for m in record.prompt] for record, _, _ in asked]
-    heads = [
-        {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
-        for (record, _, cut), prompt in zip(asked, turns, strict=True)
-    ]
-    partial = partial_of(out)
+    heads = []
+    for record, _, cut in asked:
+        prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
+        heads.append({"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how})
     with partial.open("a+b") as file, progress(len(asked), "generate", unit="prompt") as bar, inference(config, device):
         file.seek(0)
         done = size = 0  # leading prompts that the file answers as this call would; the rest of it is cut off
@@ -112,9 +108,8 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
         if done:
             say(f"generate: {done} of {len(asked)} prompts are answered in {partial}: continues from there")
             bar.update(done)
-        policy: Any = load_frozen(config, folder / "model", device)
+        engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
         prompts = [(ids, ("generate", prompt_key(record.prompt))) for record, ids, _ in asked[done:]]
-        engine = make_sampler(config, policy, tokenizer, **how)
         drawn = draw_in_turn(engine, tokenizer, prompts, settings.samples)
         for head, answers in zip(heads[done:], drawn, strict=True):
             row = head | {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
@@ -124,15 +119,12 @@ def answer_file(config: Config, folder: Path, records: list[PromptRecord], model
             file.flush()
             bar.update()
         os.fsync(file.fileno())
-    partial.replace(out)
-    left = len(records) - len(asked)
-    cut = sum(cut for _, _, cut in asked)
-    notes = [f"{cut} prompts cut from the left to fit"] if cut else []
-    notes += [f"{left} left out: they cannot fit the context"] if left else []
-    tail = f" ({'; '.join(notes)})" if notes else ""
-    say(f"generate: {model['model']}: {len(asked):,} prompts with {settings.samples} responses each -> {out}{tail}")
+    left, cut = len(records) - len(asked), sum(cut for _, _, cut in asked)
+    notes = [f"{len(asked):,} prompts with {settings.samples} responses each"]
+    notes += [f"{cut} prompts cut from the left to fit"] if cut else []
+    return notes + ([f"{left} left out: they cannot fit the context"] if left else [])
 
 
-def parsed(line: bytes) -> Row | None:
+def parsed(line: bytes) -> dict[str, Any] | None:
     """The object of a complete line; None if the line is torn or not an object."""
     return parse_line(line) if line.endswith(b"\n") else None

@@ -73,12 +73,14 @@ def run(config: Config) -> None:
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
             write_json(temporary / RECORD, record)
-    notes = [f"{alike} left out: fewer than 2 distinct responses"] if alike else []
-    notes += [f"{too_long} left out: longer than the context"] if too_long else []
-    notes += [f"{labelled:,} passed over: labelled already"] if labelled else []
-    drawn = sum(len(task.responses) for task in tasks)
-    tail = f" ({'; '.join(notes)})" if notes else ""
-    say(f"sample: {len(tasks):,} prompts with {drawn:,} responses, {count:,} {settings.tool} tasks -> {out}{tail}")
+    left_out = {
+        "left out: fewer than 2 distinct responses": alike,
+        "left out: longer than the context": too_long,
+        "passed over: labelled already": labelled,
+    }
+    notes = "; ".join(f"{number:,} {why}" for why, number in left_out.items() if number)
+    drawn = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
+    say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out}" + (f" ({notes})" if notes else ""))
     say(f"sample: next: {step}")
 
 

@@ -72,33 +72,30 @@ class TextEncoder:
         messages = [Message(role=m.role, content=self._as_text(m.content)) for m in prompt]
         response = self._as_text(response)
         row = self._row(messages, response, ended)
-        if self.limit is None or len(row) <= self.limit:
-            return row
-        while (over := len(row) - self.limit) > 0:
+        while self.limit is not None and (over := len(row) - self.limit) > 0:
             spare = self._count(render_prompt(messages)) - self.limit // LEAST_PROMPT
-            if spare <= 0:
-                row = self._row(messages, response, ended=False)
-                break
-            messages = self._shorten(messages, min(over, spare))
+            if spare > 0:
+                messages = self._shorten(messages, min(over, spare))
+            elif ended:
+                ended = False
+            elif response:
+                response = self._cut(response, max(0, self._count(response) - over), keep_start=True)
+            else:
+                return TextRow(row.ids[-self.limit :], row.types[-self.limit :])
             row = self._row(messages, response, ended)
-        while (over := len(row) - self.limit) > 0 and response:
-            response = self._cut(response, max(0, self._count(response) - over), keep_start=True)
-            row = self._row(messages, response, ended=False)
-        return TextRow(row.ids[-self.limit :], row.types[-self.limit :])
+        return row
 
     def count(self, response: str) -> int:
         """The number of tokens of a response, without special ones."""
         return self._count(self._as_text(response))
 
     def _row(self, messages: list[Message], response: str, ended: bool) -> TextRow:
-        if self.form == "pair":
-            encoded = self.tokenizer(render_prompt(messages), response, return_token_type_ids=True)
-        elif self.form == "template":
-            ids = encode_scored(self.tokenizer, [*messages, Message(role="assistant", content=response)], ended)
+        dialogue = [*messages, Message(role="assistant", content=response)]
+        if self.form == "template":
+            ids = encode_scored(self.tokenizer, dialogue, ended)
             return TextRow(ids, [0] * len(ids))
-        else:
-            turns = [f"{m.role.capitalize()}: {m.content}" for m in messages]
-            encoded = self.tokenizer("\n\n".join([*turns, f"Assistant: {response}"]), return_token_type_ids=True)
+        texts = (render_prompt(messages), response) if self.form == "pair" else (render_prompt(dialogue),)
+        encoded = self.tokenizer(*texts, return_token_type_ids=True)
         ids, types = list(encoded["input_ids"]), list(encoded["token_type_ids"])
         ending = itertools.takewhile(lambda i: ids[i] in self._special_ids, reversed(range(len(ids))))
         at = next((i for i in ending if ids[i] in self._closing), None)  # of the token that closes the response
