@@ -58,6 +58,15 @@ class ShardingConfig:
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
 
 
+@dataclass(slots=True)
+class MemoryConfig:
+    """How much memory training may take. Batches are divided to fit; no loss depends on it."""
+
+    budget_gb: float | None = setting(
+        None, "GB (10^9 bytes) of its device for each process; none: 80% of what is free", above=0
+    )
+
+
 _GOLD = dict.fromkeys(GOLD_STAGES, " (the gold world only)")
 ParentsConfig: Any = make_dataclass(
     "ParentsConfig",
@@ -86,6 +95,7 @@ class Config:
     deepspeed: str = setting("none", "ZeRO stage", choices=tuple(DEEPSPEED), changes=ROUNDING)
     launcher: LauncherConfig = group(LauncherConfig, changes=ROUNDING)
     sharding: ShardingConfig = group(ShardingConfig, changes=ROUNDING)
+    memory: MemoryConfig = group(MemoryConfig, changes=ROUNDING)
     model: ModelConfig = group(ModelConfig)
     tokenizer: TokenizerSettings = group(TokenizerSettings)
     data: stages.DataConfig = group(stages.DataConfig)

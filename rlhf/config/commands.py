@@ -13,7 +13,7 @@ from rlhf.recipe import GOLD_STAGES, POLICY_STAGES, STAGES
 _STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
 _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report",
-                 ("tracking", "checkpoints", "parents", "launcher", "sharding")),
+                 ("tracking", "checkpoints", "parents", "launcher", "sharding", "memory")),
     **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
     "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
     "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
@@ -59,7 +59,7 @@ def uses(command: str, key: str) -> bool:
         return True
     if command in STAGES:
         row = STAGES[command]
-        read = (*row.settings, *row.reads, *_EVERY_STAGE, *(("sharding",) if row.several_processes else ()))
+        read = (*row.settings, *row.reads, *_EVERY_STAGE, *(("sharding", "memory") if row.several_processes else ()))
     else:
         read = (*HELP_GROUPS[command], *_ALSO_READ.get(command, ()))
     return key in read or key.partition(".")[0] in read

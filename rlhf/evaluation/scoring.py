@@ -13,7 +13,7 @@ from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like
 from rlhf.gold.truth import make_truth
-from rlhf.model.batching import by_length, joined_length, right_pad
+from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ranking import ranking_loss
@@ -36,15 +36,14 @@ def item_length(item: Item) -> int:
     return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
 
 
-def micro_batches(batch: list[Item], size: int) -> Iterator[list[Item]]:
-    """Whole prompts, of similar length, with at most `size` responses together (but at least one prompt)."""
-    part: list[Item] = []
-    for item in sorted(batch, key=item_length):
-        if part and sum(len(i.rows) for i in part) + len(item.rows) > size:
-            yield part
-            part = []
-        part.append(item)
-    yield part
+def scoring_batches(model: Any, items: Sequence[Item], most: int) -> Iterator[list[Item]]:
+    """Whole prompts for forwards without gradients: of similar length, at most `most` responses and `scoring_tokens` together (but
+    at least one prompt).
+    """
+    bare = unwrapped(model)
+    lengths, rows = [item_length(item) for item in items], [len(item.rows) for item in items]
+    for group in by_length(lengths, most, scoring_tokens(bare), rows, joins_rows(bare)):
+        yield [items[i] for i in group]
 
 
 def score_items(model: Any, items: list[Item], device: torch.device) -> Tensor:
@@ -76,7 +75,8 @@ def pad_weights(items: list[Item], device: torch.device) -> Tensor:
 def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device) -> list[float]:
     """The log-prob in nats of each response under a model, of pairs (prompt, response) as tokens."""
     nats = torch.zeros(len(pairs))
-    for group in by_length([len(prompt) + len(response) for prompt, response in pairs], RESPONSES_TOGETHER):
+    widths = [len(prompt) + len(response) for prompt, response in pairs]
+    for group in by_length(widths, RESPONSES_TOGETHER, scoring_tokens(model)):
         tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
         starts = torch.tensor([len(pairs[i][0]) for i in group])
         answers = lengths - starts
@@ -166,7 +166,7 @@ def read_features(model: RewardModel, items: list[Item], pad: int, device: torch
     """What the head sees of every response of all items in turn, (R, D) float64 on the CPU. Every process reads all of them."""
     model.eval()
     read: dict[int, Tensor] = {}
-    for part in micro_batches(items, RESPONSES_TOGETHER):
+    for part in scoring_batches(model, items, RESPONSES_TOGETHER):
         tokens, lengths = right_pad([row for item in part for row in item.rows], pad)
         features = model.features(tokens.to(device), lengths.to(device)).double().cpu()
         read |= zip(map(id, part), features.split([len(item.rows) for item in part]), strict=True)

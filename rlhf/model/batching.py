@@ -5,8 +5,9 @@ For several answers to a prompt, the prompt is then computed once. Each token ha
 tokens as in a separate row, so the hidden states are the same up to rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,55 @@ def right_pad(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, to
     return pad_sequence(tokens, batch_first=True, padding_value=pad), torch.tensor([len(row) for row in rows])
 
 
-def by_length(lengths: list[int], size: int) -> Iterator[list[int]]:
-    """Indices in groups of at most `size` and of similar length, so that there is little padding."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
+def by_length(
+    lengths: Sequence[int],
+    most: int | None = None,
+    tokens: float | None = None,
+    rows: Sequence[int] | None = None,
+    joined: bool = False,
+) -> list[list[int]]:
+    """Indices in groups of similar length, so that there is little padding: each of at most `most` rows and `tokens` padded
+    tokens (rows times the longest), but at least one item.
+
+    rows: of each item, which is not divided; one unless given. joined: an item's rows are read as one row of its length
+    where that saves time (`join_rows`).
+    """
+    groups: list[list[int]] = []
+    count = 0  # rows of the last group
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        count += rows[i] if rows else 1
+        wide = (
+            (len(groups[-1]) + 1) / WORTH if joined and groups else count
+        )  # kept apart if joining saves less than that
+        if not groups or (most and count > most) or (tokens and wide * lengths[i] > tokens):
+            groups.append([])
+            count = rows[i] if rows else 1
+        groups[-1].append(i)
+    return groups
+
+
+SCORING_BYTES = 5e8
+
+
+def scoring_tokens(model: Any) -> int:
+    """Most padded tokens of a forward without gradients: what its widest block computes at once then takes SCORING_BYTES.
+
+    More would not be faster. model: anything around a transformer.
+    """
+    config = next((part.config for part in model.modules() if hasattr(part, "config")), None)
+    config = getattr(config, "trunk", None) or config  # of a reward model
+    width = getattr(config, "hidden_size", None) or 1024
+    hidden = next(filter(None, (getattr(config, name, None) for name in HIDDEN_UNITS)), 4 * width)
+    element = next(model.parameters()).element_size()
+    return max(1, int(SCORING_BYTES / (element * (2 * width + 4 * hidden))))
+
+
+def joins_rows(model: Any) -> bool:
+    """Whether the rows of an item are joined where that saves time, as our GPT does; windows count distances within a row."""
+    return any(getattr(part, "native", False) and part.config.window is None for part in model.modules())
+
+
+HIDDEN_UNITS = ("intermediate_size", "ffn_dim", "n_inner")  # names of the MLP's width in transformers' configurations
 
 
 PADDING = -1  # the segment of padding; the prefix has 0, the rests of the rows 1, 2, …

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlhf.model.batching import by_length
+from rlhf.model.batching import by_length, scoring_tokens
 
 if TYPE_CHECKING:
     from rlhf.data.encoding import Encode
@@ -168,7 +168,7 @@ def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
     was_training, device = bare.training, next(bare.parameters()).device
     bare.eval()
     scores = torch.zeros(len(rows))
-    for group in by_length([len(row) for row in rows], bare.together):
+    for group in by_length([len(row) for row in rows], bare.together, scoring_tokens(bare)):
         batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
         scores[group] = model(**batch, calibrated=calibrated).float().cpu()
     bare.train(was_training)

@@ -189,6 +189,17 @@ def logit_bytes(tokens: int, vocab_size: int) -> int:
     return 12 * tokens * vocab_size
 
 
+CHUNK = 2**20  # logits that a CPU computes at once (rlhf/ops/unembedding.py), but of at least 256 tokens
+ROOM = 0.95  # the share of a budget that an estimate may fill
+# What a CPU's process takes for each byte that autograd keeps, with and without adapters: freed blocks that no other fits.
+CPU_GAPS = {False: 1.1, True: 1.45}
+
+
+def loss_bytes(shape: Shape) -> int:
+    """Peak bytes of a loss in chunks: logits, probabilities and their product of a chunk, and the unembedding's gradient."""
+    return 4 * (3 * max(CHUNK, 256 * shape.vocab_size) + shape.embedding)
+
+
 def sampling_logit_bytes(rows: int, vocab_size: int, dtype: str) -> int:
     """Bytes of one decoding step's logits: the logits, and in float32 the scaled ones, log-softmax, probabilities and sums."""
     return rows * vocab_size * (ELEMENT[dtype] + 4 * 4)

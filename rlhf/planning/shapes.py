@@ -3,8 +3,9 @@
 `tests/planning` compares the counts with the model itself on the meta device.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from rlhf.config.model import ModelConfig, default_mlp_width
 
@@ -117,18 +118,26 @@ def read_shape(source: str) -> Shape:
     from rlhf.model.checkpoint import UNSTATED_CONTEXT, read_checkpoint
 
     checkpoint = read_checkpoint(source)
-    config = checkpoint.config
+    shape = shape_of_config(checkpoint.config, checkpoint.context or UNSTATED_CONTEXT)
+    return replace(shape, more=checkpoint.parameters - shape.language_model)
+
+
+def shape_of_config(config: Any, context: int = 0) -> Shape:
+    """The shape that a configuration of ours or of transformers states; parameters that it does not are not counted."""
+    if config.model_type == "rlhf_gpt":
+        named = {field.name: getattr(config, field.name) for field in fields(Shape) if hasattr(config, field.name)}
+        return Shape(**named)
     heads = config.num_attention_heads
     hidden_units = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
     gated = getattr(config, "hidden_act", None) in ("silu", "swiglu", "gelu_pytorch_tanh")
-    shape = Shape(
+    return Shape(
         n_layer=config.num_hidden_layers,
         n_head=heads,
         n_kv_head=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or 0,
         width=config.hidden_size,
         mlp_width=next(filter(None, hidden_units), 4 * config.hidden_size),
-        context_length=checkpoint.context or UNSTATED_CONTEXT,
+        context_length=context,
         positions="rotary",
         norm="rmsnorm" if gated else "layernorm",
         mlp="swiglu" if gated else "gelu",
@@ -136,4 +145,3 @@ def read_shape(source: str) -> Shape:
         tie_word_embeddings=bool(config.tie_word_embeddings),
         vocab_size=config.vocab_size,
     )
-    return replace(shape, more=checkpoint.parameters - shape.language_model)

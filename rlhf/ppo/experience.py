@@ -23,7 +23,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.engines.local import Samples
 from rlhf.engines.sampling import SamplingEngine
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length, right_pad
+from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.interface import Episodes, lm
 from rlhf.ops.gae import ESTIMATORS, compute_advantages
 from rlhf.ppo.rewards import Reward, score_by_token
@@ -134,7 +134,7 @@ def score_responses(
     logp_old = samples.logprobs.clone()
     logp_ref, values, token_scores = (torch.zeros_like(logp_old) for _ in range(3))
     with engine.autocast():
-        for group in by_length(lengths.tolist(), 2 * settings.micro_batch_episodes):
+        for group in by_length(lengths.tolist(), 2 * settings.micro_batch_episodes, scoring_tokens(engine.module)):
             width, answer = int(lengths[group].max()), int(samples.mask[group].sum(1).max())
             part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
             logp_ref[group, :answer] = reference(part, starts, mask)

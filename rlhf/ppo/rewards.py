@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length
+from rlhf.model.batching import by_length, scoring_tokens
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
@@ -54,7 +54,7 @@ class ModelReward:
         if self.read_tokens == 0:
             return self(episodes), parts
         rows = self.bare.rows(episodes)
-        for group in by_length([len(row) for row in rows], self.bare.together):
+        for group in by_length([len(row) for row in rows], self.bare.together, scoring_tokens(self.bare)):
             batch = {name: x.to(self.device) for name, x in self.bare.collate([rows[i] for i in group]).items()}
             terms = self.model(**batch, by_token=True).float()  # (b, N), from the last token backwards
             at = sizes[group, None] - 1 - torch.arange(terms.shape[1], device=self.device)

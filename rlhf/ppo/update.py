@@ -51,7 +51,7 @@ def optimize(
     firsts |= {"policy": first_of_policy} if with_policy else {}
     factors = {name: rate_factor(settings, update, first) for name, first in firsts.items()}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
-    state.engine.module.train(config.gradient_checkpointing)
+    state.engine.module.train(config.gradient_checkpointing or state.engine.recomputes)
     row_of = {episode: row for row, episode in enumerate(episodes)}
     size = settings.episodes_per_update // settings.minibatches
     for epoch in range(settings.epochs):
@@ -102,7 +102,7 @@ def train_minibatch(
     engine, rollout = state.engine, experience.rollout
     model = engine.module
     tokens = int(engine.ranks.sum(rollout.response_mask[chosen].sum()))  # N
-    alike = by_length(rollout.lengths[chosen].tolist(), config.ppo.micro_batch_episodes)
+    alike = by_length(rollout.lengths[chosen].tolist(), config.ppo.micro_batch_episodes, engine.most_tokens)
     groups = [[chosen[i] for i in group] for group in alike]
     # Critic and policy one after the other, so that memory holds the activations of one; together if they share a trunk that
     # trains, and under ZeRO: DeepSpeed's first backward of a step overwrites gradients, and all others add to them.
@@ -189,7 +189,7 @@ def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBl
     width = blocks.blocks[0]["input_ids"].shape[0]
     tokens = len(drawn) * (width - 1)
     of_rank = drawn[ranks.rank :: ranks.count]
-    size = config.pretrain.micro_batch_sequences
+    size = min(config.pretrain.micro_batch_sequences, max(1, (engine.most_tokens or tokens) // width))
     for start in range(0, -(-len(drawn) // ranks.count), size):
         counted = of_rank[start : start + size]
         # a rank without blocks left computes one that does not count

@@ -92,6 +92,9 @@ class Stage:
     seconds_before: float = 0.0  # seconds of earlier, interrupted attempts
     started: float = field(default_factory=time.monotonic)
     steps: int | None = None  # total number of steps, once it is known
+    memory: dict[str, float] = field(
+        default_factory=dict
+    )  # its budget and tokens per forward, which a resumed stage keeps
     writes: bool = True  # only on rank 0, which prints and writes for all ranks
     replaces: Path | None = None  # with overwrite=true the folder that this one replaces when it is complete
 
@@ -124,6 +127,7 @@ class Stage:
             "seconds": round(self.elapsed(), 2),
             "peak_rss_mb": peak_rss_mb(),
             "steps": self.steps,
+            "memory": self.memory,
             "config": stored(asdict(self.config)),
         }
 
@@ -241,6 +245,7 @@ def _begin_or_resume(stage: Stage) -> dict | None:
         path.unlink(missing_ok=True)
     stage.resumed = True
     stage.seconds_before = float(recorded.get("seconds", 0.0))
+    stage.memory = recorded.get("memory", {})
     return recorded
 
 
@@ -262,7 +267,7 @@ def has_begun(folder: Path, name: str) -> bool:
 def _say_other_rounding(stage: Stage, recorded: dict) -> None:
     """Print the changed settings that affect only speed, memory and rounding."""
     before = flatten(recorded.get("config"))
-    groups = (*STAGES[stage.name].groups, "", "sharding", "launcher")
+    groups = (*STAGES[stage.name].groups, "", "sharding", "memory", "launcher")
     changed = []
     for key, setting in settings_in(Config).items():
         value = stored(get(stage.config, key))

@@ -20,7 +20,7 @@ from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
-from rlhf.model.batching import by_length, right_pad
+from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.heads import LabelModel, transfer
 from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
@@ -134,7 +134,9 @@ def predict(model: LabelModel, examples: list[Coded], pad: int, device: torch.de
     """P(y | x) of every class, (N, C) float32 on the CPU."""
     model.eval()
     probabilities = torch.zeros(len(examples), len(model.classes))
-    for group in by_length([max(map(len, example.rows)) for example in examples], MEASURED_TOGETHER):
+    for group in by_length(
+        [max(map(len, example.rows)) for example in examples], MEASURED_TOGETHER, scoring_tokens(model)
+    ):
         inputs, _ = collate([examples[i] for i in group], pad, device)
         probabilities[group] = model(**inputs)[0].softmax(-1).cpu()
     return probabilities

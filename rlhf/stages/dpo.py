@@ -21,8 +21,8 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import Item, token_encoder
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.scoring import by_item, micro_batches, pad_weights
-from rlhf.model.batching import right_pad
+from rlhf.evaluation.scoring import by_item, item_length, pad_weights, scoring_batches
+from rlhf.model.batching import joins_rows, right_pad
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.models import Reference
 from rlhf.runs.folders import stage_folder
@@ -120,14 +120,15 @@ def make_objective(config: Config, engine: Engine, reference: Any, pad: int) -> 
         add_ranking_figures(sums, "dpo", figures)
         return loss, batch | {"scores": scores}
 
-    return Objective(lambda item: item.rows, loss_of, ANSWERS * settings.micro_batch_prompts)
+    most, joined = ANSWERS * settings.micro_batch_prompts, joins_rows(engine.module)
+    return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
 
 
 def held_out_figures(engine: Engine, reference: Any, items: list[Item], settings: Any, pad: int) -> dict[str, float]:
     """{"loss", "accuracy", "margin"} on held-out prompts; empty without any."""
     engine.eval()
     sums = Sums()
-    for part in micro_batches(items, ANSWERS * settings.micro_batch_prompts) if items else ():
+    for part in scoring_batches(engine, items, ANSWERS * settings.micro_batch_prompts):
         scores = score(engine, reference, part, put(collate(part, pad), engine.device), settings.beta)
         _, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=1)
         add_ranking_figures(sums, "dpo", figures)

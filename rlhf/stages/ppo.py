@@ -54,6 +54,7 @@ from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_model, save_output
 from rlhf.training.engine import Engine
 from rlhf.training.loop import open_loop
+from rlhf.training.memory import set_budget
 from rlhf.training.setup import set_up
 
 Reference = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs (B, A) of the SFT model
@@ -74,7 +75,9 @@ def run(config: Config) -> None:
 
         # Loop
         updates = settings.episodes // settings.episodes_per_update
+        longest = max(len(ids) for _, ids in prompts.train) + config.rollout.max_new_tokens
         with open_loop(stage, engine, updates, unit="update") as loop:
+            set_budget(stage, engine, longest)
             metrics: dict[str, float] = {}
             if loop.resumed:
                 state.kl.load_state_dict(loop.notes["kl"])

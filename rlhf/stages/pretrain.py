@@ -21,6 +21,7 @@ from rlhf.data.corpus import PackedCorpus, Part, iterate_documents, make_collato
 from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
+from rlhf.model.batching import by_length, scoring_tokens
 from rlhf.model.blocks import limited_experts
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
@@ -87,7 +88,8 @@ def run(config: Config) -> None:
                 rows = config.pretrain.global_batch_tokens // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
                 objective = make_objective(config, engine, blocks)
-                train(loop, Batches(cast(Any, blocks), rows, order), objective, make_schedule(config, steps))
+                batches, schedule = Batches(cast(Any, blocks), rows, order), make_schedule(config, steps)
+                train(loop, batches, objective, schedule, largest=blocks[0])
             save_output(model, tokenizer, stage)
 
             # 4. Held-out loss
@@ -253,8 +255,8 @@ def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTraine
     loss = NextToken(model).eval()
     nats = bytes_seen = tokens_seen = 0.0
     count = min(len(blocks), config.pretrain.eval_sequences)
-    for start in range(0, count, 16):
-        batch = collate([blocks[i] for i in range(start, min(count, start + 16))])
+    for group in by_length([blocks.context_length] * count, 16, scoring_tokens(model)):
+        batch = collate([blocks[i] for i in group])
         labels = batch["labels"]
         text = labels[:, 1:] != blocks.separator
         tokens_seen += text.sum().item()

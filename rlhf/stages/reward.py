@@ -33,11 +33,12 @@ from rlhf.evaluation.scoring import (
     item_encoder,
     item_length,
     length_baseline,
-    micro_batches,
     pad_weights,
     read_features,
     score_items,
+    scoring_batches,
 )
+from rlhf.model.batching import joins_rows
 from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
@@ -231,7 +232,9 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
         add_figures(sums, part, scores, figures)
         return loss, inputs | {"scores": scores}
 
-    return Objective(lambda item: item.rows, loss_of, settings.micro_batch_responses, length=item_length)
+    joined = joins_rows(engine.module) and not settings.lm_coef
+    most = settings.micro_batch_responses
+    return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
 
 
 def held_out_figures(loop: TrainingLoop, engine: Engine, items: list[Item]) -> dict[str, float]:
@@ -250,7 +253,7 @@ def evaluate_items(model: Any, items: list[Item], device: torch.device) -> dict[
     """Held-out {"loss", "accuracy", "margin", "mean", "std"} of raw scores."""
     model.eval()
     sums = Sums()
-    for part in micro_batches(items, EVALUATED_TOGETHER):
+    for part in scoring_batches(model, items, EVALUATED_TOGETHER):
         scores = score_items(model, part, device)
         _, figures = ranking_loss(scores, pad_weights(part, device), denominator=1)
         add_figures(sums, part, scores, figures)

@@ -26,7 +26,7 @@ from rlhf.data.corpus import PackedCorpus
 from rlhf.data.encoding import Row, encode_demonstrations, labels_of
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length, right_pad
+from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.interface import context_of, lm
 from rlhf.runs.folders import stage_folder
@@ -219,6 +219,6 @@ def response_loss(model: Any, rows: list[Row], pad: int) -> float:
     """Mean loss in nats over all learned tokens of the rows."""
     loss, collate, made = NextToken(model).eval(), make_collator(pad, False, False), make_rows(rows, 0, False)
     device = next(model.parameters()).device
-    groups = by_length([len(row["input_ids"]) for row in made], 32)
+    groups = by_length([len(row["input_ids"]) for row in made], 32, scoring_tokens(model))
     nats = sum(loss(**put(collate([made[i] for i in group]), device)).item() for group in groups)
     return nats / sum(map(labels_in, made))

@@ -10,9 +10,12 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
+from rlhf.model.batching import WORTH, by_length
 from rlhf.runs.metric_table import Sums
+from rlhf.system.memory import used_bytes
 from rlhf.training.engine import Engine
 from rlhf.training.loop import TrainingLoop
+from rlhf.training.memory import set_budget
 
 T = TypeVar("T")
 Order = Callable[[int, int], Sequence[int]]  # (number of items, epoch) -> the indices in their order
@@ -67,29 +70,13 @@ def shuffled_order(seed: str) -> Order:
     return order
 
 
-def micro_batches(lengths: Sequence[int], rows: Sequence[int], most: int, rank: int, ranks: int) -> list[list[int]]:
-    """One rank's micro-batches of a batch: indices of items of similar length, with at most `most` rows (but at least one item).
-
-    Every rank has the same number of micro-batches, so that all take part in the same exchanges; a rank that has fewer gets
-    empty ones. lengths, rows: of each item of the batch.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    parts: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for number, groups in enumerate(parts):
-        for i in order[number::ranks]:
-            if not groups or rows[i] + sum(rows[j] for j in groups[-1]) > most:
-                groups.append([])
-            groups[-1].append(i)
-    return parts[rank] + [[]] * (max(map(len, parts)) - len(parts[rank]))
-
-
 @dataclass(frozen=True)
 class Objective(Generic[T]):
     """What a stage minimises: a sum over the items of a batch, divided by the batch's denominator, so that no split changes it.
 
     rows: an item's rows of tokens. loss: takes a micro-batch, the denominator, and sums to add statistics to; returns the
     micro-batch's part of the loss, and its tensors, which are kept if it is not finite. count: an item's share of the
-    denominator. length: by which items are grouped; the longest row unless given.
+    denominator. length: by which items are grouped; the longest row unless given. joined: as of `by_length`.
     """
 
     rows: Callable[[T], Sequence[Sized]]
@@ -97,15 +84,35 @@ class Objective(Generic[T]):
     micro_batch_rows: int
     count: Callable[[T], int] = lambda item: 1
     length: Callable[[T], int] | None = None
+    joined: bool = False
+
+    def tokens(self, item: T) -> int:
+        """Padded tokens of an item, at most."""
+        return int(self._length(item) * (1 / WORTH if self.joined else len(self.rows(item))))
+
+    def micro_batches(self, items: Sequence[T], tokens: int | None, rank: int, ranks: int) -> list[list[int]]:
+        """One rank's micro-batches of a batch, by `by_length`: indices of its items.
+
+        Every rank has the same number of micro-batches, so that all take part in the same exchanges; a rank that has fewer
+        gets empty ones.
+        """
+        lengths, rows = [self._length(item) for item in items], [len(self.rows(item)) for item in items]
+        order = sorted(range(len(items)), key=lengths.__getitem__)
+        parts = []
+        for mine in (order[number::ranks] for number in range(ranks)):
+            sizes = [lengths[i] for i in mine], self.micro_batch_rows, tokens, [rows[i] for i in mine], self.joined
+            parts.append([[mine[i] for i in group] for group in by_length(*sizes)])
+        return parts[rank] + [[]] * (max(map(len, parts)) - len(parts[rank]))
+
+    def _length(self, item: T) -> int:
+        return self.length(item) if self.length else max(map(len, self.rows(item)))
 
 
 def train_step(engine: Engine, batch: list[T], objective: Objective[T], sums: Sums, factor: float = 1.0) -> None:
     """One optimizer step on a batch, the same on any number of ranks. sums: of this rank. factor: on the learning rates."""
     engine.module.train()
-    ranks, rows = engine.ranks, [objective.rows(item) for item in batch]
-    lengths = list(map(objective.length, batch)) if objective.length else [max(map(len, of_item)) for of_item in rows]
-    denominator, sizes = sum(map(objective.count, batch)), [len(of_item) for of_item in rows]
-    for group in micro_batches(lengths, sizes, objective.micro_batch_rows, ranks.rank, ranks.count):
+    denominator = sum(map(objective.count, batch))
+    for group in objective.micro_batches(batch, engine.most_tokens, engine.ranks.rank, engine.ranks.count):
         # a rank with fewer micro-batches computes an item that does not count
         part = [batch[i] for i in group] or batch[:1]
         loss, tensors = objective.loss(part, denominator, sums if group else Sums())
@@ -115,6 +122,23 @@ def train_step(engine: Engine, batch: list[T], objective: Objective[T], sums: Su
     sums.add("optim/lr", engine.rates[0] * factor)
 
 
+def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: int) -> float | None:
+    """Bytes per padded token that a forward and backward of the largest items take at their peak; changes nothing.
+
+    None if it cannot be told, because the process had used more before.
+    """
+    part = [items[i] for i in objective.micro_batches(items, most, 0, 1)[-1]]
+    before, peak = used_bytes(engine.device), used_bytes(engine.device, peak=True)
+    engine.module.train()
+    with torch.random.fork_rng():
+        engine.backward(objective.loss(part, sum(map(objective.count, part)), Sums())[0])
+    gradients = sum(4 * p.numel() for p in engine.module.parameters() if p.grad is not None)
+    engine.module.zero_grad()
+    taken = used_bytes(engine.device, peak=True)
+    tokens = max(objective.tokens(item) for item in part) * len(part)
+    return (taken - before - gradients) / tokens if taken > peak else None
+
+
 def train(
     loop: TrainingLoop,
     batches: Batches[T],
@@ -122,12 +146,15 @@ def train(
     factor: Callable[[int], float],
     *,
     averages: bool = True,
+    largest: T | None = None,
 ) -> None:
     """One optimizer step per batch, from the newest checkpoint to the loop's last step.
 
     factor: on the learning rates, by the number of steps taken. averages: whether a line of metrics is over the steps since the
-    last line, or over its own step.
+    last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
     """
+    longest = max(map(objective.tokens, items := batches.items if largest is None else [largest]))
+    set_budget(loop.stage, loop.engine, longest, lambda most: measure(loop.engine, objective, items, most))
     for step, batch in zip(loop.steps(), batches.after(loop.first), strict=False):
         if not averages:
             loop.sums = Sums()

@@ -73,6 +73,9 @@ class Engine:
         self.averaged = ""  # the part whose weights `ema` averages
         self.batch: Mapping[str, Tensor] = {}  # the last micro-batch; the first whose loss is not finite
         self.loss_is_finite = True
+        # set by rlhf/training/memory.py: most padded tokens of a forward with gradients, and whether activations are computed again
+        self.most_tokens: int | None = None
+        self.recomputes = False
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""

@@ -19,13 +19,14 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
+from rlhf.evaluation.scoring import scoring_batches
 from rlhf.model.batching import joined_length
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from rlhf.stages import reward
-from rlhf.training.batches import Batches, micro_batches, shuffled_order
+from rlhf.training.batches import Batches, Objective, shuffled_order
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups
@@ -114,22 +115,26 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
     assert list(itertools.islice(drawn.after(0), 6)) == found != list(itertools.islice(other.after(0), 6))
 
 
-def test_micro_batches_keep_prompts_whole():
+def test_forwards_without_gradients_keep_prompts_whole(model):
     items = blank_items([4, 9, 2, 7, 4, 3])
-    parts = list(reward.micro_batches(items, 10))
+    parts = list(scoring_batches(model, items, 10))
     assert sorted(item.key for part in parts for item in part) == [str(i) for i in range(6)]
     assert all(sum(len(item.rows) for item in part) <= 10 or len(part) == 1 for part in parts)
-    assert [len(part) for part in reward.micro_batches(items, 1)] == [1] * 6
+    assert [len(part) for part in scoring_batches(model, items, 1)] == [1] * 6
 
 
+@pytest.mark.parametrize("tokens", [None, 30])
 @pytest.mark.parametrize(("most", "ranks"), [(10, 1), (10, 2), (1, 4), (100, 4), (3, 9)])
-def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks):
+def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(most, ranks, tokens):
     lengths, rows = [5, 3, 9, 9, 1, 7, 2], [4, 9, 2, 7, 4, 3, 1]
-    parts = [micro_batches(lengths, rows, most, rank, ranks) for rank in range(ranks)]
+    objective = Objective(lambda i: [[]] * rows[i], None, most, length=lambda i: lengths[i])
+    parts = [objective.micro_batches(range(7), tokens, rank, ranks) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     groups = [group for part in parts for group in part if group]
     assert sorted(i for group in groups for i in group) == list(range(7))
     assert all(sum(rows[i] for i in group) <= most or len(group) == 1 for group in groups)
+    padded = [sum(rows[i] for i in group) * max(lengths[i] for i in group) for group in groups]
+    assert all(size <= (tokens or 1000) or len(group) == 1 for size, group in zip(padded, groups, strict=True))
     assert all([lengths[i] for i in group] == sorted(lengths[i] for i in group) for group in groups)
 
 

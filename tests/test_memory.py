@@ -1,0 +1,127 @@
+"""The memory budget: what limits leave, how batches are divided to fit, what does not fit, and how a resumed stage goes on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.model.batching import by_length, joins_rows, scoring_tokens
+from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.heads import RewardModel
+from rlhf.system import memory
+from rlhf.training.engine import make_engine
+from rlhf.training.memory import kept_per_token, set_budget
+from rlhf.training.next_token import NextToken
+from tests.presets import preset
+
+CPU = torch.device("cpu")
+
+
+def test_groups_have_at_most_so_many_padded_tokens():
+    lengths = [3, 90, 5, 4, 100, 6, 30]
+    groups = by_length(lengths, most=3, tokens=100)
+    assert groups == [[0, 3, 2], [5, 6], [1], [4]]
+    assert by_length(lengths, tokens=50) == [[0, 3, 2, 5], [6], [1], [4]], "an item alone may be longer"
+    assert by_length([10, 10, 10], tokens=50, rows=[2, 3, 4]) == [[0, 1], [2]]
+    # joined items count once, divided by 0.8: 1 / 0.8 * 10 < 25 <= 3 / 0.8 * 10
+    assert by_length([10, 10, 10], tokens=25, rows=[2, 3, 4], joined=True) == [[0, 1], [2]]
+
+
+def test_tokens_of_a_forward_without_gradients():
+    model = GPTForCausalLM(preset("tiny", width=64, n_head=4, mlp_width=100))
+    # float32: 2 * 64 + 4 * 100 elements of 4 bytes per token
+    assert scoring_tokens(model) == scoring_tokens(RewardModel.from_causal_lm(model)) == int(5e8 / (4 * 528))
+    assert joins_rows(model) and not joins_rows(torch.nn.Linear(2, 2))
+
+
+def fake_kernel(tmp_path, monkeypatch, files: dict[str, str], cgroup: str) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "cgroup").write_text(cgroup)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OF_PROCESS", tmp_path / "cgroup")
+
+
+@pytest.mark.parametrize(
+    ("files", "cgroup"),
+    [
+        ({"a/b/memory.max": "max", "a/memory.max": "900", "a/memory.current": "500", "a/memory.stat": "inactive_file 100"},
+         "0::/a/b"),
+        ({"memory/a/memory.limit_in_bytes": "900", "memory/a/memory.usage_in_bytes": "500",
+          "memory/a/memory.stat": "total_inactive_file 100"}, "3:cpu:/x\n4:memory:/a"),
+        ({"memory.max": "900", "memory.current": "400"}, "0::/outside/of/this/container"),
+    ],
+)  # fmt: skip
+def test_what_a_container_leaves(tmp_path, monkeypatch, files, cgroup):
+    fake_kernel(tmp_path, monkeypatch, files, cgroup)
+    assert list(memory.left_in_cgroups()) == [500]
+    assert memory.free_bytes(CPU) == 500
+
+
+def test_a_set_budget_and_a_safe_share(monkeypatch):
+    assert memory.budget_bytes(4.0, CPU) == 4_000_000_000
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "used_bytes", lambda device: 50)
+    assert memory.budget_bytes(None, CPU) == 850
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert memory.budget_bytes(None, CPU) == 450
+
+
+def make_stage(budget_gb: float, **more):
+    config = Config()
+    config.memory.budget_gb = budget_gb
+    said: list[str] = []
+    return SimpleNamespace(config=config, name="sft", memory=more, say=said.append, said=said)
+
+
+@pytest.fixture
+def engine():
+    sizes = {"width": 64, "n_head": 4, "n_layer": 8, "context_length": 4096, "vocab_size": 99}
+    model = GPTForCausalLM(preset("tiny", **sizes))
+    groups = [{"params": list(model.parameters()), "lr": 0.0}]
+    return make_engine(Config(), NextToken(model), groups, CPU)
+
+
+def test_the_limit_follows_the_budget(engine, monkeypatch):
+    monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
+    stage = make_stage(64)
+    set_budget(stage, engine, 100)
+    assert engine.most_tokens == int(1.5e9 / kept_per_token(engine)), "more would not be faster on a CPU"
+    small = make_stage(1.2)
+    set_budget(small, engine, 100)
+    assert 100 < engine.most_tokens < 0.2e9 / kept_per_token(engine)
+    assert small.memory["needs_gb"] <= 1.2 and "of 1.2 GB" in small.said[-1]
+
+
+def test_a_row_too_long_is_computed_in_two_passes_or_refused(engine, monkeypatch):
+    monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
+    stage, plain = make_stage(1.2), kept_per_token(engine)
+    set_budget(stage, engine, int(0.18e9 / plain))
+    assert engine.recomputes and kept_per_token(engine) < 0.5 * plain
+    assert all(layer.gradient_checkpointing for layer in engine.module.model.model.layers)
+    with pytest.raises(
+        UserError, match=r"needs .* its longest row of 100,000 tokens: try lora.rank=16 or data.max_tokens="
+    ):
+        set_budget(make_stage(1.2), engine, 100_000)
+
+
+def test_a_resumed_stage_keeps_its_limit_if_it_fits(engine):
+    stage = make_stage(64, tokens=123)
+    set_budget(stage, engine, 200)
+    assert engine.most_tokens == stage.memory["tokens"] == 123
+    stage = make_stage(64, tokens=10**9)
+    set_budget(stage, engine, 200)
+    assert engine.most_tokens < 10**9 and "no longer fit" in stage.said[0]
+
+
+def test_a_measured_forward_corrects_the_estimate(engine):
+    stage = make_stage(64)
+    set_budget(stage, engine, 100, lambda most: pytest.fail("measured without need"))
+    needed = stage.memory["needs_gb"]
+    stage = make_stage(1.05 * needed)
+    set_budget(stage, engine, 100, lambda most: 2 * kept_per_token(engine))
+    assert stage.memory["tokens"] * 2 * kept_per_token(engine) <= 1.05e9 * needed
