@@ -52,7 +52,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.data.encoding import Item, Judgement
-    from rlhf.evaluation.scoring import micro_batches, pad_weights, score_items
+    from rlhf.evaluation.scoring import pad_weights, score_items, scoring_batches
     from rlhf.model.heads import RewardModel
     from rlhf.ops.fast import keep_freed_memory
     from rlhf.ops.ranking import ranking_loss
@@ -70,7 +70,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     for turn, _ in enumerate(turns):
         batch = [items[(turn * spec["prompts"] + i) % len(items)] for i in range(spec["prompts"])]
-        for part in micro_batches(batch, spec["micro"]):
+        for part in scoring_batches(model, batch, spec["micro"]):
             with autocast:
                 scores = score_items(model, part, device)
             loss, _ = ranking_loss(scores, pad_weights(part, device), denominator=len(batch))
