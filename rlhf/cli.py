@@ -72,8 +72,6 @@ def _dispatch(arguments: list[str]) -> None:
         write(completions + "\n")
         return
     command, words = arguments[0], arguments[1:]
-    if command in ("report", "serve"):
-        words = module_of(command).rewrite_arguments(words)
     if command in removed.COMMANDS:
         raise UserError(f"`rlhf {command}` is gone: {removed.COMMANDS[command]}")
     if command not in COMMANDS:

@@ -237,6 +237,17 @@ def test_flags_are_told_from_overrides():
     assert found.overrides == ["seed=1,2", "ppo.lr=1", "x"]
 
 
+def test_several_runs_are_one_setting_and_settings_of_labelling_need_no_group():
+    assert words.read_words(["run=a", "seed=1", "run=b", "labelers=[x,y]"], "serve").overrides == [
+        "seed=1",
+        "serve.labelers=[x,y]",
+        "run='a,b'",
+    ]
+    assert words.read_words(["run='a,b'"], "report").overrides == ["run='a,b'"]
+    with pytest.raises(UserError, match=r"unknown option '--figures'.*: use report\.figures=<folder>"):
+        words.read_words(["--figures", "x"], "report")
+
+
 def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
     def refuse(config):
         raise UserError("x.txt: came to nothing:\n  mend it")

@@ -6,7 +6,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs.checkpoints import full_disk
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.system.files import held, replaced, share, writing
+from rlhf.system.files import check_replaceable, held, replaced, share, writing
 from rlhf.system.terminal import say
 
 
@@ -21,7 +21,9 @@ def run(config: Config) -> None:
 
     write = write_reward if config.export.stage == "reward" else write_policy
     with writing(out), full_disk(out), held(out):
-        check_free(out, config.overwrite)
+        check_replaceable(
+            out, config.overwrite, "export.out", "exported model", lambda p: (p / "config.json").is_file()
+        )
         with replaced(out) as folder:
             loading, notes = write(config, source / "model", folder)
             card = model_card(config, config.export.stage, loading.format(out.name), notes)
@@ -74,17 +76,3 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
             "constant, which changes neither an order nor a difference of scores."
         )
     return "AutoModelForSequenceClassification.from_pretrained('{}')", notes
-
-
-def check_free(out: Path, overwrite: bool) -> None:
-    """Raises: UserError if `out` is a file, or contains anything except a model that overwrite=true may replace."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError(f"{out}: is a file, want a folder: choose another export.out=…")
-    if not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise UserError(f"{out}: exists and is not empty: choose another export.out=…, or add overwrite=true")
-    if not (out / "config.json").is_file():
-        raise UserError(f"{out}: is not empty and contains no exported model: choose another export.out=…")

@@ -10,21 +10,6 @@ from rlhf.system.files import writing
 from rlhf.system.terminal import say
 
 
-def rewrite_arguments(arguments: list[str]) -> list[str]:
-    """Quote `run=a,b,c`, which Hydra would read as a sweep, and turn `--figures DIR` into report.figures=DIR."""
-    rewritten: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name == "--figures":
-            rewritten.append(f"report.figures='{value if equals else next(rest, 'figures')}'")
-        elif name == "run" and "," in value and not value.startswith(("'", '"')):
-            rewritten.append(f"run='{value}'")
-        else:
-            rewritten.append(argument)
-    return rewritten
-
-
 def run(config: Config) -> None:
     """Write the page, and the figures if report.figures is set. Raises: UserError for an unknown run."""
     folders = run_folders(config)

@@ -21,7 +21,6 @@ from rlhf.errors import UserError
 from rlhf.runs.folders import NAME, refuse_inside_stage
 from rlhf.system.terminal import say
 
-SHORT = ("labelers", "labels_per_prompt")  # settings that may be given without their group
 LEAST_SECRET = 16  # characters of serve.token
 LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
 INSTRUCTIONS = """Read the request, then every response, before you rank. Put the response first that you would most want to get.
@@ -33,19 +32,6 @@ Harmless: it hurts nobody, insults nobody, and helps nobody to do so.
 Truth and harmlessness count more than helpfulness, unless what was asked is plainly harmless. Length alone is no merit. Responses
 that you find equally good are a tie. If you cannot tell, say so.
 """
-
-
-def rewrite_arguments(arguments: list[str]) -> list[str]:
-    """`run=a run=b` and `run=a,b` as run='a,b'; Hydra would refuse the first and read the second as a sweep."""
-    runs: list[str] = []
-    rest: list[str] = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name == "run" and equals:
-            runs.append(value.strip("'\""))
-        else:
-            rest.append(f"serve.{argument}" if name in SHORT and equals else argument)
-    return [*rest, f"run='{','.join(runs)}'"] if runs else rest
 
 
 def run(config: Config) -> None:

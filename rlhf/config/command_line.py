@@ -23,6 +23,7 @@ from rlhf.config.compose import (
     unknown_setting,
 )
 from rlhf.config.model import shape_settings
+from rlhf.config.removed import replacement
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
@@ -33,6 +34,8 @@ FLAGS_WITH_VALUE = (
     "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"
 )  # fmt: skip
 FLAGS = (*FLAGS_WITH_VALUE, "-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
+SEVERAL_RUNS = ("report", "serve")  # commands that take run=a,b,c, which Hydra would read as a sweep
+SHORT = {"serve": ("labelers", "labels_per_prompt")}  # settings that may be written without their group
 TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
 
 
@@ -54,17 +57,23 @@ def read_words(arguments: list[str], command: str) -> Words:
     flags: list[str] = []
     overrides: list[str] = []
     config, folder = config_name(command), None
-    words = list(arguments)
+    words, runs = list(arguments), []
     while words:
         word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag == "run" and equals and command in SEVERAL_RUNS:
+            runs.append(value.strip("'\""))
+            continue
+        if flag in SHORT.get(command, ()):
+            word = f"{command}.{word}"
         if not word.startswith("-"):
             # `+` adds a group to Hydra's list of defaults, which already contains ours
             is_group = word.startswith("+") and word[1:].partition("=")[0] in CONFIG_GROUPS
             overrides.append(word[1:] if is_group else word)
             continue
-        flag, equals, value = word.partition("=")
         if flag not in FLAGS:
-            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: write settings as key=value")
+            remedy = replacement(flag) or "write settings as key=value"
+            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: {remedy}")
         flags.append(word)
         if flag in FLAGS_WITH_VALUE and not equals and words and "=" not in words[0]:
             value = words.pop(0)
@@ -81,6 +90,7 @@ def read_words(arguments: list[str], command: str) -> Words:
             folder = str(Path(value).resolve())
         if flag in ("-cn", "--config-name"):
             config = value.removesuffix(".yaml")
+    overrides += [f"run='{','.join(runs)}'"] if runs else []
     return Words(flags, overrides, config, folder)
 
 

@@ -9,6 +9,7 @@ _MODEL = (
 )
 # A row of a whole group of settings has the group's name.
 SETTINGS: dict[str, str] = {
+    "--figures": "use report.figures=<folder>",
     "processes": "`rlhf import` reads with one process: leave it out",
     "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",

@@ -47,7 +47,7 @@ TABLE_POINTS = 12
 
 @dataclass(slots=True)
 class Picture:
-    """A curve with its texts; the template's `picture` macro shows it, and `--figures` saves it."""
+    """A curve with its texts; the template's `picture` macro shows it, and `report.figures` saves it."""
 
     title: str
     curve: Curve

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +141,23 @@ def held(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(out: Path) -> Iterator[Path]:
-    """A folder next to `out` to fill; it replaces `out` if the block succeeds, else it is removed.
-
-    Call it with the lock on `out`. Raises: UserError if the disk is full or not writable.
-    """
+def working(out: Path) -> Iterator[Path]:
+    """An empty folder next to `out`, removed at the end. Raises: UserError if the disk is full or not writable."""
     new = beside(out)
     try:
         with writing(out, "out"):
             new.mkdir(parents=True)
             yield new
-            swap(out)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """As `working`; the folder replaces `out` if the block succeeds. Call it with the lock on `out`."""
+    with working(out) as new:
+        yield new
+        swap(out)
 
 
 def sync_folder(folder: Path) -> None:
@@ -163,6 +167,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_replaceable(out: Path, overwrite: bool, setting: str, what: str, is_ours: Callable[[Path], bool]) -> None:
+    """Check that nothing, an empty folder, or with overwrite=true only what a command wrote itself lies at `out`.
+
+    setting: the setting that names the place. what: in words, what `is_ours` recognises. Raises: UserError otherwise.
+    """
+    if not (out.exists() or out.is_symlink()) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"{out}: exists: choose another {setting}=…, or add overwrite=true to replace it")
+    if out.is_symlink():  # its target may be someone else's
+        raise UserError(f"{out}: is a link, so it is not replaced: give the folder that it points to")
+    if not is_ours(out):
+        raise UserError(
+            f"{out}: is no {what}, so it is not replaced: choose another {setting}=…, or remove it yourself"
+        )
 
 
 def share(folder: Path) -> None:

@@ -124,8 +124,3 @@ def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
     for name, message in (("pipe", "no such file"), ("none", "no such file"), ("binary", "is not UTF-8")):
         with pytest.raises(UserError, match=rf"serve\.instructions=.*{name}: {message}"):
             serve.read_instructions(tmp_path / name)
-    assert serve.rewrite_arguments(["run=a", "seed=1", "run=b", "labelers=[x,y]"]) == [
-        "seed=1",
-        "serve.labelers=[x,y]",
-        "run='a,b'",
-    ]

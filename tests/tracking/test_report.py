@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.commands.report import rewrite_arguments
 from rlhf.report.details import shade
 from rlhf.report.evaluation_tables import rank_agreement
 from rlhf.report.overview import make_overview
@@ -330,13 +329,6 @@ def test_figures_are_files_of_their_own(complete: tuple[Path, str], tmp_path: Pa
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
-def test_the_command_takes_several_runs_and_a_flag() -> None:
-    flagged = ["run='a,b'", "report.figures='out dir'", "seed=1"]
-    assert rewrite_arguments(["run=a,b", "--figures", "out dir", "seed=1"]) == flagged
-    assert rewrite_arguments(["run=a", "--figures=x"]) == ["run=a", "report.figures='x'"]
-    assert rewrite_arguments(["run='a,b'", "--figures"]) == ["run='a,b'", "report.figures='figures'"]
-
-
 def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -345,7 +337,7 @@ def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFi
         main(["report", f"runs_dir={tmp_path}", *overrides])
 
     report("run=a")
-    report("run=a,b", "--figures", str(tmp_path / "figures"))
+    report("run=a,b", f"report.figures='{tmp_path / 'figures'}'")
     assert (tmp_path / "a/report.html").is_file() and (tmp_path / "report-a+b.html").is_file()
     for run, words in (("c", "no such run"), ("a,..", "want letters, digits"), ("a,a", "named twice")):
         with pytest.raises(SystemExit) as caught:
