@@ -8,7 +8,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import combinations
@@ -313,48 +313,34 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     for response in (response for record in records for response in record.responses):
         if responses.setdefault(response.id, response).text != response.text:
             raise BadRow("responses", f'give response "{shown(response.id)[1:-1]}" two texts: want one')
-    names = list(responses)
-    judgements = [triple for record in records for triple in _verdicts(record, names)]
+    ids = [[response.id for response in record.responses] for record in records]
+    better = [(of[i], of[j]) for of, record in zip(ids, records, strict=True) for i, j in record.pair_list()]
+    equal = [pair for record in records for tie in record.ranking or () for pair in combinations(tie, 2)]
     try:
-        joined = join_judgements(len(names), judgements)
+        said, ties = join_judgements(list(responses), better, equal)
     except CycleError as error:
-        circle = " over ".join(names[i] for i in error.cycle)
-        raise BadRow("ranking", f"go in a circle, {circle}: drop one of them") from error
+        raise BadRow("ranking", f"go in a circle, {error}: drop one of them") from error
     shared = {
         key: value
         for key, value in first.metadata.items()
         if all(key in record.metadata and record.metadata[key] == value for record in records)
     }
     alone = [
-        {"id": record.id, "responses": [response.id for response in record.responses]}
-        | {key: value for key, value in record.metadata.items() if key not in shared}
-        for record in records
+        {"id": record.id, "responses": of} | {k: v for k, v in record.metadata.items() if k not in shared}
+        for of, record in zip(ids, records, strict=True)
     ]
     times = [record.seconds for record in records if record.seconds is not None]
-    said = joined.named(names)
     return Ranking.model_validate(
         {
             "id": first.id,
             "prompt": first.prompt,
             "responses": list(responses.values()),
-            "ranking": said["ranking"] if judgements else None,
-            "pairs": said["pairs"],
+            **(said if better or equal else {}),
             "ratings": {key: value for record in reversed(records) for key, value in record.ratings.items()},
             "flags": {key: value for record in reversed(records) for key, value in record.flags.items()},
             "labeler": first.labeler,
             "seconds": sum(times) if times else None,
             "created": max((record.created for record in records if record.created is not None), default=None),
-            "metadata": shared | {"judgements": alone} | joined.named_ties(names),
+            "metadata": shared | {"judgements": alone} | ties,
         }
     )
-
-
-def _verdicts(record: Ranking, names: list[str]) -> Iterator[tuple[int, int, int]]:
-    ids = [names.index(response.id) for response in record.responses]
-    if record.pairs is not None:
-        yield from ((ids[better], ids[worse], 1) for better, worse in record.pair_list())
-        return
-    ranks = record.ranks()
-    for i, j in combinations(range(len(ids)), 2):
-        if ranks[i] >= 0 and ranks[j] >= 0:
-            yield ids[i], ids[j], 0 if ranks[i] == ranks[j] else 1 if ranks[i] < ranks[j] else 2

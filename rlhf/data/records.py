@@ -8,7 +8,7 @@ import graphlib
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import datetime
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -282,70 +282,51 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
 class CycleError(ValueError):
     """Judgements that go in a circle; `cycle` is [a, b, c, a], each better than the next."""
 
-    def __init__(self, cycle: list[int]):
+    def __init__(self, cycle: list[Any]):
         super().__init__(" over ".join(map(str, cycle)))
         self.cycle = cycle
 
 
-class Joined(NamedTuple):
-    """Pairwise judgements over n responses, joined; exactly one of `ranking` and `pairs` is given."""
+def join_judgements(
+    names: Sequence[Node], better: Iterable[tuple[Node, Node]], equal: Iterable[tuple[Node, Node]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Join judgements of pairs of the named responses: those of (better, worse), and those judged equal.
 
-    ranking: list[list[int]] | None  # best first; an inner list is a tie; a response never judged is left out
-    pairs: list[tuple[int, int]] | None  # (better, worse), if the judgements are not a weak order
-    ties: list[tuple[int, int]]  # pairs judged equal
-
-    def named(self, names: Sequence[str]) -> dict[str, Any]:
-        """The fields of a record whose responses have these ids."""
-        ranking, pairs = (
-            None if part is None else [[names[i] for i in group] for group in part]
-            for part in (self.ranking, self.pairs)
-        )
-        return {"ranking": ranking, "pairs": pairs}
-
-    def named_ties(self, names: Sequence[str]) -> dict[str, Any]:
-        """Metadata with the pairs judged equal, which `pairs` do not show."""
-        ties = [[names[i], names[j]] for i, j in self.ties]
-        return {"ties": ties} if self.pairs is not None and ties else {}
-
-
-def join_judgements(n: int, judgements: Iterable[tuple[int, int, int]]) -> Joined:
-    """Join judgements (i, j, verdict) over responses 0..n-1, where verdict 1 means i is better, 2 j, 0 a tie.
-
-    They become one ranking if they form a weak order, with transitivity applied; else they stay `pairs`.
+    Returns a record's fields and metadata: one `ranking` if the judgements form a weak order, with transitivity applied; else
+    they stay `pairs`, and the equal ones are `metadata.ties`. A response never judged is left out.
 
     Raises: CycleError if the strict judgements go in a circle.
     """
-    strict: set[tuple[int, int]] = set()
-    ties: set[tuple[int, int]] = set()
-    for i, j, verdict in judgements:
-        if verdict == 0:
-            ties.add((min(i, j), max(i, j)))
-        else:
-            strict.add((i, j) if verdict == 1 else (j, i))
-    cycle = find_cycle(sorted(strict))
-    if cycle:
+    place = {name: i for i, name in enumerate(names)}
+    strict = sorted(set(better), key=lambda pair: (place[pair[0]], place[pair[1]]))
+    ties = [sorted(pair, key=place.__getitem__) for pair in equal]
+    ties = sorted({(a, b) for a, b in ties}, key=lambda pair: (place[pair[0]], place[pair[1]]))  # type: ignore[misc]
+    if cycle := find_cycle(strict):
         raise CycleError(cycle)
 
-    group = list(range(n))  # the smallest member of each response's tie
-    for i, j in sorted(ties):
-        low, high = sorted((group[i], group[j]))
-        group = [low if g == high else g for g in group]
-    tied: dict[int, list[int]] = {}  # the judged responses by group
-    for i in sorted({i for pair in strict | ties for i in pair}):
-        tied.setdefault(group[i], []).append(i)
-    unordered = Joined(None, sorted(strict), sorted(ties))
-    sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter({first: () for first in tied})
-    for better, worse in strict:
-        sorter.add(group[worse], group[better])
+    group = {name: name for name in names}  # the first member of each response's tie
+    for a, b in ties:
+        low, high = sorted((group[a], group[b]), key=place.__getitem__)
+        group = {name: low if one == high else one for name, one in group.items()}
+    tied: dict[Node, list[Node]] = {}  # the judged responses by group
+    judged = {name for pair in (*strict, *ties) for name in pair}
+    for name in names:
+        if name in judged:
+            tied.setdefault(group[name], []).append(name)
+    metadata = {"ties": [list(pair) for pair in ties]} if ties else {}
+    unordered = {"ranking": None, "pairs": [list(pair) for pair in strict]}, metadata
+    sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter({first: () for first in tied})
+    for one, other in strict:
+        sorter.add(group[other], group[one])
     try:
         sorter.prepare()
     except graphlib.CycleError:  # ties and orders contradict each other
         return unordered
-    order: list[list[int]] = []
+    order: list[list[Node]] = []
     while sorter.is_active():
         best, *others = sorter.get_ready()
         if others:  # their order was not judged
             return unordered
         order.append(tied[best])
         sorter.done(best)
-    return Joined(order, None, sorted(ties))
+    return {"ranking": order, "pairs": None}, {}

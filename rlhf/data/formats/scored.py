@@ -192,20 +192,19 @@ def from_qa_feedback(row: Values) -> Made:
     verdicts: Any = row["preference"]
     fits = is_list(verdicts) and len(verdicts) == 6 and all(v in (0, 1, 2) for v in verdicts)
     require(fits, "preference", verdicts, "six of 0 (tie), 1 (first), 2 (second), for 12, 13, 14, 23, 24, 34")
-    try:
-        joined = join_judgements(
-            4, [(i, j, int(v)) for (i, j), v in zip(combinations(range(4), 2), verdicts, strict=True)]
-        )
-    except CycleError as error:
-        circle = " over ".join(str(i + 1) for i in error.cycle)
-        raise BadRow("preference", f"the judgements go in a circle, {circle}: drop the row") from error
     names = ("1", "2", "3", "4")
+    judged = list(zip(combinations(names, 2), verdicts, strict=True))
+    better = [(one, other) if verdict == 1 else (other, one) for (one, other), verdict in judged if verdict]
+    try:
+        said, ties = join_judgements(names, better, [pair for pair, verdict in judged if not verdict])
+    except CycleError as error:
+        raise BadRow("preference", f"the judgements go in a circle, {error}: drop the row") from error
     yield {
         "kind": "ranking",
         "prompt": "\n\n".join([*map(_passage, row.get("passages") or []), row["question"].strip()]),
         "responses": [{"id": name, "text": row[f"prediction {name}"]} for name in names],
-        **joined.named(names),
-        "metadata": other_keys(row, "question", "passages", "preference", *_PREDICTIONS) | joined.named_ties(names),
+        **said,
+        "metadata": other_keys(row, "question", "passages", "preference", *_PREDICTIONS) | ties,
     }
 
 
