@@ -14,20 +14,9 @@ def test_rows_are_padded_on_the_right():
     assert tokens.dtype == lengths.dtype == torch.int64
 
 
-def test_rows_of_one_length_get_no_pad():
-    tokens, lengths = right_pad([[1, 2], [3, 4]], pad=0)
-    assert tokens.tolist() == [[1, 2], [3, 4]] and lengths.tolist() == [2, 2]
-
-
 def test_a_token_that_is_the_pads_id_still_counts():
     tokens, lengths = right_pad([[0, 0], [0]], pad=0)
     assert tokens.tolist() == [[0, 0], [0, 0]] and lengths.tolist() == [2, 1]
-
-
-def test_the_rows_themselves_are_left_alone():
-    rows = [[1, 2, 3], [4]]
-    right_pad(rows, pad=0)
-    assert rows == [[1, 2, 3], [4]]
 
 
 def test_neighbours_in_length_come_together():
@@ -46,7 +35,3 @@ def test_every_index_comes_once_in_groups_of_at_most_the_size():
 
     in_order = [list(range(start, min(start + 8, 103))) for start in range(0, 103, 8)]
     assert padding(groups) < 0.2 * padding(in_order)
-
-
-def test_nothing_gives_no_group():
-    assert list(by_length([], 4)) == []

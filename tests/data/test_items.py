@@ -35,25 +35,6 @@ def test_an_item_is_a_prompt_with_all_its_answers(tokenizer):
     assert unpaired == 0
 
 
-def test_several_labelers_of_the_same_answers_share_an_item(tokenizer):
-    records = [
-        ranking("a", "b", "c", labeler="x"),
-        ranking("a", ["b", "c"], labeler="y"),
-        ranking("b", "a", labeler="z"),
-    ]
-    [item], unpaired = make_items(records, tokenizer, 64, 32)
-    # a over b: x, y; b over a: z; a over c: x, y; b over c: x
-    assert item.weights().tolist() == [[0, 2, 2], [1, 0, 1], [0, 0, 0]]
-    assert [(j.labeler, len(j.pairs)) for j in item.judgements] == [("x", 3), ("y", 2), ("z", 1)]
-    assert len(item.pairs()) == 6 and unpaired == 0 and item.record == records[0]
-
-
-def test_another_prompt_makes_another_item(tokenizer):
-    records = [ranking("a", "b", "c"), ranking("a", "b", "c", prompt="Name a color.")]
-    items, _ = make_items(records, tokenizer, 64, 32)
-    assert [item.record for item in items] == records and len({item.key for item in items}) == 2
-
-
 def test_labelers_who_saw_the_answers_in_another_order_share_an_item(tokenizer):
     texts = ("Blue.", "Green is a colour.", "The cat.")
     turned = ("The cat.", "Blue.", "Green is a colour.")
@@ -149,13 +130,6 @@ def test_a_ranking_without_an_ordered_pair_gives_no_item(tokenizer, record):
     assert [item.pairs() for item in items] == [[(0, 1), (0, 2), (1, 2)]] and unpaired == 1
 
 
-def test_a_response_that_was_cut_off_has_no_end_token(tokenizer):
-    responses = [{"id": "a", "text": "Blue", "metadata": {"ended": False}}, {"id": "b", "text": "Blue"}]
-    [item], _ = make_items([ranking("b", "a", responses=responses)], tokenizer, 64, 32)
-    end = tokenizer.convert_tokens_to_ids(END)
-    assert item.rows[0] + [end] == item.rows[1] and item.lengths[0] + 1 == item.lengths[1]
-
-
 def test_what_does_not_fit_is_truncated_and_then_has_no_end_token(tokenizer):
     long = "The cat sat on the mat, and the dog sat by the door. " * 3
     [item], _ = make_items([ranking("a", "b", texts=("Blue.", long))], tokenizer, 32, 16)
@@ -174,11 +148,3 @@ def test_a_long_prompt_is_cut_from_the_left_and_leaves_room(tokenizer):
     assert kept[0] == encode_prompt(tokenizer, PROMPT)[0]  # the role token stays
     tail = encode_text(tokenizer, prompt)[-5:]
     assert kept[-len(tail) - 2 : -2] == tail and decode_response(tokenizer, tail).endswith("colour.")
-
-
-def test_a_prompt_for_which_there_is_no_room_gives_no_item(tokenizer):
-    assert make_items([ranking("a", "b", "c")], tokenizer, 16, 14) == ([], 1)
-
-
-def test_no_record_gives_no_item(tokenizer):
-    assert make_items([], tokenizer, 64, 32) == ([], 0)

@@ -5,8 +5,6 @@ The expected counts are stated by hand or counted here from the raw JSON, never 
 
 import gzip
 import json
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +15,9 @@ from rlhf.config.commands import ImportConfig
 from rlhf.data.corpus import iterate_documents
 from rlhf.data.encoding import encode_demonstrations, labels_of
 from rlhf.data.formats import FORMATS
-from rlhf.data.reading import load_all, load_comparisons, load_demonstrations, load_prompts
+from rlhf.data.reading import load_comparisons, load_demonstrations
 from rlhf.data.tokenizer import train_tokenizer
 from rlhf.errors import UserError
-from tests.data.importers.test_oasst import flat, plain
 
 
 class Expected(NamedTuple):
@@ -92,19 +89,6 @@ def test_every_file_without_columns_to_name_is_in_the_table(shared_data):
     assert here - named_columns == {expected.file for expected in FILES}
 
 
-@pytest.mark.parametrize("name", ["pandalm-999x3-annotators.json", "alpaca-eval-annotations-805.json.gz"])
-def test_files_whose_columns_must_be_named_are_taken_for_no_other_format(shared_data, name):
-    with pytest.raises(UserError, match="no format recognised: rows have the keys"):
-        load_all(str(shared_data / "comparisons" / name))
-
-
-def test_hh_gives_one_pair_a_row(shared_data):
-    rankings, _ = load_comparisons(str(shared_data / "comparisons/hh-harmless-first-1500.jsonl.gz"))
-    assert all(r.ranks() == [0, 1] and r.prompt[0].role == "user" for r in rankings)
-    assert all(a.role != b.role for r in rankings for a, b in pairwise(r.prompt))
-    assert Counter(not response.text for r in rankings for response in r.responses) == {False: 2996, True: 4}
-
-
 def test_hh_with_scores_follows_the_scores(shared_data):
     path = shared_data / "comparisons/hh-helpful-2352-dsp.json.gz"
     rankings, _ = load_comparisons(str(path))
@@ -151,51 +135,6 @@ def test_oasst_gives_a_ranking_for_each_set_of_ranked_siblings(shared_data):
     assert sum(rank < 0 for r in rankings for rank in r.ranks()) == 1
 
 
-def test_oasst_as_flat_messages_gives_the_same_records(shared_data, write_jsonl):
-    trees = shared_data / "comparisons/oasst-trees-100.jsonl"
-    rows = [message for row in raw_rows(trees) for message in flat(row)]
-    assert len(rows) == 1167
-    [wanted, got] = [load_all(path)[0] for path in (str(trees), write_jsonl(rows))]
-    assert plain(got) == plain(wanted)
-
-
-def test_kto_gives_rated_single_responses(shared_data):
-    path = shared_data / "comparisons/kto-300.json"
-    rankings, _ = load_comparisons(str(path))
-    assert Counter(rating for r in rankings for rating in r.ratings.values()) == {7: 150, 1: 150}
-    for row, ranking in zip(raw_rows(path), rankings, strict=True):
-        assert ranking.ratings["a"] == (7 if row["label"] else 1) and len(ranking.responses) == 1
-        assert [*(m.content for m in ranking.prompt), ranking.responses[0].text] == [
-            m["content"] for m in row["messages"]
-        ]
-
-
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("stack_exchange_paired_tiny.json", ("question", "response_j", "response_k")),
-        ("dummy-dpo.jsonl", ("prompt", "chosen_response", "rejected_response")),
-    ],
-)
-def test_pairs_keep_their_texts(shared_data, name, keys):
-    path = shared_data / "comparisons" / name
-    rankings, _ = load_comparisons(str(path))
-    got = [(r.prompt[0].content, r.responses[0].text, r.responses[1].text) for r in rankings]
-    assert got == [tuple(row[key] for key in keys) for row in raw_rows(path)]
-    assert all(r.pair_list() == [(0, 1)] for r in rankings)
-
-
-def test_sharegpt_comparisons_keep_their_texts(shared_data):
-    path = shared_data / "comparisons/dpo-sharegpt-300.json.gz"
-    rankings, _ = load_comparisons(str(path))
-    assert Counter(r.prompt[0].role for r in rankings)["system"] == sum(
-        row["conversations"][0]["from"] == "system" for row in raw_rows(path)
-    )
-    for row, ranking in zip(raw_rows(path), rankings, strict=True):
-        assert [m.content for m in ranking.prompt] == [turn["value"] for turn in row["conversations"]]
-        assert [r.text for r in ranking.responses] == [row["chosen"]["value"], row["rejected"]["value"]]
-
-
 @pytest.mark.parametrize(
     ("name", "request_keys", "answer_key"),
     [
@@ -216,27 +155,6 @@ def test_demonstrations_keep_their_texts(shared_data, name, request_keys, answer
         assert record.metadata == {k: v for k, v in row.items() if k not in (*request_keys, answer_key)}
 
 
-def test_dialogues_keep_their_texts(shared_data):
-    path = shared_data / "demonstrations/sharegpt-500.json"
-    records, _ = load_demonstrations(str(path))
-    for row, record in zip(raw_rows(path), records, strict=True):
-        turns = [*(message.content for message in record.prompt), record.response]
-        assert turns == [turn["value"] for turn in row["conversations"]] and record.id == row["id"]
-    path = shared_data / "demonstrations/messages-500.jsonl"
-    records, _ = load_demonstrations(str(path))
-    for row, record in zip(raw_rows(path), records, strict=True):
-        asked, answered = row["messages"]
-        assert record.prompt[0].content == asked["content"][0]["value"]
-        assert record.prompt[0].model_extra == {"loss_weight": 0.0} and record.metadata == {
-            "answer": {"loss_weight": 1.0}
-        }
-        assert record.response == answered["content"][0]["value"]
-    path = shared_data / "demonstrations/self-instruct-seed-175.jsonl"
-    records, _ = load_demonstrations(str(path))
-    instances = [instance for row in raw_rows(path) for instance in row["instances"]]
-    assert [record.response for record in records] == [instance["output"] for instance in instances]
-
-
 def test_every_assistant_character_of_a_dialogue_is_learned(shared_data):
     """1,000 turns of the assistant, whose last ones have 45% of the characters."""
     path = shared_data / "demonstrations/sharegpt-500.json"
@@ -249,27 +167,6 @@ def test_every_assistant_character_of_a_dialogue_is_learned(shared_data):
         said = [[label for label in labels_of(row, -100) if label != -100] for row in rows]
         shares[which] = sum(len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in said) / len("".join(turns))
     assert len(turns) == 1000 and shares["all"] == 1.0 and shares["last"] == pytest.approx(0.4477, abs=1e-3), shares
-
-
-def test_mt_bench_gives_first_turns(shared_data):
-    path = shared_data / "prompts/mt-bench-80.jsonl"
-    records, _ = load_all(str(path))
-    assert [record.prompt[0].content for record in records] == [row["turns"][0] for row in raw_rows(path)]
-    assert [record.metadata["later_turns"] for record in records] == [row["turns"][1:] for row in raw_rows(path)]
-
-
-def test_prompts_are_taken_from_demonstrations_and_comparisons(shared_data):
-    sources = [
-        str(shared_data / "demonstrations/alpaca-en-999.json"),
-        str(shared_data / "comparisons/qa-feedback-500x4.json.gz"),
-    ]
-    prompts, _ = load_prompts(sources)
-    assert 1400 < len(prompts) <= 1499
-
-
-def test_books(shared_data):
-    documents = list(iterate_documents(str(shared_data / "text/gutenberg-books.jsonl.gz")))
-    assert len(documents) == 38 and sum(map(len, documents)) > 15_000_000
 
 
 def test_latin1_text(shared_data):

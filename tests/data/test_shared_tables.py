@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 import zipfile
-from collections import Counter
 from xml.etree import ElementTree
 
 import pytest
@@ -60,23 +59,6 @@ def test_pandalm(shared_data, imported):
     assert report["agreement"]["items"] > 800
 
 
-def test_alpaca_eval(shared_data, imported):
-    name = "comparisons/alpaca-eval-annotations-805.json.gz"
-    records, rejects, _ = imported(
-        name,
-        "columns.prompt=instruction",
-        "columns.responses=[output_1,output_2]",
-        "columns.winner=preference",
-        "columns.labeler=annotator",
-    )
-    items = read_json(shared_data / name)
-    nulls = sum(item["preference"] is None for item in items)
-    assert (len(items), nulls, len(records), len(rejects)) == (805, 1, 804, 1)
-    assert {one["field"] for one in rejects} == {"preference"} and "nobody judged this row" in json.dumps(rejects[0])
-    by_first = Counter(one.ranking == [["a"], ["b"]] for one in records)
-    assert by_first == {True: sum(i["preference"] == 1 for i in items), False: sum(i["preference"] == 2 for i in items)}
-
-
 def shared_rows(path):
     """The rows of a workbook's only sheet, from its XML: lists of the text of the cells that have a value."""
     space = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
@@ -126,36 +108,3 @@ def test_the_spreadsheet_of_annotations(shared_data, imported):
         assert made.metadata["completion_a_is_acceptable"] == one[column["completion_a_is_acceptable"]]
     assert len({one.labeler for one in records}) == 16
     assert min(one.created for one in records).startswith("2023-05-")
-
-
-def test_pairs_without_judgement(shared_data, imported):
-    name = "labels/open-instruct-instances-996.jsonl.gz"
-    records, rejects, _ = imported(
-        name, "columns.prompt=prompt", "columns.responses='completions.*.completion'", "columns.id=id"
-    )
-    items = [json.loads(line) for line in gzip.decompress((shared_data / name).read_bytes()).splitlines()]
-    assert len(records) == len(items) == 996 and not rejects
-    assert all(one.ranking is None and one.pairs is None and len(one.responses) == 2 for one in records)
-    models = Counter(answer["model"] for item in items for answer in item["completions"])
-    assert Counter(answer["model"] for one in records for answer in one.metadata["completions"]) == models
-
-
-@pytest.mark.parametrize(
-    ("name", "columns", "count", "kind"),
-    [
-        ("demonstrations/alpaca-en-999.json", ["columns.prompt=[instruction,input]", "columns.response=output"], 999,
-         "demonstration"),
-        ("demonstrations/gsm8k-train-7473.jsonl.gz", ["columns.prompt=question", "columns.response=answer"], 7473,
-         "demonstration"),
-        ("comparisons/stack_exchange_paired_tiny.json", ["columns.prompt=question", "columns.ranked=[response_j,response_k]"],
-         25, "ranking"),
-        ("comparisons/dummy-dpo.jsonl", ["columns.prompt=prompt", "columns.ranked=[chosen_response,rejected_response]"], 100,
-         "ranking"),
-        ("prompts/mt-bench-80.jsonl", ["columns.prompt=turns.0", "columns.id=question_id"], 80, "prompt"),
-        ("comparisons/kto-300.json", ["columns.prompt=messages.0", "columns.response=messages.1", "columns.rating=label"], 300,
-         "ranking"),
-    ],
-)  # fmt: skip
-def test_other_files_as_tables(imported, name, columns, count, kind):
-    records, rejects, _ = imported(name, *columns)
-    assert not rejects and len(records) == count and {one.kind for one in records} == {kind}

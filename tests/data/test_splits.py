@@ -139,12 +139,6 @@ def test_the_key_is_cut_where_the_whole_normalised_text_would_be(text, prefix):
     assert split_key(text * 40, prefix) == whole[: max(1, prefix * 3 // 4)]
 
 
-def test_letters_whose_capital_is_another_letters_and_sparse_texts():
-    assert split_key("ısı".upper()) == split_key("ısı") and split_key("ſo") == split_key("SO")
-    # read piece by piece, 2 x 150 + 64 characters first, of which here 146 are letters: 4 too few
-    assert split_key("aa..." * 200, 200) == "a" * 150
-
-
 def test_what_is_an_import_already_is_not_imported_again(tmp_path):
     from rlhf.data.inputs import ROW_SUFFIXES, Source, resolve_sources
     from rlhf.data.storage import seal
@@ -169,11 +163,3 @@ def test_halves_are_even_fixed_and_cut_across_the_splits():
     assert test.count(1) / len(test) == pytest.approx(0.5, abs=0.1)
     assert halves != [record_half(record, 1) for record in records]
     assert "".join(map(str, halves[:20])) == "22222122112211111211"
-
-
-def test_what_shares_a_split_shares_a_half():
-    long = "A prompt that begins the same for more than its key remembers. " * 5
-    one, two = (PromptRecord(id="p", prompt=long + end) for end in ("one", "two"))
-    assert record_half(one, 0) == record_half(two, 0)
-    grouped = [PromptRecord(id="p", prompt=f"prompt {i}", metadata={"group": "g"}) for i in range(20)]
-    assert len({record_half(record, 0) for record in grouped}) == 1

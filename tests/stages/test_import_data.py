@@ -104,23 +104,6 @@ def test_of_a_long_reject_the_beginning_is_kept(tmp_path, capsys):
     assert entry["field"].startswith("prompt")
 
 
-def test_training_refuses_a_partial_import_unless_allowed(tmp_path, capsys):
-    from rlhf.config import Config
-
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, b"{"])
-    refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-    config = Config()
-    config.data.demonstrations = str(tmp_path / "out.partial")
-    with pytest.raises(UserError, match=r"more rejects than were allowed: .* data.allow_partial=true"):
-        hash_sources(config, "sft")
-    config.data.allow_partial = True
-    assert list(hash_sources(config, "sft")) == ["demonstrations:out.partial"]
-    with pytest.raises(UserError, match=r"more rejects than were allowed: .* data.allow_partial=true"):
-        load_demonstrations(str(tmp_path / "out.partial"))
-    found, _ = load_demonstrations(str(tmp_path / "out.partial"), allow_partial=True)
-    assert [record.id for record in found] == ["d"]
-
-
 def test_the_hash_of_an_import_is_that_of_its_manifest(tmp_path, capsys):
     from rlhf.config import Config
 

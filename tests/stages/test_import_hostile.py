@@ -1,6 +1,5 @@
 """`rlhf import` against its promises: hostile rows, names and folders, and partial imports."""
 
-import gzip
 import json
 import os
 import re
@@ -21,31 +20,11 @@ from rlhf.ppo import experience as ppo_setup
 from rlhf.runs.sources import hash_sources, read_comparisons, read_demonstrations, read_prompts
 from rlhf.stages import evaluate, label, reward
 
-from .imports import PROMPT, RANKING, bytes_of, imported, rejects_of, write
+from .imports import PROMPT, RANKING, imported, rejects_of, write
 
 DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}  # its id is its place
 
 # --- byte-identical --------------------------------------------------------------------------------------------------
-
-
-def test_importing_again_later_is_byte_identical_in_every_container(tmp_path, capsys):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    rows = [
-        RANKING | {"prompt": f"q {i}", "labeler": f"l{i % 3}", "metadata": {"user": f"u{i % 7}"}} for i in range(200)
-    ]
-    write(folder / "a.jsonl", [*rows, "{", RANKING | {"ranking": [["z"]]}])
-    (folder / "b.json").write_text(json.dumps([*rows[:20], 3]))
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes(), mtime=1))
-    (folder / "d.jsonl.zst").write_bytes(zstandard.compress((folder / "a.jsonl").read_bytes()))
-    (folder / "e.csv").write_text("instruction,input,output\n" + "".join(f"Add {i},,x\n" for i in range(50)) + "a\n")
-    settings = [f"path={folder}", "max_rejects=99"]
-    found = []
-    for name in ("one", "two"):
-        assert imported(capsys, *settings, f"out={tmp_path / name}")[0] == 0
-        found.append(bytes_of(tmp_path / name))
-        time.sleep(1.1)  # a time of day in whole seconds would differ
-    assert found[0] == found[1] and len(found[0]) >= 6
 
 
 # --- hostile rows ----------------------------------------------------------------------------------------------------

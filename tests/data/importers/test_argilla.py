@@ -117,9 +117,3 @@ def test_what_annotators_wrote_are_demonstrations(load):
     [record] = load("argilla", row({"instruction": "Sum up.", "input": " A text. "}, answer="Short.", level="easy"))
     assert record.kind == "demonstration" and turns(record) == [("user", "Sum up.\n\n A text. ")]
     assert record.response == "Short." and record.labeler == "u" and record.metadata["question"] == "answer"
-
-
-def test_the_time_of_an_answer(load):
-    one = ARGILLA_1["responses"][0] | {"inserted_at": "2024-12-13T15:48:34", "updated_at": "2024-12-14T15:48:34.92"}
-    [record] = load("argilla", ARGILLA_1 | {"responses": [one]})
-    assert record.created == "2024-12-14T15:48:34.92" and record.id == "rec-1"

@@ -184,13 +184,6 @@ def test_the_real_pairwise_export_and_its_tasks(shared_data):
         assert [f.name for f in FORMATS.values() if f.recognise(row)] == ["label_studio"]
 
 
-@pytest.mark.parametrize("interface", ["pairwise", "ranker"])
-@pytest.mark.parametrize("name", [*EXPORTS, "tasks.json"])
-def test_only_this_format_recognises_its_files(interface, name):
-    for row in rows_of(FIXTURES / interface / name):
-        assert [f.name for f in FORMATS.values() if f.recognise(row)] == ["label_studio"]
-
-
 # --- one annotation --------------------------------------------------------------------------------------------------
 
 TWO = {"prompt": "Which?", "answer1": "One.", "answer2": "Two."}
@@ -294,21 +287,6 @@ def test_what_says_nothing_of_a_response_is_kept_beside_what_does():
     [record] = convert(row)
     assert record.labeler == "8" and record.metadata["skipped_by"] == ["7"]
     assert record.metadata["unread"] == {"7": {"comment": [{"text": ["Hm."]}]}}
-
-
-def test_a_response_that_nobody_rated_is_not_lost():
-    data = TWO | {"answer3": "Three."}
-    ratings = [result("rating", {"rating": r}, f"rating{n}", f"answer{n}") for n, r in ((1, 2), (2, 6))]
-    [record] = convert(task(data, *ratings))
-    assert [r.id for r in record.responses] == ["answer1", "answer2", "answer3"]
-    assert record.ranking == [["answer2"], ["answer1"]] and record.ranks() == [1, 0, -1]
-
-
-def test_of_several_groups_of_keys_the_answers_are_the_responses():
-    data = {"prompt": "Q", "model_a": "small", "model_b": "large", "completion_a": "x", "completion_b": "y"}
-    [record] = convert(task(data, result("choices", {"choices": ["B"]})))
-    assert [r.text for r in record.responses] == ["x", "y"] and record.ranking == [["completion_b"], ["completion_a"]]
-    assert record.metadata["data"] == {"model_a": "small", "model_b": "large"}
 
 
 def test_an_id_is_worth_more_than_a_place():
