@@ -1,6 +1,6 @@
 """Foreign formats: the table of them, and which one a file is of (`format=auto`).
 
-A format recognises a row and converts it into records as plain dicts, without reading files or validating. One that is not
+A format converts a row into records as plain dicts, without reading files or validating. One that is not
 in the table is named as `module:name` or `file.py:name`: a function that gives the records of one row.
 """
 
@@ -21,17 +21,12 @@ LOOK_AHEAD = 20  # rows used for recognition
 _KEYS = 12  # of a row, in a message
 
 
-def _is_native(row: Values) -> bool:
-    """A kind that is spelt wrong counts too: such a row is a native one with a mistake."""
-    return isinstance(row.get("kind"), str) and "prompt" in row
-
-
 def _unnamed(row: Values) -> list[dict[str, Any]]:
     raise BadRow("columns", "got none, want the columns named: set columns.prompt=… and what else the file holds")
 
 
-# By file: the formats and the shapes of their rows. Their functions are `is_<name>`, `from_<name>` and, if a file's rows belong
-# together, `gather_<name>`.
+# By file: the formats and the shapes of their rows. Their functions are `from_<name>` and, if a file's rows belong together,
+# `gather_<name>`.
 _TABLE: dict[Any, dict[str, str]] = {
     dialogues: {
         "alpaca": "keys instruction, input and output or response",
@@ -66,23 +61,86 @@ _TABLE: dict[Any, dict[str, str]] = {
         "tasks_csv": "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
     },
 }
-_NATIVE = f"key kind ({', '.join(KINDS)}) and the keys of that record"
 FORMATS = {
-    "native": Format("native", _NATIVE, _is_native, lambda row: [dict(row)]),
-    "table": Format("table", WANTS, lambda row: False, _unnamed),
+    "native": Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", lambda row: [dict(row)]),
+    "table": Format("table", WANTS, _unnamed),
 }
 for _module, _wants in _TABLE.items():
     for _name, _shape in _wants.items():
-        _is, _from = getattr(_module, f"is_{_name}"), getattr(_module, f"from_{_name}")
-        _gather, _joins = getattr(_module, f"gather_{_name}", None), _module is label_studio
-        FORMATS[_name] = Format(_name, _shape, _is, _from, _joins, _gather)
+        _gather = getattr(_module, f"gather_{_name}", None)
+        FORMATS[_name] = Format(_name, _shape, getattr(_module, f"from_{_name}"), _module is label_studio, _gather)
 
 
-def _fits(format: Format, row: Values) -> bool:
-    try:
-        return bool(format.recognise(row))
-    except Exception:  # a foreign row can contain values of any type: this one is not of this format
-        return False
+def recognise(row: Values) -> str | None:
+    """The format of a row: the first of these shapes that it has. A kind that is spelt wrong counts as native."""
+    match row:
+        case {"kind": str(), "prompt": _}:
+            return "native"
+        case {"data": dict(), "annotations": list()} | {"annotation_id": _, "annotator": _, "lead_time": _}:
+            return "label_studio"
+        case {"data": dict()} if row.keys() <= {"data", "id", "meta", "predictions"}:
+            return "label_studio"
+        case {"prompt": _, "answer1": _, "answer2": _} if len(row) == 3 + ("id" in row):  # its pairwise template
+            return "label_studio"
+        case {"item": _, "ids": _, "about": _, "winner": _} | {"item": _, "ids": _, "about": _, "score_1": _}:
+            return "tasks_csv"
+        case _ if argilla.has_answers(row):
+            return "argilla"
+        case {"prompt": {"text": _, "replies": _}} | {"text": str(), "role": _, "replies": list()}:
+            return "oasst"
+        case {"message_id": _, "text": _, "role": _}:
+            return "oasst_messages"
+        case {"info": dict(), "summaries": list(), "choice": _} | {"info": dict(), "summary": {"axes": _}}:
+            return "openai_comparisons"
+        case {
+            "question": _,
+            "preference": _,
+            "prediction 1": _,
+            "prediction 2": _,
+            "prediction 3": _,
+            "prediction 4": _,
+        }:
+            return "qa_feedback"
+        case {"question": _, "answer_0": _, "answer_1": _, "score_0": _, "score_1": _}:
+            return "webgpt"
+        case {"instruction": _, "completions": [{"response": _}, *_]}:
+            return "ultrafeedback"
+        case {"prompt": _, "answers": [{"answer": _, "rank": _}, *_]}:
+            return "nectar"
+        case {"chosen": str(a), "rejected": str(b)} if "prompt" not in row and all(
+            map(preferences.is_dialogue, (a, b))
+        ):
+            return "hh"
+        case {"text": [str(first), *_], "score": _} if preferences.is_dialogue(first):
+            return "hh"
+        case {"prompt": str(), "chosen": [str(), *_], "rejected": [str(), *_]}:
+            return "choices"
+        case _ if row.keys() & {"label", "kto_tag"} and preferences.has_one_answer(row):
+            return "kto"
+        case _ if preferences.pair_keys(row):
+            return "pairs"
+        case {"prompt": _, "completion": _} | {
+            "chosen": str() | [{"role": _}, *_],
+            "rejected": str() | [{"role": _}, *_],
+        }:
+            return "trl"
+        case {"conversations": [{}, *_]} if ("chosen" in row) == ("rejected" in row):
+            return "sharegpt"
+        case {"messages": [{"role": _, "content": _}, *_]}:
+            return "messages"
+        case {"instruction": _, "instances": list()}:
+            return "self_instruct"
+        case {"instruction": str(), "text": str(), "decoded": str()}:
+            return "decoded"
+        case {"instruction": _, "output": str() | None} | {"instruction": _, "response": str() | None}:
+            return "alpaca"
+        case {"question": str(), "answer": str()} if not row.keys() & {"context", "passages", "choices", "options"}:
+            return "question_answer"  # others could not be answered without these
+        case {"turns": [str(), *_]}:
+            return "mt_bench"
+        case {"prompt": str() | [{"role": _}, *_]} if preferences.is_prompt_alone(row):
+            return "trl"
+    return None
 
 
 def find_format(name: str, setting: str) -> Format | None:
@@ -91,7 +149,7 @@ def find_format(name: str, setting: str) -> Format | None:
         return None
     if ":" in name:
         convert = inspect.unwrap(load_named("format", name, 1))  # a row that it cannot read is a reject
-        return Format(name, "what the function reads", lambda row: True, convert)
+        return Format(name, "what the function reads", convert)
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
         raise UserError(f"{setting}={name}: no such format: want auto, {known}, or a function as file.py:name")
@@ -99,33 +157,32 @@ def find_format(name: str, setting: str) -> Format | None:
 
 
 def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setting: str) -> tuple[Format, str]:
-    """A file's format and why: the one asked for, if one of the first rows has its shape, or the recognised one.
+    """A file's format and why: the one asked for, if it can read one of the first rows, or the recognised one.
 
     `name` is the file's, `setting` what the user sets a format with; both for messages.
 
-    Raises: UserError if no format, or more than one, fits.
+    Raises: UserError if no format fits.
     """
-    if asked is None:
-        return _recognise(name, rows, setting)
-    if asked.prepare or any(_fits(asked, row) for row in rows[:LOOK_AHEAD]):
-        return asked, "asked for"
+    found = next((format for row in rows[:LOOK_AHEAD] if (format := recognise(row)) is not None), None)
+    if asked is not None:
+        if (
+            asked.prepare
+            or asked.name not in FORMATS
+            or found == asked.name
+            or any(_reads(asked, row) for row in rows[:LOOK_AHEAD])
+        ):
+            return asked, "asked for"
+        instead = f"it looks like {found} ({FORMATS[found].wants}): set {setting}={found} or auto" if found else ""
+        instead = instead or f"it has the keys {', '.join(map(str, list(rows[0])[:_KEYS]))}"
+        raise UserError(f"{name}: not of {setting}={asked.name}, which wants {asked.wants}: {instead}")
+    if found is None:
+        keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0])[:_KEYS])
+        raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {propose_columns(rows)}")
+    return FORMATS[found], FORMATS[found].wants
+
+
+def _reads(format: Format, row: Values) -> bool:
     try:
-        other, why = _recognise(name, rows, setting)
-        instead = f"it looks like {other.name} ({why}): set {setting}={other.name} or auto"
-    except UserError:
-        instead = f"it has the keys {', '.join(map(str, list(rows[0])[:_KEYS]))}"
-    raise UserError(f"{name}: not of {setting}={asked.name}, which wants {asked.wants}: {instead}")
-
-
-def _recognise(name: str, rows: Sequence[Values], setting: str) -> tuple[Format, str]:
-    for row in rows[:LOOK_AHEAD]:
-        matches = [one for one in FORMATS.values() if _fits(one, row)]
-        if FORMATS["argilla"] in matches:  # a flat row of it can have the keys of others
-            matches = [FORMATS["argilla"]]
-        if len(matches) == 1:
-            return matches[0], matches[0].wants
-        if matches:
-            names = " and ".join(one.name for one in matches)
-            raise UserError(f"{name}: could be {names}: set {setting} to one of them")
-    keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0])[:_KEYS])
-    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {propose_columns(rows)}")
+        return bool(list(format.convert(row)))
+    except Exception:  # a foreign row can contain values of any type
+        return False

@@ -45,7 +45,7 @@ _OWN = ("id", "external_id", "_server_id", "status", "metadata", "vectors", "sug
 _PARTS = {"user_id", "value", "status"}  # of a flat answer
 
 
-def _flat_answers(row: Values, key: str) -> list[dict[str, Any]] | None:
+def flat_answers(row: Values, key: str) -> list[dict[str, Any]] | None:
     """The answers under one key of a flat row; None if the key is no question."""
     value: Any = row[key]
     if key.endswith(".responses") and f"{key}.users" in row and isinstance(value, list):
@@ -54,15 +54,16 @@ def _flat_answers(row: Values, key: str) -> list[dict[str, Any]] | None:
             "user_id": row[f"{key}.users"],
             "status": row.get(f"{key}.status") or [None] * len(value),
         }
-    if isinstance(value, dict) and value.keys() >= _PARTS and all(isinstance(one, list) for one in value.values()):
+    columns = list(value.values()) if isinstance(value, dict) and value.keys() >= _PARTS else [None]
+    if all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
         return [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
     return value if is_list(value, dict) and all(one.keys() >= _PARTS for one in value) else None
 
 
-def is_argilla(row: Values) -> bool:
+def has_answers(row: Values) -> bool:
     if isinstance(row.get("fields"), dict) and isinstance(row.get("responses"), list | dict):
-        return "kind" not in row
-    return "kind" not in row and any(_flat_answers(row, key) for key in row)
+        return True
+    return any(flat_answers(row, key) for key in row)
 
 
 def _read(row: Values) -> tuple[dict[str, Any], list[tuple[str, list[Any]]], dict[str, Any]]:
@@ -71,7 +72,7 @@ def _read(row: Values) -> tuple[dict[str, Any], list[tuple[str, list[Any]]], dic
         given = row.get("responses") or []
         questions = list(given.items()) if isinstance(given, dict) else [("", given)]
         return row["fields"], questions, other_keys(row, "fields", "responses")
-    found = {key: answers for key in row if (answers := _flat_answers(row, key)) is not None}
+    found = {key: answers for key in row if (answers := flat_answers(row, key)) is not None}
     used = {part for key in found for part in (key, f"{key}.users", f"{key}.status")}
     fields = {
         key: value

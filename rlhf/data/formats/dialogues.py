@@ -9,7 +9,6 @@ from rlhf.data.formats.shapes import (
     Values,
     chat_turns,
     id_and_rest,
-    is_chat,
     is_learned,
     is_list,
     is_text,
@@ -41,11 +40,6 @@ def request(row: Values) -> str:
     return "\n\n".join(text for key in keys if (text := require_text(row, key).strip()))
 
 
-def is_alpaca(row: Values) -> bool:
-    answers = [row[key] for key in ("output", "response") if key in row]
-    return "instruction" in row and "kto_tag" not in row and len(answers) == 1 and isinstance(answers[0], str | None)
-
-
 def from_alpaca(row: Values) -> Made:
     """One demonstration; a `system` text and a `history` of [request, answer] come before the instruction."""
     key = "output" if "output" in row else "response"
@@ -74,13 +68,6 @@ def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, A
     return _demonstration(turns[:at], turns[at]["content"], metadata | {k: v for k, v in more.items() if v})
 
 
-def is_sharegpt(row: Values) -> bool:
-    turns: Any = row.get("conversations")
-    if not isinstance(turns, list) or row.keys() & {"kind", "label", "kto_tag", "messages"}:
-        return False
-    return all(isinstance(turn, dict) for turn in turns) and ("chosen" in row) == ("rejected" in row)
-
-
 def from_sharegpt(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or, without judgement, the dialogue's last answer."""
     turns = with_system(row.get("system"), chat_turns(row.get("conversations"), "conversations"))
@@ -92,19 +79,9 @@ def from_sharegpt(row: Values) -> Made:
         yield {"id": name, **_dialogue(turns, "conversations", rest)}
 
 
-def is_messages(row: Values) -> bool:
-    turns: Any = row.get("messages")
-    others = {"kind", "chosen", "rejected", "completion", "label", "kto_tag", "fields"}
-    return is_chat(turns) and all("content" in turn for turn in turns) and not row.keys() & others
-
-
 def from_messages(row: Values) -> Made:
     name, rest = id_and_rest(row, "messages", ids=("id", "prompt_id"))
     yield {"id": name, **_dialogue(chat_turns(row.get("messages"), "messages"), "messages", rest)}
-
-
-def is_self_instruct(row: Values) -> bool:
-    return "instruction" in row and isinstance(row.get("instances"), list)
 
 
 def from_self_instruct(row: Values) -> Made:
@@ -118,27 +95,13 @@ def from_self_instruct(row: Values) -> Made:
         yield {"id": name if name is None or len(instances) == 1 else f"{name}.{i}", **made}
 
 
-def is_question_answer(row: Values) -> bool:
-    """Rows that also have passages or choices are not: a prompt without these could not be answered."""
-    others = {"kind", "context", "passages", "choices", "options", *_JUDGED, "conversations", "messages"}
-    return _holds_texts(row, "question", "answer") and not row.keys() & others
-
-
 def from_question_answer(row: Values) -> Made:
     yield _demonstration(row["question"], row["answer"], other_keys(row, "question", "answer"))
-
-
-def is_decoded(row: Values) -> bool:
-    return _holds_texts(row, "instruction", "text", "decoded")
 
 
 def from_decoded(row: Values) -> Made:
     """The person's answer; nobody compared it with the model's (`decoded`), which stays in the metadata."""
     yield _demonstration(row["instruction"], row["text"], other_keys(row, "instruction", "text"))
-
-
-def is_mt_bench(row: Values) -> bool:
-    return is_list(row.get("turns"), str) and not row.keys() & {"prompt", "kind"}
 
 
 def from_mt_bench(row: Values) -> Made:

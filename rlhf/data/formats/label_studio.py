@@ -45,13 +45,6 @@ _TEXTS = ("body", "text", "content", "response", "html", "title")  # of one resp
 _VALUES = ("selected", "ranker", "rating", "number", "choices")  # keys of a result's value
 
 
-def is_label_studio(row: Values) -> bool:
-    if isinstance(row.get("data"), dict):
-        return isinstance(row.get("annotations"), list) or set(row) <= {"data", "id", "meta", "predictions"}
-    template = {"prompt", "answer1", "answer2"}  # of the pairwise template, without the wrapping `data`
-    return row.keys() >= set(_FLAT) or template <= set(row) <= template | {"id"}
-
-
 # --- a task's prompt and responses -----------------------------------------------------------------------------------
 
 
@@ -317,12 +310,6 @@ _SIDES = ("left", "right")
 _LEAVE = "leave this column as it was written (a spreadsheet cuts cells at 32,767 characters)"
 
 
-def is_tasks_csv(row: Values) -> bool:
-    """Whether a row is a task that `rlhf sample sample.tool=csv` wrote."""
-    pair = row.keys() >= {*_SIDES, "winner"}
-    return all(key in row for key in _COMMON) and (pair or row.keys() >= {"response_1", "score_1"})
-
-
 def _cell_text(value: Any) -> str:
     """A cell as text, without the apostrophe that guards against formulas; a spreadsheet's number as the text that it shows."""
     if isinstance(value, float) and value.is_integer():
@@ -332,7 +319,6 @@ def _cell_text(value: Any) -> str:
 
 def from_tasks_csv(row: Values) -> Iterator[dict[str, Any]]:
     """The ranking of a row; null if nobody has filled it in, as in a task. Raises: BadRow."""
-    require(is_tasks_csv(row), "", list(row), "item, prompt, labeler, ids, about, and winner or score_1 …")
     about = as_json(row["about"])
     parts = [about.get(name, {}) for name in ("responses", "metadata")] if isinstance(about, dict) else []
     require(len(parts) == 2 and is_list(parts, dict), "about", row["about"], f"the JSON of rlhf sample: {_LEAVE}")

@@ -49,14 +49,8 @@ def _hh_text(text: str) -> str:
     return "\n\n" + text.lstrip()
 
 
-def _is_hh_text(value: Any) -> bool:
+def is_dialogue(value: Any) -> bool:
     return isinstance(value, str) and _hh_text(value).startswith(_HUMAN)
-
-
-def is_hh(row: Values) -> bool:
-    texts: Any = row.get("text")
-    pair = "prompt" not in row and all(_is_hh_text(row.get(key)) for key in _JUDGED)
-    return pair or ("score" in row and is_list(texts) and all(map(_is_hh_text, texts)))
 
 
 def _hh_turns(text: str) -> Turns:
@@ -72,7 +66,7 @@ def _hh_turns(text: str) -> Turns:
 def text_prompt(text: str) -> Turns:
     """A prompt given as one string: the turns of a dialogue that ends with "Assistant:", else one user turn as it is."""
     whole = _hh_text(text).rstrip()
-    if _is_hh_text(text) and whole.endswith(_ASSISTANT):
+    if is_dialogue(text) and whole.endswith(_ASSISTANT):
         return _hh_turns(whole.removesuffix(_ASSISTANT))
     return user_turn(text)
 
@@ -90,7 +84,7 @@ def from_hh(row: Values) -> Made:
     scored = "text" in row and "chosen" not in row
     texts: Any = row["text"] if scored else [require_text(row, key) for key in _JUDGED]
     field = "text" if scored else "chosen"
-    fits = is_list(texts, str) and len(texts) == 2 and all(map(_is_hh_text, texts))
+    fits = is_list(texts, str) and len(texts) == 2 and all(map(is_dialogue, texts))
     require(fits, field, texts, 'two dialogues that begin with "Human:"')
     first, second = map(_hh_text, texts)
     at = first.rfind(_ASSISTANT, 0, _shared_length(first, second))
@@ -107,18 +101,7 @@ def from_hh(row: Values) -> Made:
 # --- trl -------------------------------------------------------------------------------------------------------------
 
 
-def is_trl(row: Values) -> bool:
-    if row.keys() & {"kind", "conversations"} or is_hh(row):
-        return False
-    if "prompt" in row and "completion" in row:
-        return not row.keys() & {"label", "kto_tag"}
-    both: list[Any] = [row.get(key) for key in _JUDGED]
-    if all(isinstance(text, str) for text in both):
-        return "prompt" in row or not row.keys() & {"question", "instruction"}
-    return all(map(is_chat, both)) or _is_prompt_alone(row)
-
-
-def _is_prompt_alone(row: Values) -> bool:
+def is_prompt_alone(row: Values) -> bool:
     """Whether a row has a prompt, and no key that could hold an answer."""
     answers = (*_JUDGED, "completion", "response", "answer", "output")  # in any key's name
     others = {"messages", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner"}
@@ -182,7 +165,7 @@ def from_trl(row: Values) -> Made:
 # --- pairs, choices --------------------------------------------------------------------------------------------------
 
 
-def _pair_keys(row: Values) -> tuple[str, str, str] | None:
+def pair_keys(row: Values) -> tuple[str, str, str] | None:
     """Which keys hold the prompt, the better and the worse answer."""
     prompt = next((key for key in ("prompt", "question", "instruction") if isinstance(row.get(key), str)), None)
     ways = (("chosen_response", "rejected_response"), ("response_j", "response_k"), _JUDGED)
@@ -192,14 +175,9 @@ def _pair_keys(row: Values) -> tuple[str, str, str] | None:
     return prompt, *answers
 
 
-def is_pairs(row: Values) -> bool:
-    keys = _pair_keys(row)
-    return bool(keys) and "kind" not in row and not is_hh(row) and all(isinstance(row[key], str) for key in keys or ())
-
-
 def from_pairs(row: Values) -> Made:
     """One ranking with K = 2: response "a" is the better one. Texts stay as they are, a maker's special tokens included."""
-    keys = _pair_keys(row)
+    keys = pair_keys(row)
     if keys is None:
         raise BadRow("prompt", "missing: want prompt, question or instruction, and two answers as in the rows before")
     given = row.get("input") if keys[0] == "instruction" else None
@@ -207,11 +185,6 @@ def from_pairs(row: Values) -> Made:
     name, rest = id_and_rest(row, *keys, "system", *(["input"] if keys[0] == "instruction" else []))
     judged = preference(*({"content": row[key]} for key in keys[1:]))
     yield {"id": name, "prompt": with_system(row.get("system"), prompt), **judged, "metadata": rest}
-
-
-def is_choices(row: Values) -> bool:
-    both = all(is_list(row.get(key), str) for key in _JUDGED)
-    return both and "kind" not in row and isinstance(row.get("prompt"), str)
 
 
 def from_choices(row: Values) -> Made:
@@ -234,12 +207,10 @@ def from_choices(row: Values) -> Made:
 # --- kto -------------------------------------------------------------------------------------------------------------
 
 
-def is_kto(row: Values) -> bool:
-    if "kind" in row or not row.keys() & {"label", "kto_tag"}:
-        return False
-    if row.keys() >= {"prompt", "completion"} or row.keys() >= {"kto_tag", "instruction", "output"}:
-        return True
-    return any(isinstance(row.get(key), list) for key in ("messages", "conversations"))
+def has_one_answer(row: Values) -> bool:
+    """Whether a row has a request and an answer, apart or as the turns of a chat."""
+    chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations"))
+    return chat or row.keys() >= {"prompt", "completion"} or row.keys() >= {"instruction", "output"}
 
 
 def from_kto(row: Values) -> Made:

@@ -35,11 +35,6 @@ def _answer(name: str, given: Any, text: str, policy: str, *used: str) -> dict[s
     return {"id": name, "text": require_text(given, text), "policy": given.get(policy), "metadata": more}
 
 
-def is_ultrafeedback(row: Values) -> bool:
-    completions: Any = row.get("completions")
-    return "instruction" in row and is_list(completions, dict) and all("response" in one for one in completions)
-
-
 def _mean_rating(completion: Values) -> float | None:
     """The mean of a completion's annotations' ratings; "N/A" is none."""
     annotations = (completion.get("annotations") or {}).values()
@@ -76,12 +71,6 @@ def from_ultrafeedback(row: Values) -> Made:
     }
 
 
-def is_nectar(row: Values) -> bool:
-    answers: Any = row.get("answers")
-    fits = "prompt" in row and "kind" not in row and is_list(answers, dict)
-    return fits and all("answer" in one and "rank" in one for one in answers)
-
-
 def from_nectar(row: Values) -> Made:
     """One ranking, rank 1 the best; an answer whose rank is null is left out of the order."""
     answers = dict(zip(letters(len(row["answers"])), row["answers"], strict=True))
@@ -94,10 +83,6 @@ def from_nectar(row: Values) -> Made:
         "ranking": ranking_of(ranks, best="lowest"),
         "metadata": other_keys(row, "prompt", "answers"),
     }
-
-
-def is_webgpt(row: Values) -> bool:
-    return row.keys() >= {"question", "answer_0", "answer_1", "score_0", "score_1"}
 
 
 def from_webgpt(row: Values) -> Made:
@@ -125,12 +110,6 @@ def from_webgpt(row: Values) -> Made:
 # --- OpenAI's summarisation labels -------------------------------------------------------------------------------------
 
 _SHOWN = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: ", "article": "Article:\n\n"}
-
-
-def is_openai_comparisons(row: Values) -> bool:
-    summary: Any = row.get("summary")
-    compared = "choice" in row and isinstance(row.get("summaries"), list)
-    return isinstance(row.get("info"), dict) and (compared or (isinstance(summary, dict) and "axes" in summary))
 
 
 def from_openai_comparisons(row: Values) -> Made:
@@ -170,10 +149,6 @@ def from_openai_comparisons(row: Values) -> Made:
 # --- QA-Feedback -------------------------------------------------------------------------------------------------------
 
 _PREDICTIONS = tuple(f"prediction {i}" for i in range(1, 5))
-
-
-def is_qa_feedback(row: Values) -> bool:
-    return row.keys() >= {"question", "preference", *_PREDICTIONS}
 
 
 def _passage(passage: list[str]) -> str:
@@ -218,15 +193,6 @@ def from_qa_feedback(row: Values) -> Made:
 _OF_TREE = ("message_tree_id", "tree_state")  # the same for all messages of a tree
 
 
-def is_oasst(row: Values) -> bool:
-    root = row.get("prompt", row)
-    return (
-        isinstance(root, dict)
-        and "text" in root
-        and ("replies" in root or ("message_tree_id" in row and root is not row))
-    )
-
-
 def _ranking_of_replies(path: Turns, node: Values) -> dict[str, Any] | None:
     """The ranking of the replies to one message; None if fewer than two of them are ranked answers."""
     answers = [reply for reply in node.get("replies") or [] if ROLES.get(reply["role"]) == "assistant"]
@@ -265,10 +231,6 @@ def from_oasst(row: Values) -> Made:
         left += [(path, reply) for reply in reversed(node.get("replies") or [])]
     if not ranked:
         yield {"kind": "prompt", "id": root.get("message_id"), "prompt": path[:1], "metadata": about}
-
-
-def is_oasst_messages(row: Values) -> bool:
-    return row.keys() >= {"message_id", "text", "role"} and "replies" not in row
 
 
 from_oasst_messages = from_oasst  # of the trees that `gather_oasst_messages` makes

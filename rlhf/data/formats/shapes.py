@@ -39,7 +39,6 @@ class Format:
 
     name: str
     wants: str  # the shape of a row as a short text, for messages
-    recognise: Callable[[Values], Any]  # true if a row is of this format
     # Records as plain dicts, each with its `kind`. The records validate themselves, and a missing key is a reject, so a
     # function checks only what would be read wrongly.
     convert: Callable[[Values], Iterable[dict[str, Any]]]

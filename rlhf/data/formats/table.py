@@ -135,7 +135,7 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
 
 
 def _format(columns: "Columns", note: str = "") -> Format:
-    return Format("table", WANTS, lambda row: True, columns.convert, prepare=partial(_prepare, columns), note=note)
+    return Format("table", WANTS, columns.convert, prepare=partial(_prepare, columns), note=note)
 
 
 def _prepare(columns: "Columns", name: str, rows: Sequence[Values]) -> Format:

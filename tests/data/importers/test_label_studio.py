@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.formats import FORMATS, BadRow
+from rlhf.data.formats import FORMATS, BadRow, recognise
 from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.records import Ranking
@@ -181,7 +181,7 @@ def test_the_real_pairwise_export_and_its_tasks(shared_data):
     assert len(unlabelled) == 32 and all(r.ranking is None and r.pairs is None for r in unlabelled)
     assert [r.responses for r in unlabelled] == [r.responses for r in records]
     for row in (*rows, *tasks):
-        assert [f.name for f in FORMATS.values() if f.recognise(row)] == ["label_studio"]
+        assert recognise(row) == "label_studio"
 
 
 # --- one annotation --------------------------------------------------------------------------------------------------
