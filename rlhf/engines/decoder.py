@@ -22,7 +22,8 @@ Prompts = Sequence[Sequence[int]]
 QKV = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
-PREFILL_ROWS = 32  # prompts per forward on a CPU
+PREFILL_ROWS = 32  # most prompts per forward on a CPU
+CPU_TOKENS, GPU_TOKENS = 2**13, 2**17  # most tokens of a forward over prompts
 
 
 class Seen(NamedTuple):
@@ -83,13 +84,14 @@ class Decoder:
     def prefill(self) -> Tensor:
         """Logits (B, V) after each prompt; adjacent equal prompts share one pass.
 
-        On a CPU each forward has a few rows of similar length, so that there is little padding.
+        Each forward has a bounded number of tokens, on a CPU a few rows of similar length, so that there is little padding.
         """
         new = torch.ones_like(self.lengths, dtype=torch.bool)  # whether a row's prompt is not that of the row before
         new[1:] = (self.tokens[1:] != self.tokens[:-1]).any(1) | (self.lengths[1:] != self.lengths[:-1])
         tokens, lengths = self.tokens[new], self.lengths[new]
         count = len(tokens)
-        size = PREFILL_ROWS if tokens.device.type == "cpu" else count
+        on_cpu, width = tokens.device.type == "cpu", tokens.shape[1]
+        size = max(1, min(PREFILL_ROWS, CPU_TOKENS // width) if on_cpu else GPU_TOKENS // width)
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
         x = torch.cat([self._prefill_rows(part, tokens[part], lengths[part]) for part in parts])
         if count < len(self.tokens):

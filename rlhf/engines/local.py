@@ -15,14 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, Key, make_uniforms
+from rlhf.engines.decoder import cached_in
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
 from rlhf.model.interface import lm
 from rlhf.model.linear import products_cast
+from rlhf.ops.masked import computed_in
 
 Prompts = Sequence[Sequence[int]]
 
 MAX_BATCH = 256
+# Bounds in bytes for a batch's keys and values on a CPU.
+MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
 
 
 class Samples(NamedTuple):
@@ -69,7 +73,7 @@ class LocalEngine(ABC):
 
     def most_rows(self, columns: int) -> int:
         """The batch for rows of this many tokens."""
-        return MAX_BATCH
+        return default_batch(self.model, columns)
 
     def prepared(self, rows: int, steps: int) -> AbstractContextManager[Any]:
         """A context in which batches of `rows` are drawn."""
@@ -152,3 +156,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def default_batch(model: Any, columns: int) -> int:
+    """The number of rows whose keys and values fit the bound.
+
+    On a CPU eight times the weights (each step reads all weights, whatever the batch, and the longest
+    responses are decoded by few rows at the end, once a batch), but 64 MiB at least, and 1 GiB or twice the
+    weights at most; on a GPU a quarter of its free memory.
+    """
+    config, parameter = model.config.get_text_config(), next(model.parameters())
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    numbers = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * columns
+    row = numbers * (cached_in(model) if lm(model).native else computed_in(parameter)).itemsize
+    if parameter.device.type == "cuda":
+        room = torch.cuda.mem_get_info(parameter.device)[0] // 4
+    else:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
+    return max(1, min(MAX_BATCH, room // row))

@@ -12,18 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.decoder import Decoder, cached_in
+from rlhf.engines.decoder import Decoder
 from rlhf.engines.graphs import make_decoder
-from rlhf.engines.local import MAX_BATCH, LocalEngine, Prompts, evaluating
+from rlhf.engines.local import LocalEngine, Prompts, evaluating
 from rlhf.model.blocks import SwitchMLP
-from rlhf.model.interface import lm
 from rlhf.model.linear import Linear
 from rlhf.ops.fast import packed_weights
 
 LOOK_EVERY = 8  # steps on a GPU between two checks for ended rows, since a check waits for the GPU
 PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) saves time
-# Bounds in bytes for a batch's keys and values on a CPU.
-MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
 
 
 class NativeEngine(LocalEngine):
@@ -44,9 +41,6 @@ class NativeEngine(LocalEngine):
                 yield int(tokens)
                 if bool(ended):
                     return
-
-    def most_rows(self, columns: int) -> int:
-        return default_batch(self.model, columns)
 
     def prepared(self, rows: int, steps: int) -> AbstractContextManager[Any]:
         return packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext()
@@ -95,23 +89,3 @@ def rows_carried(live: int, rows: int) -> int:
     """
     step = 1 << max(0, live.bit_length() - 3)
     return min(rows, -(-live // step) * step)
-
-
-def default_batch(model: Any, columns: int) -> int:
-    """The number of rows whose keys and values fit the bound.
-
-    On a CPU eight times the weights (each step reads all weights, whatever the batch, and the longest
-    responses are decoded by few rows at the end, once a batch), but 64 MiB at least, and 1 GiB or twice the
-    weights at most; on a GPU a quarter of its free memory.
-    """
-    if not lm(model).native:
-        return MAX_BATCH
-    config, parameter = model.config, next(model.parameters())
-    numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * columns
-    row = numbers * cached_in(model).itemsize
-    if parameter.device.type == "cuda":
-        room = torch.cuda.mem_get_info(parameter.device)[0] // 4
-    else:
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
-    return max(1, min(MAX_BATCH, room // row))

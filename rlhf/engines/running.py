@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
 from rlhf.engines.decoder import QKV, Decoder, Seen
-from rlhf.engines.native import default_batch, rows_carried
+from rlhf.engines.local import default_batch
+from rlhf.engines.native import rows_carried
 from rlhf.engines.transformers_generate import next_logits
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.interface import lm

@@ -13,8 +13,7 @@ from rlhf.cpu.products import by_torch_alone
 from rlhf.engines import decoder, graphs, native
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.likely import response_logprobs
-from rlhf.engines.local import Sampling
-from rlhf.engines.native import default_batch
+from rlhf.engines.local import Sampling, default_batch
 from rlhf.engines.sampling import sample, sampler_for
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
@@ -345,6 +344,10 @@ def test_thedefault_batch_fits_the_keys_and_values_to_the_weights(shape, bytes_w
     row = 4 * 2 * shape["n_layer"] * shape["width"] * 1000
     assert default_batch(model, 1000) == min(256, wanted // row) > 1
     assert default_batch(model, 10) == 256
+    with torch.device("meta"):
+        sizes = {"n_embd": shape["width"], "n_positions": 1024}
+        theirs = GPT2LMHeadModel(GPT2Config(**{n: v for n, v in shape.items() if n != "width"}, **sizes))
+    assert abs(default_batch(theirs, 1000) - default_batch(model, 1000)) <= 1
 
 
 def test_under_autocast_the_sampler_computes_logits_as_training_does():
