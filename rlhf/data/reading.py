@@ -153,11 +153,7 @@ class SourceInfo:
 
 
 def read(
-    source: Source,
-    format: Format | None,
-    info: FileInfo,
-    reading: Reading | None = None,
-    setting: str = "data.format",
+    source: Source, format: Format | None, info: FileInfo, reading: Reading | None = None, setting: str = "data.format"
 ) -> Iterator[Converted]:
     """Every row of a source with its records; `format` None: what the rows look like. `info` gets the format and why.
 

@@ -21,11 +21,7 @@ RANKING = {
     "kind": "ranking",
     "id": "r-9",
     "prompt": [{"role": "user", "content": "Hi"}],
-    "responses": [
-        {"id": "a", "text": "A", "policy": "sft-2"},
-        {"id": "b", "text": "B"},
-        {"id": "c", "text": ""},
-    ],
+    "responses": [{"id": "a", "text": "A", "policy": "sft-2"}, {"id": "b", "text": "B"}, {"id": "c", "text": ""}],
     "ranking": [["b"], ["a", "c"]],
     "ratings": {"b": 6, "a": 3.5},
     "pairs": None,
@@ -82,14 +78,8 @@ NAMES = "responses are a, b, c: "
     ("change", "message"),
     [
         ({"ranking": [["b"], ["d"]]}, 'ranking names "d", ' + NAMES + "list each response at most once"),
-        (
-            {"ranking": [["b"], ["b"]]},
-            'ranking names "b" twice, ' + NAMES + "list each response at most once",
-        ),
-        (
-            {"ranking": [["b"], []]},
-            "ranking names an empty list, " + NAMES + "list each response at most once",
-        ),
+        ({"ranking": [["b"], ["b"]]}, 'ranking names "b" twice, ' + NAMES + "list each response at most once"),
+        ({"ranking": [["b"], []]}, "ranking names an empty list, " + NAMES + "list each response at most once"),
         ({"ranking": ["b", "a"]}, "ranking.0: got 'b', want a valid list"),
         ({"ratings": {"d": 3}}, 'ratings names "d", ' + NAMES + "use these names"),
         ({"ratings": {"a": 8}}, 'ratings gives "a" 8, want a number from 1 to 7'),
@@ -98,10 +88,7 @@ NAMES = "responses are a, b, c: "
         ({"flags": {"d": []}}, 'flags names "d", ' + NAMES + "use these names"),
         ({"pairs": [["a", "b"]]}, "got both ranking and pairs, want one of them: set the other to null"),
         ({"ranking": None, "pairs": [["a", "d"]]}, 'pairs names "d", ' + NAMES + "use these names"),
-        (
-            {"ranking": None, "pairs": [["a"]]},
-            "pairs: got ['a'], want [better, worse], two different responses",
-        ),
+        ({"ranking": None, "pairs": [["a"]]}, "pairs: got ['a'], want [better, worse], two different responses"),
         (
             {"ranking": None, "pairs": [["a", "b"], ["b", "c"], ["c", "a"]]},
             "pairs go in a circle, a over b over c over a: drop one of these judgements",

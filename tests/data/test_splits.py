@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.records import Demonstration, Message, PromptRecord
-from rlhf.data.splits import (
-    choose,
-    key_hash,
-    prompt_key,
-    record_half,
-    record_split,
-    split_key,
-    split_of,
-    uniform,
-)
+from rlhf.data.splits import choose, key_hash, prompt_key, record_half, record_split, split_key, split_of, uniform
 from rlhf.errors import UserError
 
 SHARES = {"train": 0.85, "dev": 0.05, "test": 0.10}

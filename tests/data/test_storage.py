@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 from rlhf.data.reading import load_all, load_kind
 from rlhf.data.records import Demonstration, Message, PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import with_split
-from rlhf.data.storage import (
-    ArrowWriter,
-    from_row,
-    json_text,
-    read_arrow,
-    read_records,
-    schemas,
-    seal,
-    to_row,
-    verify,
-)
+from rlhf.data.storage import ArrowWriter, from_row, json_text, read_arrow, read_records, schemas, seal, to_row, verify
 from rlhf.errors import UserError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

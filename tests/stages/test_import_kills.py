@@ -88,15 +88,7 @@ def test_a_kill_at_any_moment_leaves_the_old_import_or_the_new_one(tmp_path, cap
     """Five kills each, at moments spread over the import and the renames at its end."""
     path = write(tmp_path / "new.jsonl", [RANKING | {"prompt": f"q {i} " + "word " * 150} for i in range(9000)])
     small, out = write(tmp_path / "old.jsonl", [DEMONSTRATION]), tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "rlhf",
-        "import",
-        f"path={path}",
-        f"out={out}",
-        "overwrite=true",
-    ]
+    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={out}", "overwrite=true"]
     # The whole project is on the path; working in tmp_path, workers can be told from other processes.
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RLHF_PROGRESS": "off"}
     assert imported(capsys, f"path={small}", f"out={out}")[0] == 0

@@ -102,11 +102,7 @@ def test_every_question_that_orders_is_a_record(load):
 def test_chats(load):
     chat = [USER, answer("Blue."), USER]
     [record] = load("argilla", row({"chat": chat, "response_a": "x", "response_b": "y", "note": "n"}, label="a"))
-    assert turns(record) == [
-        ("user", "Name a colour."),
-        ("assistant", "Blue."),
-        ("user", "Name a colour."),
-    ]
+    assert turns(record) == [("user", "Name a colour."), ("assistant", "Blue."), ("user", "Name a colour.")]
     assert record.ranking == [["response_a"], ["response_b"]] and record.metadata["fields"] == {"note": "n"}
     [record] = load("argilla", row({"chat": chat[:2]}, rating=7))
     assert turns(record) == [("user", "Name a colour.")] and record.ratings == {"chat": 7}

@@ -48,12 +48,7 @@ def test_openai_comparisons(load):
     assert [response.policy for response in record.responses] == ["sup2", "ref"]
     assert record.ranking == [["b"], ["a"]] and record.labeler == "w-7"
     assert record.responses[1].metadata == {"note": "Off."}
-    assert record.metadata == {
-        "id": "t3_1",
-        "batch": "batch3",
-        "extra": {"confidence": 8},
-        "original_split": "valid1",
-    }
+    assert record.metadata == {"id": "t3_1", "batch": "batch3", "extra": {"confidence": 8}, "original_split": "valid1"}
 
 
 def test_openai_ratings_on_axes_are_single_rated_responses(load):

@@ -125,12 +125,7 @@ def test_a_request_and_its_answer(load, format, row, prompt, response, metadata)
 def test_mt_bench_gives_the_first_turn_as_a_prompt(load):
     [record] = load("mt_bench", TURNS)
     assert record.kind == "prompt" and turns(record) == [("user", "Say a.")]
-    assert record.metadata == {
-        "question_id": 81,
-        "category": "c",
-        "reference": ["a", "b"],
-        "later_turns": ["Say b."],
-    }
+    assert record.metadata == {"question_id": 81, "category": "c", "reference": ["a", "b"], "later_turns": ["Say b."]}
 
 
 def test_a_prompt_alone(load):

@@ -5,14 +5,7 @@ import time
 import pytest
 
 from rlhf.data.formats import FORMATS, BadRow
-from tests.data.importers.samples import (
-    HH,
-    USER,
-    answer,
-    says,
-    texts,
-    turns,
-)
+from tests.data.importers.samples import HH, USER, answer, says, texts, turns
 
 TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
 SCORED = {"text": [HH["rejected"], HH["chosen"]], "score": [0.0, 1.0]}
@@ -89,11 +82,7 @@ def test_hh_with_scores(load, scores, ranking):
             [("user", "The sky is")],
             ["green.", "grey."],
         ),
-        (
-            {"chosen": "Q: hi A: yes", "rejected": "Q: hi A: yes indeed"},
-            [("user", "Q: hi A:")],
-            ["yes", "yes indeed"],
-        ),
+        ({"chosen": "Q: hi A: yes", "rejected": "Q: hi A: yes indeed"}, [("user", "Q: hi A:")], ["yes", "yes indeed"]),
         (
             {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [answer("a")], "rejected": [answer("b")]},
             [("system", "S"), ("user", "Name a colour.")],
