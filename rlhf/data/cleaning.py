@@ -8,7 +8,7 @@ from math import comb
 from typing import Any, NamedTuple
 
 from rlhf.data.records import Ranking, Record
-from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, seeded_bits
+from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, uniform
 
 PII_KINDS = ("card", "email", "phone")
 # The result for a record; for a row with several records, the first of these that one of them has.
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     key: int  # of the split key
     prefix: int  # of the normalised beginning of a prompt record
     user: int
-    group: int  # u of its hash with the seed, times 2^64
+    group: float  # its hash with the seed, in [0, 1)
     given: str | None  # the split that the record states
     pii: tuple[str, ...]
     pairs: int  # strictly ordered
@@ -115,7 +115,7 @@ def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) ->
         key_hash(turns, prefix_characters),
         prefix,
         0 if user is None else hash64("user", str(user)),
-        0 if group is None else seeded_bits(prompt_key(str(group)), seed),
+        0.0 if group is None else uniform(prompt_key(str(group)), seed),
         given_split(record),
         tuple(sorted({kind for message in turns for kind in find_pii(message.content)})),
         pairs,

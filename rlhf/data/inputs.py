@@ -156,13 +156,17 @@ def resolve_sources(
     """
     if sources is None:
         raise UserError(f"{setting}: no data given: want a file, a folder or a hub id (owner/name)")
-    return [source for name in listed(sources) for source in _resolve(str(name), suffixes, imports)]
+    try:
+        return [source for name in listed(sources) for source in _resolve(str(name), suffixes, imports)]
+    except OSError as error:  # no permission, or a name that is too long
+        shown = printable_path(error.filename or "")[:200]
+        raise UserError(f"{shown}: cannot be read ({error.strerror})") from error
 
 
 def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source]:
     path = Path(name)
     wanted = ", ".join(suffixes) + " (plain, .gz or .zst)"
-    if not _exists(path):
+    if not path.exists():
         if _HUB_ID.fullmatch(name) and not _EXTENSION.fullmatch(path.suffix):  # else a mistyped path
             return [Source(name, None)]
         raise UserError(f"{name}: no such file or folder: want {wanted}, a folder of these, or a hub id (owner/name)")
@@ -176,18 +180,6 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
     if not inside:
         raise UserError(f"{name}: the folder has no file to read: want {wanted}")
     return inside
-
-
-def _exists(path: Path) -> bool:
-    """Raises: UserError without permission to know, and for a name that no file can have."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError) as error:
-        shown = printable_path(path)[:200]
-        raise UserError(f"{shown}: cannot be read ({getattr(error, 'strerror', error)})") from error
-    return True
 
 
 def _file(path: Path) -> Source:
@@ -215,18 +207,14 @@ def _files_below(
     real = folder.resolve()
     if real in above:
         return
-    try:
-        inside = _saved(folder) or sorted(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"{printable_path(folder)}: cannot be read ({error.strerror})") from error
+    inside = _saved(folder) or sorted(folder.iterdir())
     if imports and any(folder.glob("*/train.arrow")):
         raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
     for path in inside:
-        exists = _exists(path)
         if path.name.startswith(".") or not (has_suffix(path, suffixes) or path.is_dir()):
             continue
         target = path.resolve()
-        if path.is_symlink() and not (exists and target.is_relative_to(root)):
+        if path.is_symlink() and not (path.exists() and target.is_relative_to(root)):
             raise UserError(
                 f"{printable_path(path)}: is a link out of the folder or to nothing, which is not followed: "
                 f"give {printable_path(target)} itself, or remove the link"

@@ -86,14 +86,9 @@ def key_hash(prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_
     return hash64(split_key(prompt, prefix_characters))
 
 
-def seeded_bits(key: str, seed: int) -> int:
-    """64 bits that depend on the key and the seed only."""
-    return hash64(str(seed), key)
-
-
 def uniform(key: str, seed: int) -> float:
     """A number in [0, 1) that depends on the key and the seed only."""
-    return seeded_bits(key, seed) / 2**64
+    return hash64(str(seed), key) / 2**64
 
 
 def choose(u: float, fractions: Mapping[str, float]) -> str:
@@ -158,7 +153,7 @@ def with_split(record: "Record", split: str) -> "Record":
 
 # --- the splits of an import -------------------------------------------------------------------------------------------
 
-_Node = tuple[str, int]  # "key", "user" or "group", and its hash
+_Node = tuple[str, float]  # "key", "user" or "group", and its hash
 
 
 @dataclass(slots=True)
@@ -194,7 +189,7 @@ class Assigner:
         self._given: dict[int, int] = {}  # by key: the first split that a record states
         self._stated: Counter[tuple[int, int]] = Counter()  # key and stated split of kept records
 
-    def add(self, key: int, user: int, group: int, given: str | None, kept: bool) -> None:
+    def add(self, key: int, user: int, group: float, given: str | None, kept: bool) -> None:
         """Add a record. One that is not kept connects prompts too: the order of two duplicates must not matter."""
         if kept:
             self.splits[key] = -1
@@ -246,7 +241,7 @@ class Assigner:
                 propose(node, 0, self.earlier.users.get(value))
                 propose(node, 3, self._choose(uniform(f"user {value:016x}", self.seed)))
             elif what == "group":
-                propose(node, 4, self._choose(value / 2**64))
+                propose(node, 4, self._choose(value))
             else:
                 propose(node, 1, self.earlier.prompts.get(value))
         for key, split in self._given.items():
