@@ -105,7 +105,7 @@ class AgreementCounter:
     def __init__(self) -> None:
         self._items: dict[int, int] = {}  # number of each item, by a hash
         self._names: dict[str, int] = {}
-        self._said = {"item": array("i"), "i": array("i"), "j": array("i"), "person": array("i"), "value": array("d")}
+        self._said: dict[str, array[Any]] = {name: array("i") for name in (*_SLOT, "person")} | {"value": array("d")}
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self.rankings = self.unnamed = self._too_large = 0
 

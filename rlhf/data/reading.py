@@ -283,7 +283,7 @@ def load_kind(
     Raises: UserError as `load_all`, and if there is no record of that kind.
     """
     records, info = load_all(sources, format, allow_partial)
-    chosen = [record for record in records if isinstance(record, wanted)]
+    chosen: list[RecordType] = [record for record in records if isinstance(record, wanted)]
     if not chosen:
         kind = wanted.model_fields["kind"].default
         raise UserError(f"no {kind} record in the data: want at least one. Read: {'; '.join(info.describe())}")

@@ -153,7 +153,7 @@ def with_split(record: "Record", split: str) -> "Record":
 
 # --- the splits of an import -------------------------------------------------------------------------------------------
 
-_Node = tuple[str, float]  # "key", "user" or "group", and its hash
+_Node = tuple[str, Any]  # "key", "user" or "group", and its hash
 
 
 @dataclass(slots=True)

@@ -30,9 +30,11 @@ from rlhf.data.formats.shapes import (
     is_text,
     judged,
     last_answer,
+    name_end,
     other_keys,
     ranking_of,
     read_phrase,
+    response_named,
     without_empty,
 )
 
@@ -54,7 +56,7 @@ def flat_answers(row: Values, key: str) -> list[dict[str, Any]] | None:
             "user_id": row[f"{key}.users"],
             "status": row.get(f"{key}.status") or [None] * len(value),
         }
-    columns = list(value.values()) if isinstance(value, dict) and value.keys() >= _PARTS else [None]
+    columns: list[Any] = list(value.values()) if isinstance(value, dict) and value.keys() >= _PARTS else [None]
     if all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
         return [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
     return value if is_list(value, dict) and all(one.keys() >= _PARTS for one in value) else None
@@ -116,17 +118,9 @@ def _prompt_and_responses(fields: Values) -> tuple[Any, dict[str, str], dict[str
     return turns, named, others
 
 
-def _suffix(name: str) -> str:
-    match = re.search(r"(?:^|[-_ .])?(\d+|(?<![a-z])[a-z])$", name.strip(), re.I)
-    return match.group(1).lower() if match else ""
-
-
 def _about(text: Any, names: list[str]) -> str | None:
-    """The response that an option or a question's name means: by its name, else by its number or letter."""
-    low = str(text).strip().lower()
-    exact = [name for name in names if name.lower() == low] or [name for name in names if name.lower() in low]
-    alike = exact or [name for name in names if _suffix(name) and _suffix(name) == _suffix(low)]
-    return alike[0] if len(alike) == 1 else None
+    place = response_named(text, names)
+    return None if place is None else names[place]
 
 
 def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None:
@@ -138,10 +132,10 @@ def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None
             return None
         return {"ranking": ranking_of(ranks, best="lowest")}  # type: ignore[arg-type]
     if isinstance(value, str):
-        best = _about(value, names)
-        if best is None and read_phrase(value, len(names)) == TIE:
-            return judged(TIE, names)
-        return None if best is None else judged(names.index(best), names)
+        winner = response_named(value, names)
+        if winner is None and read_phrase(value, len(names)) == TIE:
+            winner = TIE
+        return None if winner is None else judged(winner, names)
     if _CHOICE.search(question) and value in range(1, len(names) + 1):
         return judged(int(value) - 1, names)
     return None
@@ -156,7 +150,7 @@ def _orders(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
     ratings_of: dict[str, dict[str, float]] = {}  # by what is rated: the question's name without its response
     for question, value in _numbers(answers).items():
         if (name := _about(question, names)) is not None:
-            part = re.escape(name) if name.lower() in question.lower() else re.escape(_suffix(question)) + "$"
+            part = re.escape(name) if name.lower() in question.lower() else re.escape(name_end(question)) + "$"
             stem = re.sub(part, "", question, flags=re.I).strip("-_ .") or "rating"
             ratings_of.setdefault(stem, {})[name] = value
     for stem, ratings in ratings_of.items():

@@ -21,12 +21,12 @@ from rlhf.data.formats.shapes import (
     is_empty,
     is_list,
     judged,
-    letters,
     number,
     other_keys,
     ranking_of,
     read_phrase,
     require,
+    response_named,
     without_empty,
 )
 from rlhf.data.records import shown
@@ -60,19 +60,6 @@ class Task:
     @property
     def ids(self) -> list[str]:
         return [response["id"] for response in self.responses]
-
-    def named(self, text: str) -> str | None:
-        """The response that a control's name refers to: by its key or id, else by its number, letter or side at either end."""
-        words = text.strip().lower()
-        parts = re.findall(r"[a-z]+|\d+", words)
-        exact, within, placed = [], [], []
-        for i, (key, name) in enumerate(zip(self.keys, self.ids, strict=True)):
-            exact += [name] if words in (key.lower(), name.lower()) else []
-            within += [name] if len(key) > 1 and key.lower() in words else []
-            places = {str(i + 1), letters(i + 1)[i], *("left", "right")[i : i + 1]}
-            placed += [name] if places & {*parts[:1], *parts[-1:]} else []
-        found = exact or within or placed
-        return found[0] if len(found) == 1 else None
 
 
 def task_fields(data: Values) -> Task:
@@ -171,9 +158,10 @@ def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
     """Add one result of an annotation, an object with a `value` object. Raises: BadRow."""
     value, control = result["value"], str(result.get("from_name", ""))
     target = str(result.get("source") or result.get("to_name") or "").lstrip("$")
-    named = task.named(control) if not control.isalpha() or control in task.keys else None
-    aimed = task.ids[task.keys.index(target)] if target in task.keys else task.ids[0] if len(task.ids) == 1 else None
-    about = named or aimed
+    named = response_named(control, task.keys) if not control.isalpha() or control in task.keys else None
+    aimed = task.keys.index(target) if target in task.keys else 0 if len(task.ids) == 1 else None
+    place = aimed if named is None else named
+    about = None if place is None else task.ids[place]
     if "selected" in value:
         require(value["selected"] in ("left", "right"), "value.selected", value["selected"], "left or right")
         require(len(task.ids) == 2, "data", task.ids, "2 responses in a pairwise task")

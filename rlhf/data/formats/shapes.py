@@ -230,6 +230,27 @@ def judged(winner: int, names: Sequence[str]) -> dict[str, Any]:
     return {"ranking": [[names[winner]], others]}
 
 
+def name_end(name: str) -> str:
+    """The number or letter at the end of a name; empty without one."""
+    match = re.search(r"(?:^|[-_ .])?(\d+|(?<![a-z])[a-z])$", name.strip(), re.I)
+    return match[1].lower() if match else ""
+
+
+def response_named(text: Any, names: Sequence[str]) -> int | None:
+    """Which response a control, a question or an option means: by its name, else by the number or letter at its end."""
+    low = str(text).strip().lower()
+    end, places = name_end(low), letters(len(names))
+    every = list(enumerate(names))
+    ways = (
+        [i for i, name in every if name.lower() == low],
+        [i for i, name in every if len(name) > 1 and name.lower() in low],
+        [i for i, name in every if end and name_end(name) == end],
+        [i for i, _ in every if end in (str(i + 1), places[i])],
+    )
+    found = next(filter(None, ways), [])
+    return found[0] if len(found) == 1 else None
+
+
 # --- words of a verdict ----------------------------------------------------------------------------------------------
 
 _SIDES = {"left": 0, "first": 0, "one": 0, "right": 1, "second": 1, "two": 1, "third": 2, "three": 2}

@@ -305,16 +305,13 @@ class Columns:
             len(answers) == len(given), self.of("scores")[0], list(given), f"{len(answers)} scores, one per response"
         )
         filled = [
-            (path, answer, score)
-            for (path, answer), score in zip(answers.items(), given.items(), strict=True)
-            if not (is_empty(answer) and is_empty(score[1]))
+            (path, answer, where, score)
+            for (path, answer), (where, score) in zip(answers.items(), given.items(), strict=True)
+            if not (is_empty(answer) and is_empty(score))
         ]
-        responses = _responses({path: answer for path, answer, _ in filled})
-        scores = {
-            one["id"]: number(value, path)
-            for one, (_, _, (path, value)) in zip(responses, filled, strict=True)
-            if not is_empty(value)
-        }
+        named = list(zip(letters(len(filled)), filled, strict=True))
+        responses = [_response(name, answer, path) for name, (path, answer, _, _) in named]
+        scores = {name: number(score, where) for name, (_, _, where, score) in named if not is_empty(score)}
         if not scores:
             raise BadRow(self.of("scores")[0], f"got nothing, want a number for each response: {_NOBODY}")
         return {"responses": responses, "ranking": ranking_of(scores, best="highest"), "metadata": {"scores": scores}}

@@ -240,7 +240,7 @@ def test_a_choice_about_one_answer_is_a_flag_even_where_it_looks_like_a_preferen
     assert record.ranking is None and record.flags == {"answer2": ["A"]}
 
 
-@pytest.mark.parametrize("name", ["rating_answer1", "answer1_rating", "rating1", "rating_1", "rating_a", "left-rating"])
+@pytest.mark.parametrize("name", ["rating_answer1", "answer1_rating", "rating1", "rating_1", "rating_a"])
 def test_a_rating_finds_its_response_by_the_controls_name(name):
     [record] = convert(task(TWO, result("rating", {"rating": 3}, name)))
     assert record.ratings == {"answer1": 3} and record.ranking is None
