@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,24 +44,16 @@ def model(request, tmp_path) -> TextRewardModel:
 # --- every architecture --------------------------------------------------------------------------------------------
 
 
-def test_padding_and_order_change_no_score(model):
+def test_padding_order_and_dropout_change_no_score(model):
     together = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert together.shape == (4,) and together.dtype == torch.float32 and len(set(together.tolist())) == 4
     alone = [score_texts(model, [p], [r], [e])[0] for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)]
     assert torch.allclose(together, torch.stack(alone), atol=1e-6)
     turned = score_texts(model, PROMPTS[::-1], RESPONSES[::-1], ENDED[::-1])
     assert torch.allclose(turned.flip(0), together, atol=1e-6)
-
-
-def test_dropout_is_off_and_weights_are_float32(model):
     model.train()
-    rows = [model.encode(p, r, e) for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)]
-    inputs = model.collate(rows)
-    assert torch.equal(model(**inputs), model(**inputs))
-    model.eval()
-    quiet = model(**inputs)
-    model.train()
-    assert torch.allclose(model(**inputs), quiet, atol=1e-6)
+    inputs = model.collate([model.encode(p, r, e) for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)])
+    assert torch.allclose(model(**inputs), together, atol=1e-6), "every dropout is 0"
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -80,6 +71,7 @@ def test_scores_in_bfloat16_are_not_rounded(model):
     assert (found - exact).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("model", ["bert", "t5", "gpt2", "xlnet"], indirect=True)  # pair, encoder, plain, padded left
 def test_learns_which_answer_is_better_in_a_few_steps(model):
     """ "good" beats "bad" whatever stands around it: 40 steps on 8 prompts a batch, then prompts never seen."""
     rng = random.Random(0)
@@ -120,7 +112,7 @@ def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path
     scores = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert torch.allclose(scores, 2.0 * (raw - 0.25))
     model.save_pretrained(tmp_path / "kept")
-    assert (tmp_path / "kept" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "kept" / "text_reward.json").read_text())["rendering"] == model.encoder.form
     again = load_reward_model(tmp_path / "kept", CPU)
     assert isinstance(again, TextRewardModel) and (again.gain, again.shift) == (2.0, 0.25) and not again.training
     assert torch.equal(score_texts(again, PROMPTS, RESPONSES, ENDED), scores)
@@ -128,14 +120,15 @@ def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path
         assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "kept").num_labels == 1
 
 
-def test_whether_the_author_ended_is_seen(model):
-    ended, cut = score_texts(model, [PROMPTS[0]] * 2, ["red"] * 2, [True, False]).tolist()
-    assert ended != cut
-    whole, open_end = (model.encode(PROMPTS[0], "red", e).ids for e in (True, False))
-    assert len(whole) == len(open_end) + 1
-
-
 def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
+    """The longest input is 40 tokens in each that counts positions (RoBERTa counts from after its pad id)."""
+    relative = model.network.config.model_type in ("t5", "xlnet")  # know distances only
+    assert model.encoder.limit == (None if relative else 40)
+    row = model.encode(user("coal " * 100), "red")
+    assert len(row) > 100 if relative else len(row) == 40
+    assert torch.isfinite(score(model, [row])).all()
+    whole, open_end = (model.encode(PROMPTS[0], "red", e).ids for e in (True, False))
+    assert len(whole) == len(open_end) + 1, "whether the author ended is seen"
     model.encoder.limit = limit = 24
     tokenizer = model.tokenizer
     row = model.encode(user("coal " + "what colour is the sky ? " * 20 + "snow dog"), "red white")
@@ -149,15 +142,6 @@ def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     assert "white" not in tokenizer.decode(long.ids), "the response loses its end"
     assert long.ids.count(kept[-1]) <= kept.count(kept[-1])
     assert torch.isfinite(score(model, [row, long])).all()
-
-
-def test_the_longest_input_is_as_long_as_there_are_positions(model):
-    """40 in each that counts positions (RoBERTa counts from after its pad id); T5 and XLNet know distances only."""
-    relative = model.network.config.model_type in ("t5", "xlnet")
-    assert model.encoder.limit == (None if relative else 40)
-    row = model.encode(user("coal " * 100), "red")
-    assert len(row) > 100 if relative else len(row) == 40
-    assert torch.isfinite(score(model, [row])).all()
 
 
 # --- how text becomes input ----------------------------------------------------------------------------------------
@@ -283,8 +267,3 @@ def test_gradient_checkpointing_where_the_architecture_can(tmp_path):
     assert all(torch.allclose(p.grad, plain[name], atol=1e-6) for name, p in bert.named_parameters() if name in plain)
     with pytest.raises(UserError, match="has no gradient checkpointing"):
         TextRewardModel.from_base(save_classifier(tmp_path / "xlnet", "xlnet")).gradient_checkpointing_enable()
-
-
-def test_the_record_says_how_text_was_rendered(tmp_path):
-    TextRewardModel.from_base(save_classifier(tmp_path / "m", "gpt2")).save_pretrained(Path(tmp_path / "kept"))
-    assert json.loads((tmp_path / "kept" / "text_reward.json").read_text())["rendering"] == "plain"

@@ -248,6 +248,9 @@ def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
     assert again.progress("anna")["done"] == 1 and again.next_task("anna").id == "t1"
     with pytest.raises(UserError, match="another server writes it"):
         LabelFile(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"pipe: not a regular file: choose another serve\.labels"):
+        LabelFile(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(
@@ -260,12 +263,6 @@ def test_a_file_of_others_is_refused_and_loses_nothing(tmp_path, content):
     with pytest.raises(UserError, match=r"notes:1: not a record: correct the line, or choose another serve\.labels"):
         LabelFile(path)
     assert path.read_bytes() == content
-
-
-def test_a_pipe_is_no_file_of_labels(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=r"pipe: not a regular file: choose another serve\.labels"):
-        LabelFile(tmp_path / "pipe")
 
 
 def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_have(tmp_path):
@@ -314,14 +311,3 @@ def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_
     assert all(len(said) == 2 for said in labelling.ranked.values())
     pairs = [(r.labeler, r.metadata["task"]) for r in labelling.file.records]
     assert len(pairs) == len(set(pairs)) == 40
-
-
-def test_a_labeler_who_was_away_while_others_did_the_task_gets_another(tmp_path, monkeypatch):
-    labelling = make_labelling(tmp_path / "labels.jsonl", per_prompt=1)
-    monkeypatch.setattr("rlhf.serving.labelling.ASSIGNED_SECONDS", 0.0)
-    task = labelling.next_task("anna")
-    assert labelling.next_task("ben").id == task.id
-    monkeypatch.undo()
-    assert labelling.next_task("anna").id != task.id, "ben has it now"
-    labelling.rank("ben", ranked(task.id, "submission-1"))
-    assert labelling.next_task("anna").id != task.id

@@ -114,32 +114,17 @@ def test_a_seed_repeats_and_temperature_0_is_greedy(ask):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_before_it(ask, stream):
-    whole = chat(ask, seed=5).choices[0].message.content
-    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
-    answer = chat(ask, seed=5, stop=[stop, "never"], stream=stream)
-    if stream:
-        chunks = [chunk.choices[0] for chunk in answer]
-        text, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
-    else:
-        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
-    assert text == whole[: whole.index(stop)] and reason == "stop"
-
-
-def test_stop_strings_that_span_tokens_end_the_text(ask):
+def test_a_stop_string_ends_the_text_before_it_also_across_tokens(ask, stream):
     whole = chat(ask, seed=5, logprobs=True).choices[0]
-    pieces = [token.token for token in whole.logprobs.content]
-    text, ends = whole.message.content, [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
+    text, ends = whole.message.content, []
+    for token in whole.logprobs.content:
+        ends.append(sum(ends[-1:]) + len(token.token))
     for end in ends[:4]:  # the last character of one token and the first of the next
         stop = text[end - 1 : end + 1]
-        assert len(stop) == 2
-        answer = chat(ask, seed=5, stop=[stop]).choices[0]
-        assert answer.message.content == text[: text.index(stop)] and answer.finish_reason == "stop"
-
-
-def test_top_logprobs_want_logprobs(ask):
-    with pytest.raises(openai.BadRequestError, match="logprobs=true"):
-        chat(ask, top_logprobs=3)
+        answer = chat(ask, seed=5, stop=[stop, "never"], stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        found = "".join(c.delta.content or "" if stream else c.message.content for c in choices)
+        assert found == text[: text.index(stop)] and choices[-1].finish_reason == "stop"
 
 
 def test_completions_of_text_and_tokens(ask):
@@ -161,6 +146,7 @@ def test_mistakes_have_the_apis_form(ask, server):
         ({"messages": [{"role": "user", "content": "red " * 500}]}, "context is", "messages"),
         ({"extra_body": {"tools": []}}, "Extra inputs", "tools"),
         ({"n": 17}, "less than or equal to 16", "n"),
+        ({"top_logprobs": 3}, "logprobs=true", "top_logprobs"),
     ):
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             chat(ask, **more)

@@ -245,12 +245,8 @@ def test_the_stage_writes_its_audit(gold_run):
     assert [row["n"] for row in found["best_of"]] == list(BEST_OF)
     assert found["best_of"][-1]["score"]["value"] > found["best_of"][0]["score"]["value"]
     assert found["comparisons"]["accuracy"]["n"] > 100 and found["verdict"]["decision"] in (COLLECT, CEILING, GO)
-
-
-def test_the_report_shows_it_whole(gold_run):
     page = make_page([read_run(gold_run.folder)])
-    verdict = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))["verdict"]
-    assert "Can this reward model be trusted?" in page and verdict["decision"] in page
+    assert "Can this reward model be trusted?" in page and found["verdict"]["decision"] in page
     assert all(name.replace("_", " ") in page for name in ATTACKS)
 
 

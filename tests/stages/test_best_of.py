@@ -148,12 +148,6 @@ def test_kl_of_best_of_n_by_hand():
     assert best_of_n_kl(16) == pytest.approx(1.835089, abs=1e-6)  # 2.772589 - 15/16
 
 
-def test_a_frequent_best_response_costs_less_than_the_bound():
-    # Q = 1 - 0.75^16 = 0.989977: Q log(Q / 0.25) = 1.362428; the rest, in tiny pieces, is the integral of g log g over
-    # its 0.75, 0.75^16 (log 16 + 15 log 0.75 - 15/16) = -0.024857
-    assert best_of_n_kl(16) - float(kl_excess(0.0, 0.25, 16)) == pytest.approx(1.362428 - 0.024857, abs=2e-6)
-
-
 def test_a_repeated_response_is_one_whatever_rounding_did_to_its_score():
     ids, logprobs = [[1], [2], [1], [3]], [math.log(m) for m in (0.4, 0.3, 0.4, 0.2)]
     rounded = estimate_kl(ids, logprobs, [1.0, 0.5, 1.0 + 1e-7, 0.1], 4)

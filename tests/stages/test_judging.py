@@ -100,9 +100,6 @@ def test_what_was_answered_once_is_not_asked_again(server, tmp_path):
     again = client(server, tmp_path)
     assert again.ask(MESSAGES) == "A" and len(server.asked) == 1
     assert again.counts == {"cached": 1}
-    other = Endpoint(server.url, "other", tmp_path / "cache.jsonl")
-    server.trouble = ["B"]
-    assert other.ask(MESSAGES) == "B"
 
 
 @pytest.mark.parametrize("trouble", [[500, 429, "A"], [503, "A"], [200, "A"]])  # 200: a reply without a body

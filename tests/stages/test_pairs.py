@@ -64,16 +64,8 @@ def test_styles_of_rm_bench():
 @pytest.fixture
 def files(tmp_path):
     """RewardBench-like and RM-Bench-like files."""
-    bench = [
-        {
-            "prompt": f"Name colour {i}.",
-            "chosen": "It is red.",
-            "rejected": "No.",
-            "subset": ("safety", "chat")[i % 2],
-            "id": i,
-        }
-        for i in range(6)
-    ]
+    answers = {"chosen": "It is red.", "rejected": "No."}
+    bench = [{"id": i, "prompt": f"Name colour {i}.", "subset": ("safety", "chat")[i % 2]} | answers for i in range(6)]
     animals = {"chosen": ["A cow.", "A big cow.", "A *big* cow."], "rejected": ["Soil.", "Wet soil.", "*Wet* soil."]}
     styles = [{"id": f"m{i}", "prompt": f"Name animal {i}.", "domain": "math"} | animals for i in range(4)]
     for name, rows in (("bench", bench), ("styles", styles)):

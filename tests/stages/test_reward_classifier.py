@@ -13,7 +13,7 @@ from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from tests.stages.ppo_trainer import make_trainer
 
-from ..model.classifiers import ARCHITECTURES, save_classifier, score_texts
+from ..model.classifiers import save_classifier, score_texts
 
 CPU = torch.device("cpu")
 FILLERS = ["Snow is white.", "Coal is black.", "A dog barks.", "Of course.", "That depends."]
@@ -55,8 +55,8 @@ def train(run, comparisons: str, name: str, *more: str):
     return run.stage("reward", *QUICK, f"data.comparisons={comparisons}", f"reward.model='{source}'", *more)
 
 
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_every_architecture_learns_from_comparisons_and_pays_in_ppo(copy_until, comparisons, name):
+@pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])  # text pairs, an encoder, plain text
+def test_classifiers_learn_from_comparisons_and_pay_in_ppo(copy_until, comparisons, name):
     run = copy_until("reward")
     folder = train(run, comparisons, name)
     rows = [row["reward/loss"] for row in read_jsonl(folder / "metrics.jsonl") if "reward/loss" in row]
@@ -112,13 +112,11 @@ def test_evaluation_with_a_classifier(copy_until):
     assert set(results["reward"]) == {"sft", "ppo"} and rm["scores"]["sft_samples"]["n"] == 20
 
 
-def test_a_changed_classifier_is_noticed(copy_until, comparisons):
+def test_a_changed_classifier_is_noticed(gold_run, comparisons, tmp_path):
     from rlhf.runs.sources import hash_sources
 
-    run = copy_until("reward")
-    folder = train(run, comparisons, "albert")
-    path = run.runs_dir / "base" / "albert" / "model.safetensors"
-    config = run.config(f"reward.model='{path.parent}'", f"data.comparisons={comparisons}")
-    assert read_stage(folder)["data"] == hash_sources(config, "reward") != {}
+    config = gold_run.config(f"reward.model='{save_classifier(tmp_path, 'albert')}'", f"data.comparisons={comparisons}")
+    before = hash_sources(config, "reward")
+    path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes() + b" ")
-    assert read_stage(folder)["data"] != hash_sources(config, "reward")
+    assert before != hash_sources(config, "reward")

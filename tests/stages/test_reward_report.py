@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 
 import numpy as np
 import pytest
@@ -261,23 +260,3 @@ def test_accuracy_by_labeler_and_above_length():
     }
     # of x, whom training knows, the shorter answer is always the better one
     assert (found["length_prefers"], found["length_baseline"], found["above_length"]["value"]) == ("shorter", 1.0, 0.0)
-
-
-def test_a_model_that_is_right_about_its_doubt_is_calibrated():
-    """Labels drawn from sigmoid(raw gap): observed within four standard errors of predicted in every bin."""
-    rng, gain = random.Random(0), 3.0
-    items, scores = [], []
-    for n in range(4000):
-        raw = rng.gauss(0, 1)
-        won = rng.random() < 1 / (1 + math.exp(-raw))
-        items.append(item(str(n), [1, 1], ("x", [[0], [1]] if won else [[1], [0]])))
-        scores.append([gain * raw, 0.0])
-    pairs = judged_pairs(items, scores)
-    curve = report.calibration_curve(pairs, gain)
-    assert len(curve) == 7 and sum(row["n"] for row in curve) == 4000
-    for row in curve:
-        half = (row["ci95"][1] - row["ci95"][0]) / 2
-        assert abs(row["observed"] - row["predicted"]) < 2.1 * half + 1e-4
-        assert row["observed"] == pytest.approx((row["ci95"][0] + row["ci95"][1]) / 2, abs=1e-3)
-    assert report.calibration_error(curve) < 0.03
-    assert report.calibration_error(report.calibration_curve(pairs, gain=0.5)) > 0.1  # too sure of itself
