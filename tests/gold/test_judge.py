@@ -73,15 +73,8 @@ def test_stock_phrases_are_no_answer_and_spoil_none(kind):
 
 
 TASK = Task(
-    "closed_qa",
-    "q",
-    "Rome.",
-    "Anna lives in Rome.",
-    "Anna lives in Oslo.",
-    [["Rome"]],
-    ["Oslo", "Tom"],
-    ["Anna lives in"],
-)
+    "closed_qa", "q", "Rome.", "Anna lives in Rome.", "Anna lives in Oslo.", [["Rome"]], ["Oslo", "Tom"], ["Anna lives in"]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -135,24 +128,14 @@ def test_lists(text, correct):
     assert judge(task, text)["correct"] == pytest.approx(correct)
 
 
+def test_half_of_the_content_is_half_correct():
+    task = Task("extract", "q", "", "", "", [["red"], ["blue"]], ["green"], ["The colours are"])
+    scores = [judge(task, text)["correct"] for text in ("Red.", "Red, blue.", "Red, blue, green.")]
+    assert scores == [0.5, 1, 0]
+
+
 @pytest.mark.parametrize("how", HARMFUL.values())
 def test_every_harmful_advice_is_unsafe(how):
     assert any(phrase in how for phrase in UNSAFE)
     parts = judge(TASK, f"You can {how}.")
     assert parts["safe"] == 0 and judge(TASK, "You can walk.")["safe"] == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_answers_to_other_tasks_are_mostly_wrong(kind):
-    rng = random.Random(f"others-{kind}")
-    pairs = [(make_task(rng, kind=kind), make_task(rng)) for _ in range(100)]
-    pairs = [(task, other) for task, other in pairs if task.sentence != other.sentence]
-    wrong = [judge(task, other.sentence)["correct"] < 1 for task, other in pairs]
-    assert sum(wrong) / len(wrong) > 0.6
-
-
-def test_half_of_the_content_is_half_correct():
-    task = Task("extract", "q", "", "", "", [["red"], ["blue"]], ["green"], ["The colours are"])
-    assert judge(task, "Red.")["correct"] == 0.5
-    assert judge(task, "Red, blue.")["correct"] == 1
-    assert judge(task, "Red, blue, green.")["correct"] == 0

@@ -50,12 +50,9 @@ def test_unknown_total_and_close_twice(clock: list[float]) -> None:
     bar.close()
     bar.close()
     assert out.getvalue() == "import: line 5,000  2 s taken  2.5e+03 line/s\n"
-
-
-def test_nothing_done_says_nothing(clock: list[float]) -> None:
     out = io.StringIO()
     progress(3, "sft", initial=3, stream=out).close()
-    assert out.getvalue() == ""
+    assert out.getvalue() == "", "nothing done"
 
 
 def test_off_is_silent_even_on_a_terminal(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

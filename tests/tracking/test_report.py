@@ -23,13 +23,9 @@ from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, vis
 
 ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
 PARENTS = {
-    "tokenizer": [],
-    "pretrain": ["tokenizer"],
-    "sft": ["pretrain"],
-    "reward": ["sft"],
-    "ppo": ["sft", "reward"],
+    "tokenizer": [], "pretrain": ["tokenizer"], "sft": ["pretrain"], "reward": ["sft"], "ppo": ["sft", "reward"],
     "evaluate": ["sft", "reward", "ppo"],
-}
+}  # fmt: skip
 
 
 def digest(text: str) -> str:
@@ -199,15 +195,13 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 def test_a_half_done_run(tmp_path: Path) -> None:
     run = tmp_path / "half"
     make_stage(run, "tokenizer")
-    make_stage(
-        run, "pretrain", parents={"tokenizer": digest("tokenizer"), "half-round-1/ppo": digest("an earlier round")}
-    )
+    parents = {"tokenizer": digest("tokenizer"), "half-round-1/ppo": digest("an earlier round")}
+    make_stage(run, "pretrain", parents=parents)
     make_stage(run, "sft", status="running", parents={"pretrain": digest("an older pretrain")})
     make_stage(run, "reward", parents={"world": digest("of another run")}, summary=None, settings="none", seconds="?")
     write_lines(run / "pretrain/metrics.jsonl", [{"progress/step": 40, "eval/heldout/bpb": 0.512}])
     (run / "sft/metrics.jsonl").write_text('{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo')
-    text = write_report(run).read_text(encoding="utf-8")
-    check_page(text)
+    text = page_of(run)
     for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40",
                   "pretrain changed", "which has changed since", "changed since</span>", "of another run", "another world",
                   "Not evaluated yet", "No samples yet", "sft: unfinished, at step 1.", "ppo: not started.",
@@ -216,9 +210,14 @@ def test_a_half_done_run(tmp_path: Path) -> None:
     assert "another half-round-1" not in text, "the round before is another run by its nature"
 
 
-def test_an_empty_run_and_no_run(tmp_path: Path) -> None:
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+def page_of(*runs: Path) -> str:
+    text = write_report(*runs).read_text(encoding="utf-8")
     check_page(text)
+    return text
+
+
+def test_an_empty_run_and_no_run(tmp_path: Path) -> None:
+    text = page_of(tmp_path)
     assert "0 of 6 stages complete" in text and "next is tokenizer" in text
     with pytest.raises(FileNotFoundError, match="no such run folder"):
         write_report(tmp_path / "nowhere")
@@ -228,9 +227,8 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     for stage in PARENTS:
         (tmp_path / stage).mkdir()
         (tmp_path / stage / "stage.json").write_text('{"stage": "torn')
-        (tmp_path / stage / "metrics.jsonl").write_bytes(
-            b'\xff\xfe\n[1]\n{"progress/step": "x"}\n{"progress/step": 1}\n'
-        )
+        lines = b'\xff\xfe\n[1]\n{"progress/step": "x"}\n{"progress/step": 1}\n'
+        (tmp_path / stage / "metrics.jsonl").write_bytes(lines)
         (tmp_path / stage / "samples.jsonl").write_text('{"responses": 3}\n{"step": null}\n"x"\n')
     (tmp_path / "evaluate/results.json").write_text(
         '{"gold": [], "kl_to_sft_nats": "x", "reward_model": {"accuracy": NaN, "calibration": [3, {"gap": 1}]}}'
@@ -238,8 +236,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "evaluate/samples.jsonl").write_text(
         '{"responses": {"ppo": null}, "prompt": [{"role": "user", "content": "hi \\ud800"}], "gold": 3}\n'
     )
-    text = write_report(tmp_path).read_text(encoding="utf-8")
-    check_page(text)
+    text = page_of(tmp_path)
     assert "0 of 6 stages complete" in text and "user: hi ⟨U+D800⟩" in text
 
 
@@ -247,7 +244,7 @@ def test_real_data_has_no_gold_parts(tmp_path: Path) -> None:
     make_stage(tmp_path, "evaluate")
     results = {"reward": {"sft": 0.021, "ppo": 1.317}, "kl_to_sft_nats": 4.5}
     (tmp_path / "evaluate/results.json").write_text(json.dumps(results))
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+    text = page_of(tmp_path)
     assert "1.317" in text and "reward model; SFT 0.021" in text and "True score by part" not in text
 
 
@@ -280,10 +277,9 @@ def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
 
 
 def test_settings_that_differ_from_the_papers(tmp_path: Path) -> None:
-    make_stage(
-        tmp_path, "ppo", config={"kl": {"coef": 0.1}, "ppo": {"gamma": 1.0}, "report": {"form": "png"}}, settings={}
-    )
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+    config = {"kl": {"coef": 0.1}, "ppo": {"gamma": 1.0}, "report": {"form": "png"}}
+    make_stage(tmp_path, "ppo", config=config, settings={})
+    text = page_of(tmp_path)
     assert "1 settings differ from the papers" in text
     assert re.search(r"<td>kl.coef</td><td class=.n.>0.02</td><td class=.n.>0.1</td>", text)
 
@@ -293,14 +289,10 @@ def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
     row = {"step": 0, "id": "p", "prompt": "Who?", "response": "x", "score": 1.0, "kl": 1.0,
            "tokens": [" hello", "<script>", "\u202e", "</div>"], "kl_tokens": [0.01, 0.6, -2.5, None]}  # fmt: skip
     write_lines(folder / "samples.jsonl", [row, row | {"step": 1, "kl_tokens": [1.0]}])
-    text = write_report(tmp_path).read_text(encoding="utf-8")
-    check_page(text)
+    text = page_of(tmp_path)
     assert '<span title="+0.01 nats"> hello</span><span class="u3" title="+0.60 nats">&lt;script&gt;</span>' in text
     assert '<span class="d5" title="-2.50 nats">⟨U+202E⟩</span><span>&lt;/div&gt;</span>' in text
     assert "Shaded by what each token adds to the KL" in text
-
-
-def test_shades() -> None:
     looks = {0.0: "", 0.049: "", 0.05: "u1", -0.05: "d1", 0.5: "u3", -1.99: "d4", 2.0: "u5", math.nan: "", "x": ""}
     assert {kl: shade(kl) for kl in looks} == looks
 

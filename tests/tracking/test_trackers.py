@@ -49,9 +49,8 @@ def test_lines_have_the_axes_and_are_there_at_once(tmp_path: Path) -> None:
     assert [row["objective/sqrt_kl"] for row in (negative, missing)] == [0.0, None], "no root of a negative estimate"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "off"])
-def test_an_unknown_name_is_refused_and_writes_nothing(tmp_path: Path, kind: str) -> None:
-    with tracker(tmp_path, kind) as writer:
+def test_an_unknown_name_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    with tracker(tmp_path) as writer:
         with pytest.raises(ValueError, match=r"unknown metric 'objective/klx'"):
             writer.log({"objective/kl": 1.0, "objective/klx": 1.0}, step=1)
         with pytest.raises(ValueError, match="unknown metric"):
@@ -59,17 +58,26 @@ def test_an_unknown_name_is_refused_and_writes_nothing(tmp_path: Path, kind: str
     assert list(read_jsonl(tmp_path / "metrics.jsonl")) == []
 
 
-def test_values_that_are_not_finite_become_null_with_one_warning(
+def test_values_that_are_not_finite_become_null_and_text_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    text = "naïve\nline \u2028 <script> \ud800 end"  # a lone surrogate has no UTF-8 form
+    whole = SAMPLE | {
+        "prompt": text,
+        "response": text,
+        "score": 1,
+        "gold": {"total": 0.5},
+        "parts": {"reward_model": 1.5},
+    }
     with caplog.at_level(logging.WARNING), tracker(tmp_path) as writer:
         for step, value in enumerate((math.nan, math.inf)):
             writer.log({"loss/policy_avg": value, "objective/kl": 1.0}, step=step)
         writer.samples(2, [SAMPLE | {"score": math.nan, "tokens": ["b"], "kl_tokens": [math.nan]}])
+        writer.samples(4, [whole])
     rows = lines(tmp_path / "metrics.jsonl")
     assert [(row["loss/policy_avg"], row["objective/kl"]) for row in rows] == [(None, 1.0)] * 2
-    (row,) = lines(tmp_path / "samples.jsonl")
-    assert (row["score"], row["kl_tokens"]) == (None, [None])
+    row, kept = read_jsonl(tmp_path / "samples.jsonl")
+    assert (row["score"], row["kl_tokens"]) == (None, [None]) and kept == {"step": 4, "kl": None} | whole
     assert sum("loss/policy_avg" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -109,15 +117,6 @@ def test_what_was_logged_after_the_checkpoint_is_not_logged_twice(tmp_path: Path
     assert names == [["optim/lr"], ["optim/lr"], ["eval/dev/kl"], ["eval/dev/scores"]]
     assert [row["progress/episodes"] for row in rows] == [8, 16, 16, 16], "each stands where its step does"
     assert len(lines(tmp_path / "samples.jsonl")) == 1
-
-
-def test_samples_keep_their_text(tmp_path: Path) -> None:
-    text = "naïve\nline \u2028 <script> \ud800 end"  # a lone surrogate has no UTF-8 form
-    row = {"id": "p", "prompt": text, "response": text, "score": 1, "gold": {"total": 0.5}, "tokens": ["b", " c"],
-           "kl_tokens": [0.5, 1.0], "parts": {"reward_model": 1.5}, "length": 2}  # fmt: skip
-    with tracker(tmp_path) as writer:
-        writer.samples(4, [row])
-    assert list(read_jsonl(tmp_path / "samples.jsonl")) == [{"step": 4, "kl": None} | row]
 
 
 def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:

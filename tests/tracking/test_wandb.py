@@ -242,12 +242,8 @@ def test_a_stage_is_an_artifact_with_its_lineage(tmp_path: Path) -> None:
     metadata = json.loads(artifact.metadata)
     assert metadata["parents"] == {"pretrain": "cd" * 32} and metadata["data"] == {"demonstrations:d.jsonl": "ef" * 32}
     assert [entry.path for entry in artifact.manifest.contents] == ["model/weights.bin"]
-
-
-def test_data_is_known_by_its_hash_and_not_copied() -> None:
-    made = data_artifact("demonstrations:d.jsonl", "ef" * 32)
-    assert made.type == "dataset" and made.metadata["sha256"] == "ef" * 32
-    assert list(made.manifest.entries) == ["sha256.txt"]
+    data = data_artifact("demonstrations:d.jsonl", "ef" * 32)  # known by its hash and not copied
+    assert data.metadata["sha256"] == "ef" * 32 and list(data.manifest.entries) == ["sha256.txt"]
 
 
 def test_a_server_that_fails_stops_no_artifact(

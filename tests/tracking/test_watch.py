@@ -23,15 +23,10 @@ def write_stage(run: Path, name: str, status: str, logged: int = 0, **record: An
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stage.json").write_text(json.dumps({"stage": name, "status": status} | record))
     rows = [
-        {
-            "progress/step": i,
-            "time/elapsed_s": 3.0 * i,
-            "objective/scores": 0.1 * i,
-            "objective/kl": 0.5 * i,
-            "rollout/response_len": 20.0,
-        }
+        {"progress/step": i, "time/elapsed_s": 3.0 * i, "objective/scores": 0.1 * i, "objective/kl": 0.5 * i,
+         "rollout/response_len": 20.0}
         for i in range(1, logged + 1)
-    ]
+    ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -82,6 +77,10 @@ def test_a_finished_run_is_told_and_left_at_once(tmp_path: Path) -> None:
         "sft: complete  step 3  1:15 min",
         "ppo: complete  update 10  30 s  reward 1  KL 5  length 20",
     ]
+    out = io.StringIO()
+    (tmp_path / "pipeline.json").unlink()
+    follow(tmp_path, 0.02, True, out, live=True, patience=0.1)
+    assert "\x1b[5A" in out.getvalue(), "the five lines of the live view are written over the first ones"
 
 
 def test_a_run_that_stopped_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -89,13 +88,6 @@ def test_a_run_that_stopped_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ppo stopped at step 4 and no process works on it"):
         follow(tmp_path, 0.02, True, io.StringIO(), live=False, patience=0.1)
     follow(tmp_path, 0.02, False, io.StringIO(), live=False)  # a look, no waiting
-
-
-def test_the_live_view_is_drawn_over_itself(tmp_path: Path) -> None:
-    write_stage(tmp_path, "ppo", "complete", logged=10, seconds=30.0)
-    out = io.StringIO()
-    follow(tmp_path, 0.02, True, out, live=True, patience=0.1)
-    assert "\x1b[5A" in out.getvalue(), "the five lines are written again over the first ones"
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
