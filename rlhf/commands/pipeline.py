@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rlhf.commands.launch import import_once, run_processes
-from rlhf.commands.report import write_page
 from rlhf.config import Config
 from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
 from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
+from rlhf.report.page import write_report
 from rlhf.runs.folders import (
     changed_settings,
     check_output,
@@ -61,7 +61,7 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
             done |= ensure_rounds(config, overrides)
         done[stage] = ensure_stage(config, stage, overrides)
     if any(state != "complete before" for state in done.values()) or not (folder / "report.html").exists():
-        write_page(folder)
+        write_report(folder)
     stages = {}
     for stage, state in done.items():
         record = read_stage(folder.parent / stage if "/" in stage else stage_folder(config, stage)) or {}

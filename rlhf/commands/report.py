@@ -6,23 +6,20 @@ from pathlib import Path
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs.folders import refuse_inside_stage, run_folder
-from rlhf.system.files import writing
 from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
     """Write the page, and the figures if report.figures is set. Raises: UserError for an unknown run."""
+    from rlhf.report.page import write_figures, write_report
+
     folders = run_folders(config)
     target = None if config.report.figures is None else Path(config.report.figures)
     if target is not None:
         refuse_inside_stage(target, "report.figures")
-    say(f"report: {write_page(*folders, out=checked_out(config))}")
+    say(f"report: {write_report(*folders, path=checked_out(config))}")
     if target is not None:
-        from rlhf.report.page import write_figures
-
-        with writing(target):
-            paths = write_figures(folders, target, config.report.form)
-        say(f"report: {len(paths)} figures -> {target}")
+        say(f"report: {len(write_figures(folders, target, config.report.form))} figures -> {target}")
 
 
 def checked_out(config: Config) -> Path | None:
@@ -53,14 +50,3 @@ def run_folders(config: Config) -> list[Path]:
     if not folders:
         raise UserError("run=: want the name of a run, or several separated by commas")
     return folders
-
-
-def write_page(*folders: Path, out: Path | None = None) -> Path:
-    """The page of one run, or of several side by side."""
-    from rlhf.report.page import write_report
-
-    names = "+".join(folder.name for folder in folders)[:120]
-    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names}.html"
-    path = default if out is None else out
-    with writing(path):
-        return write_report(*folders, path=path)

@@ -15,7 +15,7 @@ from rlhf.report.drawing import SERIES_COLOURS, Mark, save_picture
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.report.pictures import make_pictures, make_stage_figures
 from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number_at, percent, read_run
-from rlhf.system.files import write_text
+from rlhf.system.files import write_text, writing
 
 
 def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
@@ -72,14 +72,18 @@ def make_page(runs: Sequence[RunFiles]) -> str:
 
 
 def write_report(*folders: Path, path: Path | None = None) -> Path:
-    """Writes the page of these runs to `path`, the first run's report.html by default, and returns the path.
+    """Writes the page of these runs to `path`, and returns the path; the default is a run's report.html, or report-a+b.html
+    beside several runs.
 
     Works on a run that is complete, incomplete or empty. The same files give the same bytes.
-    Raises: FileNotFoundError if a folder is none; OSError if the page cannot be written.
+    Raises: FileNotFoundError if a folder is none; UserError if the page cannot be written.
     """
     page = make_page([read_run(folder) for folder in folders])
-    path = folders[0] / "report.html" if path is None else path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path is None:
+        names = "+".join(folder.name for folder in folders)[:120]
+        path = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names}.html"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
     return path
 
@@ -87,13 +91,13 @@ def write_report(*folders: Path, path: Path | None = None) -> Path:
 def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path]:
     """Every figure of the page as a separate file in `target`, as "svg" or "png"; returns the paths.
 
-    Raises: FileNotFoundError if a run's folder is none; OSError if a file cannot be written.
+    Raises: FileNotFoundError if a run's folder is none; UserError if a file cannot be written.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs, paths = [read_run(folder) for folder in folders], []
     pictures = [figure for stage in make_curves(runs) for figure in (*stage["figures"], *stage["rest"])]
-    target.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for picture in (*pictures, *make_pictures(runs)):
-        title = f"{picture.stage}: {picture.title}".removeprefix(": ")
-        paths.append(save_picture(picture.curve, target / f"{picture.name}.{form}", title))
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for picture in (*pictures, *make_pictures(runs)):
+            title = f"{picture.stage}: {picture.title}".removeprefix(": ")
+            paths.append(save_picture(picture.curve, target / f"{picture.name}.{form}", title))
     return paths

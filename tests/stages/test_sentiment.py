@@ -8,13 +8,13 @@ import torch
 
 from rlhf.cli import main
 from rlhf.commands.pipeline import stages_to_run
-from rlhf.commands.report import write_page
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import end_ids
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.classifier import load_reward_model
+from rlhf.report.page import write_report
 from tests.stages.conftest import Run
 from tests.stages.test_adopted import save
 from tests.stages.test_ppo import open_trainer
@@ -106,7 +106,7 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
     assert {"score", "win_rate_vs_sft", "text", "kl_estimate_nats"} <= set(best)
     assert best["ppo_above"]["value"] == pytest.approx(results["gold"]["mean_score"]["ppo"] - best["gold"], abs=2e-4)
     assert best["ppo_above"]["n"] == 4, "a passage is the unit"
-    write_page(sentiment_run.folder)
+    write_report(sentiment_run.folder)
     page = (sentiment_run.folder / "report.html").read_text(encoding="utf-8")
     assert "gold judge" not in page and "sentiment lexicon" in page
 
