@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Pixels of a picture; the page scales it to its column.
-WIDTH, HEIGHT = 380.0, 190.0
+# Pixels of a picture, and of one of half the page's width; the page scales it to its column.
+SIZE, HALF_SIZE = (380.0, 190.0), (580.0, 230.0)
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
-MAX_POINTS, MAX_HOVERS = 400, 48
+MAX_POINTS, MAX_HOVERS, TABLE_POINTS = 400, 48, 12
 SERIES_COLOURS = 6
 HOVER_LINE = 13.0  # pixels from one value to the next
 # The series of one colour: solid, dashed, dotted.
@@ -68,15 +68,55 @@ class Mark(NamedTuple):
 
 
 @dataclass(slots=True)
-class Curve:
-    """A picture: series over one x axis, and levels."""
+class Picture:
+    """Series over one x axis, levels, and texts; the template's `picture` macro shows it, and `report.figures` saves it."""
 
+    title: str
     series: list[Series]
     marks: list[Mark] = field(default_factory=list)
     x_name: str = "step"
-    label: str = ""  # the text alternative of the picture
     y_name: str = ""  # shown in a separate picture
     bars: bool = False  # steps over the x axis, for histograms
+    stage: str = ""
+    unit: str = ""
+    meaning: str = ""
+    note: str = ""
+    half: bool = False  # half the width of the page instead of a third
+    rest: bool = False  # of a metric that no Chart names
+    named: bool = True  # whether the legend names the curves
+    last: bool = True  # whether the legend shows their last values
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.stage} {self.title}".lower()).strip("-")
+
+    @property
+    def svg(self) -> str:
+        return draw_svg(self)
+
+    @property
+    def log_svg(self) -> str:
+        """The same over a logarithmic axis; empty if that shows nothing."""
+        picture = for_log(self)
+        return "" if picture is None else draw_svg(picture, log=True)
+
+    @property
+    def legend(self) -> list[tuple[str, int, int, str]]:
+        """(label, colour, dash, last value) of each curve; empty texts for what is not shown."""
+        return [
+            (one.label * self.named, one.colour % SERIES_COLOURS, one.dash, format_value(one.ys[-1]) * self.last)
+            for one in self.series
+        ]
+
+    @property
+    def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """(curve, its points as text), for readers with a keyboard: few points that keep the peaks."""
+        tables = []
+        for one in self.series:
+            texts = {(x, y): one.describe(i) for i, (x, y) in enumerate(zip(one.xs, one.ys, strict=True))}
+            points = zip(*thin(one.xs, one.ys, TABLE_POINTS), strict=True)
+            tables.append((one.label, [(format_value(x), texts[x, y]) for x, y in points]))
+        return tables
 
 
 def format_value(value: float) -> str:
@@ -122,12 +162,12 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> t
     return [xs[j] for j in chosen], [ys[j] for j in chosen]
 
 
-def for_log(curve: Curve) -> Curve | None:
+def for_log(picture: Picture) -> Picture | None:
     """The picture's points above 0, for a logarithmic axis; None if most are not, or if they span too little."""
-    if curve.bars:
+    if picture.bars:
         return None
     series = []
-    for one in curve.series:
+    for one in picture.series:
         above = [(x, y) for x, y in zip(one.xs, one.ys, strict=True) if y > 0]
         if len(above) < 0.8 * len(one.ys):
             return None
@@ -135,8 +175,7 @@ def for_log(curve: Curve) -> Curve | None:
     ys = [y for one in series for y in one.ys]
     if len(ys) < 2 or max(ys) / min(ys) < 1.05:
         return None
-    marks = [mark for mark in curve.marks if mark.y > 0]
-    return replace(curve, series=series, marks=marks, label=f"{curve.label}, logarithmic")
+    return replace(picture, series=series, marks=[mark for mark in picture.marks if mark.y > 0])
 
 
 # --- matplotlib's figure ------------------------------------------------------------------------------------
@@ -149,9 +188,9 @@ def drawing_settings() -> Any:
     return matplotlib.rc_context(options)
 
 
-def make_axes(curve: Curve, width: float, height: float, palette: Palette, log: bool = False) -> tuple[Any, Any]:
+def make_axes(picture: Picture, width: float, height: float, palette: Palette, log: bool = False) -> tuple[Any, Any]:
     """matplotlib's figure and axes with everything but the dots. Raises: ValueError if no series has a point."""
-    series = [one for one in curve.series if one.xs]
+    series = [one for one in picture.series if one.xs]
     if not series:
         raise ValueError("a picture needs at least one point")
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -169,8 +208,8 @@ def make_axes(curve: Curve, width: float, height: float, palette: Palette, log: 
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     xs = [x for one in series for x in one.xs]
-    ys = [y for one in series for y in (*one.ys, *one.lows, *one.highs)] + [mark.y for mark in curve.marks]
-    ys += [0.0] if curve.bars else []
+    ys = [y for one in series for y in (*one.ys, *one.lows, *one.highs)] + [mark.y for mark in picture.marks]
+    ys += [0.0] if picture.bars else []
     axes.set_xlim(*_widen(min(xs), max(xs), 0.0 if len(set(xs)) > 1 else 0.5))
     whole, steps = all(float(x).is_integer() for x in xs), [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
@@ -186,12 +225,12 @@ def make_axes(curve: Curve, width: float, height: float, palette: Palette, log: 
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
-    for mark in curve.marks:
+    for mark in picture.marks:
         axes.axhline(mark.y, color=palette.muted, linewidth=1, dashes=(3, 3), clip_on=False)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=palette.muted, fontsize=9, ha="right", **place)
     for one in series:
-        _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], curve.bars)
+        _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], picture.bars)
     return figure, axes
 
 
@@ -217,21 +256,22 @@ def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
         axes.plot(*thin(one.xs, moving_average(one.ys, reach=len(one.ys) // 40)), **strong)
 
 
-def save_picture(curve: Curve, path: Path, title: str) -> Path:
+def save_picture(picture: Picture, path: Path) -> Path:
     """Writes the picture with title, axes' names and legend as an SVG or PNG file, by the path's suffix.
 
     Raises: ValueError if no series has a point; OSError if the file cannot be written.
     """
     with drawing_settings():
-        figure, axes = make_axes(curve, 640.0, 360.0, PAPER)
+        title = f"{picture.stage}: {picture.title}".removeprefix(": ")
+        figure, axes = make_axes(picture, 640.0, 360.0, PAPER)
         axes.set_position((0.1, 0.14, 0.87, 0.72))
         axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
-        axes.set_xlabel(curve.x_name, color=PAPER.muted)
-        axes.set_ylabel(curve.y_name, color=PAPER.muted)
-        for one in curve.series:
+        axes.set_xlabel(picture.x_name, color=PAPER.muted)
+        axes.set_ylabel(picture.y_name, color=PAPER.muted)
+        for one in picture.series:
             if one.dots:
                 axes.plot(one.xs, one.ys, "o", markersize=4, color=PAPER.series[one.colour % SERIES_COLOURS])
-        if len(curve.series) > 1:
+        if len(picture.series) > 1:
             axes.legend(frameon=False, fontsize=9, labelcolor="#1c2127")
         figure.savefig(path, format=path.suffix.removeprefix("."), dpi=144, facecolor="#ffffff", metadata={})
     return path
@@ -240,17 +280,17 @@ def save_picture(curve: Curve, path: Path, title: str) -> Path:
 # --- inside the page ----------------------------------------------------------------------------------------
 
 
-def draw_svg(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bool = False) -> str:
+def draw_svg(picture: Picture, log: bool = False) -> str:
     """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
 
     log: a logarithmic y axis; pass the result of `for_log`.
     Raises: ValueError if no series has a point.
     """
-    out = io.StringIO()
+    out, (width, height) = io.StringIO(), HALF_SIZE if picture.half else SIZE
     with drawing_settings():
-        figure, axes = make_axes(curve, width, height, STAND_INS, log)
+        figure, axes = make_axes(picture, width, height, STAND_INS, log)
         figure.savefig(out, format="svg", transparent=True)
-    series = [one for one in curve.series if one.xs]
+    series = [one for one in picture.series if one.xs]
     places = [[(float(x), height - float(y)) for x, y in axes.transData.transform([*zip(one.xs, one.ys, strict=True)])]
               for one in series]  # fmt: skip
     dots = [
@@ -259,10 +299,10 @@ def draw_svg(curve: Curve, width: float = WIDTH, height: float = HEIGHT, log: bo
         if one.dots or len(its) == 1
         for place in zip(*thin([x for x, _ in its], [y for _, y in its], MAX_HOVERS), strict=True)
     ]
-    label = html.escape(curve.label or ", ".join(one.label for one in series), quote=True)
+    label = f"{picture.title}: {', '.join(one.label for one in series)}{', logarithmic' if log else ''}"
     box = f'viewBox="0 0 {width:g} {height:g}"'
-    strips = _hovers(curve, series, places, width, height)
-    return f'<svg {box} role="img" aria-label="{label}">{_inline(out.getvalue())}{"".join(dots + strips)}</svg>'
+    strips = _hovers(picture, series, places, width, height)
+    return f'<svg {box} role="img" aria-label="{html.escape(label, quote=True)}">{_inline(out.getvalue())}{"".join(dots + strips)}</svg>'
 
 
 def _inline(svg: str) -> str:
@@ -289,7 +329,7 @@ def _circle(place: tuple[float, float], one: Series, radius: float) -> str:
     return f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius:g}" fill="{colour}"/>'
 
 
-def _hovers(curve: Curve, series: list[Series], places: Any, width: float, height: float) -> list[str]:
+def _hovers(picture: Picture, series: list[Series], places: Any, width: float, height: float) -> list[str]:
     """Upright strips that tile the picture; the one under the pointer shows its x and the nearest value of each curve in it."""
     import numpy as np
 
@@ -301,7 +341,7 @@ def _hovers(curve: Curve, series: list[Series], places: Any, width: float, heigh
     columns = [np.array(one.xs) for one in series]
     strips = []
     for i, x in enumerate(xs):
-        dots, texts = [], [(f"{curve.x_name} {x:,.6g}", "")]
+        dots, texts = [], [(f"{picture.x_name} {x:,.6g}", "")]
         for one, column, its in zip(series, columns, places, strict=True):
             near = len(column) - 1 - int(np.abs(column[::-1] - x).argmin())  # of several at the same x the last
             if middles[i] <= column[near] <= middles[i + 1]:

@@ -98,6 +98,5 @@ def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         for picture in (*pictures, *make_pictures(runs)):
-            title = f"{picture.stage}: {picture.title}".removeprefix(": ")
-            paths.append(save_picture(picture.curve, target / f"{picture.name}.{form}", title))
+            paths.append(save_picture(picture, target / f"{picture.file_name}.{form}"))
     return paths

@@ -4,24 +4,11 @@ For one run, colours distinguish the curves; for several, colours distinguish th
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from rlhf.report.drawing import (
-    DASHES,
-    HEIGHT,
-    SERIES_COLOURS,
-    WIDTH,
-    Curve,
-    Mark,
-    Series,
-    draw_svg,
-    for_log,
-    format_value,
-    thin,
-)
+from rlhf.report.drawing import DASHES, Mark, Picture, Series
 from rlhf.runs.metric_table import CHARTS, Chart, find
 from rlhf.runs.run_files import (
     Points,
@@ -41,62 +28,6 @@ Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 NOT_DRAWN = ("time/elapsed_s",)
 # A curve of at most this many points, such as occasional evaluations, gets a dot per point.
 DOTS_UP_TO = 25
-HALF_WIDTH, HALF_HEIGHT = 580.0, 230.0
-TABLE_POINTS = 12
-
-
-@dataclass(slots=True)
-class Picture:
-    """A curve with its texts; the template's `picture` macro shows it, and `report.figures` saves it."""
-
-    title: str
-    curve: Curve
-    stage: str = ""
-    unit: str = ""
-    meaning: str = ""
-    note: str = ""
-    half: bool = False
-    rest: bool = False  # of a metric that no Chart names
-    named: bool = True  # whether the legend names the curves
-    last: bool = False  # whether the legend shows their last values
-
-    @property
-    def name(self) -> str:
-        """A file name."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.stage} {self.title}".lower()).strip("-")
-
-    @property
-    def svg(self) -> str:
-        return draw_svg(self.curve, *((HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)))
-
-    @property
-    def log_svg(self) -> str:
-        """The same over a logarithmic axis; empty if that shows nothing."""
-        curve = for_log(self.curve)
-        size = (HALF_WIDTH, HALF_HEIGHT) if self.half else (WIDTH, HEIGHT)
-        return draw_svg(curve, *size, log=True) if curve is not None else ""
-
-    @property
-    def legend(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "label": one.label if self.named else "",
-                "colour": one.colour % SERIES_COLOURS,
-                "dash": one.dash,
-                "last": format_value(one.ys[-1]) if self.last else "",
-            }
-            for one in self.curve.series
-        ]
-
-    @property
-    def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(curve, its points as text), for readers with a keyboard: few points that keep the peaks."""
-        tables = []
-        for one in self.curve.series:
-            texts = {(x, y): one.describe(i) for i, (x, y) in enumerate(zip(one.xs, one.ys, strict=True))}
-            points = zip(*thin(one.xs, one.ys, TABLE_POINTS), strict=True)
-            tables.append((one.label, [(format_value(x), texts[x, y]) for x, y in points]))
-        return tables
 
 
 def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
@@ -116,13 +47,14 @@ def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") ->
     unit = first.unit if first else ""
     return Picture(
         chart.title,
-        Curve(series, marks, label=f"{chart.title}: {', '.join(one.label for one in series)}", y_name=unit),
-        stage,
-        unit if unit.lower() not in chart.title.lower() else "",
-        "; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
+        series,
+        marks,
+        y_name=unit,
+        stage=stage,
+        unit=unit if unit.lower() not in chart.title.lower() else "",
+        meaning="; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
         half=chart.half,
         named=several or len(metrics) > 1,
-        last=True,
     )
 
 
@@ -168,15 +100,14 @@ def make_frontier(runs: Runs) -> Iterator[Picture]:
             for place, (run, points) in enumerate(runs):
                 at = dict(zip(*points.get(kl, ([], [])), strict=True))
                 steps = zip(*points.get(metric, ([], [])), strict=True)
-                pairs = [
-                    (math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at
-                ]  # in the order of training
+                # in the order of training
+                pairs = [(math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at]
                 if len(pairs) >= 2:
                     series.append(Series(run, [x for x, _ in pairs], [y for _, y in pairs], colour=place, dots=True))
             if series:
-                curve, unit = Curve(series, x_name="√KL", label=title), f"{source}, over √nats"
-                meaning = f"{metric} against sqrt({kl}); each dot is one update"
-                pictures.append(Picture(title, curve, "ppo", unit, meaning, named=len(runs) > 1, last=True))
+                unit, meaning = f"{source}, over √nats", f"{metric} against sqrt({kl}); each dot is one update"
+                texts: Any = {"stage": "ppo", "unit": unit, "meaning": meaning}
+                pictures.append(Picture(title, series, x_name="√KL", named=len(runs) > 1, **texts))
         if pictures:
             yield from pictures
             return
@@ -213,10 +144,11 @@ def make_calibration(runs: list[RunFiles]) -> Picture | None:
         prefix, colours = (f"{run} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
         series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
         series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
-    label = "Calibration of the reward model: share of wins against score gap"
-    curve = Curve(series, [Mark("chance", 0.5)], x_name="score gap", label=label, y_name="share of wins")
-    note = "Share of pairs that the higher score wins, against the gap between the scores."
-    return Picture("Calibration of the reward model", curve, "reward", note=note, half=True) if series else None
+    note, axes = (
+        "Share of pairs that the higher score wins, against the gap between the scores.",
+        ("score gap", "share of wins"),
+    )
+    return _picture("Calibration of the reward model", "reward", series, note, axes, [Mark("chance", 0.5)])
 
 
 def make_histogram(runs: list[RunFiles]) -> Picture | None:
@@ -235,9 +167,8 @@ def make_histogram(runs: list[RunFiles]) -> Picture | None:
             colour, dash = (place, first) if several else (first, 0)
             label = f"{runs[place].name} {model}" if several else model
             series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
-    curve = Curve(series, x_name="score", label="Scores of SFT and PPO", y_name="share of responses", bars=True)
-    note = "Share of responses to held-out prompts by the reward model's score."
-    return Picture("Scores of SFT and PPO", curve, "reward", note=note, half=True)
+    note, axes = "Share of responses to held-out prompts by the reward model's score.", ("score", "share of responses")
+    return _picture("Scores of SFT and PPO", "reward", series, note, axes, bars=True)
 
 
 def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tuple[float, float, float, float]]]]]:
@@ -254,13 +185,30 @@ def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tu
 
 def make_shots(results: Any, of_run: str) -> Picture | None:
     """Accuracy by examples in the prompt, a line per model with its 95% interval."""
-    series, title = [], f"In-context learning{of_run}"
+    series = []
     for colour, (name, rows) in enumerate(shot_rows(results)):
         ks, values, lows, highs = ([*column] for column in zip(*(point for _, point in rows), strict=True))
         series.append(Series(name, ks, values, colour, dots=True, lows=lows, highs=highs))
     majority = number_at(results, "majority")
     marks = [] if majority is None else [Mark("most frequent label", majority)]
-    curve = Curve(series, marks, x_name="examples in the prompt", label=title, y_name="accuracy")
-    note = "The same held-out examples and draws for every model; 95% intervals."
-    unit = "accuracy, over examples in the prompt"
-    return Picture(title, curve, "evaluate", unit, note=note, half=True) if series else None
+    note, axes = (
+        "The same held-out examples and draws for every model; 95% intervals.",
+        ("examples in the prompt", "accuracy"),
+    )
+    unit = f"{axes[1]}, over {axes[0]}"
+    return _picture(f"In-context learning{of_run}", "evaluate", series, note, axes, marks, unit=unit)
+
+
+def _picture(
+    title: str,
+    stage: str,
+    series: list[Series],
+    note: str,
+    axes: tuple[str, str],
+    marks: Sequence[Mark] = (),
+    **more: Any,
+) -> Picture | None:
+    """A picture of half the page's width with a note, without last values; None without a series."""
+    x_name, y_name = axes
+    about: Any = {"stage": stage, "note": note, "half": True, "last": False} | more
+    return Picture(title, series, [*marks], x_name, y_name, **about) if series else None

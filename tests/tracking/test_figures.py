@@ -8,8 +8,8 @@ import pytest
 
 from rlhf.report.drawing import (
     MAX_HOVERS,
-    Curve,
     Mark,
+    Picture,
     Series,
     draw_svg,
     for_log,
@@ -52,7 +52,7 @@ def test_a_picture_is_wellformed_and_takes_the_pages_colours() -> None:
     xs = [float(x) for x in range(500)]
     noisy = Series("a <b>", xs, [x % 7 for x in xs])
     sparse = Series("dev", [0.0, 250.0, 499.0], [1.0, 2.0, 3.0], colour=1, dots=True)
-    svg = draw_svg(Curve([noisy, sparse], [Mark("ceiling & co", 5.0)]))
+    svg = draw_svg(Picture("t", [noisy, sparse], [Mark("ceiling & co", 5.0)]))
     root = ElementTree.fromstring(svg)
     assert not re.search(r"#[0-9a-f]{6}|url\(|href|<script|<style| id=|http", svg)
     assert "var(--s0)" in svg and "var(--s1)" in svg and "var(--grid)" in svg
@@ -69,10 +69,12 @@ def test_a_picture_is_wellformed_and_takes_the_pages_colours() -> None:
 
 def test_odd_ranges_can_be_drawn() -> None:
     for ys in ([1.0], [2.0, 2.0], [0.0, 0.0], [1e-12, 1e-12], [-1e20, 1e20]):
-        ElementTree.fromstring(draw_svg(Curve([Series("x", [float(i) for i in range(len(ys))], ys)])))
-    assert ">0.002</text>" in draw_svg(Curve([Series("lr", [0.0, 1.0], [0.0, 0.0025])])), "labels keep their digits"
+        ElementTree.fromstring(draw_svg(Picture("t", [Series("x", [float(i) for i in range(len(ys))], ys)])))
+    assert ">0.002</text>" in draw_svg(Picture("t", [Series("lr", [0.0, 1.0], [0.0, 0.0025])])), (
+        "labels keep their digits"
+    )
     with pytest.raises(ValueError, match="at least one point"):
-        draw_svg(Curve([Series("x", [], [])]))
+        draw_svg(Picture("t", [Series("x", [], [])]))
 
 
 POINTS = {
@@ -99,11 +101,11 @@ def test_of_one_run_colours_are_curves_and_of_several_they_are_runs() -> None:
     chart = Chart("Reward", ("objective/scores=score", "objective/kl=KL"))
     one = make_figure(chart, [("a", POINTS)], [])
     assert one is not None
-    assert [(s.label, s.colour, s.dash) for s in one.curve.series] == [("score", 0, 0), ("KL", 1, 0)]
+    assert [(s.label, s.colour, s.dash) for s in one.series] == [("score", 0, 0), ("KL", 1, 0)]
     other = {"objective/scores": ([1.0, 2.0], [0.0, 1.0])}
     two = make_figure(chart, [("a", POINTS), ("b", other)], [])
     assert two is not None
-    drawn = [(s.label, s.colour, s.dash) for s in two.curve.series]
+    drawn = [(s.label, s.colour, s.dash) for s in two.series]
     assert drawn == [("a score", 0, 0), ("b score", 1, 0), ("a KL", 0, 1)]
     ElementTree.fromstring(two.svg)
 
@@ -111,7 +113,7 @@ def test_of_one_run_colours_are_curves_and_of_several_they_are_runs() -> None:
 def test_scores_against_kl_join_by_step() -> None:
     pictures = {figure.title: figure for figure in make_frontier([("r", POINTS)])}
     assert set(pictures) == {"Reward against the root of KL", "Gold score against the root of KL"}
-    (gold,) = pictures["Gold score against the root of KL"].curve.series
+    (gold,) = pictures["Gold score against the root of KL"].series
     # Steps 1 and 3 have a gold score: KL 0.5 and 1.5, roots 0.7071 and 1.2247.
     assert gold.xs == pytest.approx([0.70711, 1.22474], abs=1e-4) and gold.ys == [0.7, 0.8]
     assert list(make_frontier([("r", {})])) == []
@@ -126,20 +128,20 @@ def test_no_metric_is_lost() -> None:
 def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
     xs = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     curve = for_log(
-        Curve([Series("x", xs, [0.0, 1.0, 10.0, 100.0, 1000.0, 1e4])], [Mark("zero", 0.0), Mark("ten", 10.0)])
+        Picture("t", [Series("x", xs, [0.0, 1.0, 10.0, 100.0, 1000.0, 1e4])], [Mark("zero", 0.0), Mark("ten", 10.0)])
     )
     assert curve is not None and curve.series[0].xs == xs[1:] and [mark.y for mark in curve.marks] == [10.0]
     svg = draw_svg(curve, log=True)
     ElementTree.fromstring(svg)
     labels = re.findall(r">([^<>]+)</text>", svg)
     assert {"1", "10", "100", "1000"} <= set(labels)
-    assert for_log(Curve([Series("x", xs, [-1.0, 1.0, -2.0, 2.0, -3.0, 3.0])])) is None
-    assert for_log(Curve([Series("x", xs, [1.0] * 6)])) is None  # nothing to see
-    assert for_log(Curve([Series("x", xs, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])], bars=True)) is None
+    assert for_log(Picture("t", [Series("x", xs, [-1.0, 1.0, -2.0, 2.0, -3.0, 3.0])])) is None
+    assert for_log(Picture("t", [Series("x", xs, [1.0] * 6)])) is None  # nothing to see
+    assert for_log(Picture("t", [Series("x", xs, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])], bars=True)) is None
 
 
 def test_values_under_the_pointer_are_the_nearest_of_each_curve() -> None:
-    curve = Curve([Series("a", [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]), Series("b", [9.0, 9.0], [5.0, 6.0])])
+    curve = Picture("t", [Series("a", [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]), Series("b", [9.0, 9.0], [5.0, 6.0])])
     strips = ElementTree.fromstring(draw_svg(curve)).findall("g[@class='at']")
     told = [[text.text for text in strip.findall("text")] for strip in strips]
     # x = 9 is a strip of its own up to 9.5; of two points at the same x the last
@@ -149,8 +151,8 @@ def test_values_under_the_pointer_are_the_nearest_of_each_curve() -> None:
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, form: str) -> None:
     series = [Series("a", [0.0, 1.0], [1.0, 2.0]), Series("b", [0.0, 1.0], [2.0, 1.0], colour=1, dots=True)]
-    curve = Curve(series, [Mark("level", 1.5)], y_name="score")
-    path = save_picture(curve, tmp_path / f"x.{form}", "ppo: Reward")
+    curve = Picture("Reward", series, [Mark("level", 1.5)], y_name="score", stage="ppo")
+    path = save_picture(curve, tmp_path / f"x.{form}")
     if form == "png":
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 5000
         return

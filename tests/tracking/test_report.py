@@ -307,7 +307,7 @@ def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     figure = make_histogram([run])
     assert figure is not None
-    sft, ppo = figure.curve.series
+    sft, ppo = figure.series
     # 25 values from 0 to 2.4 in 24 bins of 0.1: one a bin, and the largest shares the last.
     assert (sft.xs[0], sft.ys[0], sft.ys[-1]) == pytest.approx((0.05, 1 / 25, 2 / 25))
     assert sum(ppo.ys) == pytest.approx(1.0, abs=1e-12)
