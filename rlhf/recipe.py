@@ -7,7 +7,7 @@ imports nothing of the project.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-SPLITS = ("data.format", "data.dev", "data.test", "data.split_seed")
+SPLITS = ("data.format", "data.limit", "data.dev", "data.test", "data.split_seed")
 PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", *SPLITS)
 RANKINGS = ("data.comparisons", *SPLITS, "data.half", "data.held_out_labelers")
 REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.calibrated")

@@ -131,6 +131,13 @@ def test_when_a_checkpoint_is_due(seconds, keep_every, step, due):
     assert checkpoint_due(CheckpointConfig(keep_every=keep_every), step, seconds) is due
 
 
+def test_the_first_checkpoint_comes_early():
+    settings = CheckpointConfig(every_seconds=600.0)
+    assert [checkpoint_due(settings, 1, seconds, first=True) for seconds in (119, 121)] == [False, True]
+    assert not checkpoint_due(settings, 1, 121)
+    assert checkpoint_due(CheckpointConfig(every_seconds=5.0), 1, 6, first=True)
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
     checkpoint(tmp_path, 10)

@@ -1,15 +1,20 @@
 """The memory budget: what limits leave, how batches are divided to fit, what does not fit, and how a resumed stage goes on."""
 
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf.commands import pipeline
 from rlhf.config import Config
+from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, joins_rows, scoring_tokens
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.heads import RewardModel
+from rlhf.runs.sources import read_comparisons, read_demonstrations
 from rlhf.system import memory
 from rlhf.training.engine import make_engine
 from rlhf.training.memory import kept_per_token, set_budget
@@ -75,7 +80,9 @@ def make_stage(budget_gb: float, **more):
     config = Config()
     config.memory.budget_gb = budget_gb
     said: list[str] = []
-    return SimpleNamespace(config=config, name="sft", memory=more, say=said.append, said=said)
+    return SimpleNamespace(
+        config=config, name="sft", memory=more, say=said.append, said=said, note_progress=lambda: None
+    )
 
 
 @pytest.fixture
@@ -125,3 +132,30 @@ def test_a_measured_forward_corrects_the_estimate(engine):
     stage = make_stage(1.05 * needed)
     set_budget(stage, engine, 100, lambda most: 2 * kept_per_token(engine))
     assert stage.memory["tokens"] * 2 * kept_per_token(engine) <= 1.05e9 * needed
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        (2, "stopped in sft: correct the error above"),
+        (128 + 9, r"killed, .* memory runs out \(it counted on 3.0 of 4.0 GB\): .*memory.budget_gb"),
+        (128 + 11, "ended by signal 11 .*resume"),
+    ],
+)
+def test_how_the_pipeline_reports_a_stage_that_ended(tmp_path, monkeypatch, code, wanted):
+    record = {"memory": {"needs_gb": 3.0, "budget_gb": 4.0}}
+    monkeypatch.setattr(pipeline, "read_stage", lambda folder: record)
+    assert re.search(wanted, pipeline.why_stopped(Config(), "sft", code))
+
+
+def test_a_quick_trial_takes_the_same_prompts_of_every_kind(tmp_path):
+    rows = [{"instruction": f"Question {i}?", "input": "", "output": "Yes."} for i in range(20)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"prompt": row["instruction"], "chosen": "Yes.", "rejected": "No."} for row in rows for _ in range(2)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    config, said = Config(), []
+    config.data.demonstrations, config.data.comparisons = str(tmp_path / "d.jsonl"), str(tmp_path / "c.jsonl")
+    config.data.limit = 7
+    chosen = {prompt_key(record.prompt) for record in read_demonstrations(config, said.append)}
+    assert len(chosen) == 7 and chosen == {prompt_key(record.prompt) for record in read_comparisons(config)}
+    assert said[-1] == "data.limit=7: 7 of 20 prompts of data.demonstrations"

@@ -4,6 +4,7 @@ Imports neither torch nor transformers, so a complete run is recognised in a sec
 """
 
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -186,9 +187,23 @@ def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     processes = config.launcher.processes if STAGES[stage].several_processes else 1
     code = run_processes([stage, "--shared-settings", *overrides], processes, config.threads)
     if code not in (0, INTERRUPTED):
-        report(f"pipeline: stopped in {stage}: correct the error above and run the same command again")
+        report(f"pipeline: {why_stopped(config, stage, code)}")
     if code:
         sys.exit(code)
+
+
+def why_stopped(config: Config, stage: str, code: int) -> str:
+    """One line for a stage that has failed; one that a signal ended could not print an error itself."""
+    if code <= 128:
+        return f"stopped in {stage}: correct the error above and run the same command again"
+    number, memory = code - 128, (read_stage(stage_folder(config, stage)) or {}).get("memory") or {}
+    if number != signal.SIGKILL:
+        return f"{stage} was ended by signal {number} ({signal.strsignal(number)}): run the same command again to resume it"
+    needed = f" (it counted on {memory['needs_gb']:.1f} of {memory['budget_gb']:.1f} GB)" if memory else ""
+    return (
+        f"{stage} was killed, as the system does with the largest process if memory runs out{needed}: end other programs, or set "
+        "memory.budget_gb to less, data.max_tokens or lora.rank=16, and run the same command again to resume it"
+    )
 
 
 def show(config: Config, table: dict, seconds: float) -> None:

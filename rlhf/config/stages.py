@@ -28,6 +28,9 @@ class DataConfig:
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
     half: int | None = setting(None, "half of the compared prompts to train on, the judge on the other", min=1, max=2)
+    limit: int | None = setting(
+        None, "a quick trial: demonstrations, comparisons and prompts of so many prompts each, chosen by hash", min=1
+    )
     split_seed: int = setting(0, "seed of the splits, independent of `seed`", min=0, max=MAX_SEED)
 
 
@@ -190,7 +193,7 @@ class RolloutConfig:
     """How responses are sampled: at temperature 1 in training, since any other would bias the KL."""
 
     max_new_tokens: int = setting(256, "maximum tokens per response", min=1)
-    batch_size: int = setting(256, "sequences decoded at once", min=1)
+    batch_size: int = setting(256, "most sequences decoded at once", min=1, changes=ROUNDING)
 
 
 @dataclass(slots=True)

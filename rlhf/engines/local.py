@@ -49,7 +49,7 @@ class Sampling:
     top_p: float = 1.0
     greedy: bool = False
     seed: int = 0
-    batch_size: int | None = None  # prompts decoded together; None: as many as the key-value cache has room for
+    batch_size: int | None = None  # most prompts decoded together; fewer if the key-value cache has no room for them
 
     @property
     def ends(self) -> list[int]:
@@ -98,7 +98,7 @@ class LocalEngine(ABC):
         eos, uniforms = torch.tensor(how.ends, dtype=torch.int64), make_uniforms(how.seed, keys, steps)
         eos, uniforms = eos.to(device), uniforms.to(device)
         lengths = [len(prompt) for prompt in prompts]
-        size = how.batch_size or self.most_rows(max(lengths, default=1) + steps)
+        size = min(how.batch_size or MAX_BATCH, self.most_rows(max(lengths, default=1) + steps))
         tokens = torch.full((len(prompts), steps), how.pad_token_id, dtype=torch.int64, device=device)
         logprobs = torch.zeros(tokens.shape, device=device)
         ready = self.prepared(min(size, len(prompts)), steps)

@@ -121,9 +121,13 @@ def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
             remove_checkpoint(path)
 
 
-def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float) -> bool:
-    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one."""
-    return seconds >= settings.every_seconds or (settings.keep_every > 0 and step % settings.keep_every == 0)
+FIRST_SECONDS = 120.0  # the first checkpoint of a stage comes at least so early
+
+
+def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float, first: bool = False) -> bool:
+    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one. first: there is none yet."""
+    every = min(settings.every_seconds, FIRST_SECONDS) if first else settings.every_seconds
+    return seconds >= every or (settings.keep_every > 0 and step % settings.keep_every == 0)
 
 
 def checkpoint_figure(folder: Path) -> float | None:

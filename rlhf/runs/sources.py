@@ -1,5 +1,6 @@
 """The data sources of a stage, and their hashes. Imports neither torch nor transformers."""
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from rlhf.config.stages import pretraining_tokens
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
-from rlhf.data.splits import record_split
+from rlhf.data.splits import prompt_key, record_split
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
@@ -238,4 +239,10 @@ def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) 
     if say is not None:
         for line in info.describe():
             say(line)
-    return records
+    if (limit := config.data.limit) is None:
+        return records
+    keys = {prompt_key(record.prompt) for record in records}
+    chosen = set(sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())[:limit])
+    if say is not None:
+        say(f"data.limit={limit}: {len(chosen):,} of {len(keys):,} prompts of data.{kind}")
+    return [record for record in records if prompt_key(record.prompt) in chosen]

@@ -18,6 +18,7 @@ from rlhf.training.loop import TrainingLoop
 from rlhf.training.memory import set_budget
 
 T = TypeVar("T")
+LINES = 20  # of metrics, at least, if there are as many steps
 Order = Callable[[int, int], Sequence[int]]  # (number of items, epoch) -> the indices in their order
 
 
@@ -155,6 +156,7 @@ def train(
     """
     longest = max(map(objective.tokens, items := batches.items if largest is None else [largest]))
     set_budget(loop.stage, loop.engine, longest, lambda most: measure(loop.engine, objective, items, most))
+    every = loop.stage.config.tracking.log_every or min(10, max(1, loop.total // LINES))
     for step, batch in zip(loop.steps(), batches.after(loop.first), strict=False):
         if not averages:
             loop.sums = Sums()
@@ -163,7 +165,7 @@ def train(
         loop.tokens += sum(map(len, rows))
         loop.rows += len(rows)
         shown: dict[str, float] = {}
-        if step % loop.stage.config.tracking.log_every == 0 or step == loop.total:
+        if step % every == 0 or step == loop.total:
             logged = {name.rpartition("/")[2]: x for name, x in loop.log(step, episodes=batches.seen(step)).items()}
             shown = {name: logged[name] for name in ("loss", "accuracy") if name in logged}
         loop.bar.update(1, **shown)

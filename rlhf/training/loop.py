@@ -40,7 +40,7 @@ class TrainingLoop:
     def __init__(self, stage: Stage, engine: Engine, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
         self.stage, self.engine, self.ranks, self.total = stage, engine, engine.ranks, total
         self.tracker, self.bar = tracker, bar
-        self.first, self.tokens = 0, 0
+        self.first, self.saved, self.tokens = 0, 0, 0
         self.figure: float | None = None
         self.notes: dict[str, Any] = {}
         self.sums = Sums()  # of this rank, since the last line of metrics
@@ -48,7 +48,8 @@ class TrainingLoop:
             state, self.notes = read_state(resume)
             engine.restore(state)
             put_random_state(resume)
-            self.first, self.tokens = checkpoint_step(resume), self.notes.pop("tokens")
+            self.first = self.saved = checkpoint_step(resume)
+            self.tokens = self.notes.pop("tokens")
             sums = self.notes.pop("sums")
             if self.ranks.rank == 0:
                 self.sums.merge(sums)
@@ -73,7 +74,8 @@ class TrainingLoop:
                 yield step
                 if self.threads is not None:
                     self.threads.look()
-                due = checkpoint_due(self.stage.config.checkpoints, step, time.monotonic() - self.saved_at)
+                waited = time.monotonic() - self.saved_at
+                due = checkpoint_due(self.stage.config.checkpoints, step, waited, first=self.saved == 0)
                 # rank 0's clock decides for all; a signal may have reached any rank
                 level = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
                 if level:
@@ -86,7 +88,7 @@ class TrainingLoop:
         notes = self.notes | {"tokens": self.tokens, "sums": self.ranks.merge(self.sums).state()}
         write_checkpoint(self.stage, step, self.engine.state(), notes, figure=self.figure)
         self.stage.note_progress()
-        self.saved_at = time.monotonic()
+        self.saved, self.saved_at = step, time.monotonic()
 
     def log(self, step: int, **progressed: int) -> dict[str, float]:
         """Write the metrics summed up since the last line, with speed and memory, and begin new sums."""

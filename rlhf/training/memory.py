@@ -94,6 +94,7 @@ def set_budget(
         stage.say(f"{before:,} tokens per forward no longer fit: goes on with {budget.tokens:,}, equal up to rounding")
     engine.most_tokens = budget.tokens
     stage.memory = {"tokens": budget.tokens, "needs_gb": budget.needs / GB, "budget_gb": most / GB}
+    stage.note_progress()
     stage.say(
         f"needs {budget.needs / GB:.1f} of {most / GB:.1f} GB: {held / GB:.1f} for weights, gradients and optimizer; up to "
         f"{budget.tokens:,} tokens per forward, the longest row has {longest:,}"
