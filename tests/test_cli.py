@@ -79,41 +79,25 @@ def test_help_and_mistakes_import_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ppi"], "unknown command 'ppi' (did you mean 'ppo'?): `rlhf --help` lists them"),
-        (
-            ["ppo", "ppo.lrr=1"],
-            "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?): `rlhf <command> --cfg job` shows all",
-        ),
-        (["ppo", "+ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
-        (["ppo", "++ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
-        (["ppo", "~ppo.lrr"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
-        (["ppo", "clip_range=0.1"], "unknown setting 'clip_range' (did you mean 'ppo.clip_range'?)"),
-        (
-            ["ppo", "experiment=golt"],
-            "experiment=golt: want one of align, align-laptop, dialogue, gold, gold-dialogue, real, sentiment (did you mean 'gold'?)",
-        ),
-        (["ppo", "+model=gpt3"], "model=gpt3: want one of chinchilla, gopher"),
-        (
-            ["ppo", "kl.coef"],
-            "'kl.coef': want key=value: write for example `seed=1` (did you mean 'kl.coef'?)",
-        ),
-        (["ppo", "-m", "job"], "'job': want key=value"),
-        (["ppo", "a=[1"], "'a=[1': not an override"),
-        (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
-        (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
-        (["ppo", "seed=1,2"], "Ambiguous value for argument 'seed=1,2'"),
-        (["ppo", "data=here"], "data=here: data is a group of settings: write data.<setting>=…"),
-        (
-            ["ppo", "kl.coef=-1", "device=tpu"],
-            "device=tpu: want one of auto, cpu, cuda; kl.coef=-1.0: want 0 or more",
-        ),
-        (["report", "run=a/b"], "run='a/b': want letters, digits"),
-        (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["ppi"], "unknown command 'ppi' (did you mean 'ppo'?): `rlhf --help` lists them"),
+    (["ppo", "ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?): `rlhf <command> --cfg job` shows all"),
+    (["ppo", "+ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
+    (["ppo", "~ppo.lrr"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
+    (["ppo", "clip_range=0.1"], "unknown setting 'clip_range' (did you mean 'ppo.clip_range'?)"),
+    (["ppo", "experiment=golt"], "experiment=golt: want one of align, align-laptop, dialogue, gold, gold-dialogue, real, sentiment "
+     "(did you mean 'gold'?)"),
+    (["ppo", "+model=gpt3"], "model=gpt3: want one of chinchilla, gopher"),
+    (["ppo", "kl.coef"], "'kl.coef': want key=value: write for example `seed=1` (did you mean 'kl.coef'?)"),
+    (["ppo", "a=[1"], "'a=[1': not an override"),
+    (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
+    (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
+    (["ppo", "seed=1,2"], "Ambiguous value for argument 'seed=1,2'"),
+    (["ppo", "data=here"], "data=here: data is a group of settings: write data.<setting>=…"),
+    (["ppo", "kl.coef=-1", "device=tpu"], "device=tpu: want one of auto, cpu, cuda; kl.coef=-1.0: want 0 or more"),
+    (["report", "run=a/b"], "run='a/b': want letters, digits"),
+    (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(call, arguments, said):
     code, out, err = call(*arguments)
     assert code == 2 and out == ""

@@ -1,13 +1,23 @@
-"""Ranks are known in one module, which costs nothing to import."""
+"""The processes of one launch: known in one module, which costs nothing to import; how they meet: on one node over the loopback
+interface alone, and not for ever."""
 
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import pytest
+
 import rlhf
-from rlhf.commands.launch import run_processes
-from rlhf.system.processes import LAUNCHER_VARIABLES, is_first, launch_environment, rank
+from rlhf.commands.launch import environments, run_processes
+from rlhf.errors import UserError
+from rlhf.system import processes
+from rlhf.system.processes import LAUNCHER_VARIABLES, is_first, is_loopback, launch_environment, meet, rank
 
 HOME = Path(rlhf.__file__).parent
 
@@ -55,3 +65,107 @@ if disconnect():
 def test_tensors_are_summed_in_a_few_messages():
     """Two processes: the sums are those of one message per tensor."""
     assert run_processes([GRADIENTS], 2, module="tests.snippet") == 0
+
+
+# --- how they meet ---
+
+
+# Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
+LISTENING = """
+import os, sys
+import torch, torch.distributed as dist
+from rlhf.system.processes import connect, disconnect, rank
+connect(torch.device("cpu"))
+total = torch.ones(1)
+dist.all_reduce(total)
+sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+found = []
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for row in (line.split() for line in open(table).read().splitlines()[1:]):
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
+            found.append(row[1].rpartition(":")[0])
+open(f"{sys.argv[1]}/{rank()}", "w").write(" ".join([str(int(total)), *found]))
+disconnect()
+"""
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, monkeypatch, launcher):
+    if launcher == "ours":
+        assert run_processes([LISTENING, str(tmp_path)], 2, module="tests.snippet") == 0
+    else:
+        monkeypatch.setenv("PYTHONPATH", str(HOME.parent))
+        script = tmp_path / "listening.py"
+        script.write_text(LISTENING)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+        subprocess.run([*command, tmp_path], check=True, capture_output=True)
+    seen = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
+    assert [total for total, *_ in seen] == ["2", "2"], "they have found each other"
+    addresses = {address for _, *found in seen for address in found}
+    assert addresses, "gloo listens somewhere"
+    assert addresses <= LOOPBACK
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Sets the variables of one process of a launch of two, with short waits; returns the port."""
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 2.0)
+    monkeypatch.setattr(processes, "SILENT_SECONDS", 0.5)
+    port = environments(2, 1)[0]["MASTER_PORT"]
+
+    def launch(**variables: str) -> str:
+        for name in LAUNCHER_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables).items():
+            monkeypatch.setenv(name, value)
+        return port
+
+    return launch
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_whose_peer_never_comes_says_so_and_ends(alone, capsys, rank):
+    port = alone(RANK=rank)
+    missing = "process 1 of 2 (counted from 0)" if rank == "0" else "process 0"
+    with pytest.raises(UserError) as caught:
+        meet()
+    assert capsys.readouterr().err == f"rlhf: waiting for {missing} at 127.0.0.1:{port}, for up to 2 s\n"
+    wanted = "start every process of the launch, or unset WORLD_SIZE to run as one"
+    assert str(caught.value) == f"{missing} did not come to 127.0.0.1:{port} within 2 s: {wanted}"
+
+
+def test_a_signal_ends_the_wait(alone):
+    alone(RANK="0")
+    before, started = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            meet()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - started < 1.5, "the wait itself would be longer"
+
+
+def test_a_launch_that_nobody_leads_is_one_line(alone):
+    alone(MASTER_ADDR="", MASTER_PORT="")
+    with pytest.raises(
+        UserError, match="WORLD_SIZE=2 without RANK and MASTER_ADDR and MASTER_PORT: start the processes"
+    ):
+        meet()
+    alone(RANK="2")
+    with pytest.raises(UserError, match="RANK=2: want 0 to 1, since WORLD_SIZE=2"):
+        meet()
+
+
+def test_a_port_that_is_taken_is_one_line(alone):
+    with socket.create_server(("127.0.0.1", int(alone(RANK="0")))) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}: cannot listen there .*: choose another MASTER_PORT"):
+            meet()
+
+
+def test_names_of_other_machines_are_not_loopback():
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "localhost", "::1")))
+    assert not any(map(is_loopback, ("10.0.0.1", "node-0", "0.0.0.0", "::")))

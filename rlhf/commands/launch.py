@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from rlhf.system.exits import INTERRUPTED
 from rlhf.system.processes import launch_environment
@@ -23,7 +24,7 @@ from rlhf.system.terminal import say
 
 STOP_SECONDS = 60.0  # that the others have to stop, after one has stopped on a signal
 # On Linux a server imports torch once and forks the processes. Elsewhere forking after such imports is not safe.
-STARTS = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+STARTS: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 
 
 def import_once(modules: Sequence[str]) -> None:

@@ -274,7 +274,7 @@ def candidates(line: str) -> list[str]:
     if equals:
         choices = choices_of(key) if key in groups else []
         if key in settings:
-            choices = ["true", "false"] if isinstance(settings[key].default, bool) else settings[key].choices or ()
+            choices = ["true", "false"] if isinstance(settings[key].default, bool) else [*(settings[key].choices or ())]
         return [choice for choice in choices if choice.startswith(value)]
     completions: dict[str, None] = {}
     for name in (*groups, *settings):

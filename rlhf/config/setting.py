@@ -165,7 +165,7 @@ def group(schema: type, changes: str = RESULT) -> Any:
 
 
 @functools.cache
-def settings_in(schema: type[Any], changes: str = RESULT) -> Mapping[str, Setting]:
+def settings_in(schema: Any, changes: str = RESULT) -> Mapping[str, Setting]:
     """Every setting of a schema by its dotted key, in the schema's order."""
     settings: dict[str, Setting] = {}
     for item in fields(schema):

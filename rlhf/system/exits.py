@@ -114,24 +114,25 @@ def let_the_first_speak() -> None:
 
 def end(code: int) -> NoReturn:
     """End this process; one of several ends at once, since an orderly end would wait for the others or abort without them."""
+    if process_count() > 1:
+        leave(code)
+    _flush()
+    sys.exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Flush the output, then end this process at once, without the interpreter's shutdown."""
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except OSError:  # drop what cannot be written: the interpreter would report it again when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if process_count() > 1:
-        os._exit(code)
-    sys.exit(code)
-
-
-def leave(code: int) -> NoReturn:
-    """Flush the output, then end this process at once, without the interpreter's shutdown."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.flush()
-    os._exit(code)
 
 
 def interrupt_on_signals() -> None:
@@ -203,7 +204,7 @@ def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, A
 
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, handle)

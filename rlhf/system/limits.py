@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from rlhf.system.memory import status
+
 EVERY = 0.5  # seconds between two checks
 
 _deadlines: dict[int, float] = {}  # thread: its deadline
@@ -57,8 +59,7 @@ def memory_limit(size: int) -> Iterator[None]:
     with _lock:
         soft, hard = _limited[0] if _limited else resource.getrlimit(resource.RLIMIT_AS)
         _limited.append((soft, hard))
-        with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as file:
-            held = int(file.read(64).split()[0]) * resource.getpagesize()  # bytes of this process's address space
+        if held := status("VmSize"):
             bounds = [limit for limit in (held + size, soft, hard) if limit != resource.RLIM_INFINITY]
             resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
     try:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.system.processes import local_process_count
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,7 +24,7 @@ def budget_bytes(budget_gb: float | None, device: "torch.device") -> int:
     """
     if budget_gb is not None:
         return int(budget_gb * GB)
-    sharing = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    sharing = 1 if device.type == "cuda" else local_process_count()
     return used_bytes(device) + int(SAFE_SHARE * free_bytes(device) / sharing)
 
 

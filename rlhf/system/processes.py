@@ -42,6 +42,11 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_process_count() -> int:
+    """Processes of this launch on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def rank() -> int:
     """This process's number in its launch, from 0."""
     return int(os.environ.get("RANK", "0"))
@@ -113,7 +118,7 @@ def meet() -> "Store":
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     place, started, reported = f"{address}:{port}", time.monotonic(), False
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback and (is_loopback(address) or os.environ.get("LOCAL_WORLD_SIZE") == str(count)):
+    if loopback and (is_loopback(address) or local_process_count() == count):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopback[0])
 

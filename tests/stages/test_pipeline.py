@@ -185,13 +185,21 @@ def test_a_damaged_model_is_noticed(whole, monkeypatch, how):
         assert str(path) in str(caught.value) and "overwrite=true" in str(caught.value)
 
 
-def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until, capfd):
+RUN_WORLD = """
+import sys
+from rlhf.commands.pipeline import run_stage
+from rlhf.config.compose import compose_config
+run_stage(compose_config(sys.argv[1:]), "world", sys.argv[1:])
+"""
+
+
+def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until):
     """A real stage in a process of its own: what it says is shown, and nothing after it is tried."""
     run = copy_until("tokenizer")
-    with pytest.raises(SystemExit) as caught:
-        pipeline.run_stage(run.config(), "world", [*run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"])
-    assert caught.value.code == 2
-    told = capfd.readouterr().err
+    words = [sys.executable, "-c", RUN_WORLD, *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    told = done.stderr
+    assert done.returncode == 2
     assert "already has a complete world" in told and "pipeline: stopped in world" in told and "Traceback" not in told
 
 
