@@ -1,21 +1,14 @@
-import csv
 import json
 import re
-from collections.abc import Mapping
-from itertools import count
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.config.compose import compose_config
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.importer import Importer
 from rlhf.data.inputs import Row, Source
-from rlhf.data.reading import convert_row, read_rows
+from rlhf.data.reading import convert_row
 from rlhf.data.splits import Assignments
 from rlhf.data.storage import read_records
 from rlhf.errors import UserError
@@ -287,53 +280,6 @@ def test_settings_that_make_no_sense_are_told_at_once(columns, words, said):
     with pytest.raises(UserError) as caught:
         make_table_format(ColumnsConfig(**columns), WordsConfig(**words))
     assert all(one in str(caught.value) for one in said) and "\n" not in str(caught.value)
-
-
-# --- every kind of file gives the same -------------------------------------------------------------------------------
-
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12).filter(
-    lambda text: text == "" or bool(text.strip())
-)
-ROWS = st.lists(
-    st.fixed_dictionaries(
-        {"q": TEXT.filter(bool), "a": TEXT, "b": TEXT, "w": st.sampled_from(["left", "right", "tie", ""]), "x": TEXT}
-    ),
-    min_size=1,
-    max_size=6,
-)
-_numbers = count()
-
-
-def outcome(path, name, rows):
-    chosen = prepared(
-        [row.value for row in rows], {"first": "left", "second": "right", "tie": "tie"}, **PAIR, winner="w"
-    )
-    made = []
-    for row in rows:
-        converted = convert_row(row, chosen, "t", "t")
-        made.append([one.model_dump() for one in converted.records] or converted.reject.message)
-    return made
-
-
-@given(ROWS)
-def test_every_kind_of_file_gives_the_same_records(tmp_path_factory, rows):
-    folder = tmp_path_factory.getbasetemp() / f"same{next(_numbers)}"
-    folder.mkdir()
-    empty: list[Mapping[str, str | None]] = [{key: value or None for key, value in row.items()} for row in rows]
-    with (folder / "t.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), quoting=csv.QUOTE_ALL)
-        writer.writeheader()
-        writer.writerows(rows)
-    (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in empty))
-    (folder / "t.json").write_text(json.dumps(empty))
-    pa.parquet.write_table(
-        pa.Table.from_pylist(empty, pa.schema([(key, pa.string()) for key in rows[0]])), folder / "t.parquet"
-    )
-    made = []
-    for suffix in ("csv", "jsonl", "json", "parquet"):
-        path = folder / f"t.{suffix}"
-        made.append(outcome(path, path.name, [row for row in read_rows(Source("t", path)) if isinstance(row, Row)]))
-    assert len(made[0]) == len(rows) and made[0] == made[1] == made[2] == made[3]
 
 
 # --- the import as a whole -------------------------------------------------------------------------------------------
