@@ -1,7 +1,7 @@
 """Pairs and single verdicts: hh, trl, pairs, choices (several chosen and several rejected answers) and kto."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any
@@ -63,16 +63,20 @@ def _hh_turns(text: str) -> Turns:
     ]
 
 
-def text_prompt(text: str) -> Turns:
-    """A prompt given as one string: the turns of a dialogue that ends with "Assistant:", else one user turn as it is."""
-    whole = _hh_text(text).rstrip()
-    if is_dialogue(text) and whole.endswith(_ASSISTANT):
+def prompt_turns(prompt: Any) -> Any:
+    """A prompt as turns: a list of them, the turns of a text that ends with "Assistant:", or one user turn of any other text.
+    What is neither list nor text stays as it came, for the record to judge.
+    """
+    if not isinstance(prompt, str):
+        return chat_turns(prompt, "prompt") if is_chat(prompt) else prompt
+    whole = _hh_text(prompt).rstrip()
+    if is_dialogue(prompt) and whole.endswith(_ASSISTANT):
         return _hh_turns(whole.removesuffix(_ASSISTANT))
-    return user_turn(text)
+    return user_turn(prompt)
 
 
-def _shared_length(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(a, b, strict=False)))
 
 
 def from_hh(row: Values) -> Made:
@@ -102,34 +106,24 @@ def from_hh(row: Values) -> Made:
 
 
 def is_prompt_alone(row: Values) -> bool:
-    """Whether a row has a prompt, and no key that could hold an answer."""
-    answers = (*_JUDGED, "completion", "response", "answer", "output")  # in any key's name
-    others = {"messages", "label", "kto_tag", "fields", "turns", "text", "annotation_id", "winner"}
-    if row.keys() & others or any(word in key for key in row for word in answers):
-        return False
-    lists = any(is_list(value, dict) for key, value in row.items() if key != "prompt")
-    return not lists and (isinstance(row.get("prompt"), str) or is_chat(row.get("prompt")))
-
-
-def _prompt(value: Any) -> Any:
-    """A prompt as turns if it contains some; anything else as it came, for the record to judge."""
-    return chat_turns(value, "prompt") if is_chat(value) else text_prompt(value) if isinstance(value, str) else value
+    """Whether a row holds nothing besides its prompt that could be an answer or a judgement."""
+    words = (*_JUDGED, "completion", "response", "answer", "output", "label", "winner", "messages")
+    others = (value for key, value in row.items() if key != "prompt")
+    return not any(word in key for key in row for word in words) and not any(is_list(value, dict) for value in others)
 
 
 def _split_messages(chosen: Turns, rejected: Turns) -> tuple[Turns, list[dict[str, Any]]]:
     """The turns that both share, and the answer's turn of each; an equal last turn is still an answer."""
-    said = [[(turn["role"], turn["content"]) for turn in turns[:-1]] for turns in (chosen, rejected)]
-    shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*said, strict=False)))
-    answers = [one_answer(turns[shared:], key) for key, turns in (("chosen", chosen), ("rejected", rejected))]
-    return chosen[:shared], answers
+    shared = _shared_length(*([(one["role"], one["content"]) for one in turns[:-1]] for turns in (chosen, rejected)))
+    return chosen[:shared], [one_answer(chosen[shared:], "chosen"), one_answer(rejected[shared:], "rejected")]
 
 
 def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
     """An implicit prompt: what both strings share, up to the last white space that leaves both an answer."""
-    at = min(_shared_length(chosen, rejected), len(chosen.rstrip()) - 1, len(rejected.rstrip()) - 1)
+    at = _shared_length(chosen.rstrip()[:-1], rejected.rstrip()[:-1])
     while at > 0 and not chosen[at - 1].isspace():
         at -= 1
-    if at < 1 or not chosen[:at].strip():
+    if not chosen[:at].strip():
         raise BadRow("chosen", "chosen and rejected share no beginning that could be the prompt: give the key prompt")
     return chosen[:at].strip(), [chosen[at:].strip(), rejected[at:].strip()]
 
@@ -147,19 +141,19 @@ def from_trl(row: Values) -> Made:
             shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
             # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
             prompt = shared if shared or prompt is None else prompt
-        yield {"prompt": _prompt(prompt), **preference(*answers), "metadata": other_keys(row, "prompt", *_JUDGED)}
+        yield {"prompt": prompt_turns(prompt), **preference(*answers), "metadata": other_keys(row, "prompt", *_JUDGED)}
     elif "completion" in row:
         answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
         if isinstance(answer, list):
             turn = one_answer(answer, "completion")
             answer, more = turn["content"], other_keys(turn, "role", "content")
             metadata |= {"answer": more} if more else {}
-        yield {"kind": "demonstration", "prompt": _prompt(prompt), "response": answer, "metadata": metadata}
+        yield {"kind": "demonstration", "prompt": prompt_turns(prompt), "response": answer, "metadata": metadata}
     else:
         name, rest = id_and_rest(row, "prompt", "user", ids=("id", "prompt_id"))
         inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
         user = row.get("user")
-        yield {"kind": "prompt", "id": name, "prompt": _prompt(prompt), "user": user, "metadata": inner | rest}
+        yield {"kind": "prompt", "id": name, "prompt": prompt_turns(prompt), "user": user, "metadata": inner | rest}
 
 
 # --- pairs, choices --------------------------------------------------------------------------------------------------
@@ -197,7 +191,7 @@ def from_choices(row: Values) -> Made:
     yield {
         "kind": "ranking",
         "id": name,
-        "prompt": with_system(row.get("system"), text_prompt(require_text(row, "prompt"))),
+        "prompt": with_system(row.get("system"), prompt_turns(require_text(row, "prompt"))),
         "responses": [{"id": i, "text": text} for i, text in zip(names, [*chosen, *rejected], strict=True)],
         "ranking": [names[: len(chosen)], names[len(chosen) :]],
         "metadata": rest,
@@ -219,19 +213,17 @@ def from_kto(row: Values) -> Made:
     label: Any = row[key]
     require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
     chat = next((key for key in ("messages", "conversations") if key in row), None)
-    used: tuple[str, ...] = ("prompt", "completion")
     if chat is not None:
-        prompt, answer = last_answer(with_system(row.get("system"), chat_turns(row[chat], chat)), chat)
-        used = (chat, "system")
+        prompt, answer = last_answer(chat_turns(row[chat], chat), chat)
     elif "instruction" in row:
-        prompt, answer = with_system(row.get("system"), user_turn(request(row))), {"content": row["output"]}
-        used = ("instruction", "input", "context", "output", "system")
+        prompt, answer = user_turn(request(row)), {"content": row["output"]}
     else:
-        prompt, completion = _prompt(row["prompt"]), row["completion"]
+        prompt, completion = prompt_turns(row["prompt"]), row["completion"]
         answer = one_answer(completion, "completion") if isinstance(completion, list) else {"content": completion}
+    used = ("messages", "conversations", "instruction", "input", "context", "output", "prompt", "completion", "system")
     yield {
         "kind": "ranking",
-        "prompt": prompt,
+        "prompt": with_system(row.get("system"), prompt),
         "responses": [response_of("a", answer)],
         "ratings": {"a": RATINGS[label]},
         "metadata": other_keys(row, *used),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
-from rlhf.data.formats.preferences import text_prompt
+from rlhf.data.formats.preferences import prompt_turns
 from rlhf.data.formats.shapes import (
     ROLES,
     BadRow,
@@ -78,7 +78,7 @@ def from_nectar(row: Values) -> Made:
     require(len(ranks) > 1, "answers", ranks, "two ranks or more: remove the row")
     yield {
         "kind": "ranking",
-        "prompt": text_prompt(require_text(row, "prompt")),
+        "prompt": prompt_turns(require_text(row, "prompt")),
         "responses": [_answer(name, one, "answer", "model", "rank") for name, one in answers.items()],
         "ranking": ranking_of(ranks, best="lowest"),
         "metadata": other_keys(row, "prompt", "answers"),
