@@ -154,6 +154,11 @@ class PpoConfig:
     score_by_token: bool = setting(False, "each token earns its term of a mean (reward.read_tokens); false: the last")
     rewards: Any = setting(None, "runs, folders, classifiers, functions; none: the run's own model", kind="rewards")
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
+    sampler_correction: str = setting(
+        "auto",
+        "weight of a token's policy loss if another engine sampled it; auto: truncate above 0.01 nats of mismatch",
+        choices=("auto", "none", "truncate", "mask"),
+    )
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
     ema_decay: float | None = setting(None, "decay per step of averaged weights; none: no average", above=0, below=1)
@@ -194,6 +199,9 @@ class RolloutConfig:
 
     max_new_tokens: int = setting(256, "maximum tokens per response", min=1)
     batch_size: int = setting(256, "most sequences decoded at once", min=1, changes=ROUNDING)
+    engine: str = setting("native", "who samples; vllm: docs/vllm.md", choices=("native", "vllm"))
+    vllm_memory: float = setting(0.4, "share of a GPU's memory for vLLM", above=0, below=1, changes=ROUNDING)
+    tensor_parallel: int = setting(1, "GPUs per vLLM engine", min=1, changes=ROUNDING)
 
 
 @dataclass(slots=True)

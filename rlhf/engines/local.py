@@ -60,6 +60,8 @@ class Sampling:
 class LocalEngine(ABC):
     """An engine whose model is in this process. It keeps nothing between two calls, so `sleep` and `wake` have nothing to do."""
 
+    load_seconds = 0.0
+
     def __init__(self, model: Any, settings: Sampling):
         self.model, self.settings = model, settings
 
@@ -90,10 +92,8 @@ class LocalEngine(ABC):
 
     def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
         how = replace(self.settings, **changes)
-        choice, steps = self._checked(prompts, how), how.max_new_tokens
-        keys = range(len(prompts)) if keys is None else keys
-        if len(keys) != len(prompts):
-            raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
+        choice, steps = check_sampling(prompts, how, lm(self.model).context), how.max_new_tokens
+        keys = check_keys(prompts, keys)
         device = next(self.model.parameters()).device
         eos, uniforms = torch.tensor(how.ends, dtype=torch.int64), make_uniforms(how.seed, keys, steps)
         eos, uniforms = eos.to(device), uniforms.to(device)
@@ -106,35 +106,40 @@ class LocalEngine(ABC):
             for part in by_length(lengths, size):
                 drawn = self.draw([prompts[i] for i in part], uniforms[part], eos, how.pad_token_id, choice)
                 tokens[part], logprobs[part] = drawn
-        return _make_samples(tokens, logprobs, eos)
+        return make_samples(tokens, logprobs, eos)
 
     def stream(self, prompt: Sequence[int], key: Key = 0, **changes: Any) -> Iterator[int]:
         how = replace(self.settings, **changes)
-        choice, device = self._checked([prompt], how), next(self.model.parameters()).device
+        choice, device = check_sampling([prompt], how, lm(self.model).context), next(self.model.parameters()).device
         uniforms = make_uniforms(how.seed, [key], how.max_new_tokens).to(device)
         return self.draw_steps(prompt, uniforms, torch.tensor(how.ends, dtype=torch.int64, device=device), choice)
 
-    def _checked(self, prompts: Prompts, how: Sampling) -> Choice:
-        choice, steps, context = (
-            Choice(how.temperature, how.top_p, how.greedy),
-            how.max_new_tokens,
-            lm(self.model).context,
-        )
-        if steps < 1:
-            raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
-        for index, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise UserError(f"sampling: prompt {index} has no tokens: give each prompt at least one")
-            total = len(prompt) + steps
-            if context is not None and total > context:
-                raise UserError(
-                    f"sampling: prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, "
-                    f"together {total}, the model's context is {context}: shorten the prompt or lower it"
-                )
-        return choice
+
+def check_sampling(prompts: Prompts, how: Sampling, context: int | None) -> Choice:
+    """How tokens are chosen. Raises: UserError for prompts or settings that do not fit."""
+    choice, steps = Choice(how.temperature, how.top_p, how.greedy), how.max_new_tokens
+    if steps < 1:
+        raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise UserError(f"sampling: prompt {index} has no tokens: give each prompt at least one")
+        total = len(prompt) + steps
+        if context is not None and total > context:
+            raise UserError(
+                f"sampling: prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, "
+                f"together {total}, the model's context is {context}: shorten the prompt or lower it"
+            )
+    return choice
 
 
-def _make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
+def check_keys(prompts: Prompts, keys: Sequence[Key] | None) -> Sequence[Key]:
+    """One key per prompt: the given ones, or the prompts' indices. Raises: UserError if their number differs."""
+    if keys is not None and len(keys) != len(prompts):
+        raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
+    return range(len(prompts)) if keys is None else keys
+
+
+def make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
     """Cut tokens and log-probs (B, max_new_tokens) after the first end token of each row."""
     is_end = torch.isin(tokens, eos)
     ends = is_end.any(-1)

@@ -17,6 +17,8 @@ from rlhf.model.interface import lm
 class SamplingEngine(Protocol):
     """Draws responses from one model. `changes` are fields of `Sampling` that differ from the engine's own for this call."""
 
+    load_seconds: float  # of the last `load`
+
     def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
         """One response to each prompt.
 
@@ -46,7 +48,7 @@ class SamplingEngine(Protocol):
 
 
 def make_sampler(config: Config, model: Any, tokenizer: Any, **changes: Any) -> SamplingEngine:
-    """The engine for a model, with the run's seed, length of responses and batch, and the tokenizer's end tokens, unless
+    """The engine of rollout.engine for a model, with the run's seed, length of responses and batch, and the tokenizer's end tokens, unless
     `changes` say otherwise.
     """
     of_run = {
@@ -56,7 +58,12 @@ def make_sampler(config: Config, model: Any, tokenizer: Any, **changes: Any) -> 
         "eos_token_id": end_ids(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
     }
-    return sampler_for(model, Sampling(**{**of_run, **changes}))
+    settings = Sampling(**{**of_run, **changes})
+    if config.rollout.engine == "vllm":
+        from rlhf.engines.vllm import VllmEngine
+
+        return VllmEngine(config, model, settings)
+    return sampler_for(model, settings)
 
 
 def sampler_for(model: Any, settings: Sampling) -> SamplingEngine:

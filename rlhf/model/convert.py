@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.chat_template import end_ids
@@ -19,6 +20,7 @@ from rlhf.errors import UserError
 from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
+from rlhf.model.linear import merged
 from rlhf.ops.fast import by_torch_alone
 
 OWN = "rlhf"  # the form of models that no public class can express: model type rlhf_gpt
@@ -102,7 +104,20 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
 
     Raises: UserError if the model does not fit the form.
     """
-    config: Any = model.config
+    result = ARCHITECTURES[form].model_class(their_config(model.config, form))
+    return _build(result, dict(renamed(model.config, form, model.state_dict().items())), model)
+
+
+def renamed(config: GPTConfig, form: str, ours: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Our weights under the names of an architecture and in its layout, one by one."""
+    entries = {name: (names, layout) for name, names, layout in ARCHITECTURES[form].entries(config)}
+    for name, weight in ours:
+        names, layout = entries[name]
+        yield from zip(names, layout.split(weight), strict=True)
+
+
+def their_config(config: GPTConfig, form: str) -> Any:
+    """The configuration of transformers' class for ours. Raises: UserError if the model does not fit the form."""
     if problems := misfits(config, form):
         raise UserError(f"convert to {form}: " + "; ".join(problems))
     architecture = ARCHITECTURES[form]
@@ -111,11 +126,26 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
     written = architecture.their_fields(config)
     if kept and architecture.our_fields(architecture.config_class(**kept))["context_length"] == config.context_length:
         written |= {name: kept[name] for name in ("max_position_embeddings", "sliding_window") if name in written}
-    result = architecture.model_class(architecture.config_class(**{**kept, **written}))
-    ours, state = model.state_dict(), dict[str, torch.Tensor]()
-    for name, names, layout in architecture.entries(config):
-        state.update(zip(names, layout.split(ours[name]), strict=True))
-    return _build(result, state, model)
+    return architecture.config_class(**{**kept, **written})
+
+
+def public_config(model: Any, what: str) -> dict[str, Any]:
+    """config.json of the model as `export` writes it. Raises: UserError, which begins with `what`, if only our own class fits."""
+    config = model.config
+    if lm(model).native:
+        form = find_form(config)
+        if form == OWN:
+            raise UserError(f"{what}: no public class expresses this model: {why_own(config)}")
+        config, name = their_config(config, form), ARCHITECTURES[form].model_class.__name__
+    else:
+        name = type(model).__name__
+    return config.to_dict() | {"architectures": [name]}
+
+
+def public_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights as `public_config` describes them, adapters added, one by one; a tied unembedding is among them."""
+    weights = merged(model, dict(model.state_dict()))
+    return renamed(model.config, find_form(model.config), weights) if lm(model).native else weights
 
 
 def _build(model: Any, state: dict[str, torch.Tensor], like: PreTrainedModel) -> Any:

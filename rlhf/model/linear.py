@@ -1,5 +1,5 @@
-"""Linear layers that use the faster of torch's matrix libraries, linear layers that stay in float32, and
-frozen models under autocast, whose weights of linear layers are cast once instead of at every call.
+"""Linear layers that use the faster of torch's matrix libraries, linear layers that stay in float32, frozen models under
+autocast, whose weights of linear layers are cast once instead of at every call, and weights with their adapters added.
 """
 
 from collections.abc import Iterator
@@ -75,3 +75,24 @@ def product_weights(model: nn.Module) -> list[nn.Parameter]:
 def is_product(module: nn.Module) -> bool:
     """Whether the module is a linear layer that autocast runs in half precision."""
     return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, Float32Linear)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, PEFT's layer) of each layer with adapters."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def merged(model: nn.Module, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A model's whole weights with its adapters added, one by one, under the names of the model without adapters.
+
+    W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains both.
+    """
+    layers = dict(adapted_layers(model))
+    for name in [name for name in state if ".lora_" not in name]:
+        weight, plain = state.pop(name), name.replace(".base_layer.", ".")
+        layer = layers.get(plain.removesuffix(".weight")) if name.endswith(".base_layer.weight") else None
+        for adapter in layer.active_adapters if layer is not None else ():
+            a, b = (state[f"{plain.removesuffix('.weight')}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
+            change = layer.scaling[adapter] * (b @ a)
+            weight = weight + (change.T if layer.fan_in_fan_out else change)
+        yield plain, weight

@@ -4,12 +4,15 @@ Losses are sums over tokens divided by `denominator`; an engine that averages gr
 loss * ranks when that count is global.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from rlhf.ops.masked import check_mask, masked_mean, resolve_denominator, upcast
 
 MISSING_EOS_RULES = ("min", "replace", "none")
+CAP = 2.0  # on importance weights of sampled tokens
 
 
 def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, rule: str = "min") -> Tensor:
@@ -34,6 +37,31 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     if rule == "replace":
         return torch.where(ended, scores, missing_eos_score)
     raise ValueError(f"apply_missing_eos: rule is {rule!r}: give one of {', '.join(MISSING_EOS_RULES)}")
+
+
+def sampler_weights(logp_old: Tensor, logp_sampled: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """Weights of the policy loss on tokens that another engine sampled, with rho_t = exp(logp_old_t - logp_sampled_t).
+
+    truncate: min(rho_t, 2)   mask: 1 if 1/2 <= prod_t rho_t <= 2 over the response, else 0   none: 1
+
+    logp_old, logp_sampled (B, T) nats, of the trainer's policy and of the engine; mask (B, T) bool, the response tokens. Returns
+    (B, T) float32, 0 where mask is False. A masked response still counts in the loss's denominator.
+
+    Raises ValueError: wrong shapes or types; an unknown kind.
+
+    Source: Ionides 2008, "Truncated importance sampling", with the cap of 2 that RL libraries use for vLLM's mismatch.
+    """
+    _check_tokens("sampler_weights", mask, logp_old=logp_old, logp_sampled=logp_sampled)
+    log_ratios = torch.where(mask, upcast(logp_old) - upcast(logp_sampled), 0.0)
+    if kind == "truncate":
+        weights = log_ratios.exp().clamp(max=CAP)
+    elif kind == "mask":
+        weights = (log_ratios.sum(1, keepdim=True).abs() <= math.log(CAP)).float().expand_as(log_ratios)
+    elif kind == "none":
+        weights = torch.ones_like(log_ratios)
+    else:
+        raise ValueError(f"sampler_weights: kind is {kind!r}: give truncate, mask or none")
+    return torch.where(mask, weights, 0.0)
 
 
 def token_rewards(

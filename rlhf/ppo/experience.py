@@ -26,10 +26,13 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.interface import Episodes, lm
 from rlhf.ops.gae import ESTIMATORS, compute_advantages
+from rlhf.ops.ppo import sampler_weights
 from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
+from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import in_split, read_comparisons, read_prompts
 from rlhf.system.plugins import load_named
+from rlhf.system.processes import Ranks
 from rlhf.training.engine import Engine, check_finite
 
 Prompt = tuple[PromptRecord, list[int]]  # as a record and as tokens
@@ -126,7 +129,7 @@ def score_responses(
     Raises: NonFinite.
     """
     device, settings = samples.mask.device, config.ppo
-    recompute = engine.bfloat16 or not lm(engine.module.policy).native
+    recompute = engine.bfloat16 or config.rollout.engine != "native" or not lm(engine.module.policy).native
     prompt_ids = [ids for _, ids in prompts]
     rows = [p + r for p, r in zip(prompt_ids, samples.responses, strict=True)]
     tokens, lengths = (x.to(device) for x in right_pad(rows, tokenizer.pad_token_id))
@@ -155,6 +158,31 @@ def score_responses(
     rollout = Rollout(tokens, prompt_lengths, lengths, mask, ended, *logprobs, values, scores, token_scores)
     check_finite({"scores": scores, "logp_old": logp_old, "logp_ref": logp_ref, "values": values}, rollout._asdict())
     return rollout
+
+
+MOST_MISMATCH = (
+    0.01  # nats per token: a larger mean of |logp_old - logp_sampled| is corrected by ppo.sampler_correction=auto
+)
+
+
+def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums) -> Tensor:
+    """Weights (B, A) of the policy loss by ppo.sampler_correction; adds the mismatch of trainer and sampler to `sums`.
+
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008.
+    """
+    mask, kind = rollout.response_mask, config.ppo.sampler_correction
+    gaps = (rollout.logp_old - rollout.logp_sampled)[mask].double()
+    count, ratios = gaps.numel(), gaps.exp()
+    tokens, total = int(ranks.sum(count)), float(ranks.sum(gaps.abs().sum()))
+    if kind == "auto":
+        kind = "truncate" if total > MOST_MISMATCH * tokens else "none"
+    weights = sampler_weights(rollout.logp_old, rollout.logp_sampled, mask, kind)
+    sums.add("rollout/mismatch", gaps.abs().sum().item(), count)
+    sums.add("rollout/mismatch_p99", gaps.abs().quantile(0.99).item())
+    sums.add("rollout/mismatch_outside", ((ratios < 0.8) | (ratios > 1.25)).sum().item(), count)
+    sums.add("rollout/mismatch_ess", ratios.sum().square().item() / ratios.square().sum().item(), count)
+    sums.add("rollout/corrected", (weights[mask] != 1).sum().item(), count)
+    return weights
 
 
 def load_estimator(name: str) -> Estimator:

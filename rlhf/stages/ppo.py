@@ -29,6 +29,7 @@ from rlhf.ppo.experience import (
     load_ppo_prompts,
     sample_responses,
     score_responses,
+    weigh_by_sampler,
 )
 from rlhf.ppo.invariants import check_first_rollout
 from rlhf.ppo.metrics import (
@@ -162,6 +163,9 @@ def one_update(
         advantages = whiten(advantages, mask, engine.ranks.sum_tensor)
     if update == 1:
         check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16)
+    if config.rollout.engine != "native" or engine.bfloat16:  # else the sampler's log-probs are the policy's
+        advantages = advantages * weigh_by_sampler(config, rollout, engine.ranks, sums)
+        sums.add("time/weights_s", sampler.load_seconds)
     experience = Experience([record for record, _ in asked], texts, rollout, scores, rewards, advantages, returns)
 
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient

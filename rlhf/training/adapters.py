@@ -8,7 +8,7 @@ Source: Hu et al. 2021 (LoRA).
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
+from rlhf.model.linear import adapted_layers, merged
 from rlhf.runs.stage import Stage
 from rlhf.training.engine import zero_stage
 from rlhf.training.state import gathered_state, save_model_checked
@@ -103,26 +104,6 @@ def heads_of(model: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if id(p) not in known}
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, PEFT's layer) of each layer with adapters."""
-    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
-
-
-def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's gathered state with its adapters added to the weights, under the names of the model without adapters.
-
-    W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains both.
-    """
-    weights = {name.replace(".base_layer.", "."): t for name, t in state.items() if ".lora_" not in name}
-    for name, layer in adapted_layers(model):
-        del state[f"{name}.base_layer.weight"]
-        for adapter in layer.active_adapters:
-            a, b = (state[f"{name}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
-            change = layer.scaling[adapter] * (b @ a)
-            weights[f"{name}.weight"] = weights[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
-    return weights
-
-
 def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, Tensor] | None = None) -> None:
     """Write a model folder with merged adapters and read it back; also write the adapters as PEFT saves them. All ranks must call it.
 
@@ -134,7 +115,7 @@ def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, T
     state |= average or {}
     if any(adapted_layers(model)):
         save_adapters(model, state, adapters)
-    save_model_checked(model, folder, merged(model, state))
+    save_model_checked(model, folder, dict(merged(model, state)))
 
 
 def save_output(

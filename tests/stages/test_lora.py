@@ -17,9 +17,10 @@ from rlhf.engines import local
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
+from rlhf.model.linear import adapted_layers, merged
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
-from rlhf.training.adapters import adapted_layers, add_adapters, gathered_state, merged
+from rlhf.training.adapters import add_adapters, gathered_state
 from rlhf.training.setup import load_policy
 from tests.model.test_generate import KINDS, make
 
@@ -121,7 +122,7 @@ def test_other_architectures_have_adapters_on_their_trunk(gold_run, kind):
     with torch.no_grad():
         for _, p in trained:
             p.normal_(0.0, 0.1)
-        plain.load_state_dict(merged(model, gathered_state(model)), strict=False)
+        plain.load_state_dict(dict(merged(model, gathered_state(model))), strict=False)
         assert torch.allclose(plain(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
 
 

@@ -1,0 +1,214 @@
+"""Sampling by vLLM, in the training process: one engine per process, which receives the trainer's weights tensor by tensor.
+
+vLLM computes with other kernels than the trainer, so the trainer recomputes the log-probs of what it samples, and after every
+load a probe compares the log-probs of both (`VllmEngine.load`). Our GPT runs under the architecture that `rlhf export` writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf.config import Config
+from rlhf.config.precision import wants_bfloat16
+from rlhf.engines.choosing import Key, hashed
+from rlhf.engines.likely import response_logprobs
+from rlhf.engines.local import Prompts, Samples, Sampling, check_keys, check_sampling, evaluating, make_samples
+from rlhf.errors import UserError
+from rlhf.model.convert import public_config, public_weights
+from rlhf.model.interface import lm
+from rlhf.system.processes import process_count
+
+# In one process, since the weights are handed over as an iterator; nothing listens on the network. No usage statistics.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+# Root mean square of the difference between vLLM's and the trainer's log-probs of a probe, in nats: larger is refused.
+MOST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
+PROBE_ROWS, PROBE_TOKENS = 4, 24
+
+
+class Probe(NamedTuple):
+    """Log-probs of the same tokens by both."""
+
+    trainer: Tensor
+    sampler: Tensor
+
+    @property
+    def gap(self) -> float:
+        return rms(self.sampler - self.trainer)
+
+
+class VllmEngine:
+    """A `SamplingEngine`; `load_seconds` includes the probe."""
+
+    def __init__(self, config: Config, model: Any, settings: Sampling):
+        device = next(model.parameters()).device
+        self.config, self.model, self.settings, self.device = config, model, settings, device
+        self.dtype = "bfloat16" if wants_bfloat16(config, device) else "float32"
+        self.context = lm(model).context
+        self.llm = start_vllm(
+            json.dumps(public_config(model, "rollout.engine=vllm"), sort_keys=True),
+            self.context,
+            self.dtype,
+            config.rollout.vllm_memory if device.type == "cuda" else None,
+            config.rollout.tensor_parallel,
+        )
+        self.before: Probe | None = None  # of the weights loaded last
+        self.load_seconds = 0.0
+        self.loaded = self.asleep = False
+
+    def load(self, model: Any) -> None:
+        """Send this model's weights, adapters merged. Raises: UserError if the probe says that vLLM has other ones."""
+        started = time.monotonic()
+        weights = public_weights(model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.reset_prefix_cache()
+        self.model, self.loaded = model, True
+        probe = self._probe()
+        if problem := stale(probe, self.before, MOST_GAP[self.dtype]):
+            raise UserError(f"rollout.engine=vllm: {problem}: sample with rollout.engine=native")
+        self.before, self.load_seconds = probe, time.monotonic() - started
+        self.llm.rlhf_owner = self
+
+    def sleep(self) -> None:
+        self.loaded = False
+        if self.device.type == "cuda":
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+
+    def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
+        from vllm import SamplingParams
+
+        how = replace(self.settings, **changes)
+        check_sampling(prompts, how, self.context)
+        if not self.loaded or self.llm.rlhf_owner is not self:
+            self.load(self.model)
+        asked = [
+            SamplingParams(
+                temperature=0.0 if how.greedy else how.temperature,
+                top_p=how.top_p,
+                max_tokens=how.max_new_tokens,
+                seed=hashed(how.seed, key) >> 1,
+                logprobs=0,  # of the chosen token only
+                stop_token_ids=how.ends,
+                ignore_eos=True,  # other end tokens are in stop_token_ids
+                detokenize=False,
+            )
+            for key in check_keys(prompts, keys)
+        ]
+        out = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
+        tokens = [torch.tensor(one.outputs[0].token_ids) for one in out]
+        chosen = [
+            torch.tensor([step[token].logprob for step, token in zip(o.logprobs, o.token_ids, strict=True)])
+            for o in (one.outputs[0] for one in out)
+        ]
+        pad = functools.partial(pad_sequence, batch_first=True)
+        eos = torch.tensor(how.ends, dtype=torch.int64)
+        samples = make_samples(pad(tokens, padding_value=how.pad_token_id), pad(chosen), eos)
+        return Samples(samples.responses, *(x.to(self.device) for x in samples[1:]))
+
+    def stream(self, prompt: Sequence[int], key: Key = 0, **changes: Any) -> Iterator[int]:
+        """The response is sampled whole before its first token is given."""
+        return iter(self.sample([prompt], [key], **changes).responses[0])
+
+    @torch.no_grad()
+    def _probe(self) -> Probe:
+        """Log-probs of random tokens, the same ones each time."""
+        from vllm import SamplingParams
+
+        generator = torch.Generator().manual_seed(0)
+        width = min(PROBE_TOKENS, (self.context or PROBE_TOKENS + 1) - 1)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        rows = torch.randint(0, vocabulary, (PROBE_ROWS, width), generator=generator)
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        out = self.llm.generate([{"prompt_token_ids": row} for row in rows.tolist()], asked, use_tqdm=False)
+        sampler = [
+            [step[token].logprob for step, token in zip(one.prompt_logprobs[1:], row[1:], strict=True)]
+            for one, row in zip(out, rows.tolist(), strict=True)
+        ]
+        tokens = rows.to(self.device)
+        everything = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+        starts = torch.ones(len(rows), dtype=torch.int64, device=self.device)
+        with evaluating(self.model):
+            trainer, _ = response_logprobs(self.model, tokens, starts, everything)
+        return Probe(trainer.float().cpu(), torch.tensor(sampler))
+
+
+def stale(probe: Probe, before: Probe | None, most: float) -> str | None:
+    """Why a probe says that vLLM does not have the trainer's weights; None if it has them.
+
+    The gap must be rounding, and if the trainer's log-probs moved by more than rounding since the last load, vLLM's must be
+    nearer to the new ones than to the old ones.
+    """
+    if not probe.gap <= most:  # NaN too
+        return f"its log-probs of a probe differ from the trainer's by {probe.gap:.1e} nats, want {most:.0e} or less"
+    if before is None:
+        return None
+    moved, to_old = rms(probe.trainer - before.trainer), rms(probe.sampler - before.trainer)
+    if moved > 4 * before.gap and to_old < probe.gap:
+        return f"it still has the weights of the last update: {to_old:.1e} nats from those, {probe.gap:.1e} from the new ones"
+    return None
+
+
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+@functools.cache
+def start_vllm(described: str, context: int | None, dtype: str, memory: float | None, tensor_parallel: int) -> Any:
+    """vLLM for a model of this configuration (as JSON), with random weights until the first `load`.
+
+    memory: the share of a GPU's memory for weights and key-value cache. Raises: UserError if vLLM is missing or refuses the model.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise UserError(
+            f"rollout.engine=vllm: vLLM cannot be imported ({str(error).splitlines()[0]}): install it (docs/vllm.md), or set "
+            "rollout.engine=native"
+        ) from None
+    on_gpu = {"gpu_memory_utilization": memory, "enable_sleep_mode": True} if memory is not None else {}
+    external = {"distributed_executor_backend": "external_launcher"} if process_count() > 1 else {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(described, encoding="utf-8")
+        try:
+            llm = LLM(
+                model=folder,
+                dtype=dtype,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                enforce_eager=memory is None,
+                max_model_len=context,
+                tensor_parallel_size=tensor_parallel,
+                disable_log_stats=True,
+                trust_remote_code=False,
+                **on_gpu,
+                **external,
+            )
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"rollout.engine=vllm: vLLM does not run a {json.loads(described)['model_type']}: {str(error).splitlines()[0]}: set "
+                "rollout.engine=native"
+            ) from error
+    llm.rlhf_owner = None
+    return llm
