@@ -4,7 +4,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint docs clean-env
+.PHONY: help setup demo test test-long test-vllm lint docs clean-env
 
 PYTHON ?=
 ARGS ?=
@@ -16,6 +16,7 @@ help:
 	@echo "make demo       the whole recipe on a small world: runs/demo, minutes on a laptop"
 	@echo "make test       the tests, without the long ones"
 	@echo "make test-long  the long ones"
+	@echo "make test-vllm  those with a real vLLM, on the CPU, in an environment of its own: .venv-vllm (3 GB)"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation as a site: site/index.html"
 	@echo "make setup      only $(VENV), which every target makes if it is missing"
@@ -33,6 +34,17 @@ test: $(READY)
 test-long: $(READY)
 	$(VENV)/bin/python -m pytest -m long --timeout 3600 $(ARGS)
 
+# vLLM pins other versions than the project does, so its packages are installed as listed, without resolving them.
+test-vllm: $(VENV)-vllm/ready
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm tests/vllm -n 0 --timeout 900 $(ARGS)
+
+$(VENV)-vllm/ready: $(READY) constraints-vllm.txt
+	@echo "Setting up $(VENV)-vllm: some minutes, once"
+	@$(VENV)/bin/python -c 'import sys; sys.exit("make: vLLM\x27s CPU build is tested with Python 3.11" if sys.version_info[:2] != (3, 11) else 0)'
+	$(VENV)/bin/python -m venv --clear $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q --progress-bar off --no-deps -r constraints-vllm.txt -e .
+	touch $(VENV)-vllm/ready
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -44,7 +56,7 @@ docs: $(READY)
 setup: $(READY)
 
 clean-env:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-vllm
 
 # The stamp goes first and comes back last, so that an interrupted set-up does not count; without it .venv starts empty.
 $(READY): pyproject.toml constraints.txt

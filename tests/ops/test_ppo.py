@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import masked_sum, whiten
-from rlhf.ops.ppo import apply_missing_eos, policy_loss, token_rewards, value_loss
+from rlhf.ops.ppo import apply_missing_eos, policy_loss, sampler_weights, token_rewards, value_loss
 from tests import oracles
 from tests.ops.strategies import batches, make_batch, pad
 
@@ -25,6 +25,21 @@ def test_missing_eos():
         apply_missing_eos(scores, ended, -1.0, rule="add")
     with pytest.raises(ValueError, match=r"want torch\.bool"):
         apply_missing_eos(scores, ended.int(), -1.0)
+
+
+def test_sampler_weights_by_hand():
+    # ratios: row 0: e^0.5 = 1.6487, e^1 = 2.7183 -> 2, masked; row 1: e^-0.5 = 0.6065, e^0.1 = 1.1052, e^0.3 = 1.3499
+    # products: e^1.5 = 4.48 is outside [1/2, 2], e^-0.1 = 0.90 is inside
+    logp_sampled = torch.tensor([[-2.0, -2.0, NAN], [-1.0, -1.0, -1.0]])
+    logp_old = torch.tensor([[-1.5, -1.0, 5.0], [-1.5, -0.9, -0.7]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    of = {kind: sampler_weights(logp_old, logp_sampled, mask, kind) for kind in ("truncate", "mask", "none")}
+    truncated = torch.tensor([[1.6487, 2.0, 0.0], [0.6065, 1.1052, 1.3499]])
+    torch.testing.assert_close(of["truncate"], truncated, atol=1e-4, rtol=0)
+    assert of["mask"].tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    assert of["none"].tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+    with pytest.raises(ValueError, match="give truncate, mask or none"):
+        sampler_weights(logp_old, logp_sampled, mask, "clip")
 
 
 def test_token_rewards_by_hand():
