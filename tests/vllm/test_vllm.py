@@ -189,7 +189,8 @@ def test_ppo_and_the_policies_it_writes(gold_run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["zero2", "zero3"])
 def test_two_processes(gold_run: Run, tmp_path: Path, way: str) -> None:
-    """Each process has an engine; the first rollout and the first losses are those of one process."""
+    """Each process has an engine; the first rollout is that of one process. (Under ZeRO both models' gradients are clipped together,
+    so the update is another one.)"""
     one, two = (gold_run.copy(tmp_path, "ppo", name) for name in ("one", "two"))
     short = [VLLM, "ppo.episodes=64", "ppo.critic_warmup_updates=0", "ppo.eval_every=0"]
     one.stage("ppo", *short)
@@ -208,8 +209,9 @@ def test_two_processes(gold_run: Run, tmp_path: Path, way: str) -> None:
     done = subprocess.run([*launched, *settings], capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (alone,), (shared,) = updates_of(one), updates_of(two)
-    for name in ("objective/scores", "objective/kl", "rollout/response_len", "loss/policy_avg", "loss/value_avg"):
+    for name in ("objective/scores", "objective/kl", "objective/entropy", "rollout/response_len", "gold/total"):
         assert shared[name] == pytest.approx(alone[name], abs=1e-4), name
+    assert shared["rollout/mismatch_p99"] < 1e-4
 
 
 def test_grpo(gold_run: Run, tmp_path: Path) -> None:
