@@ -125,6 +125,13 @@ def test_what_a_kill_left_half_written_is_no_output(config):
     record = runs.read_stage(folder)
     assert record is not None and list(record["files"]) == ["model/weights.txt"]
     assert not (folder / ".stage.json.123.tmp").exists() and not (folder / "metrics.jsonl.kept").exists()
+    other = changed(config, run="other")  # killed before its first record
+    folder = runs.stage_folder(other, "tokenizer")
+    folder.mkdir(parents=True)
+    for name in (".lock", ".stage.json.17.tmp"):
+        (folder / name).touch()
+    run_stage(other, "tokenizer")
+    assert not (folder / ".stage.json.17.tmp").exists()
 
 
 def test_a_complete_stage_is_refused_and_left_alone(config):
@@ -257,15 +264,6 @@ def test_files_without_a_record_are_not_deleted(config, record, told):
     assert (folder / "thesis.txt").read_text() == "years of work"
     run_stage(changed(config, overwrite=True), "tokenizer")
     assert not (folder / "thesis.txt").exists()
-
-
-def test_a_try_that_died_before_its_first_record_is_no_obstacle(config):
-    folder = runs.stage_folder(config, "tokenizer")
-    folder.mkdir(parents=True)
-    for name in (".lock", ".stage.json.17.tmp"):
-        (folder / name).touch()
-    run_stage(config, "tokenizer")
-    assert not (folder / ".stage.json.17.tmp").exists()
 
 
 def test_a_swap_that_the_disk_refuses_leaves_the_old_stage(config, monkeypatch):

@@ -14,7 +14,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import ROUND_STAGES, STAGES
 from rlhf.runs.folders import run_folder, under_way
 from rlhf.runs.metric_table import CHARTS
-from rlhf.runs.progress import format_figure, format_seconds
+from rlhf.runs.progress import format_count, format_figure, format_seconds
 from rlhf.runs.run_files import StageFiles, number_at, read_stage_files
 from rlhf.system.terminal import printable, say, write
 
@@ -35,6 +35,11 @@ class StageState(NamedTuple):
     files: StageFiles
 
     @property
+    def total(self) -> int | None:
+        """The number of its steps; None while it is unknown."""
+        return int(number_at(self.files.record, "steps") or 0) or None
+
+    @property
     def curves(self) -> list[tuple[str, list[float]]]:
         """(label, values over time): the first and a held-out curve of each chart that has a label for `rlhf watch`."""
         curves = []
@@ -46,16 +51,14 @@ class StageState(NamedTuple):
         return curves
 
     def __str__(self) -> str:
-        total, step = number_at(self.files.record, "steps"), self.files.last_step
-        parts = [f"{self.title}: {self.status}"]
+        parts, total, step = [f"{self.title}: {self.status}"], self.total, int(self.files.last_step)
         if step:
-            of = f"/{total:,} ({100 * step / total:.0f}%)" if total else ""
-            parts.append(f"{'update' if self.title.endswith('ppo') else 'step'} {step:,}{of}")
+            parts.append(format_count("update" if self.title.endswith("ppo") else "step", step, total))
         if self.status == "running" and total and "time/elapsed_s" in self.files.points:
             steps, seconds = (values[-1] - values[-RATE_POINTS:][0] for values in self.files.points["time/elapsed_s"])
             parts += [f"{format_seconds((total - step) * seconds / steps)} left"] if steps > 0 else []
-        if self.status == "complete" and (seconds := number_at(self.files.record, "seconds")) is not None:
-            parts.append(format_seconds(seconds))
+        if self.status == "complete" and (taken := number_at(self.files.record, "seconds")) is not None:
+            parts.append(format_seconds(taken))
         return "  ".join([*parts, *(f"{label} {format_figure(values[-1])}" for label, values in self.curves)])
 
 
@@ -90,9 +93,9 @@ def draw_screen(run: Path, stages: list[StageState], width: int) -> list[str]:
         return [f"{run.name}  nothing has started"[:width]]
     stage = next((one for one in reversed(stages) if one.status == "running"), stages[-1])
     lines = [f"{run.name}  {' → '.join(f'{MARKS[one.status]} {one.title}' for one in stages)}", str(stage)]
-    if total := number_at(stage.files.record, "steps"):
+    if stage.total is not None:
         room = max(10, min(60, width - 4))
-        done = round(room * min(1.0, stage.files.last_step / total))
+        done = round(room * min(1.0, stage.files.last_step / stage.total))
         lines.append("━" * done + "─" * (room - done))
     for label, values in stage.curves:
         ends = f"  {format_figure(values[0])} → {format_figure(values[-1])}"

@@ -75,21 +75,24 @@ class Progress:
             return
         seconds = self._printed_at - self._started
         rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
-        count = f"{self.label}: {self.unit} {self.done:,}"
-        if self.total is not None:
-            count += f"/{self.total:,} ({100 * self.done / max(self.total, 1):.0f}%)"
         remaining = f"{format_seconds(seconds)} taken"
         if self.total is not None and self.done < self.total:
             remaining = f"{format_seconds((self.total - self.done) / rate) if rate > 0 else '?'} left"
         speed = f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}"
         figures = (f"{name} {value}" for name, value in self._figures.items())
-        say("  ".join((count, remaining, speed, *figures)), self._stream)
+        count = format_count(self.unit, self.done, self.total)
+        say("  ".join((f"{self.label}: {count}", remaining, speed, *figures)), self._stream)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def format_count(unit: str, done: int, total: int | None) -> str:
+    """step 3, or step 3/12 (25%)."""
+    return f"{unit} {done:,}" + (f"/{total:,} ({100 * done / max(total, 1):.0f}%)" if total is not None else "")
 
 
 def format_figure(value: float) -> str:

@@ -90,17 +90,6 @@ def test_a_rule_by_hand():
     assert judge(task, "Cat.")["safe"] == 0
 
 
-@pytest.mark.parametrize("kind", ["rule", "word"])
-def test_who_breaks_a_rule_loses(kind):
-    rng = random.Random(kind)
-    for task in drawn(kind):
-        if task.ruled_out:
-            broken = judge(task, task.wrong)
-            assert broken["correct"] == broken["safe"] == 0, task
-            assert broken["total"] < min(judge(task, answer(task, style, rng))["total"] for style in RIGHT), task
-            assert task.ruled_out[0] not in before(task, "assistant"), task  # nobody broke it before
-
-
 # --- the files of the world ---
 
 

@@ -13,7 +13,6 @@ from rlhf.data.corpus import iterate_documents
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.splits import split_of
 from rlhf.errors import UserError
-from rlhf.gold import corpus
 from rlhf.gold.corpus import (
     Cut,
     demonstration_rows,
@@ -21,11 +20,10 @@ from rlhf.gold.corpus import (
     documents,
     make_passages,
     prompt_rows,
-    talk,
     word_ends,
 )
 from rlhf.gold.people import DEMONSTRATION_MIX
-from rlhf.gold.world import SPLITS, Task, task_from_metadata
+from rlhf.gold.world import SPLITS, task_from_metadata
 
 SAMPLES = Path(__file__).parents[2] / "data"
 COUNTS = {"train": 400, "dev": 300, "test": 300}
@@ -138,16 +136,3 @@ def test_splits_are_disjoint_and_stay_when_another_one_grows():
 def test_too_little_text_is_said_before_anything_is_written():
     with pytest.raises(UserError, match=r"data.corpus: 3 paragraphs of 9 words or more, want 4: add text"):
         list(make_passages([text(3), "Too short."], {"test": 4}, CUT, word_ends, seed=0))
-
-
-def test_every_talk_of_the_pretraining_text_is_about_a_training_request(monkeypatch):
-    tasks: list[Task] = []
-
-    def record(task: Task, speaker: str, reply: str = "") -> str:
-        tasks.append(task)
-        return talk(task, speaker, reply)
-
-    monkeypatch.setattr(corpus, "talk", record)
-    texts = list(documents(2, 5, 1500))
-    assert len(tasks) > 500 and sum(any(t.prompt in text for t in tasks) for text in texts) >= len(tasks)
-    assert {split_of(task.core, 5, SPLITS) for task in tasks} == {"train"}
