@@ -1,5 +1,6 @@
 """A run for notebooks: its models, its tokenizer, answers and scores. This module only reads the run."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ class LoadedRun:
         from rlhf.evaluation.policies import draw_answers, fit_prompts, room_for
 
         policy, tokenizer = self.policy(stage), self.tokenizer
-        length, room = room_for(tokenizer, max_new_tokens or self.max_new_tokens(stage))
+        length, room = room_for(tokenizer.model_max_length, max_new_tokens or self.max_new_tokens(stage))
         fitted = fit_prompts(tokenizer, [_messages(prompt) for prompt in prompts], room)
         missing = [i for i, fit in enumerate(fitted) if fit is None]
         if missing:
@@ -139,17 +140,26 @@ class LoadedRun:
             raise UserError(
                 f"score: {len(prompts)} prompts for {len(responses)} responses: give one response per prompt"
             )
+        from rlhf.data.encoding import row_limit
         from rlhf.evaluation.scoring import item_encoder
         from rlhf.model.interface import score
+        from rlhf.system.terminal import say
 
-        model, rows = self.reward_model(), []
+        model, rows, counts = self.reward_model(), [], Counter[str]()
         self._config.rollout.max_new_tokens = self.max_new_tokens("reward")
-        encode = item_encoder(self._config, model, self.tokenizer)
+        recorded = (self.record("reward").get("config") or {}).get("data") or {}
+        self._config.data.max_tokens = recorded.get("max_tokens", self._config.data.max_tokens)
+        encode = item_encoder(self._config, model, self.tokenizer, counts)
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             encoded = encode(_messages(prompt), [(response, True)])
             if encoded is None:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += encoded[0]
+        if cut := counts.total():
+            limit = row_limit(self._config, self.tokenizer)
+            say(
+                f"score: {cut} prompts or responses were cut to {limit} tokens together (data.max_tokens and the context)"
+            )
         with inference(self._config, self.device):
             return score(model, rows).tolist()
 

@@ -7,7 +7,7 @@ imports nothing of the project.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-SPLITS = ("data.format", "data.limit", "data.dev", "data.test", "data.split_seed")
+SPLITS = ("data.format", "data.limit", "data.dev", "data.test", "data.split_seed", "data.max_tokens")
 PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", *SPLITS)
 RANKINGS = ("data.comparisons", *SPLITS, "data.half", "data.held_out_labelers")
 REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.calibrated")
@@ -151,7 +151,7 @@ ROWS = (
         "classify",
         "fine-tune a base on a labelled task, and measure it (GPT-1's transfer)",
         parents=("pretrain",),
-        settings=(*OF_MODELS, "classify", "data.split_seed", "data.encoding"),
+        settings=(*OF_MODELS, "classify", "data.split_seed", "data.encoding", "data.max_tokens"),
         optional=True,
     ),
     StageRow(

@@ -75,7 +75,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.evaluation.policies import room_for
 
     as_text("".join(message["content"] for message in dialogue))
-    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    length, room = room_for(tokenizer.model_max_length, config.rollout.max_new_tokens)
     fitted = encode_prompt_within(tokenizer, [Message.model_validate(message) for message in dialogue], room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")

@@ -70,7 +70,7 @@ def fit_records(
     from rlhf.evaluation.policies import fit_prompts, room_for
 
     tokenizer = load_tokenizer(folder / "model")
-    length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    length, room = room_for(tokenizer.model_max_length, config.rollout.max_new_tokens)
     fitted = zip(records, fit_prompts(tokenizer, [record.prompt for record in records], room), strict=True)
     asked = [(record, *found) for record, found in fitted if found is not None]
     return tokenizer, asked, {"temperature": temperature, "greedy": greedy, "max_new_tokens": length}

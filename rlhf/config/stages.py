@@ -23,6 +23,7 @@ class DataConfig:
     format: str = setting("auto", "a format's name (`rlhf import --help` lists them), or auto")
     allow_partial: bool = setting(False, "accept an import that had too many rejects")
     held_out_labelers: Any = setting(None, "names: not trained on; accuracy on them is reported", kind="labelers")
+    max_tokens: int = setting(2048, "tokens of a row, prompt and response, at most; and at most the context", min=16)
     encoding: str = setting("utf-8", "encoding of plain-text corpora", kind="encoding")
     held_out: float = setting(0.01, "fraction of the corpus kept for the held-out loss", above=0, below=1)
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.chat_template import encode_dialogue, encode_prompt, encode_prompts, encode_response, encode_responses
 from rlhf.data.formats.shapes import is_learned
@@ -15,6 +16,11 @@ from rlhf.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
+
+
+def row_limit(config: Config, tokenizer: Any) -> int:
+    """The most tokens of a row, prompt and response: data.max_tokens, and the context."""
+    return min(config.data.max_tokens, tokenizer.model_max_length)
 
 
 def drop_oldest(turns: list[Message]) -> int:
@@ -211,19 +217,25 @@ class Item:
         return Item(self.key, self.rows, self.lengths, self.record, self.answers, kept)
 
 
-def token_encoder(tokenizer: "PreTrainedTokenizerFast", context_length: int, room: int) -> Encode:
+def token_encoder(
+    tokenizer: "PreTrainedTokenizerFast", context_length: int, room: int, counts: Counter[str] | None = None
+) -> Encode:
     """For reward models on the policy's own tokens.
 
     A prompt keeps at most context_length - room tokens, cut from the left; a response that is longer than what is left
-    is truncated, and then has no end token.
+    is truncated, and then has no end token. `counts`, if given, is increased: cut_prompts, truncated_responses, skipped.
     """
+    counts = Counter() if counts is None else counts
 
     def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]] | None:
         fitted = encode_prompt_within(tokenizer, prompt, context_length - room)
         if fitted is None:
+            counts["skipped"] += 1
             return None
         encoded = [encode_response(tokenizer, text, ended=ended) for text, ended in answers]
         rows = [(fitted[0] + answer)[:context_length] for answer in encoded]
+        counts["cut_prompts"] += fitted[1]
+        counts["truncated_responses"] += sum(len(fitted[0] + answer) > context_length for answer in encoded)
         return rows, [len(row) - len(fitted[0]) for row in rows]
 
     return encode

@@ -14,7 +14,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_response
-from rlhf.data.encoding import Encode, Item, encode_prompt_within
+from rlhf.data.encoding import Encode, Item, encode_prompt_within, row_limit
 from rlhf.data.records import Message
 from rlhf.evaluation.policies import room_for
 from rlhf.evaluation.scoring import pair_nats
@@ -185,10 +185,11 @@ def answer_logprobs(
 ) -> list[float]:
     """log p(answer | prompt) under the SFT model, nats, of an answer per pair; answers are cut to fit the context."""
     tokenizer, rows = models.tokenizer, []
-    _, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    limit = row_limit(config, tokenizer)
+    _, room = room_for(limit, config.rollout.max_new_tokens)
     for (item, _, _), (text, ended) in zip(pairs, answers, strict=True):
         fitted = encode_prompt_within(tokenizer, prompt_of(item), room)
         assert fitted is not None  # `audit_reward_model` draws no other pairs
-        left = tokenizer.model_max_length - len(fitted[0])
+        left = limit - len(fitted[0])
         rows.append((fitted[0], encode_response(tokenizer, text, ended=ended)[:left]))
     return pair_nats(models.policy, rows, tokenizer.pad_token_id, models.device)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf.config import Config
-from rlhf.data.encoding import Item, encode_prompt_within
+from rlhf.data.encoding import Item, encode_prompt_within, row_limit
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.attacks import ATTACKS, Audited, attack_pairs, collect_material, draw_pairs, prompt_of
@@ -74,7 +74,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     figures = comparison_figures(records, {name for name in judged if name in strangers}, (items, scores), bare.gain)
     if figures is None:
         return Audit(len(items), 0, None)
-    _, room = room_for(models.tokenizer, config.rollout.max_new_tokens)
+    _, room = room_for(row_limit(config, models.tokenizer), config.rollout.max_new_tokens)
     fitting = [item for item in items if encode_prompt_within(models.tokenizer, prompt_of(item), room) is not None]
     pairs, picked = draw_pairs(fitting, limit, rng), picked_by_scores(items, scores)
     if not pairs:
@@ -112,7 +112,7 @@ def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], lim
     which no rule of the verdict uses. Each is None if it is not known.
     """
     tokenizer = models.tokenizer
-    _, room = room_for(tokenizer, config.rollout.max_new_tokens)
+    _, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
     once = {prompt_key(record.prompt): record for record in dev}
     asked = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
     fitted = zip(asked, fit_prompts(tokenizer, [record.prompt for record in asked], room), strict=True)

@@ -19,6 +19,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.corpus import iterate_documents
+from rlhf.data.encoding import row_limit
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import conversation
@@ -128,11 +129,11 @@ def evaluate_instructions(config: Config, device: torch.device) -> Figures:
     figures: Figures = {}
     for name in models_of(config):
         policy, tokenizer = load_stage(config, name, device)
-        length, room = room_for(tokenizer, config.rollout.max_new_tokens)
+        length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
         fitted = fit_prompts(tokenizer, [record.prompt for record in records], room)
         asked = {i: fit[0] for i, fit in enumerate(fitted) if fit is not None and not fit[1]}  # none was cut
         if not asked:
-            raise UserError(f"evaluate.instructions: no prompt fits the context of {tokenizer.model_max_length} tokens")
+            raise UserError(f"evaluate.instructions: no prompt fits {row_limit(config, tokenizer)} tokens")
         engine = make_sampler(config, policy, tokenizer, max_new_tokens=length, greedy=True)
         keys = [("instructions", records[i].id) for i in asked]
         answers = draw_answers(engine, tokenizer, list(asked.values()), keys)

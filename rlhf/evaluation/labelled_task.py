@@ -9,6 +9,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
+from rlhf.data.encoding import row_limit
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
 from rlhf.data.tokenizer import encode_texts, separator_id
@@ -17,7 +18,6 @@ from rlhf.evaluation.policies import load_stage, models_of
 from rlhf.evaluation.scoring import pair_nats
 from rlhf.evaluation.statistics import Figures, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
-from rlhf.model.interface import context_of
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress
 from rlhf.system.files import sha256_file
@@ -121,7 +121,7 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     with progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
         for name, rows_of_model in figures.items():
             model, tokenizer = load_stage(config, name, device)
-            context = context_of(model, tokenizer)
+            context = row_limit(config, tokenizer)
             for count in counts:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])
                 scores = option_scores(model, rows, tokenizer.pad_token_id, device).view(len(held_out), -1)

@@ -72,10 +72,10 @@ class Answer:
     logprobs: list[float]
 
 
-def room_for(tokenizer: Any, max_new_tokens: int) -> tuple[int, int]:
-    """The maximum tokens of a response, at most half of the context, and the tokens left for the prompt."""
-    length = min(max_new_tokens, tokenizer.model_max_length // 2)
-    return length, tokenizer.model_max_length - length
+def room_for(most: int, max_new_tokens: int) -> tuple[int, int]:
+    """The maximum tokens of a response, at most half of `most`, and the tokens left for the prompt."""
+    length = min(max_new_tokens, most // 2)
+    return length, most - length
 
 
 def fit_prompts(

@@ -16,7 +16,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, ratio
-from rlhf.data.encoding import Encode, Item, join_rankings, names_of
+from rlhf.data.encoding import Encode, Item, join_rankings, names_of, row_limit
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Demonstration, Ranking
 from rlhf.data.splits import prompt_key
@@ -203,10 +203,16 @@ def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
 
 
 def score_distributions(
-    model: Any, tokenizer: Any, demonstrations: tuple[list[Demonstration], str], samples: Sequence[Sequence[float]]
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    demonstrations: tuple[list[Demonstration], str],
+    samples: Sequence[Sequence[float]],
 ) -> Figures:
     """Means and deviations of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
-    written = score(model, model.demonstration_rows(demonstrations[0], tokenizer)).tolist()
+    written = score(
+        model, model.demonstration_rows(demonstrations[0], tokenizer, row_limit(config, tokenizer))
+    ).tolist()
     by_source = {
         name: {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
         for name, scores in (("sft_samples", flatten(samples)), ("demonstrations", written))

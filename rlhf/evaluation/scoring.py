@@ -1,5 +1,6 @@
 """Scores of answers by either kind of reward model, the accuracy of scores, and the best head on a frozen trunk."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.encoding import Encode, Item, check_labelers, names_of
+from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
@@ -26,9 +27,10 @@ DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # lambda of `fit_head`, trie
 FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the prompts
 
 
-def item_encoder(config: Config, model: Any, tokenizer: Any) -> Encode:
-    """The encoder of prompts and answers for this model; `tokenizer` is the policy's."""
-    return model.answer_encoder(tokenizer, min(config.rollout.max_new_tokens, tokenizer.model_max_length // 2))
+def item_encoder(config: Config, model: Any, tokenizer: Any, counts: Counter[str] | None = None) -> Encode:
+    """The encoder of prompts and answers for this model; `tokenizer` is the policy's. counts: see `RewardSource.answer_encoder`."""
+    limit = row_limit(config, tokenizer)
+    return model.answer_encoder(tokenizer, limit, min(config.rollout.max_new_tokens, limit // 2), counts)
 
 
 def item_length(item: Item) -> int:

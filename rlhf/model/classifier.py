@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, limit: int | None):
         self.tokenizer, self.limit = tokenizer, limit
+        self.cut = 0  # rows that were too long
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
         self.form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
         if not tokenizer.is_fast:
@@ -63,6 +65,10 @@ class TextEncoder:
         self._special_ids = set(tokenizer.all_special_ids)
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}
 
+    def within(self, limit: int) -> "TextEncoder":
+        """The same with rows of at most `limit` tokens."""
+        return TextEncoder(self.tokenizer, limit if self.limit is None else min(limit, self.limit))
+
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """One row. If it is too long, the oldest turns are dropped, then the beginning of the last one; a response that
         leaves the prompt less than a quarter of the room is cut at its end instead, and then has no closing token.
@@ -72,6 +78,7 @@ class TextEncoder:
         messages = [Message(role=m.role, content=self._as_text(m.content)) for m in prompt]
         response = self._as_text(response)
         row = self._row(messages, response, ended)
+        self.cut += self.limit is not None and len(row) > self.limit
         while self.limit is not None and (over := len(row) - self.limit) > 0:
             spare = self._count(render_prompt(messages)) - self.limit // LEAST_PROMPT
             if spare > 0:
@@ -208,11 +215,16 @@ class TextRewardModel(nn.Module):
             network.config.pad_token_id = tokenizer.pad_token_id
         return cls(network, tokenizer)
 
-    def answer_encoder(self, tokenizer: Any, room: int) -> Encode:
+    def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
         """Rows in this model's own tokens, whatever the policy's."""
+        encoder = self.encoder.within(limit)
 
         def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]]:
-            return [self.encode(prompt, *answer) for answer in answers], [self.encoder.count(a) for a, _ in answers]
+            before = encoder.cut
+            rows = [encoder.encode(prompt, *answer) for answer in answers]
+            if counts is not None:
+                counts["cut_rows"] += encoder.cut - before
+            return rows, [encoder.count(a) for a, _ in answers]
 
         return encode
 
@@ -221,9 +233,10 @@ class TextRewardModel(nn.Module):
         answers = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
         return [self.encode(record.prompt, *answer) for record, *answer in answers]
 
-    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any) -> list[TextRow]:
+    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[TextRow]:
         """Prompt and response as text, whatever the policy's tokenizer."""
-        return [self.encode(record.prompt, record.response) for record in records]
+        encoder = self.encoder.within(limit)
+        return [encoder.encode(record.prompt, record.response) for record in records]
 
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """The input row of one response."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,17 +207,17 @@ class RewardModel(PreTrainedModel):
         """
         return self._score(lm(self.trunk).hidden(tokens, kept), calibrated)
 
-    def answer_encoder(self, tokenizer: Any, room: int) -> Encode:
+    def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
         """Prompt and answers in the policy's tokens; a prompt is cut from the left to leave `room` for a response."""
-        return token_encoder(tokenizer, tokenizer.model_max_length, room)
+        return token_encoder(tokenizer, limit, room, counts)
 
     def rows(self, episodes: Episodes) -> list[list[int]]:
         """The tokens that were sampled, after their prompt's."""
         return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
 
-    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any) -> list[list[int]]:
+    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[list[int]]:
         """Prompt and response in the policy's tokens, as SFT reads them."""
-        encoded = encode_demonstrations(records, tokenizer, tokenizer.model_max_length)
+        encoded = encode_demonstrations(records, tokenizer, limit)
         return [row["prompt"] + row["response"] for row in encoded]
 
     def collate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:

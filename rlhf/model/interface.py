@@ -7,6 +7,7 @@ TextRewardModel to any of its classifiers. Nothing else depends on the class of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -145,14 +146,17 @@ class RewardSource(Protocol):
     gain: float
     shift: float
 
-    def answer_encoder(self, tokenizer: Any, room: int) -> Encode:
-        """Makes rows of texts; `tokenizer` is the policy's, `room` the tokens that are left for a response."""
+    def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
+        """Makes rows of texts, of at most `limit` tokens; `tokenizer` is the policy's, `room` the tokens that are left for a response.
+
+        counts: increased, as by `rlhf.data.encoding.token_encoder`.
+        """
 
     def rows(self, episodes: Episodes) -> list[Any]:
         """A row per sampled response."""
 
-    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any) -> list[Any]:
-        """A row per demonstration that fits; `tokenizer` is the policy's."""
+    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[Any]:
+        """A row of at most `limit` tokens per demonstration that fits; `tokenizer` is the policy's."""
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of these rows: arguments of `forward`."""

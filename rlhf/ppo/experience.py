@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.chat_template import response_text
 from rlhf.data.corpus import PackedCorpus, make_collator
-from rlhf.data.encoding import fitting_prompts
+from rlhf.data.encoding import fitting_prompts, row_limit
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.engines.local import Samples
@@ -216,18 +216,22 @@ def load_estimator(name: str) -> Estimator:
 def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
     """Tokenised prompts of the training split, and the first ppo.eval_prompts of the dev split. Raises: UserError if none is left."""
     records = read_prompts(config, say)
-    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    limit = row_limit(config, tokenizer)
+    room = limit - config.rollout.max_new_tokens
     if room < 4:
         raise UserError(
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in the context "
-            f"of {tokenizer.model_max_length} tokens: lower it"
+            f"of {limit} tokens (data.max_tokens={config.data.max_tokens}): lower it"
         )
     training = by_ranking(config, in_split(config, records, "train"))
     fitting = list(fitting_prompts(tokenizer, training, room))
     if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
-    cut = sum(was_cut for _, _, was_cut in fitting)
-    say(f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else ""))
+    cut, left_out = sum(was_cut for _, _, was_cut in fitting), len(training) - len(fitting)
+    parts = [f"{cut:,} of them cut from the left to fit"] * bool(cut) + [f"{left_out:,} left out, too long"] * bool(
+        left_out
+    )
+    say(", ".join([f"{len(fitting):,} prompts", *parts]))
     held_out = fitting_prompts(tokenizer, in_split(config, records, "dev"), room)
     return [(record, ids) for record, ids, _ in fitting], [
         (record, ids) for record, ids, _ in itertools.islice(held_out, config.ppo.eval_prompts)

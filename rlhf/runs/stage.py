@@ -96,6 +96,7 @@ class Stage:
         default_factory=dict
     )  # its budget and tokens per forward, which a resumed stage keeps
     writes: bool = True  # only on rank 0, which prints and writes for all ranks
+    counts: dict[str, int] = field(default_factory=dict)  # of data that were kept, cut and left out
     replaces: Path | None = None  # with overwrite=true the folder that this one replaces when it is complete
 
     @property
@@ -127,6 +128,7 @@ class Stage:
             "seconds": round(self.elapsed(), 2),
             "peak_rss_mb": peak_rss_mb(),
             "steps": self.steps,
+            "counts": self.counts,
             "memory": self.memory,
             "config": stored(asdict(self.config)),
         }

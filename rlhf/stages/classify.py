@@ -16,13 +16,13 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
+from rlhf.data.encoding import row_limit
 from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.heads import LabelModel, transfer
-from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import Stage, open_stage
@@ -95,7 +95,7 @@ def encode(stage: Stage, examples: list[Example], tokenizer: Any, lm: Any, class
     marks, added = find_marks(tokenizer)
     if added:
         stage.say(f"new tokens {' '.join(added)}, with random embeddings")
-    context = context_of(lm, tokenizer)
+    context = row_limit(stage.config, tokenizer)
     rows, cut = encode_examples(examples, tokenizer, marks, context)
     stage.say(
         f"{len(examples):,} examples, {len(classes)} classes, {sum(map(len, rows)):,} rows"

@@ -10,6 +10,7 @@ Differs: all K answers of a prompt are one batch element with one forward per an
 as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.encoding import Item, token_encoder
+from rlhf.data.encoding import Item, row_limit, token_encoder
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.scoring import by_item, item_length, pad_weights, scoring_batches
 from rlhf.model.batching import joins_rows, right_pad
@@ -50,9 +51,9 @@ def run(config: Config) -> None:
         # 1. The training rankings of the reward model, as pairs of answers
         rankings, held_out = load_rankings(config, stage)
         records = [ranking for ranking in rankings if ranking.labeler not in held_out]
-        context = tokenizer.model_max_length
+        context, counts = row_limit(config, tokenizer), Counter[str]()
         room = min(config.rollout.max_new_tokens, context // 2)
-        items = load_items(config, stage, records, token_encoder(tokenizer, context, room))
+        items = load_items(config, stage, records, token_encoder(tokenizer, context, room, counts), counts)
 
         # 2. The SFT model, and a second one as the frozen reference
         model = load_policy(folder)

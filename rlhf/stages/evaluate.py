@@ -13,7 +13,7 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.setting import get, listed
 from rlhf.config.stages import EvaluateConfig
-from rlhf.data.encoding import fitting_prompts
+from rlhf.data.encoding import fitting_prompts, row_limit
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
 from rlhf.data.tasks import shown_prompt
@@ -108,7 +108,7 @@ def run_stage(config: Config) -> None:
         scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
             results["reward_model"]["scores"] = reward_report.score_distributions(
-                reward_model, tokenizer, demonstrations, scores["sft"]
+                config, reward_model, tokenizer, demonstrations, scores["sft"]
             )
 
         # 3. Evaluate the policies
@@ -148,7 +148,7 @@ def load_test_prompts(
 ) -> tuple[list[PromptRecord], list[list[int]]]:
     """The first `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-    room = tokenizer.model_max_length - config.rollout.max_new_tokens
+    room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
     fitting = fitting_prompts(tokenizer, in_split(config, records, config.evaluate.split), room)
     chosen = list(itertools.islice(fitting, config.evaluate.prompts))
     cut = sum(was_cut for _, _, was_cut in chosen)

@@ -15,14 +15,13 @@ import torch
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import encode_prompts, encode_response
-from rlhf.data.encoding import Row, encode_demonstrations
+from rlhf.data.encoding import Row, encode_demonstrations, row_limit
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import QUALITIES, Rater, encode_ratings
 from rlhf.gold.people import Labeler, says_yes
 from rlhf.gold.truth import Truth, need_truth
-from rlhf.model.interface import context_of
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import open_stage
@@ -50,7 +49,7 @@ def run(config: Config) -> None:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
         tokenizer, model = load_tokenizer(folder), load_with_dropout(folder, config.sft.dropout)
-        context = context_of(model, tokenizer)
+        context = row_limit(config, tokenizer)
 
         # 1. Ratings, and the demonstrations, so that the model does not forget how to answer
         rankings = read_comparisons(config)

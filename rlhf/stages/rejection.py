@@ -11,12 +11,11 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.encoding import encode_demonstrations
+from rlhf.data.encoding import encode_demonstrations, row_limit
 from rlhf.data.records import Demonstration
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_candidates
-from rlhf.model.interface import context_of
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
@@ -46,7 +45,7 @@ def run(config: Config) -> None:
             write_text(path, "".join(r.model_dump_json() + "\n" for r in demonstrations))
 
         # 2. Fine-tune on them
-        rows = encode_demonstrations(demonstrations, tokenizer, context_of(policy, tokenizer))
+        rows = encode_demonstrations(demonstrations, tokenizer, row_limit(config, tokenizer))
         model = load_with_dropout(folder, config.sft.dropout)
         with fine_tuned(stage, model, tokenizer, rows, config.rejection.epochs, device):
             save_output(model, tokenizer, stage)

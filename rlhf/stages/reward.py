@@ -7,6 +7,7 @@ standard deviation 1. The model is the SFT trunk with a scalar head, or any text
 """
 
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import response_text
-from rlhf.data.encoding import Encode, Item, check_labelers, fitting_prompts, join_rankings
+from rlhf.data.encoding import Encode, Item, check_labelers, fitting_prompts, join_rankings, row_limit
 from rlhf.data.reading import prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 from rlhf.data.splits import record_half
@@ -80,7 +81,8 @@ def train_reward_model(config: Config, name: str) -> None:
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
         start = earlier_reward(config) if name == "reward" else None
         model = make_model(config, start)
-        items = load_items(config, stage, records, item_encoder(config, model, tokenizer))
+        counts: Counter[str] = Counter()
+        items = load_items(config, stage, records, item_encoder(config, model, tokenizer, counts), counts)
 
         # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
@@ -193,8 +195,13 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
     )
 
 
-def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Encode) -> dict[str, list[Item]]:
-    """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on."""
+def load_items(
+    config: Config, stage: Stage, records: list[Ranking], encode: Encode, counts: Counter[str]
+) -> dict[str, list[Item]]:
+    """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on.
+
+    counts: of what `encode` has cut.
+    """
     splits = {split: in_split(config, records, split) for split in ("train", "dev")}
     half = config.data.half
     if half is not None:
@@ -209,6 +216,10 @@ def load_items(config: Config, stage: Stage, records: list[Ranking], encode: Enc
             f"{sum(len(i.pairs()) for i in items[split]):,} ordered pairs"
             + (f"; {unpaired} rankings give no pair" if unpaired else "")
         )
+    if counts.total():
+        cut = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count)
+        stage.say(f"cut to data.max_tokens={config.data.max_tokens} and the context: {cut}")
+    stage.counts |= counts
     if not items["train"]:
         raise UserError("data.comparisons: no ranking with an ordered pair is left to train on: add comparisons")
     return items
@@ -301,7 +312,11 @@ def calibrate(
     of `records` only the prompts of the training split are used, not the judgements.
     """
     bare = unwrapped(model)
-    shift = score(model, bare.demonstration_rows(demonstrations, tokenizer), calibrated=False).mean().item()
+    shift = (
+        score(model, bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer)), calibrated=False)
+        .mean()
+        .item()
+    )
     prompts = prompts_of(in_split(config, records, "train"))[: config.reward.calibration_samples]
     raw = score_samples(config, model, tokenizer, prompts, device)
     deviation = raw.std(correction=0).item()
@@ -319,7 +334,7 @@ def score_samples(
 ) -> Tensor:
     """Raw scores of one SFT sample per prompt; prompts that do not fit the context are skipped."""
     policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
-    context = tokenizer.model_max_length
+    context = row_limit(config, tokenizer)
     length = min(config.rollout.max_new_tokens, context // 2)
     fitting = list(fitting_prompts(tokenizer, prompts, context - length))
     prompt_ids = [ids for _, ids, _ in fitting]

@@ -23,12 +23,12 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.corpus import PackedCorpus
-from rlhf.data.encoding import Row, encode_demonstrations, labels_of
+from rlhf.data.encoding import Row, encode_demonstrations, labels_of, row_limit
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.fused_loss import IGNORED
-from rlhf.model.interface import context_of, lm
+from rlhf.model.interface import lm
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
@@ -65,7 +65,7 @@ def run(config: Config) -> None:
         demonstrations = read_demonstrations(config, stage.say)
         counts: Counter[str] = Counter()
         model = load_with_dropout(base, config.sft.dropout)
-        context = context_of(model, tokenizer)
+        context = row_limit(config, tokenizer)
         rows = {
             split: encode_demonstrations(
                 in_split(config, demonstrations, split), tokenizer, context, turns=config.sft.turns, counts=counts
@@ -73,9 +73,10 @@ def run(config: Config) -> None:
             for split in ("train", "dev")
         }
         stage.say(
-            f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out; "
+            f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out, at most {context:,} tokens; "
             + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
         )
+        stage.counts |= counts
         if not rows["train"]:
             raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")
 
@@ -176,7 +177,7 @@ def fine_tuned(
     trained and its loop still open.
     """
     settings = stage.config.sft
-    context = context_of(model, tokenizer)
+    context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
     steps = epochs * batches.per_epoch

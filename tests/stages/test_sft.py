@@ -5,12 +5,14 @@ import contextlib
 import pytest
 import torch
 
+import rlhf
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.encoding import encode_demonstrations
 from rlhf.data.reading import load_demonstrations
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
+from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.folders import read_stage
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
@@ -21,6 +23,25 @@ from rlhf.training.next_token import NextToken
 from rlhf.training.setup import load_policy
 
 STILL = ["sft.lr=1e-12", "sft.dropout=0", "sft.epochs=1"]  # the weights stay those of the base
+
+
+def test_rows_have_at_most_max_tokens_and_what_was_cut_is_counted(copy_until, capsys):
+    """SFT, PPO's prompts, the reward model and its scores; a demonstration has about 30 tokens."""
+    run = copy_until("sft")
+    counts = read_stage(run.stage("sft", "data.max_tokens=20", *STILL))["counts"]
+    assert counts["truncated_responses"] > 0 and "at most 20 tokens; " in capsys.readouterr().out
+    tokenizer = load_tokenizer(run.folder / "sft" / "model")
+    prompts, _ = load_ppo_prompts(run.config("data.max_tokens=20", "rollout.max_new_tokens=8"), tokenizer, print)
+    assert 10 < max(len(ids) for _, ids in prompts) <= 12 and "cut from the left" in capsys.readouterr().out
+
+    run = copy_until("reward", "second")
+    counts = read_stage(run.stage("reward", "data.max_tokens=20", "rollout.max_new_tokens=8", "reward.audit=0"))[
+        "counts"
+    ]
+    said = capsys.readouterr().out
+    assert sum(counts.values()) > 0 and "cut to data.max_tokens=20 and the context: " in said
+    rlhf.load(run.folder).score(["the cat"], ["a dog " * 20])
+    assert "score: 1 prompts or responses were cut to 20 tokens together" in capsys.readouterr().out
 
 
 def test_the_loss_counts_response_tokens_and_their_end_token_alone(copy_until, gold_run):
