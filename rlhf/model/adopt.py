@@ -13,7 +13,7 @@ from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
-from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_dtypes, download, load_whole, read_checkpoint
+from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_tensors, download, load_whole, read_checkpoint
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
@@ -21,7 +21,7 @@ from rlhf.system.files import read_json, sha256_file
 from rlhf.system.terminal import say
 
 Native = Literal["auto"] | bool
-TOLERANCE = 1e-4  # largest difference of a logit in float32 between transformers' class and ours
+TOLERANCE = 5e-5  # largest difference between transformers' logits and ours in float32, as a share of the largest logit
 PROBED = 64  # tokens of the longest probe row
 
 
@@ -148,7 +148,7 @@ def load_weights(checkpoint: Checkpoint) -> Any:
     formats = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {"use_safetensors": safe}
     with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
         if not checkpoint.gguf_file:
-            check_dtypes(checkpoint)
+            check_tensors(checkpoint)
         model: Any = load_whole(
             AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
         )
@@ -163,7 +163,15 @@ def load_weights(checkpoint: Checkpoint) -> Any:
 
 
 def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any, str]:
-    """(our GPT, ""), or (transformers' class, the reason in one line)."""
+    """(our GPT, ""), or (transformers' class, the reason in one line).
+
+    Raises: UserError if logits are not finite, since every answer would then be the same token.
+    """
+    with torch.no_grad():
+        if not torch.isfinite(model(torch.tensor([[0, 1, 2]]), use_cache=False).logits).all():
+            raise UserError(
+                f"model.pretrained={checkpoint.source}: its logits are not finite: restore config.json and the weights"
+            )
     if native is False:
         return model, "model.native=false"
     reason = "; ".join(why_not_native(checkpoint.config))
@@ -172,7 +180,7 @@ def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any,
         difference = compare_logits(model, ours)
         if difference <= TOLERANCE:
             return ours, ""
-        reason = f"logits of a probe batch differ by {difference:.1e}, more than {TOLERANCE}"
+        reason = f"logits of a probe batch differ by {difference:.1e} of the largest, more than {TOLERANCE}"
     if native is True:
         raise UserError(f"model.native=true: {checkpoint.source}: {reason}: use model.native=auto")
     return model, reason
@@ -181,8 +189,8 @@ def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any,
 @torch.no_grad()
 @by_torch_alone()
 def compare_logits(theirs: Any, ours: Any) -> float:
-    """The largest difference of logits of real tokens: rows of unequal lengths, padded on either side, up to PROBED tokens or
-    our whole context.
+    """The largest difference of logits of real tokens, as a share of the largest logit: rows of unequal lengths, padded on
+    either side, up to PROBED tokens or our whole context.
     """
     width = min(PROBED, ours.config.context_length)
     generator = torch.Generator().manual_seed(0)
@@ -195,4 +203,4 @@ def compare_logits(theirs: Any, ours: Any) -> float:
         model(tokens, attention_mask=mask.long(), position_ids=positions, use_cache=False).logits[mask]
         for model in (theirs, ours)
     )
-    return float((one - other).abs().max())
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))

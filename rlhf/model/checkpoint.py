@@ -1,5 +1,6 @@
 """Checkpoints: what is in one before anything is loaded, and loading with every weight accounted for."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,22 +213,35 @@ def check_finite(model: Any, source: str) -> None:
             raise UserError(f"{source}: {name} has values that are not finite: use an earlier or another model")
 
 
-def check_dtypes(checkpoint: Checkpoint) -> None:
-    """Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently."""
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """What can be known of the weights before any is allocated.
+
+    Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently, and
+    for fewer numbers than config.json wants.
+    """
+    numbers = 0
     for path in checkpoint.weight_files():
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                found = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-            wrong = {name: kind for name, kind in found.items() if kind[0] in "CIUB" and kind != "BF16"}
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            kinds = {name: part.get_dtype() for name, part in slices.items()}
+            wrong = {name: kind for name, kind in kinds.items() if kind[0] in "CIUB" and kind != "BF16"}
+            numbers += sum(math.prod(part.get_shape()) for part in slices.values())
         else:
             tensors = torch.load(path, map_location="meta", weights_only=True)
             wrong = {name: x.dtype for name, x in tensors.items() if not x.is_floating_point()}
+            numbers += sum(x.numel() for x in tensors.values())
         for name, kind in wrong.items():  # buffers of masks and positions may be integers
             if name.endswith("weight") or "c" in str(kind).lower().removeprefix("torch.")[:1]:
                 raise UserError(
                     f"model.pretrained={checkpoint.source}: {name} in {path.name} is {kind}: want floating point numbers: "
                     "give the checkpoint in full precision"
                 )
+    if numbers < checkpoint.parameters:
+        raise UserError(
+            f"model.pretrained={checkpoint.source}: weights are missing: config.json describes {checkpoint.parameters:,} "
+            f"parameters, the files have {numbers:,} numbers: restore both"
+        )
 
 
 def check_sizes(config: Any, source: str, *more: str) -> None:

@@ -47,6 +47,29 @@ def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
     return model
 
 
+@torch.no_grad()
+def round_frozen(model: nn.Module) -> None:
+    """Hold the frozen weights of a model's linear layers in bfloat16, to which autocast would cast them at every forward.
+
+    `exact`: what a merged model is written from: the float32 weight, kept in the host's memory; None if it lost nothing. On a
+    CPU, where keeping both would take more memory, weights that would lose something stay in float32.
+    """
+    for p in product_weights(model):
+        if p.requires_grad or p.dtype != torch.float32:
+            continue
+        rounded = p.data.to(torch.bfloat16)
+        lossless = rounded.float().equal(p.data)
+        if lossless or p.is_cuda:
+            p.exact, p.data = None if lossless else p.data.cpu(), rounded  # type: ignore[attr-defined]
+
+
+def exact_weight(p: Tensor) -> Tensor:
+    """A copy of a weight on the CPU, as it was before `round_frozen`."""
+    if not hasattr(p, "exact"):
+        return p.detach().to("cpu", copy=True)
+    return p.detach().float().cpu() if p.exact is None else p.exact.clone()
+
+
 @contextmanager
 def products_cast(model: nn.Module) -> Iterator[None]:
     """A context in which the weights of linear layers are already cast for autocast, if it is on; no result changes.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
-from rlhf.model.linear import hold_frozen
+from rlhf.model.linear import hold_frozen, round_frozen
 from rlhf.system.processes import Ranks, connect_alone
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
@@ -259,6 +259,8 @@ def make_engine(
     optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
     if zero_stage(config):
         return ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
+    if wants_bfloat16(config, device):
+        round_frozen(module)
     return Engine(module, optimizer, device, wants_bfloat16(config, device), max_grad_norm)
 
 

@@ -1,7 +1,8 @@
 """The whole state of training, gathered from the ranks and divided again: weights, moments, checkpoints, model folders.
 
-A checkpoint contains whole float32 tensors by parameter name, as safetensors, which contain no code. It fits any number of
-processes and any ZeRO stage. The same functions work without DeepSpeed and under ZeRO-1, 2 and 3.
+A checkpoint contains what trains, as whole float32 tensors by parameter name, in safetensors, which contain no code; frozen
+weights come from the parents' folders. It fits any number of processes and any ZeRO stage. The same functions work without
+DeepSpeed and under ZeRO-1, 2 and 3.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.errors import UserError
+from rlhf.model.linear import exact_weight
 from rlhf.runs.checkpoints import save_checkpoint
 from rlhf.runs.stage import Stage
 from rlhf.system.files import read_json, write_json
@@ -66,12 +68,14 @@ def whole_tensor(parameter: nn.Parameter) -> Tensor:
 
         return safe_get_full_fp32_param(parameter).detach().cpu()
     with gathered([parameter]):
-        return parameter.detach().to("cpu", copy=True)
+        return exact_weight(parameter)
 
 
 @torch.no_grad()
-def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
+def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor] | None:
     """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
+
+    trained: only of parameters that train, and of buffers.
 
     All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight with
     several names (a tied embedding) appears once, under its first name.
@@ -79,6 +83,8 @@ def gathered_state(module: nn.Module) -> dict[str, Tensor] | None:
     keeps = is_first()
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
+        if trained and not parameter.requires_grad:
+            continue
         tensor = whole_tensor(parameter)
         if keeps:
             state[name] = tensor
@@ -138,7 +144,7 @@ class PlainState:
         Parameters that have taken no step yet have weights only. Every rank has to call it.
         """
         first = is_first()
-        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module) or {}, "steps": {}}
+        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module, trained=True) or {}, "steps": {}}
         for name, p, kind, value in self._values():
             if first and kind == "step":
                 state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
@@ -233,10 +239,12 @@ def put_random_state(folder: Path) -> None:
 
 @torch.no_grad()
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into a module's parameters and persistent buffers, also under ZeRO."""
+    """Copy whole tensors into a module's parameters and persistent buffers, also under ZeRO; frozen ones may be missing."""
     persistent = module.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
     for name, tensor in (dict(module.named_parameters()) | buffers).items():
+        if name not in weights and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            continue
         with gathered([tensor], write=True):
             if tensor.numel():
                 tensor.copy_(weights[name].reshape(tensor.shape))

@@ -17,10 +17,13 @@ from rlhf.engines import local
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.model.linear import adapted_layers, merged
+from rlhf.model.linear import adapted_layers, merged, product_weights
+from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.training.adapters import add_adapters, gathered_state
+from rlhf.training.engine import make_engine
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_policy
 from tests.model.test_generate import KINDS, make
 
@@ -91,6 +94,9 @@ def test_peft_reads_the_adapters_and_the_head_of_the_reward_model(adapted):
 def test_a_resumed_stage_equals_an_undisturbed_one(adapted, copy_until, stage):
     broken = copy_until(stage)
     interrupt(broken, stage, 2, *SHORT[stage])
+    *_, newest = checkpoints(broken.folder / stage / "checkpoints")
+    kept = load_file(newest / "weights.safetensors")
+    assert kept and all(".lora_" in name or "head." in name for name in kept), "frozen weights are in the base's folder"
     broken.stage(stage, "checkpoints.every_seconds=0", *SHORT[stage])
     assert_same_weights(adapted[stage].folder / stage, broken.folder / stage, *FILES)
 
@@ -253,6 +259,26 @@ class Casts(TorchDispatchMode):
         matrix = isinstance(found, Tensor) and found.dtype == torch.bfloat16 and found.shape in MATRICES
         self.count += matrix and arguments[0].dtype == torch.float32
         return found
+
+
+def test_frozen_weights_are_held_in_the_precision_of_training(gold_run):
+    """They are rounded once; the merged model is written from what they were."""
+    folder = gold_run.folder / "sft" / "model"
+    config = gold_run.config(*LORA, "precision=bfloat16")
+    policy = load_policy(folder)
+    [first, second, *_] = product_weights(policy)
+    first.data = first.data.bfloat16().float()
+    original = {name.replace(".base_layer", ""): t.clone() for name, t in policy.state_dict().items()}
+    add_adapters(policy, config, folder, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = policy(TOKENS, use_cache=False).logits
+    make_engine(config, policy, decay_groups(policy, 0.0, 1e-3), torch.device("cpu"))
+    assert first.dtype == torch.bfloat16 and second.dtype == torch.float32, "on a CPU only what loses nothing"
+    second.exact, second.data = second.data, second.data.bfloat16()  # as on a GPU
+    with torch.autocast("cpu", torch.bfloat16):
+        assert policy(TOKENS, use_cache=False).logits.equal(wanted)
+    state = merged(policy, gathered_state(policy))
+    assert all(tensor.equal(original[name]) for name, tensor in state.items())
 
 
 MATRICES = {(192, 64), (64, 64), (352, 64), (64, 176)}  # the frozen weights of the small run's blocks
