@@ -61,12 +61,11 @@ def test_the_verdict_on_an_answer_changes_with_the_turns_before_it(kind):
     by_question: dict[str, list[Task]] = {}
     for task in drawn(kind, 250):
         by_question.setdefault(task.prompt, []).append(task)
-    compared = 0
-    for one, other in itertools.chain(*(itertools.combinations(tasks, 2) for tasks in by_question.values())):
-        if one.must != other.must:
-            compared += 1
-            assert judge(one, one.sentence)["correct"] == 1 and judge(other, one.sentence)["correct"] == 0, (one, other)
-    assert compared > 20
+    pairs = itertools.chain(*(itertools.combinations(tasks, 2) for tasks in by_question.values()))
+    compared = [(one, other) for one, other in pairs if one.must != other.must][:100]
+    for one, other in compared:
+        assert judge(one, one.sentence)["correct"] == 1 and judge(other, one.sentence)["correct"] == 0, (one, other)
+    assert len(compared) > 20
 
 
 def test_the_word_by_hand():

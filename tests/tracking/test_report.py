@@ -184,7 +184,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
              "rollout/response_len", "val/explained_var", "gold/total", "gold/polite")  # fmt: skip
     write_lines(
         folder / "metrics.jsonl",
-        [{"progress/step": i} | {name: math.sin(i * (k + 1)) for k, name in enumerate(names)} for i in range(4000)],
+        [{"progress/step": i} | {name: math.sin(i * (k + 1)) for k, name in enumerate(names)} for i in range(2000)],
     )
     long = "word " * 100_000
     rows = [{"step": i, "id": f"p-{i % 50}", "prompt": long, "response": long} for i in range(60)]
