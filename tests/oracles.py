@@ -4,6 +4,7 @@ They share no code with rlhf.ops: where the library vectorises or recurses, an o
 """
 
 import numpy as np
+import torch
 
 
 def log_softmax(logits):
@@ -135,3 +136,10 @@ def explained_variance(values, returns, mask):
 def token_values(model, tokens):
     """Values (B, T) of a critic after every token of right-padded tokens (B, T): all of them, not only those that count."""
     return model._score(model.trunk(input_ids=tokens, use_cache=False).last_hidden_state, True)
+
+
+def row_logprobs(model, row, first=1):
+    """Log-probs of the tokens of one row from place `first` on: one plain forward, without padding, cache or other rows."""
+    with torch.no_grad():
+        logp = model(torch.tensor([row]), use_cache=False).logits[0].double().log_softmax(-1)
+    return [logp[t - 1, row[t]].item() for t in range(first, len(row))]

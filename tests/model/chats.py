@@ -41,9 +41,8 @@ OPEN = (
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
 )
 
-KINDS: dict[
-    str, tuple[str, list[str], str]
-] = {  # template, special tokens (pad = eos, the second; the first begins), model
+# template, special tokens (pad = eos, the second; the first begins), model
+KINDS: dict[str, tuple[str, list[str], str]] = {
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>"], "bytes"),
     "inst": (INST, ["<s>", "</s>"], "bytes"),
     "inst-metaspace": (INST, ["<s>", "</s>"], "metaspace"),
@@ -67,16 +66,13 @@ def make_tokenizer(kind: str) -> Any:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         backend.decoder = decoders.Metaspace(prepend_scheme="first")
         alphabet = [chr(i) for i in range(32, 127)] + ["\n"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(TEXT, trainer)
+    more = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    backend.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, **more))
     backend.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=special[0],
-        eos_token=special[1],
-        pad_token=special[1],
-        extra_special_tokens=special[2:],
-        chat_template=template,
-    )
+    ids = {
+        "bos_token": special[0],
+        "eos_token": special[1],
+        "pad_token": special[1],
+        "extra_special_tokens": special[2:],
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **ids)

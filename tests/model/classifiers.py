@@ -42,18 +42,12 @@ def make_tokenizer(frame: str, text: Sequence[str] = (WORDS,)) -> PreTrainedToke
     """A word tokenizer trained here that frames texts as BERT (cls), RoBERTa (double), XLNet (end), T5 or GPT-2 do."""
     names = {
         "cls": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"},
-        "double": {
-            "pad_token": "<pad>",
-            "bos_token": "<s>",
-            "cls_token": "<s>",
-            "eos_token": "</s>",
-            "sep_token": "</s>",
-            "unk_token": "<unk>",
-        },
+        "double": {"pad_token": "<pad>", "bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>",
+                   "unk_token": "<unk>"},
         "end": {"pad_token": "<pad>", "sep_token": "<sep>", "cls_token": "<cls>", "unk_token": "<unk>"},
         "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
         "none": {"eos_token": "<|endoftext|>", "unk_token": "<unk>"},
-    }[frame]
+    }[frame]  # fmt: skip
     backend = Tokenizer(models.WordLevel(unk_token=names["unk_token"]))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = list(dict.fromkeys(names.values()))

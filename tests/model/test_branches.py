@@ -10,11 +10,8 @@ from rlhf.model.batching import choose_groups, join, joined_length, right_pad, s
 from tests.presets import preset
 
 ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]
-GROUPS = [
-    [0, 2, 5],
-    [1, 4],
-    [3],
-]  # 5, 6 once, then 7 8, 7 9 1 and 2; of a row that begins another one, the last token is its own
+# 5, 6 once, then 7 8, 7 9 1 and 2; of a row that begins another one, the last token is its own
+GROUPS = [[0, 2, 5], [1, 4], [3]]
 
 
 def make_policy(**overrides) -> GPTForCausalLM:
@@ -38,9 +35,8 @@ def siblings(draw: torch.Generator) -> tuple[list[list[int]], list[int]]:
 def trunk_rows(model) -> list[tuple[int, ...]]:
     """The shapes of the token tensors that reach the model's trunk from now on."""
     shapes: list[tuple[int, ...]] = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, given, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
-    )
+    note = lambda module, given, named: shapes.append(tuple(named["input_ids"].shape))  # noqa: E731
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
     return shapes
 
 
@@ -67,9 +63,8 @@ def test_rows_are_joined_where_that_costs_less():
     assert choose_groups(short, 8) == [[0, 1]]
     assert choose_groups([[1, *[k] * 100] for k in (2, 3)], 8) is None
     others = [[k] * 42 for k in range(40, 45)]
-    assert (
-        choose_groups([*short, *others], 8) is None
-    )  # six rows of 44 in place of seven of 42: less than a fifth is saved
+    # six rows of 44 in place of seven of 42: less than a fifth is saved
+    assert choose_groups([*short, *others], 8) is None
     assert choose_groups([[1, 2, 3]], 8) is None
 
 

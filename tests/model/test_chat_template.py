@@ -58,10 +58,10 @@ def test_prompts_have_the_librarys_own_ids(tokenizer):
     for messages in (CHAT[:1], CHAT[:3]):
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert encode_prompt(tokenizer, messages) == expected
-    assert encode_prompts(tokenizer, ["a", CHAT[:3]]) == [
-        encode_prompt(tokenizer, "a"),
-        encode_prompt(tokenizer, CHAT[:3]),
-    ]
+    assert encode_prompts(tokenizer, ["a", CHAT[:3]]) == [encode_prompt(tokenizer, x) for x in ("a", CHAT[:3])]
+    if tokenizer.bos_token and "bos_token" in tokenizer.chat_template:
+        for ids in (encode_prompt(tokenizer, CHAT[:3]), encode_dialogue(tokenizer, CHAT)[0]):
+            assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
 
 
 def test_the_assistants_tokens_are_its_turns_with_their_end_tokens(tokenizer):
@@ -85,12 +85,6 @@ def test_a_dialogue_is_its_prompt_and_its_response(tokenizer):
     assert prompt + response == ids
     cut = encode_response(tokenizer, CHAT[3]["content"], ended=False)
     assert response[: len(cut)] == cut and not set(cut) & set(end_ids(tokenizer))
-
-
-def test_bos_comes_once(tokenizer):
-    if tokenizer.bos_token and "bos_token" in tokenizer.chat_template:
-        for ids in (encode_prompt(tokenizer, CHAT[:3]), encode_dialogue(tokenizer, CHAT)[0]):
-            assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
 
 
 def test_text_that_spells_a_special_token_stays_text(tokenizer):
@@ -120,18 +114,10 @@ def test_a_system_turn_that_the_template_refuses_joins_the_user(tokenizer):
     assert len(runs_of(*encode_dialogue(tokenizer, twice))) == 1
 
 
-def test_a_template_that_adds_its_own_system_prompt():
-    assert "Be kind." in make_tokenizer("chatml").decode(encode_prompt(make_tokenizer("chatml"), "a"))
-
-
 def test_a_template_that_hides_thoughts_of_earlier_turns():
     tokenizer = make_tokenizer("thoughts")
-    chat = [
-        CHAT[0],
-        {"role": "assistant", "content": "hm</t>Paris"},
-        CHAT[2],
-        {"role": "assistant", "content": "eh</t>mat"},
-    ]
+    thoughts = [{"role": "assistant", "content": text} for text in ("hm</t>Paris", "eh</t>mat")]
+    chat = [CHAT[0], thoughts[0], CHAT[2], thoughts[1]]
     found = runs_of(*encode_dialogue(tokenizer, chat))
     assert [decode_response(tokenizer, run) for run in found] == ["Paris", "eh</t>mat"]
     assert all(run[-1] == tokenizer.eos_token_id for run in found)
@@ -230,9 +216,8 @@ def test_a_completion_is_the_text_alone_and_nothing_ends_it(completion):
     assert encode_responses(completion, [response]) == encode_responses(completion, [response], ended=False) == [after]
     assert end_ids(completion) == [] and find_end_of_turn(completion) is None
     assert response_text(completion, after) == response  # the space that joins it to the prompt stays
-    ids, mask = encode_dialogue(
-        completion, [{"role": "user", "content": prompt}, {"role": "assistant", "content": " no."}]
-    )
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": " no."}]
+    ids, mask = encode_dialogue(completion, turns)
     assert completion.decode(ids[begins:]) == prompt + " no." and mask[-1] and not mask[len(before) - 1 + begins]
 
 

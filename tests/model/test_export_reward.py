@@ -19,13 +19,8 @@ from .chats import make_tokenizer
 from .classifiers import save_classifier, score_texts
 from .test_generate import KINDS
 
-LLAMA_LIKE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
+LLAMA_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+LLAMA_LIKE["max_position_embeddings"] = 64
 SIZES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},

@@ -107,19 +107,15 @@ def test_loss_and_gradient_equal_transformers(pair):
 # ------------------------------------------------------------------------------------------------------ shape
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),  # Radford et al. 2019, as released
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_parameter_counts_are_the_published_ones(name, count):
+# Radford et al. 2019, as released
+RELEASED = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_parameter_counts_are_the_published_ones(name):
     with torch.device("meta"):
         model = GPTForCausalLM(preset(name))
-    assert sum(p.numel() for p in model.parameters()) == count
+    assert sum(p.numel() for p in model.parameters()) == RELEASED[name]
 
 
 def test_config_reports_all_problems_at_once():
@@ -132,11 +128,11 @@ def test_config_reports_all_problems_at_once():
 def test_initialisation():
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=500, n_layer=8, n_head=4, width=128, context_length=16))
-    block = model.model.layers[3]
-    assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    block = model.model.layers[3]  # n draws know their deviation to 1 / sqrt(2 n): 0.6% of the fewest, 16,384
+    assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.025)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.025)
     for projection in (block.attention.out, block.mlp.down):  # 0.02 / sqrt(2 * 8) = 0.005
-        assert projection.weight.std().item() == pytest.approx(0.005, rel=0.05)
+        assert projection.weight.std().item() == pytest.approx(0.005, rel=0.025)
     assert block.mlp.up.bias.abs().max() == 0 and (block.norm_1.weight == 1).all()
 
 
@@ -159,25 +155,6 @@ def test_packed_examples_do_not_see_each_other(kind, by):
     assert not close(before[:, :6], after[:, :6])
     without = [model(t).logits[:, 6:] for t in (tokens, changed)]
     assert not close(*without)  # the same tokens, unpacked, do see each other
-
-
-@torch.no_grad()
-def test_right_padding_and_plain_positions_need_no_mask(monkeypatch):
-    model, tokens, masks = make("gpt2"), random_tokens(2, 8), []
-    attend = F.scaled_dot_product_attention
-
-    def record(*args, attn_mask=None, **kwargs):
-        masks.append(attn_mask)
-        return attend(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    right = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-    model(tokens)
-    model(tokens, attention_mask=right)
-    model(tokens, position_ids=torch.arange(8)[None])
-    assert len(masks) == 6 and all(mask is None for mask in masks)
-    model(tokens, attention_mask=right.flip(1))
-    assert masks[-1].any(-1).all()  # no row without a key: what its softmax gives depends on the backend
 
 
 @torch.no_grad()
@@ -225,20 +202,14 @@ def attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size,
     return torch.cat(parts)
 
 
-def attend_without_groups(q, k, v, starts, _starts, longest, _longest, window_size):
-    """The kernel of torch 2.11, which has no argument enable_gqa."""
-    return attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("kernel", [attend_by_document, attend_without_groups])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "banded"])
-def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, kernel, monkeypatch):
+def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, monkeypatch):
     model, tokens = make(kind, width=32), random_tokens(2, 12)
     positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
     by_mask, masks = model(tokens, position_ids=positions).logits, []
     monkeypatch.setattr(gpt_masks, "has_varlen", lambda x: True)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_document)
     monkeypatch.setattr(Attention, "forward", recording(Attention.forward, masks))
     assert close(model(tokens, position_ids=positions).logits, by_mask)
     assert all(mask.starts.tolist() == [0, 5, 12, 24] for mask in masks) and masks
@@ -257,7 +228,7 @@ def recording(forward, masks):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "banded", "switch"])
 def test_generate_under_left_padding_equals_greedy_by_hand(kind):
     model, prompts = make(kind), [random_tokens(1, n) for n in (4, 7)]
     tokens = torch.cat([F.pad(p, (7 - p.shape[1], 0)) for p in prompts])
@@ -293,27 +264,7 @@ def test_loss_divides_by_the_trainers_count():
     assert model(tokens, labels=tokens, num_items_in_batch=24).loss.item() == pytest.approx(mean.item() / 2, rel=1e-6)
     logits = model(tokens, logits_to_keep=2).logits
     assert logits.shape == (2, 2, VOCAB)
-    assert mean.item() == pytest.approx(math.log(VOCAB), abs=1.0)
-
-
-def test_gradient_checkpointing_changes_no_gradient():
-    tokens, gradients = random_tokens(2, 9), []
-    for checkpointing in (False, True):
-        model = make().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            assert all(layer.gradient_checkpointing for layer in model.model.layers)
-        model(tokens, labels=tokens).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_dropout_acts_in_training_only():
-    model, tokens = make(dropout=0.5), random_tokens(2, 9)
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, model(tokens).logits)
-        model.train()
-        assert not close(model(tokens).logits, model(tokens).logits)
+    assert mean.item() == pytest.approx(math.log(VOCAB), abs=1.0)  # of random weights
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -370,24 +321,9 @@ def test_hidden_states_of_some_tokens_are_those_of_a_whole_forward(kind, checkpo
         torch.testing.assert_close(one, two, atol=1e-10, rtol=0)
 
 
-def test_the_last_block_computes_only_the_tokens_that_are_asked_for():
-    model, rows = make("gpt2"), []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
-    lm(model.model).hidden(random_tokens(3, 12), KEPT)
-    assert rows == [36, len(KEPT)]
-
-
 def test_hidden_states_of_some_tokens_of_another_trunk(pair):
     theirs, ours = pair
     tokens = random_tokens(3, 12)
     with torch.no_grad():
         found, expected = lm(theirs.base_model).hidden(tokens, KEPT), lm(ours.model).hidden(tokens, KEPT)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-
-
-def test_no_token_asked_for_has_a_gradient_of_zero():
-    model = make("gpt2").train()
-    hidden = lm(model.model).hidden(random_tokens(2, 5), torch.zeros(0, dtype=torch.int64))
-    hidden.sum().backward()
-    assert hidden.shape == (0, 32) and all(not p.grad.any() for p in model.model.parameters())

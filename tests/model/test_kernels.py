@@ -39,18 +39,15 @@ def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tenso
 
 
 @needs_compiler
-@pytest.mark.parametrize("width", [16, 32, 48, 128, 160, 256])
+@pytest.mark.parametrize("width", [16, 48, 160, 256])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("columns", [3, 16, BLOCK + 5])
 def test_attention_is_that_of_float64(width, heads, key_heads, columns):
     rows = 5
     cache = (normal(rows, key_heads, columns + 9, width, seed=1), normal(rows, key_heads, columns + 9, width, seed=2))
     before = [side.clone() for side in cache]
-    q, k, v = (
-        3 * normal(rows, heads, width),
-        normal(rows, key_heads, width, seed=4),
-        normal(rows, key_heads, width, seed=5),
-    )
+    q = 3 * normal(rows, heads, width)
+    k, v = normal(rows, key_heads, width, seed=4), normal(rows, key_heads, width, seed=5)
     leading = torch.tensor([1, 2, columns // 2, columns - 1, 1])
     seen = Seen(torch.arange(rows), torch.full((rows,), columns - 1), leading, range(columns - 1, columns))
     y = attend((q, k, v), cache, *seen)
@@ -86,32 +83,6 @@ def test_strided_operands_and_large_scores():
     assert torch.equal(attend((turned, k, v), cache, *seen), y)
 
 
-@needs_compiler
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_nan_spoils_its_own_row_only(where):
-    q, k, v = normal(3, 2, 32), normal(3, 2, 32, seed=1), normal(3, 2, 32, seed=2)
-    {"q": q, "k": k, "v": v}[where][1] = torch.nan
-    cache = (normal(3, 2, 5, 32, seed=3), normal(3, 2, 5, 32, seed=4))
-    y = attend((q, k, v), cache, *Seen(torch.arange(3), torch.full((3,), 4), torch.full((3,), 5), range(0)))
-    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
-
-
-@needs_compiler
-def test_more_threads_change_nothing():
-    q, k, v = normal(32, 8, 64), normal(32, 8, 64, seed=1), normal(32, 8, 64, seed=2)
-    cache = (normal(32, 8, 200, 64, seed=3), normal(32, 8, 200, 64, seed=4))
-    seen = Seen(torch.arange(32), torch.full((32,), 199), torch.full((32,), 200), range(0))
-    logits, uniforms = normal(32, 5000), torch.rand(32)
-    found, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append([attend((q, k, v), cache, *seen), *invert(logits, uniforms, 1.0)])
-    finally:
-        torch.set_num_threads(before)
-    assert all(map(torch.equal, *found))
-
-
 # -------------------------------------------------------------------------------------------- drawn tokens
 
 
@@ -137,22 +108,6 @@ def test_a_token_without_probability_is_never_drawn():
     logits[:, [7, 200]] = 0.0
     tokens, logprobs = invert(logits, torch.tensor([0.0, 0.49, 0.5, 1 - 2**-24]), 1.0)
     assert tokens.tolist() == [7, 7, 200, 200] and logprobs.tolist() == pytest.approx([-math.log(2)] * 4)
-
-
-@needs_compiler
-def test_torchs_default_precision_and_device_change_nothing():
-    """A result of another precision would be too small for what the loops write."""
-    logits, uniforms = normal(4, 300), torch.rand(4)
-    wanted = invert(logits, uniforms, 1.0)
-    try:
-        torch.set_default_dtype(torch.float64)
-        found = invert(logits, uniforms, 1.0)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(map(torch.equal, found, wanted)) and [t.dtype for t in found] == [t.dtype for t in wanted]
-    with torch.device("meta"):
-        found = invert(logits, uniforms, 1.0)
-    assert all(map(torch.equal, found, wanted))
 
 
 @needs_compiler
@@ -206,39 +161,26 @@ def loads(tmp_path, monkeypatch) -> Loads:
 
 
 @needs_compiler
-def test_it_is_compiled_once(loads, tmp_path):
-    assert loads()
-    (path,) = (tmp_path / "rlhf").iterdir()
-    assert (tmp_path / "rlhf").stat().st_mode & 0o777 == 0o700
-    time = path.stat().st_mtime_ns
-    assert loads() and path.stat().st_mtime_ns == time
-    assert [*(tmp_path / "rlhf").iterdir()] == [path]
-
-
-@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false", "true", "gcc'"])
-def test_without_a_compiler_torch_does_it(loads, tmp_path, compiler):
-    """`true` succeeds and writes nothing; a quote without its second one is no command."""
-    assert not loads(CC=compiler)
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-@needs_compiler
-def test_a_folder_where_others_may_write_is_not_used(loads, tmp_path):
-    (tmp_path / "rlhf").mkdir()
-    (tmp_path / "rlhf").chmod(0o777)
-    assert not loads() and not any((tmp_path / "rlhf").iterdir())
-
-
-@needs_compiler
-def test_others_may_not_write_to_the_library_whatever_the_umask(loads, tmp_path):
-    (tmp_path / "rlhf").mkdir(mode=0o755)  # where others may look
+def test_it_is_compiled_once_and_others_may_not_write_to_it_whatever_the_umask(loads, tmp_path):
     before = os.umask(0)
     try:
         assert loads()
     finally:
         os.umask(before)
     (path,) = (tmp_path / "rlhf").iterdir()
-    assert path.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == (tmp_path / "rlhf").stat().st_mode & 0o777 == 0o700
+    time = path.stat().st_mtime_ns
+    assert loads() and path.stat().st_mtime_ns == time
+    assert [*(tmp_path / "rlhf").iterdir()] == [path]
+    (tmp_path / "rlhf").chmod(0o777)
+    assert not loads(), "a folder where others may write is not used"
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "true", "gcc'"])
+def test_without_a_compiler_torch_does_it(loads, tmp_path, compiler):
+    """`true` succeeds and writes nothing; a quote without its second one is no command."""
+    assert not loads(CC=compiler)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 @needs_compiler

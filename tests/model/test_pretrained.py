@@ -60,10 +60,8 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
     # pad is the end token here: rows end where they end
     prompts = [encode_prompt(adopted.tokenizer, text) for text in ("a", "the cat sat")]
     ends = end_ids(adopted.tokenizer)
-    drawn = [
-        sample(model, prompts, max_new_tokens=6, eos_token_id=ends, pad_token_id=adopted.tokenizer.pad_token_id, seed=1)
-        for model in (adopted.model, theirs)
-    ]
+    settings = {"max_new_tokens": 6, "eos_token_id": ends, "pad_token_id": adopted.tokenizer.pad_token_id, "seed": 1}
+    drawn = [sample(model, prompts, **settings) for model in (adopted.model, theirs)]
     assert drawn[0].responses == drawn[1].responses
     assert torch.allclose(drawn[0].logprobs[drawn[0].mask], drawn[1].logprobs[drawn[1].mask], atol=1e-4)
     streamed = sampler_for(theirs, Sampling(6, ends)).stream(prompts[1], 1, seed=1)
@@ -71,18 +69,14 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "why"),
+    ("overrides", "why"),
     [
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type is 'linear'",
-        ),
-        ("llama", {"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'linear'"),
+        ({"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_what_is_not_covered_runs_as_transformers_class_and_says_why(tmp_path, name, overrides, why):
-    save(tmp_path, name, **overrides)
+def test_what_is_not_covered_runs_as_transformers_class_and_says_why(tmp_path, overrides, why):
+    save(tmp_path, "llama", **overrides)
     said: list[str] = []
     adopted = adopt(tmp_path, say=said.append)
     assert type(adopted.model) is transformers.LlamaForCausalLM and not adopted.record["native"]
@@ -107,14 +101,6 @@ def test_several_end_tokens_and_an_end_of_turn_that_is_not_eos(tmp_path):
     assert end_ids(adopted.tokenizer) == [turn, 1, 7] == adopted.model.generation_config.eos_token_id
     adopted.tokenizer.save_pretrained(tmp_path / "again")
     assert end_ids(load_tokenizer(tmp_path / "again")) == [turn, 1, 7]
-
-
-def test_pad_may_be_the_end_token(tmp_path):
-    adopted = adopt(save(tmp_path), say=lambda _: None)
-    assert adopted.tokenizer.pad_token_id == adopted.tokenizer.eos_token_id == 1
-    adopted.tokenizer.save_pretrained(tmp_path / "again")
-    assert load_tokenizer(tmp_path / "again").pad_token_id == 1
-    assert adopted.tokenizer.model_max_length == 48  # the model's real limit
 
 
 @pytest.mark.parametrize("spare", [0, 100])

@@ -47,16 +47,6 @@ def test_agrees_with_the_sum_of_the_paper(batch, gamma, lam):
 
 
 @settings(max_examples=30, deadline=None)
-@given(batches(), factors)
-def test_lam_1_gives_monte_carlo_returns(batch, gamma):
-    _, returns = gae(batch.b, batch.c, batch.mask, gamma=gamma, lam=1.0)
-    for row, mask, got in zip(batch.b.double(), batch.mask, returns, strict=True):
-        rewards = row[mask].tolist()
-        expected = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
-        assert got[mask].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@settings(max_examples=30, deadline=None)
 @given(batches(), st.integers(0, 4), st.integers(0, 4), st.randoms())
 def test_padding_and_order_change_nothing(batch, left, right, random):
     order = list(range(len(batch.mask)))
@@ -123,29 +113,19 @@ def test_a_constant_on_all_rewards_of_a_prompt_changes_nothing(rewards, shift):
         assert torch.allclose(group_normalised(x, 4), group_normalised(x + shift, 4), atol=1e-6)
 
 
-@pytest.mark.parametrize(("rewards", "size"), [(torch.ones(4), 1), (torch.ones(4), 3), (torch.ones(2, 2), 2)])
-def test_groups_that_are_not_whole_are_refused(rewards, size):
-    with pytest.raises(ValueError):
-        leave_one_out(rewards, size)
-
-
-def test_an_unknown_name_is_refused():
+def test_bad_input_is_refused():
+    for rewards, size in ((torch.ones(4), 1), (torch.ones(4), 3), (torch.ones(2, 2), 2)):
+        with pytest.raises(ValueError):
+            leave_one_out(rewards, size)
     with pytest.raises(ValueError, match="give one of gae, reinforce, rloo, grpo"):
         compute_advantages("vtrace", torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1).bool())
-
-
-def test_bad_input_is_refused():
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="row 1 of mask has a hole"):
-        gae(x, x, torch.tensor([[True, True, True], [True, False, True]]))
-    with pytest.raises(ValueError, match=r"want torch\.bool"):
-        gae(x, x, mask.int())
-    with pytest.raises(ValueError, match="values has shape"):
-        gae(x, x[:, :2], mask)
-    with pytest.raises(ValueError, match=r"give \(B, T\)"):
-        gae(x[0], x[0], mask[0])
-    with pytest.raises(ValueError, match="give floats"):
-        gae(x.long(), x, mask)
-    for bad in ({"gamma": 1.1}, {"lam": -0.1}, {"lam": NAN}):
-        with pytest.raises(ValueError, match="within 0 to 1"):
-            gae(x, x, mask, **bad)
+    for args, more, says in (
+        ((x, x, torch.tensor([[True, True, True], [True, False, True]])), {}, "row 1 of mask has a hole"),
+        ((x, x, mask.int()), {}, r"want torch\.bool"),
+        ((x, x[:, :2], mask), {}, "values has shape"),
+        ((x, x, mask), {"gamma": 1.1}, "within 0 to 1"),
+        ((x, x, mask), {"lam": NAN}, "within 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            gae(*args, **more)

@@ -60,13 +60,6 @@ def test_tokens_earn_their_parts_of_the_score_by_hand():
     assert rewards.tolist() == [[0.0, 0.5, 2.5], [-4.0, 0.0, 0.0]]
 
 
-@settings(max_examples=40, deadline=None)
-@given(batches(), st.floats(0, 1))
-def test_what_tokens_earn_changes_no_sum(batch, kl_coef):
-    whole, parts = (token_rewards(batch.c[:, 0], batch.a, batch.b, batch.mask, kl_coef, s) for s in (None, batch.c))
-    torch.testing.assert_close(parts.sum(1), whole.sum(1), rtol=1e-4, atol=1e-4)
-
-
 def test_what_tokens_earn_changes_no_expected_gradient():
     """Exactly, over all responses of 3 tokens from 3: a token cannot change what was earned before it."""
     generator = torch.Generator().manual_seed(0)
@@ -252,22 +245,15 @@ def test_clipping_stops_the_gradient_only_where_it_makes_the_objective_smaller()
     assert logp.grad.tolist()[0] == pytest.approx([0.0, 0.375, 0.0, -0.125], abs=1e-6)
 
 
-def test_gradients_flow_into_the_new_policy_and_critic_alone():
-    batch = make_batch(2, [(0, 4), (3, 4)], T=7)
-    leaves = [x.clone().requires_grad_() for x in batch[1:]]
-    for function in (policy_loss, value_loss):
-        loss, statistics = function(*leaves, batch.mask, clip_range=0.2)
-        loss.backward()
-        assert leaves[0].grad.abs().sum() > 0 and leaves[1].grad is None and leaves[2].grad is None
-        assert not any(value.requires_grad for value in statistics.values())
-        leaves[0].grad = None
-
-
 def test_gradcheck():
+    """And no gradient flows into the old log-probs and values, or into advantages and returns."""
     batch = make_batch(5, [(0, 4), (2, 5), (6, 1)], T=7, dtype=torch.float64)
-    x = batch.a.requires_grad_()
+    x, b, c = (leaf.requires_grad_() for leaf in batch[1:])
     for function in (policy_loss, value_loss):
         assert torch.autograd.gradcheck(lambda x, f=function: f(x, batch.b, batch.c, batch.mask, clip_range=0.2)[0], x)
+        loss, statistics = function(x, b, c, batch.mask, clip_range=0.2)
+        loss.backward()
+        assert b.grad is None and c.grad is None and not any(value.requires_grad for value in statistics.values())
 
 
 def test_half_precision_is_raised_to_float32():
@@ -283,22 +269,16 @@ def test_half_precision_is_raised_to_float32():
 def test_losses_refuse(function):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     nothing = torch.zeros_like(mask)
-    for args, says in [
-        ((x, x, x, mask.float()), r"want torch\.bool"),
-        ((x, x, x, mask[:1]), "has shape"),
-        ((x, x[:, :2], x, mask), "has shape"),
-        ((x, x, x[0], mask), "has shape"),
-        ((x.long(), x, x, mask), "give floats"),
-        ((x, x, x, nothing), "no True in mask"),
-        ((x[:0], x[:0], x[:0], mask[:0]), "nothing in it"),
-    ]:
+    for args, clip_range, says in (
+        ((x, x, x, mask.float()), 0.2, r"want torch\.bool"),
+        ((x, x[:, :2], x, mask), 0.2, "has shape"),
+        ((x.long(), x, x, mask), 0.2, "give floats"),
+        ((x, x, x, nothing), 0.2, "no True in mask"),
+        ((x, x, x, mask), 0.0, "clip_range is"),
+        ((x, x, x, mask), NAN, "clip_range is"),
+    ):
         with pytest.raises(ValueError, match=says):
-            function(*args, clip_range=0.2)
-    for clip_range in (0.0, -0.1, NAN):
-        with pytest.raises(ValueError, match="clip_range is"):
-            function(x, x, x, mask, clip_range=clip_range)
-    with pytest.raises(ValueError, match="give the global count"):
-        function(x, x, x, mask, clip_range=0.2, denominator=0)
+            function(*args, clip_range=clip_range)
     loss, statistics = function(x.clone().requires_grad_(), x, x, nothing, clip_range=0.2, denominator=5)
     loss.backward()  # a part without tokens takes part in the backward pass all the same
     assert loss.item() == 0.0 and all(value.item() == 0.0 for value in statistics.values())

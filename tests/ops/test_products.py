@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhf.cpu import products
-from rlhf.cpu.products import PIECES, onednn_product, outer, plain_product, product, serves
+from rlhf.cpu.products import PIECES, onednn_product, outer, product, serves
 
 # if torch with oneDNN had no such product any more, these tests would fail
 needs_product = pytest.mark.skipif(
@@ -43,24 +43,6 @@ def test_values_and_gradients_are_torchs(rows, with_bias, monkeypatch):
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-5 * theirs.abs().max().item())
-
-
-@needs_product
-def test_strided_operands():
-    x, weight, _ = tensors(300)
-    wide = torch.randn(300, 320)
-    assert torch.allclose(plain_product(wide, weight.t()), wide @ weight, rtol=1e-5, atol=1e-4)
-    for a, b in ((wide, x), (x, wide)):
-        assert torch.allclose(outer(a, b), a.t() @ b, rtol=1e-5, atol=1e-3)
-
-
-@needs_product
-def test_shapes_are_few_however_many_rows_there_are(monkeypatch):
-    seen, multiply = set(), onednn_product()
-    monkeypatch.setattr(products, "onednn_product", lambda: lambda *a: seen.add(len(a[0])) or multiply(*a))
-    for rows in range(64, 4000, 197):
-        plain_product(*tensors(rows)[:2])
-    assert seen == set(PIECES)
 
 
 def test_what_stays_with_torch(monkeypatch):

@@ -57,14 +57,8 @@ def test_what_needs_no_gradient_gets_none():
     assert spread is None
     logp.sum().backward()
     assert hidden.grad is not None and weight.grad is None
-
-
-def test_no_token_at_all():
-    logp, spread = unembedded_logprobs(torch.zeros(0, 4), torch.zeros(7, 4), torch.zeros(0, dtype=torch.int64), True)
+    logp, spread = unembedded_logprobs(torch.zeros(0, 4), weight, torch.zeros(0, dtype=torch.int64), True)
     assert logp.shape == spread.shape == (0,)
-
-
-def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"hidden \(5, 4\), weight \(7, 3\)"):
         unembedded_logprobs(torch.zeros(5, 4), torch.zeros(7, 3), torch.arange(5))
 
@@ -81,20 +75,17 @@ def half_precision_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_bfloat16_factors_have_float32_logits(autocast):
     hidden, weight, tokens = half_precision_batch()
     logits = hidden.double() @ weight.double().t()
-    assert (
-        logits.mean() < -75
-        and (token_logprobs((hidden @ weight.t()).float(), tokens) - token_logprobs(logits, tokens)).abs().max() > 0.1
-    )
-    factors = (
-        (hidden.float(), weight.float()) if autocast else (hidden, weight)
-    )  # autocast rounds them to what they are
+    rounded = token_logprobs((hidden @ weight.t()).float(), tokens)
+    assert logits.mean() < -75 and (rounded - token_logprobs(logits, tokens)).abs().max() > 0.1
+    # autocast rounds them to what they are
+    factors = (hidden.float(), weight.float()) if autocast else (hidden, weight)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logp, spread = unembedded_logprobs(*factors, tokens, with_entropy=True)
     torch.testing.assert_close(logp.double(), token_logprobs(logits, tokens).double(), atol=1e-4, rtol=0)
     torch.testing.assert_close(spread.double(), entropy(logits).double(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("p", [0.5, 0.9, 0.98, 0.99, 0.998, 0.999, 0.9999])
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.99, 0.999, 0.9999])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kept", [2**26, 0])
 @pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.5])
@@ -110,12 +101,12 @@ def test_gradients_in_bfloat16_of_confident_tokens(monkeypatch, p, autocast, kep
     wanted = torch.autograd.grad(loss, exact)
     extra = () if entropy_coef is None else (True,)
     kind = torch.float32 if autocast else torch.bfloat16
-    factors = hidden.to(kind).requires_grad_(), weight.to(kind).requires_grad_()
+    factors = [x.detach().to(kind).requires_grad_() for x in (hidden, weight)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logp, spread = unembedded_logprobs(*factors, tokens, entropy_coef is not None, *extra)
     loss = (logp * incoming).sum() - (entropy_coef * spread.mean() if entropy_coef else 0.0)
     for found, right in zip(torch.autograd.grad(loss, factors), wanted, strict=True):
-        assert relative_error(found, right) < 0.01
+        assert relative_error(found, right) < 0.01  # each term is rounded by 2^-9 at most
 
 
 @pytest.mark.parametrize("kept", [2**26, 0])

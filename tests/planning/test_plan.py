@@ -1,7 +1,6 @@
 """The plan as a whole: parts that add up, the fewest GPUs, suggestions that hold, hours by hand."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -15,13 +14,11 @@ from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import formulas
 from rlhf.planning.estimates import (
-    BYTE_PARTS,
     PHASES,
     fewest_gpus,
     largest,
     make_plan,
     make_times,
-    peak_bytes,
     planned_rows,
     room,
     stage_bytes,
@@ -122,21 +119,9 @@ def test_flops_and_hours_by_hand():
 def test_pretraining_time_is_6nd_over_the_machine():
     config = planned("model=gpt3-175b", "gpus=1000", "pretrain.tokens=300_000_000_000", "mfu=0.5", "peak_tflops=100")
     times = make_times(config)["pretrain"]
-    # Brown et al. 2020, table D.1: 3.14e23 FLOPs, from 6 N D without attention over positions
+    # Brown et al. 2020, table D.1: 3.14e23 FLOPs, from 6 N D without attention over positions, which is 3% here
     assert times["flops"] == pytest.approx(3.14e23, rel=0.05)
     assert times["hours"] == pytest.approx(times["flops"] / (1000 * 50e12) / 3600)
-
-
-def test_every_part_is_counted_once():
-    plan = make_plan(planned("model=gpt3-xl", "deepspeed=zero2_offload", "gpus=2"))
-    for stage in PHASES:
-        parts = plan["bytes"][stage]
-        assert set(parts) == {*BYTE_PARTS, "host"} and all(
-            isinstance(value, int) and value >= 0 for value in parts.values()
-        )
-        assert peak_bytes(parts) == sum(parts.values()) - parts["host"]
-    assert plan["largest"]["bytes"] == max(peak_bytes(parts) for parts in plan["bytes"].values())
-    assert json.loads(json.dumps(plan)) == plan
 
 
 BAD = {

@@ -37,11 +37,6 @@ def test_frontiers_are_the_least_squares_of_the_printed_projections(approach):
     assert (FRONTIERS[approach].a, FRONTIERS[approach].k) == pytest.approx((a, math.exp(log_k)), rel=1e-12)
 
 
-@pytest.mark.parametrize(("approach", "printed"), [(1, 0.50), (2, 0.49), (3, 0.46)])
-def test_exponents_round_to_table_2(approach, printed):
-    assert round(FRONTIERS[approach].a, 2) == printed
-
-
 @pytest.mark.parametrize("approach", [1, 2])
 @pytest.mark.parametrize("row", range(9))
 def test_rows_of_approaches_1_and_2(approach, row):
@@ -91,9 +86,3 @@ def test_approach_3_is_where_the_loss_is_least(flops, other):
     best, tokens = FRONTIERS[3].parameters(flops), FRONTIERS[3].tokens(flops)
     assert 6 * best * tokens == pytest.approx(flops)
     assert PUBLISHED.loss(best, tokens) <= PUBLISHED.loss(best * other, flops / (6 * best * other)) * (1 + 1e-12)
-
-
-@given(st.sampled_from([1, 2, 3]), st.floats(1e17, 1e28))
-def test_a_budget_and_its_model_name_each_other(approach, flops):
-    frontier = FRONTIERS[approach]
-    assert frontier.flops(frontier.parameters(flops)) == pytest.approx(flops, rel=1e-6)

@@ -1,6 +1,7 @@
 """One small gold run, made once a session by the stages themselves; tests copy what they change."""
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf.commands.launch import import_once, run_processes
+from rlhf.report.page import write_report
 
 os.environ["RLHF_PROGRESS"] = "off"
 
@@ -22,7 +24,7 @@ GOLD = [
     "gold.test_prompts=40", "gold.rounds=1", "gold.comparison_prompts=80", "gold.comparison_test_prompts=30", "sft.epochs=2",
     "reward.epochs=1", "reward.calibration_samples=64", "reward.audit=8", "ppo.episodes=192", "ppo.episodes_per_update=64",
     "ppo.ema_decay=null", "ppo.micro_batch_episodes=16", "kl.target=2.0", "kl.horizon=500", "evaluate.prompts=40", "evaluate.samples=2",
-    "rollout.max_new_tokens=24", "tracking.log_every=1",
+    "evaluate.best_of=4", "rollout.max_new_tokens=24", "tracking.log_every=1",
 ]  # fmt: skip
 GOLD_STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "evaluate")
 
@@ -34,9 +36,12 @@ def run_stage(name: str, config: Any) -> None:
     module_of(name).run(config)
 
 
+PRELOADED = [f"rlhf.stages.{stage}" for stage in ("pretrain", "sft", "reward", "ppo")]
+
+
 def run_ranks(script: str, processes: int, *arguments: str) -> None:
     """tests/stages/<script>.py as so many processes of one thread each, forked from one that has imported what they need."""
-    import_once(["rlhf.stages.pretrain", "rlhf.stages.sft", "rlhf.stages.reward", "rlhf.stages.ppo"])
+    import_once(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         assert run_processes(arguments, processes, threads=1, module=f"tests.stages.{script}") == 0
@@ -54,10 +59,45 @@ class Run:
     def folder(self) -> Path:
         return self.runs_dir / self.name
 
+    def words(self, *more: str) -> list[str]:
+        """The arguments of a command line."""
+        return [*self.overrides, f"runs_dir={self.runs_dir}", f"run={self.name}", *more]
+
     def config(self, *more: str) -> Any:
         from rlhf.config.compose import compose_config
 
-        return compose_config([*self.overrides, f"runs_dir='{self.runs_dir}'", f"run={self.name}", *more])
+        return compose_config(self.words(*more))
+
+    def tokenizer(self, stage: str = "sft") -> Any:
+        from rlhf.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.folder / stage / "model")
+
+    def policy(self, stage: str = "sft") -> Any:
+        from rlhf.training.setup import load_policy
+
+        return load_policy(self.folder / stage / "model")
+
+    def comparisons(self) -> list[Any]:
+        from rlhf.data.reading import load_comparisons
+
+        return load_comparisons(str(self.folder / "label" / "comparisons.jsonl"))[0]
+
+    def demonstrations(self) -> list[Any]:
+        from rlhf.data.reading import load_demonstrations
+
+        return load_demonstrations(str(self.folder / "world" / "demonstrations.jsonl"))[0]
+
+    def record(self, stage: str) -> dict[str, Any]:
+        return json.loads((self.folder / stage / "stage.json").read_text())
+
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.folder / "evaluate" / "results.json").read_text())
+
+    def values(self, stage: str, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of every line of metrics.jsonl that has the metric, in the order of the file."""
+        lines = (self.folder / stage / "metrics.jsonl").read_text().splitlines()
+        return [(row["progress/step"], row[metric]) for row in map(json.loads, lines) if metric in row]
 
     def stage(self, name: str, *more: str) -> Path:
         """Run a stage; returns its folder."""
@@ -69,6 +109,8 @@ class Run:
         for stage in GOLD_STAGES[: None if until is None else GOLD_STAGES.index(until)]:
             if (self.folder / stage).is_dir():
                 shutil.copytree(self.folder / stage, runs_dir / name / stage)
+        if until is None and (self.folder / "report.html").exists():
+            shutil.copy(self.folder / "report.html", runs_dir / name)
         return Run(runs_dir, name, self.overrides)
 
 
@@ -93,6 +135,7 @@ def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was killed
             for stage in GOLD_STAGES:
                 run.stage(stage)
+            write_report(run.folder)
             complete.touch()
     return run
 
@@ -100,7 +143,12 @@ def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
     "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
     "sft": ["sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1"],  # 4 steps
-    "reward": ["reward.epochs=2"],  # 10 steps: across the epochs' border
+    # 8 steps on the 25 rankings of one labeler: across the epochs' border
+    "reward": [
+        "reward.epochs=2",
+        "reward.batch_prompts=8",
+        "data.held_out_labelers=[labeler-2,labeler-3,labeler-4,labeler-5]",
+    ],
     "ppo": [],  # 3 updates
 }
 

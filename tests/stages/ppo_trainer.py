@@ -12,6 +12,7 @@ from torch import nn
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.gold.truth import make_truth
+from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Experience, Rollout, load_estimator, sample_responses, score_responses
 from rlhf.ppo.metrics import load_measures
@@ -94,6 +95,24 @@ def experience(rollout: Rollout, advantages: torch.Tensor, returns: torch.Tensor
     """An experience of recorded tensors."""
     count = len(rollout.tokens)
     return Experience([None] * count, [""] * count, rollout, rollout.scores, returns, advantages, returns)  # type: ignore[list-item]
+
+
+def off_policy(rollout: Rollout, seed: int, scale: float) -> tuple[Rollout, torch.Tensor, torch.Tensor]:
+    """The responses cut to 2, 3, 4, … tokens, with ratios that are not 1; with advantages and returns."""
+    answers = torch.minimum(rollout.lengths - rollout.prompt_lengths, torch.arange(2, 2 + len(rollout.lengths)))
+    mask = torch.arange(rollout.response_mask.shape[1]) < answers[:, None]
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return torch.where(mask, torch.randn(mask.shape, generator=generator) * scale, 0.0)
+
+    rollout = rollout._replace(
+        lengths=rollout.prompt_lengths + answers,
+        response_mask=mask,
+        logp_old=torch.where(mask, rollout.logp_old, 0.0) + noise(scale),
+        values=torch.where(mask, rollout.values, 0.0) + noise(scale),
+    )
+    return rollout, whiten(noise(1.0), mask), noise(1.0)
 
 
 def make_trainer(config: Any, stage: Stage) -> Trainer:

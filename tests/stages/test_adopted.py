@@ -1,45 +1,40 @@
-"""Pretrained models of many architectures through sft -> reward -> ppo, natively where ours covers them."""
+"""Pretrained models of many architectures through sft -> reward -> ppo, natively where ours covers them; models named by hub ids."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 
 import rlhf
 from rlhf.cli import main
 from rlhf.commands.launch import run_processes
+from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
+from rlhf.model.adopt import adopt
+from rlhf.model.checkpoint import read_checkpoint
 from rlhf.training.setup import load_policy
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import CHECKPOINTS, GROUPED, WIDE
 from tests.stages.conftest import Run
 
 LONG = {"vocab_size": 410, "max_position_embeddings": 96}
+KINDS_OF_LAYER = ["sliding_attention", "full_attention"]
 # What ours does not express: class of the configuration and its fields.
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "opt": (transformers.OPTConfig, {**WIDE, **LONG, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "phi": (transformers.PhiConfig, {**WIDE, **LONG}),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        {
-            **GROUPED,
-            **LONG,
-            "head_dim": 8,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    "gemma3": (transformers.Gemma3TextConfig, {**GROUPED, **LONG, "head_dim": 8, "sliding_window": 16, "layer_types": KINDS_OF_LAYER}),
     "gemma2": (transformers.Gemma2Config, {**GROUPED, **LONG, "head_dim": 8, "final_logit_softcapping": 2.0}),
     "falcon": (transformers.FalconConfig, {**WIDE, **LONG, "alibi": False}),
     "bloom": (transformers.BloomConfig, {"vocab_size": 410, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "mixtral": (
-        transformers.MixtralConfig,
-        {**GROUPED, **LONG, "num_local_experts": 4, "sliding_window": None},
-    ),
-}
+    "mixtral": (transformers.MixtralConfig, {**GROUPED, **LONG, "num_local_experts": 4, "sliding_window": None}),
+}  # fmt: skip
 SMALL = [
     "tracking=jsonl", "tracking.log_every=1", "device=cpu", "threads=1", "sft.epochs=1", "sft.batch_size=4", "reward.batch_prompts=2",
     "reward.calibration_samples=4", "rollout.max_new_tokens=8", "ppo.episodes=8", "ppo.episodes_per_update=4",
@@ -88,15 +83,16 @@ def align(folder: Path, labels: list[str], *more: str) -> Run:
 
 
 def metrics(run: Run, stage: str, name: str) -> list[float]:
-    rows = [json.loads(line) for line in (run.folder / stage / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows if name in row]
+    return [value for _, value in run.values(stage, name)]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "openai-gpt", "opt", "gemma2", "bloom"]
+    ["openai-gpt", "gemma2", "bloom"]
     # which differ from these in what tests/model covers: tensors' names, and the logits of transformers' classes
-    + [pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "phi", "gemma3", "falcon", "mixtral")],
+    + [
+        pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "opt", "phi", "gemma3", "falcon", "mixtral")
+    ],
 )
 def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
     save(tmp_path / "hf", name)
@@ -139,7 +135,7 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     assert all((run.folder / stage / "adapters").is_dir() == lora for stage in ("sft", "reward", "ppo"))
     for stage in ("rejection", "dpo", "evaluate"):
         run.stage(stage)
-    results = json.loads((run.folder / "evaluate" / "results.json").read_text())
+    results = run.results()
     assert set(results["baselines"]) == {"rejection", "dpo"} and results["ended"]["sft"] == 1.0
 
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": QUESTION}) + "\n")
@@ -150,18 +146,14 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
         main([command, "run=run", f"runs_dir='{tmp_path}'", *more])
         return capsys.readouterr().out
 
-    answer = call(
-        "chat", "chat.system=Be brief.", "chat.greedy=true", "rollout.max_new_tokens=8", "--", QUESTION[1]["content"]
-    ).strip()
-    call(
-        "generate", *asked, "generate.greedy=true", "generate.logprobs=true", f"generate.out='{tmp_path}/answers.jsonl'"
-    )
+    said = ("chat.system=Be brief.", "chat.greedy=true", "rollout.max_new_tokens=8", "--", QUESTION[1]["content"])
+    answer, out = call("chat", *said).strip(), f"generate.out='{tmp_path}/answers.jsonl'"
+    call("generate", *asked, "generate.greedy=true", "generate.logprobs=true", out)
     [row] = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     # Of the few demonstrations this Gemma learns the answers, but not which one a system prompt asks for.
     assert row["responses"] == [answer] and answer in ["A cat?", "On the mat."][: 1 + (name == "gemma3")]
-    call(
-        "sample", *asked, "data.dev=0", "data.test=0", "sample.responses=2", "sample.stage=sft", "sample.temperature=3"
-    )
+    whole = ("data.dev=0", "data.test=0")
+    call("sample", *asked, *whole, "sample.responses=2", "sample.stage=sft", "sample.temperature=3")
     assert "Be brief." in (tmp_path / "run" / "sample" / "tasks.jsonl").read_text()
     plan = call("plan", f"model.pretrained='{tmp_path}/hf'", "rollout.max_new_tokens=8", "+experiment=align-laptop")
     assert "lora.rank=16 counts as training of all weights" in plan
@@ -180,12 +172,9 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     said = [{"role": "assistant", "content": text} for text in ("On the mat.", "No 3")]
     chats = [tokenizer.apply_chat_template([*QUESTION, turn], return_tensors="pt", return_dict=True) for turn in said]
     with torch.no_grad():
-        scores = [
-            judge(input_ids=chat["input_ids"][:, :-1]).logits.item() + judge.config.score_offset for chat in chats
-        ]
-    assert rlhf.load(tmp_path / "run", "cpu").score([QUESTION] * 2, [t["content"] for t in said]) == pytest.approx(
-        scores, abs=1e-4
-    )
+        logits = [judge(input_ids=chat["input_ids"][:, :-1]).logits.item() for chat in chats]
+    scores = rlhf.load(tmp_path / "run", "cpu").score([QUESTION] * 2, [t["content"] for t in said])
+    assert scores == pytest.approx([logit + judge.config.score_offset for logit in logits], abs=1e-4)
 
 
 @pytest.mark.long  # each stage starts two processes, which import DeepSpeed
@@ -196,15 +185,9 @@ def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, 
     save(tmp_path / "hf", name)
     alone = align(tmp_path, labels, f"model.native={native}", "sft.dropout=0")
     pair = alone.copy(tmp_path, "sft", zero)
-    overrides = [
-        *alone.overrides,
-        f"runs_dir='{tmp_path}'",
-        f"run={zero}",
-        f"deepspeed={zero}",
-        "sharding.persistence_threshold=200",
-    ]
+    words = pair.words(f"deepspeed={zero}", "sharding.persistence_threshold=200")
     for stage in ("sft", "reward", "ppo"):
-        assert run_processes([stage, "--shared-settings", *overrides], 2, 1) == 0
+        assert run_processes([stage, "--shared-settings", *words], 2, 1) == 0
     names = {"sft": "sft/loss", "reward": "reward/loss", "ppo": "loss/value_avg"}
     for stage, metric in names.items():
         wanted = metrics(alone, stage, metric)
@@ -254,16 +237,13 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     ],
 )  # fmt: skip
 def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, capsys, arguments, told):
+    sizes = {"num_attention_heads": 1, "num_hidden_layers": 1, "hidden_size": 8}
     configs = {
         ".": {},
         "stage/model": {},
         "bert": {"model_type": "bert"},
         "judge": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-        "bare": {
-            "model_type": "llama",
-            **dict.fromkeys(("num_attention_heads", "num_hidden_layers"), 1),
-            "hidden_size": 8,
-        },
+        "bare": {"model_type": "llama", **sizes},
     }
     for name, config in configs.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
@@ -275,3 +255,23 @@ def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, capsys, argum
         main([command, *overrides, f"runs_dir={tmp_path}/runs"])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and told.format(folder=tmp_path) in said and said.count("\n") == 1
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_hub_id_with_a_revision(tmp_path, monkeypatch):
+    """This process is offline (conftest.py)."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository, folder = tmp_path / "cache" / "models--me--tiny", save(tmp_path / "tiny", "llama")
+    shutil.copytree(folder, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v2").write_text(COMMIT)
+    kept = adopt("me/tiny@v2", say=[].append).record
+    assert kept["revision"] == COMMIT and kept["source"] == "me/tiny@v2"
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert kept["sha256"] == {"model.safetensors": weights}
+    for wrong in ("me/tiny@v3", "me/other"):  # neither is in the cache
+        with pytest.raises(UserError, match=f"^model.pretrained={wrong[:7]}.*: not readable from the hub") as told:
+            read_checkpoint(wrong)
+        assert "\n" not in str(told.value)

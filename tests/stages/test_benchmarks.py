@@ -11,6 +11,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import benchmarks
 from rlhf.training.setup import load_policy
+from tests.oracles import row_logprobs
 
 CPU = torch.device("cpu")
 without = importlib.util.find_spec("lm_eval") is None
@@ -46,32 +47,23 @@ def plain_accuracy(folder) -> float:
         start = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
         sums = []
         for choice in row["choices"]:
-            tokens = torch.tensor([tokenizer(row["question"] + choice, add_special_tokens=False)["input_ids"]])
-            with torch.no_grad():
-                table = policy(tokens).logits[0, :-1].log_softmax(-1)
-            sums.append(table.gather(1, tokens[0, 1:, None])[len(start) - 1 :].sum().item())
+            tokens = tokenizer(row["question"] + choice, add_special_tokens=False)["input_ids"]
+            sums.append(sum(row_logprobs(policy, tokens, len(start))))
         right += sums.index(max(sums)) == row["answer"]
     return right / len(DOCS)
 
 
 @needs_lm_eval
 def test_a_local_task_on_the_models_of_two_stages(gold_run, tasks):
-    config = gold_run.config(
-        "evaluate.benchmarks=[our_colours]", f"evaluate.benchmark_tasks='{tasks}'", "evaluate.models=[pretrain,ppo]"
-    )
+    settings = ("evaluate.benchmarks=[our_colours]", "evaluate.models=[pretrain,ppo]")
+    config = gold_run.config(*settings, f"evaluate.benchmark_tasks='{tasks}'")
     found = benchmarks.evaluate_benchmarks(config, CPU)
     for name in ("pretrain", "ppo"):
-        row = found["models"][name]["our_colours acc"]
-        assert row["n"] == 4 and row["value"] == pytest.approx(
-            plain_accuracy(gold_run.folder / name / "model"), abs=1e-4
-        )
+        row, wanted = found["models"][name]["our_colours acc"], plain_accuracy(gold_run.folder / name / "model")
+        assert row["n"] == 4 and row["value"] == pytest.approx(wanted, abs=1e-4)
     tax = found["differences"]["ppo - pretrain"]["our_colours acc"]
     values = [found["models"][name]["our_colours acc"]["value"] for name in ("pretrain", "ppo")]
     assert tax["value"] == pytest.approx(values[1] - values[0], abs=1e-4)
-
-
-@needs_lm_eval
-def test_an_unknown_task_is_one_line(gold_run, tasks):
     config = gold_run.config("evaluate.benchmarks=[no_such_task]", f"evaluate.benchmark_tasks='{tasks}'")
     with pytest.raises(UserError, match=r"'no_such_task': lm-eval .* has no such task"):
         benchmarks.evaluate_benchmarks(config, CPU)
@@ -84,18 +76,8 @@ def test_without_lm_eval_it_says_what_to_install(gold_run):
 
 
 def test_figures_of_lm_evals_results_by_hand():
-    results = {
-        "results": {
-            "arc": {
-                "alias": "arc",
-                "acc,none": 0.5,
-                "acc_stderr,none": 0.1,
-                "f1,strict": 0.25,
-                "f1_stderr,strict": "N/A",
-            }
-        },
-        "n-samples": {"arc": {"original": 9, "effective": 4}},
-    }
+    arc = {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 0.25, "f1_stderr,strict": "N/A"}
+    results = {"results": {"arc": arc}, "n-samples": {"arc": {"original": 9, "effective": 4}}}
     found = benchmarks.task_figures(results)
     assert found == {
         "arc acc": {"value": 0.5, "ci95": [0.304, 0.696], "n": 4},

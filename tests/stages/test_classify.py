@@ -28,7 +28,7 @@ from rlhf.training.setup import load_policy
 from ..model.chats import make_tokenizer
 from .conftest import Run
 from .recorder import Recorder, one_step
-from .test_resume import assert_same_weights, interrupt, values_by_step
+from .test_resume import assert_same_weights, interrupt
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 64}
@@ -215,7 +215,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(gold_run, tmp_path):
     broken.stage("classify", *task)
     files = ("model/model.safetensors", "model/label_head.safetensors")
     assert_same_weights(whole.folder / "classify", broken.folder / "classify", *files)
-    one, two = (values_by_step(run.folder / "classify", "classify/loss") for run in (whole, broken))
+    one, two = (run.values("classify", "classify/loss") for run in (whole, broken))
     assert one == two and len(one) == 3
     folder = whole.folder / "classify"
     results = read_json(folder / "results.json")

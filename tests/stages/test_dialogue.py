@@ -14,7 +14,6 @@ from rlhf.data.splits import record_half, record_split
 from rlhf.errors import UserError
 from rlhf.evaluation.judging import compare_scored
 from rlhf.evaluation.statistics import describe
-from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import fractions, reward_folder
 from rlhf.stages import reward
 from tests.model.classifiers import save_classifier
@@ -44,13 +43,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             rows["comparisons"].append({"prompt": [asked], "chosen": said[0], "rejected": said[1]})
     for kind, records in rows.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
-    judge = save_classifier(
-        folder / "bert", "bert", text=["What colour is number ? It is red black . Of course Yes user : system"]
-    )
-    data = [f"data.{kind}='{folder}/{kind}.jsonl'" for kind in rows]
-    made = Run(
-        folder, "d0", [*TINY, *data, f"model.pretrained='{save(folder / 'hf', 'llama')}'", f"judge.model='{judge}'"]
-    )
+    words = "What colour is number ? It is red black . Of course Yes user : system"
+    models = [f"model.pretrained='{save(folder / 'hf', 'llama')}'"]
+    models.append(f"judge.model='{save_classifier(folder / 'bert', 'bert', text=[words])}'")
+    made = Run(folder, "d0", [*TINY, *(f"data.{kind}='{folder}/{kind}.jsonl'" for kind in rows), *models])
     for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo", "judge", "evaluate"):
         made.stage(stage)
     return made
@@ -84,19 +80,17 @@ def test_no_prompt_is_in_both_halves(run: Run, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_judge_has_its_own_backbone_and_belongs_to_the_lineage(run: Run):
-    record = read_stage(run.folder / "judge")
-    assert record is not None and record["settings"]["judge.lr"] == 5e-3 and record["settings"]["data.half"] == 1
+    record = run.record("judge")
+    assert record["settings"]["judge.lr"] == 5e-3 and record["settings"]["data.half"] == 1
     assert json.loads((run.folder / "judge" / "model" / "config.json").read_text())["model_type"] == "bert"
     assert not (run.folder / "judge" / "adapters").exists() and (run.folder / "reward" / "adapters").is_dir()
-    evaluated = read_stage(run.folder / "evaluate")
-    assert evaluated is not None and evaluated["parents"]["judge"] == record["hash"]
+    assert run.record("evaluate")["parents"]["judge"] == record["hash"]
     assert reward_folder(run.config(), str(run.folder / "judge")) == run.folder / "judge"  # for evaluate.pairs_model
-    ppo = read_stage(run.folder / "ppo")
-    assert ppo is not None and "judge" not in ppo["parents"]
+    assert "judge" not in run.record("ppo")["parents"]
 
 
 def test_evaluate_has_the_judge_compare_the_policies(run: Run):
-    judged = json.loads((run.folder / "evaluate" / "results.json").read_text())["judge"]
+    judged = run.results()["judge"]
     [row] = judged["pairs"]
     assert row["pair"] == ["ppo", "sft"] and 0 <= row["win_rate"]["value"] <= 1 and row["win_rate"]["n"] == 8
     assert set(judged["scores"]) == {"sft", "ppo"} and judged["held_out"]["accuracy"]["n"] > 0
@@ -124,8 +118,5 @@ def test_mistakes_are_found_before_the_first_stage(run: Run, tmp_path: Path, cap
     assert stopped.value.code == 2
     assert re.search(wanted, capsys.readouterr().err)
     assert not (tmp_path / "x").exists()
-
-
-def test_a_judge_without_a_base_or_a_half_is_refused(run: Run):
     with pytest.raises(UserError, match=r"judge\.model is not set"):
         run.stage("judge", "judge.model=null", "overwrite=true")

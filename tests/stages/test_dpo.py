@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,19 +16,19 @@ from rlhf.planning.formulas import frozen_bytes
 from rlhf.planning.shapes import make_shape
 from rlhf.ppo.models import Reference
 from rlhf.report.page import make_page
-from rlhf.runs.folders import hash_of, read_stage
+from rlhf.runs.folders import hash_of
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.run_files import read_jsonl, read_run
-from rlhf.stages import dpo, evaluate
+from rlhf.runs.run_files import read_run
+from rlhf.stages import dpo
 from rlhf.stages.evaluate import finished_baselines
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import load_policy
+from tests.oracles import row_logprobs
 
-from .test_resume import EVERY_STEP, assert_same_weights, interrupt, values_by_step
+from .test_resume import EVERY_STEP, assert_same_weights, interrupt
 
 BETA = 0.3
 CPU = torch.device("cpu")
-QUICK = ["dpo.lr=1e-3", "dpo.batch_prompts=20", "checkpoints.every_seconds=1000"]
 
 
 def ranking(key: str, prompt: str, texts: list[str], order: list[list[str]]) -> Ranking:
@@ -44,12 +43,7 @@ def ranking(key: str, prompt: str, texts: list[str], order: list[list[str]]) -> 
 
 # a > b = c > d: five ordered pairs, and a prompt of one pair
 RANKINGS = [
-    ranking(
-        "one",
-        "What colour is the sky?",
-        ["Blue.", "It is green, I think.", "Red", "A dog ran."],
-        [["a"], ["b", "c"], ["d"]],
-    ),
+    ranking("one", "What colour?", ["Blue.", "It is green, I think.", "Red", "A dog ran."], [["a"], ["b", "c"], ["d"]]),
     ranking("two", "Hi", ["Hello to you!", "No"], [["b"], ["a"]]),
 ]
 
@@ -85,17 +79,9 @@ def trained(gold_run) -> Trained:
 
 
 def log_ratio(trained: Trained, item: Item, number: int) -> float:
-    """log pi(y|x) - log pi_sft(y|x) of one answer by itself, in float64."""
-    total, answer = 0.0, item.rows[number]
-    for model, sign in ((trained.policy, 1), (trained.reference, -1)):
-        double = type(model)(model.config).double().eval()
-        double.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-        with torch.no_grad():
-            logp = double(torch.tensor([answer])).logits[0].log_softmax(-1)
-        assert logp.dtype == torch.float64
-        first = len(answer) - item.lengths[number]
-        total += sign * sum(logp[t - 1, answer[t]].item() for t in range(first, len(answer)))
-    return total
+    """log pi(y|x) - log pi_sft(y|x) of one answer by itself."""
+    answer, first = item.rows[number], len(item.rows[number]) - item.lengths[number]
+    return sum(row_logprobs(trained.policy, answer, first)) - sum(row_logprobs(trained.reference, answer, first))
 
 
 def softplus(x: float) -> float:
@@ -126,16 +112,11 @@ def test_on_single_pairs_the_loss_is_trls_own(trained, tmp_path):
     first = [len(row) - length for row, length in zip(item.rows, item.lengths, strict=True)]
     worse, better = ({"ids": row[start:], "prompt": row[:start]} for row, start in zip(item.rows, first, strict=True))
     row = {"prompt_ids": better["prompt"], "chosen_ids": better["ids"], "rejected_ids": worse["ids"]}
-    arguments = DPOConfig(
-        output_dir=str(tmp_path), beta=BETA, report_to="none", use_cpu=True, bf16=False, max_length=None
-    )
-    trainer = DPOTrainer(
-        trained.policy,
-        trained.reference,
-        arguments,
-        train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
-        processing_class=trained.tokenizer,
-    )
+    plain = {"report_to": "none", "use_cpu": True, "bf16": False, "max_length": None}
+    arguments = DPOConfig(output_dir=str(tmp_path), beta=BETA, **plain)
+    some = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    more = {"train_dataset": some, "processing_class": trained.tokenizer}
+    trainer = DPOTrainer(trained.policy, trained.reference, arguments, **more)
     with torch.no_grad():
         theirs = trainer.compute_loss(trained.policy, trainer.data_collator([row]))
     assert trained.loss([item], 1) == pytest.approx(theirs.item(), abs=1e-5), "TRL unembeds the prompt too"
@@ -166,46 +147,43 @@ def test_prompt_and_padding_are_no_part_of_an_answer(trained):
         assert counted[-1] == trained.tokenizer.eos_token_id, "the end token counts"
 
 
-def test_it_learns_the_training_pairs(copy_until):
-    """From a half at random to more than nine tenths, and the SFT model stays what it was."""
+def test_it_learns_the_training_pairs(copy_until, tmp_path):
+    """Of 20 prompts, from a half at random to more than nine tenths; the SFT model stays what it was."""
     run = copy_until("reward")
+    rows = [json.loads(row) for row in (run.folder / "label" / "comparisons.jsonl").read_text().splitlines()]
+    train = [row for row in rows if row["metadata"]["split"] == "train"][:20]
+    kept = [*train, *(row for row in rows if row["metadata"]["split"] == "dev")]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     before = (run.folder / "sft" / "model" / "model.safetensors").read_bytes()
-    folder = run.stage("dpo", *QUICK, "dpo.epochs=16")
-    accuracy = [value for _, value in values_by_step(folder, "dpo/accuracy")]
-    loss = [value for _, value in values_by_step(folder, "dpo/loss")]
+    settings = ["dpo.lr=1e-3", "dpo.batch_prompts=5", "dpo.epochs=16", "checkpoints.every_seconds=1000"]
+    run.stage("dpo", *settings, f"data.comparisons={tmp_path}/few.jsonl")
+    accuracy, loss = ([value for _, value in run.values("dpo", f"dpo/{name}")] for name in ("accuracy", "loss"))
     assert accuracy[0] == 0.5 and loss[0] == pytest.approx(math.log(2), abs=1e-6), (
         "the policy is its reference at first"
     )
     assert sum(accuracy[-4:]) / 4 > 0.9 and sum(loss[-4:]) / 4 < 0.4
     assert (run.folder / "sft" / "model" / "model.safetensors").read_bytes() == before
-    held_out = [row for row in read_jsonl(folder / "metrics.jsonl") if "eval/dev/accuracy" in row]
-    assert read_stage(folder)["summary"]["accuracy"] == held_out[-1]["eval/dev/accuracy"]
-    assert load_policy(folder / "model").config.dropout == 0.0
+    assert run.record("dpo")["summary"]["accuracy"] == run.values("dpo", "eval/dev/accuracy")[-1][1]
+    assert run.policy("dpo").config.dropout == 0.0
 
 
-def test_the_same_however_a_batch_is_split(copy_until):
-    """80 prompts in batches of 32, the last of 16: in parts of 32 and of 4, losses, norms and weights are the same."""
-    runs = [copy_until("reward", name) for name in ("whole", "parts")]
-    settings = ["dpo.batch_prompts=32", "dpo.lr=1e-4"]
-    one, two = (
-        run.stage("dpo", *settings, f"dpo.micro_batch_prompts={n}") for run, n in zip(runs, (32, 4), strict=True)
-    )
+def test_the_same_resumed_and_however_a_batch_is_split(copy_until):
+    """80 prompts in batches of 32, the last of 16, in parts of 32 and of 4; and resumed after the second step."""
+    whole, parts, broken = (copy_until("reward", name) for name in ("whole", "parts", "broken"))
+    settings = ["dpo.batch_prompts=32", "dpo.lr=1e-4", "dpo.epochs=1"]
+    whole.stage("dpo", *settings, "dpo.micro_batch_prompts=32")
+    parts.stage("dpo", *settings, "dpo.micro_batch_prompts=4")
     for name in ("dpo/loss", "optim/grad_norm"):
-        values = [[value for _, value in values_by_step(folder, name)] for folder in (one, two)]
-        assert len(values[0]) == 3 and values[0] == pytest.approx(values[1], abs=1e-5)
+        one, two = ([value for _, value in run.values("dpo", name)] for run in (whole, parts))
+        assert len(one) == 3 and one == pytest.approx(two, abs=1e-5)
 
-
-def test_resumed_equals_undisturbed(copy_until):
-    whole, broken = copy_until("reward", "whole"), copy_until("reward", "broken")
-    settings = ["dpo.batch_prompts=20", "dpo.epochs=2"]  # 8 steps
-    whole.stage("dpo", *settings)
-    interrupt(broken, "dpo", 5, *settings)
-    assert not list(Path(broken.folder / "dpo" / "checkpoints").rglob("*.pt")), "no pickles"
-    broken.stage("dpo", EVERY_STEP, *settings)
+    interrupt(broken, "dpo", 2, *settings, "dpo.micro_batch_prompts=32")
+    assert not list((broken.folder / "dpo" / "checkpoints").rglob("*.pt")), "no pickles"
+    broken.stage("dpo", EVERY_STEP, *settings, "dpo.micro_batch_prompts=32")
     assert_same_weights(whole.folder / "dpo", broken.folder / "dpo", "model/model.safetensors")
-    one, two = (values_by_step(run.folder / "dpo", "dpo/loss") for run in (whole, broken))
-    assert [step for step, _ in two] == list(range(1, 9)) and one == two
-    assert read_stage(whole.folder / "dpo")["summary"] == read_stage(broken.folder / "dpo")["summary"]
+    one, two = (run.values("dpo", "dpo/loss") for run in (whole, broken))
+    assert [step for step, _ in two] == [1, 2, 3] and one == two
+    assert whole.record("dpo")["summary"] == broken.record("dpo")["summary"]
 
 
 def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
@@ -213,16 +191,11 @@ def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
     run = gold_run.copy(tmp_path, "evaluate")
     run.stage("dpo", "dpo.batch_prompts=20", "dpo.lr=1e-3")
     run.stage("rejection", "rejection.prompts=30", "rejection.samples=4")
-    record = json.loads((run.folder / "rejection" / "stage.json").read_text())
-    results = json.loads((run.stage("evaluate") / "results.json").read_text())
-    before = json.loads((gold_run.folder / "evaluate" / "results.json").read_text())
+    run.stage("evaluate")
+    results, before, record = run.results(), gold_run.results(), run.record("rejection")
     for part in ("reward", "reward_without_eos_rule", "ended"):
-        assert before[part].items() <= results[part].items() and set(results[part]) == {
-            "sft",
-            "ppo",
-            "rejection",
-            "dpo",
-        }
+        assert before[part].items() <= results[part].items()
+        assert set(results[part]) == {"sft", "ppo", "rejection", "dpo"}
     for part in ("win_rate_vs_sft", "win_rate_greedy"):
         assert results["gold"][part] == before["gold"][part]
     assert before["gold"]["mean_score"].items() <= results["gold"]["mean_score"].items()
@@ -231,30 +204,18 @@ def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
     assert set(results["baselines"]) == {"rejection", "dpo"}
     assert results["baselines"]["rejection"]["stage"] == record["hash"]
     row = results["baselines"]["dpo"]
-    assert row["kl_to_sft_nats"] > 0 and all(
-        0 <= row[name]["value"] <= 1 for name in ("rm_win_rate_vs_sft", "win_rate_vs_sft")
-    )
+    assert row["kl_to_sft_nats"] > 0
+    assert all(0 <= row[name]["value"] <= 1 for name in ("rm_win_rate_vs_sft", "win_rate_vs_sft"))
 
     page = make_page([read_run(run.folder)])
     assert "PPO and its baselines" in page and f"{row['kl_to_sft_nats']:.3f}" in page and "<td>DPO</td>" in page
     assert "PPO and its baselines" not in make_page([read_run(gold_run.folder)])
 
-    (other := run.folder / "dpo" / "stage.json").write_text(
-        json.dumps(restamped(json.loads(other.read_text()) | {"parents": {"sft": "0" * 64}}))
-    )
+    other = run.record("dpo") | {"parents": {"sft": "0" * 64}}
+    (run.folder / "dpo" / "stage.json").write_text(json.dumps(other | {"hash": hash_of(other)}))
     said: list[str] = []
     assert set(finished_baselines(run.config(), said.append)) == {"rejection"}
     assert "another SFT model" in said[0]
-
-
-def restamped(record: dict) -> dict:
-    """The record with the hash of what it holds."""
-    return record | {"hash": hash_of(record)}
-
-
-def test_an_unfinished_policy_to_compare_is_refused_before_anything_is_computed(copy_until, monkeypatch):
-    run = copy_until("evaluate")
     (run.runs_dir / "other" / "ppo").mkdir(parents=True)
-    monkeypatch.setattr(evaluate.reward_report, "evaluate_reward_model", None)
     with pytest.raises(UserError, match="no finished ppo there"):
-        run.stage("evaluate", "evaluate.compare=other")
+        run.stage("evaluate", "evaluate.compare=other", "overwrite=true")

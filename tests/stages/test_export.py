@@ -18,7 +18,6 @@ from rlhf.cli import main
 from rlhf.commands.export import run
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
-from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
@@ -27,7 +26,6 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
 from rlhf.runs.folders import read_stage
 from rlhf.system.files import hash_files, read_json, write_json
-from rlhf.training.setup import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +42,7 @@ def test_the_reward_model_scores_alike_in_plain_transformers(gold_run, exported)
     """On padded batches of real comparisons, rendered with the chat template that is in the folder."""
     stage = gold_run.folder / "reward" / "model"
     ours, tokenizer = load_reward_model(stage, torch.device("cpu")), load_tokenizer(stage)
-    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0][:8]
-    pairs = [(r.prompt, answer.text) for r in records for answer in r.responses]
+    pairs = [(r.prompt, answer.text) for r in gold_run.comparisons()[:8] for answer in r.responses]
     encode = item_encoder(gold_run.config(), ours, tokenizer)
     rows = [row for prompt, text in pairs for row in encode(prompt, [(text, True)])[0]]
     expected = score(ours, rows)
@@ -65,21 +62,13 @@ def test_the_reward_model_scores_alike_in_plain_transformers(gold_run, exported)
 def test_the_policy_answers_alike_in_plain_transformers(gold_run, exported):
     theirs = AutoModelForCausalLM.from_pretrained(exported["ppo"]).eval()
     assert type(theirs).__module__.startswith("transformers.")
-    chat = [{"role": "user", "content": "What colour is snow?"}]
-    prompt = AutoTokenizer.from_pretrained(exported["ppo"]).apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    chat, read = [{"role": "user", "content": "What colour is snow?"}], AutoTokenizer.from_pretrained(exported["ppo"])
+    prompt = read.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     drawn = theirs.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    folder = gold_run.folder / "ppo" / "model"
-    tokenizer = load_tokenizer(folder)
-    expected = sample(
-        load_policy(folder),
-        [encode_prompt(tokenizer, chat)],
-        max_new_tokens=16,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        greedy=True,
-    ).responses[0]
+    tokenizer = gold_run.tokenizer("ppo")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    encoded = [encode_prompt(tokenizer, chat)]
+    [expected] = sample(gold_run.policy("ppo"), encoded, max_new_tokens=16, greedy=True, **ids).responses
     assert drawn.tolist() == expected
 
 
@@ -107,15 +96,8 @@ def test_the_card_says_what_the_records_say(gold_run, exported):
 def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_path):
     """And where evaluate measured another model, the card says that there are no figures."""
     run_ = copy_until("evaluate")
-    write_json(
-        run_.folder / "pretrain" / "adopted.json",
-        {
-            "source": "someone/model",
-            "revision": "abc",
-            "licence": "apache-2.0",
-            "sha256": {"model.safetensors": "f" * 64},
-        },
-    )
+    adopted = {"source": "someone/model", "revision": "abc", "licence": "apache-2.0"}
+    write_json(run_.folder / "pretrain" / "adopted.json", adopted | {"sha256": {"model.safetensors": "f" * 64}})
     run(run_.config("export.stage=sft", f"export.out='{tmp_path / 'out'}'"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'license: apache-2.0\nbase_model: "someone/model"\n' in card
@@ -142,13 +124,8 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_made(
         if file == "weights":
             fill_the_disk()
         with pytest.raises(SystemExit) as ended:
-            place = [
-                f"runs_dir={gold_run.runs_dir}",
-                f"run={gold_run.name}",
-                f"export.stage={stage}",
-                f"export.out={out}",
-            ]
-            main(["export", *gold_run.overrides, *place, "overwrite=true", "--shared-settings"])
+            words = gold_run.words(f"export.stage={stage}", f"export.out={out}", "overwrite=true")
+            main(["export", *words, "--shared-settings"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [line] = capsys.readouterr().err.splitlines()

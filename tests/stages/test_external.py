@@ -45,10 +45,7 @@ def test_the_report_shows_them_and_says_where_judges_disagree(gold_run, tmp_path
     for name, results in found.items():
         (folder / "evaluations" / f"{name}.json").write_text(json.dumps(results), encoding="utf-8")
     page = make_page([read_run(folder)])
-    assert (
-        "The reward model on preference files" in page and "&lt;b&gt;chat&lt;/b&gt;" in page and "<b>chat" not in page
-    )
-    assert "Instructions that a program checks" in page and "ppo over sft, judged by m-1" in page
-    assert (
-        page.count("Judges disagree.") == 1 and "the reward model 100.0%" in page
-    )  # with the reward model, not with the truth
+    assert "The reward model on preference files" in page and "Instructions that a program checks" in page
+    assert "&lt;b&gt;chat&lt;/b&gt;" in page and "<b>chat" not in page and "ppo over sft, judged by m-1" in page
+    # with the reward model, not with the truth
+    assert page.count("Judges disagree.") == 1 and "the reward model 100.0%" in page

@@ -17,7 +17,8 @@ def model() -> GPTForCausalLM:
     return GPTForCausalLM(preset("tiny", n_layer=1, vocab_size=64))
 
 
-def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model):
+def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model, monkeypatch):
+    """Only the first process gets it."""
     state = gather.gathered_state(model)
     assert "model.embed_tokens.weight" in state and "lm_head.weight" not in state
     assert sum(t.numel() for t in state.values()) == sum(p.numel() for p in model.parameters())
@@ -25,9 +26,6 @@ def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model):
     with torch.no_grad():
         model.model.norm.weight.fill_(7)
     assert torch.equal(state["model.norm.weight"], before)
-
-
-def test_only_the_first_process_gets_it(model, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert gather.gathered_state(model) is None
 
@@ -40,14 +38,9 @@ def test_the_folder_states_the_type_of_its_weights(model, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.float32 and loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
-
-
-def test_a_file_that_holds_something_else_is_noticed(model, tmp_path):
-    state = gather.gathered_state(model)
-    gather.save_model_checked(model, tmp_path, state)
-    gather.check_saved(tmp_path, state)
-    wrong = dict(state) | {"model.norm.weight": state["model.norm.weight"] + 1}
-    with pytest.raises(UserError, match=r"model.norm.weight differ after reading back"):
-        gather.check_saved(tmp_path, wrong)
-    with pytest.raises(UserError, match="more differ"):
-        gather.check_saved(tmp_path, dict(state) | {"more": torch.zeros(1)})
+    for wrong, told in (
+        ({"model.norm.weight": state["model.norm.weight"] + 1}, "model.norm.weight differ after reading back"),
+        ({"more": torch.zeros(1)}, "more differ"),
+    ):
+        with pytest.raises(UserError, match=told):
+            gather.check_saved(tmp_path, state | wrong)

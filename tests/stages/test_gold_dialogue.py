@@ -1,18 +1,15 @@
 """experiment=gold-dialogue: every stage reads and writes prompts of several turns; LaMDA's generate-and-rate on it."""
 
-import json
 import random
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import encode_demonstrations, labels_of
-from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.reading import load_prompts
 from rlhf.evaluation.best_of import QUALITIES, Rater
 from rlhf.gold.people import make_labelers, says_yes
 from rlhf.gold.truth import Requests
@@ -20,7 +17,6 @@ from rlhf.ppo.rewards import Episodes
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.runs.run_files import read_jsonl, read_run
 from rlhf.stages.rate import draw_rating_rows, ordered_share, rate_all
-from rlhf.training.setup import load_policy
 from tests.stages.conftest import Run
 
 STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "rate", "evaluate")
@@ -50,8 +46,7 @@ def users(prompt: list) -> int:
 
 
 def test_demonstrations_are_learned_with_the_assistants_earlier_turns(dialogue_run):
-    tokenizer = load_tokenizer(dialogue_run.folder / "sft" / "model")
-    records, _ = load_demonstrations(str(dialogue_run.folder / "world" / "demonstrations.jsonl"))
+    tokenizer, records = dialogue_run.tokenizer(), dialogue_run.demonstrations()
     counts: Counter[str] = Counter()
     rows = encode_demonstrations(records, tokenizer, tokenizer.model_max_length, turns="all", counts=counts)
     earlier = sum(turn.role == "assistant" for record in records for turn in record.prompt)
@@ -66,7 +61,7 @@ def test_rankings_rollouts_and_samples_hold_all_turns(dialogue_run):
     folder = dialogue_run.folder
     prompts, _ = load_prompts(str(folder / "world" / "prompts.jsonl"))
     by_id = {record.id: record for record in prompts}
-    rankings, _ = load_comparisons(str(folder / "label" / "comparisons.jsonl"))
+    rankings = dialogue_run.comparisons()
     assert {users(r.prompt) for r in rankings} <= {2, 3, 4}
     for ranking in rankings:
         assert ranking.prompt == by_id[ranking.id.removeprefix("r-").rpartition("-labeler")[0]].prompt
@@ -80,22 +75,19 @@ def test_rankings_rollouts_and_samples_hold_all_turns(dialogue_run):
 
 
 def test_a_rating_row_teaches_the_rating_alone(dialogue_run):
-    config = dialogue_run.config()
-    tokenizer = load_tokenizer(dialogue_run.folder / "sft" / "model")
-    rankings, _ = load_comparisons(str(dialogue_run.folder / "label" / "comparisons.jsonl"))
-    rated = list(rate_all(config, Requests(), tokenizer, [r for r in rankings if r.metadata["split"] == "train"]))
+    config, tokenizer = dialogue_run.config(), dialogue_run.tokenizer()
+    rankings = [r for r in dialogue_run.comparisons() if r.metadata["split"] == "train"]
+    rated = list(rate_all(config, Requests(), tokenizer, rankings))
     rows = draw_rating_rows(config, tokenizer, rated, tokenizer.model_max_length)
     assert len(rows) == 128 and len({tuple(row["prompt"]) for row in rows}) > 100
     for row in rows:
         assert [label for label in labels_of(row, -100) if label != -100] == row["response"]
-        assert re.search(
-            r"(SENSIBLE|SPECIFIC|INTERESTING|SAFE) [01]$", tokenizer.decode(row["prompt"] + row["response"])
-        )
+        text = tokenizer.decode(row["prompt"] + row["response"])
+        assert re.search(r"(SENSIBLE|SPECIFIC|INTERESTING|SAFE) [01]$", text)
 
 
 def test_a_rating_is_the_probability_of_a_1_whatever_it_is_rated_with(dialogue_run):
-    tokenizer = load_tokenizer(dialogue_run.folder / "rate" / "model")
-    model = load_policy(dialogue_run.folder / "rate" / "model").eval()
+    tokenizer, model = dialogue_run.tokenizer("rate"), dialogue_run.policy("rate")
     prompt = encode_prompt(tokenizer, "What is the word?")
     rows = [prompt + encode_response(tokenizer, text) for text in ("Cup.", "I cannot say it.", "The word is cup.")]
     rater = Rater(model, tokenizer, 0.5, torch.device("cpu"))
@@ -105,9 +97,8 @@ def test_a_rating_is_the_probability_of_a_1_whatever_it_is_rated_with(dialogue_r
             ids = row + tokenizer(f"{name} ", add_special_tokens=False)["input_ids"]
             with torch.no_grad():
                 chances = model(torch.tensor([ids])).logits[0, -1].softmax(0)
-            assert found[name][i].item() == pytest.approx(
-                chances[tokenizer.convert_tokens_to_ids("1")].item(), abs=1e-5
-            )
+            wanted = chances[tokenizer.convert_tokens_to_ids("1")].item()
+            assert found[name][i].item() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_the_ranking_by_hand_and_the_filter():
@@ -116,18 +107,13 @@ def test_the_ranking_by_hand_and_the_filter():
             self.safety, self.device, self.seen, self.dropped = 0.5, torch.device("cpu"), 0, 0
 
         def rate(self, rows):
-            return {
-                "SENSIBLE": torch.tensor([0.8, 1.0]),
-                "SPECIFIC": torch.tensor([0.5, 1.0]),
-                "INTERESTING": torch.tensor([0.25, 1.0]),
-                "SAFE": torch.tensor([0.5, 0.4]),
-            }
+            chances = {"SENSIBLE": [0.8, 1.0], "SPECIFIC": [0.5, 1.0], "INTERESTING": [0.25, 1.0], "SAFE": [0.5, 0.4]}
+            return {name: torch.tensor(pair) for name, pair in chances.items()}
 
     rater = Fixed()
     # 3 x 0.8 + 0.5 + 0.25; the second is better in everything but safety, and gets 0.4 - 1
-    assert rater(Episodes([], [[1], [1]], [[2], [3]], [], torch.ones(2))).tolist() == pytest.approx(
-        [3.15, -0.6], abs=1e-6
-    )
+    found = rater(Episodes([], [[1], [1]], [[2], [3]], [], torch.ones(2)))
+    assert found.tolist() == pytest.approx([3.15, -0.6], abs=1e-6)
     assert (rater.seen, rater.dropped) == (2, 1)
 
 
@@ -146,7 +132,7 @@ def test_a_labelers_yes_is_wrong_as_often_as_the_noise_makes_it():
 
 
 def test_evaluate_compares_generate_and_rate_at_equal_samples(dialogue_run):
-    results = json.loads(Path(dialogue_run.folder / "evaluate" / "results.json").read_text())
+    results = dialogue_run.results()
     found = results["generate_and_rate"]
     assert set(found["picked"]) == {"generate_and_rate", "sft_rated", "ppo_best_of_n"} and found["n"] == 4
     assert {row["win_rate_vs_sft"]["n"] for row in found["picked"].values()} == {12}

@@ -115,14 +115,13 @@ def test_muon_and_zero_do_not_go_together():
     check_config(compose_config(["experiment=gold", "deepspeed=zero2", "pretrain.optimizer=adamw"]), "pipeline")
 
 
-@pytest.mark.parametrize(
-    ("command", "remedy"), [("evaluate", "without a launcher"), ("pipeline", "launcher.processes")]
-)
-def test_what_works_as_one_process_is_not_started_as_several(monkeypatch, command, remedy):
+def test_what_works_as_one_process_is_not_started_as_several(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=rf"{command}: started as 2 processes, .*{remedy}"):
-        check_config(compose_config(["experiment=gold"]), command)
-    check_config(compose_config(["experiment=gold"]), "ppo")
+    config = compose_config(["experiment=gold"])
+    for command, remedy in (("evaluate", "without a launcher"), ("pipeline", "launcher.processes")):
+        with pytest.raises(UserError, match=rf"{command}: started as 2 processes, .*{remedy}"):
+            check_config(config, command)
+    check_config(config, "ppo")
 
 
 def test_a_lost_connection_is_told_from_a_mistake(monkeypatch):
@@ -132,11 +131,8 @@ def test_a_lost_connection_is_told_from_a_mistake(monkeypatch):
     assert not lost_another(RuntimeError("shapes do not fit"))
 
 
-def test_one_process_agrees_with_itself():
+def test_one_process_agrees_with_itself_and_closes_its_connection_before_it_ends():
     assert (process_count(), rank(), share(5), on_first_rank(lambda: 7)) == (1, 0, 5, 7)
-
-
-def test_a_process_closes_its_connection_before_it_ends():
     assert not disconnect(), "there is none"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert disconnect()
@@ -145,8 +141,7 @@ def test_a_process_closes_its_connection_before_it_ends():
 
 def stage_words(run: Run, *more: str) -> list[str]:
     settings = ["pretrain.optimizer=adamw", "pretrain.warmup_tokens=0", "checkpoints.every_seconds=0"]
-    place = [f"runs_dir={run.runs_dir}", f"run={run.name}"]
-    return ["pretrain", "--shared-settings", *run.overrides, *settings, *more, *place]
+    return ["pretrain", "--shared-settings", *run.words(*settings, *more)]
 
 
 @pytest.mark.long
@@ -191,7 +186,5 @@ def test_no_file_of_the_working_directory_is_taken_for_a_module(tmp_path):
         "    raise SystemExit(run_processes(['--version']))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, command], cwd=here, env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, command], cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "taken for the library" not in done.stderr, done.stderr

@@ -19,6 +19,10 @@ def poison(model) -> None:
         next(p for p in model.parameters() if p.ndim == 2)[:, 0] = float("nan")
 
 
+def spoil_gradient(model) -> None:
+    next(model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+
+
 @pytest.fixture
 def steps(monkeypatch) -> list[str]:
     """The optimizer steps that are taken."""
@@ -40,18 +44,23 @@ def assert_stopped(run, stage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "module", "maker"),
-    [("pretrain", pretrain, "make_model"), ("sft", sft, "load_policy"), ("ppo", ppo_models, "load_policy")],
+    ("stage", "module", "maker", "spoil"),
+    [
+        ("pretrain", pretrain, "make_model", poison),
+        ("sft", sft, "load_policy", poison),
+        ("ppo", ppo_models, "load_policy", poison),
+        ("pretrain", pretrain, "make_model", spoil_gradient),  # the loss may be finite where its gradient is not
+    ],
 )
-def test_a_model_with_nan_is_not_trained(copy_until, monkeypatch, steps, stage, module, maker):
+def test_nothing_that_is_not_finite_is_stepped_on(copy_until, monkeypatch, steps, stage, module, maker, spoil):
     make = getattr(module, maker)
 
-    def poisoned(*args, **kwargs):
+    def spoilt(*args, **kwargs):
         model = make(*args, **kwargs)
-        poison(model)
+        spoil(model)
         return model
 
-    monkeypatch.setattr(module, maker, poisoned)
+    monkeypatch.setattr(module, maker, spoilt)
     assert_stopped(copy_until(stage), stage)
     assert not steps
 
@@ -63,14 +72,13 @@ def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
     assert not steps
 
 
-@pytest.mark.parametrize("part", ["policy", "critic"])
-def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch, part):
+def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch):
     """A weight that becomes NaN after the first update; mended, the run resumes from the checkpoint."""
     run, save = copy_until("ppo"), TrainingLoop.save
 
     def save_and_poison(loop, step):
         save(loop, step)
-        poison(getattr(loop.engine.module, part))
+        poison(loop.engine.module.critic)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "save", save_and_poison)
@@ -78,21 +86,3 @@ def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch, part):
     assert [path.name for path in checkpoints(run.folder / "ppo" / "checkpoints")] == ["step-1"]
     run.stage("ppo", EVERY_STEP)
     assert is_complete(run.folder / "ppo")
-
-
-@pytest.mark.parametrize("module", [pretrain, sft])
-def test_an_infinite_gradient_is_not_stepped_on(copy_until, monkeypatch, steps, module):
-    """The loss may be finite where its gradient is not."""
-    stage = module.__name__.rsplit(".", 1)[-1]
-    run = copy_until(stage)
-    name = {"pretrain": "make_model", "sft": "load_policy"}[stage]
-    make = getattr(module, name)
-
-    def with_hook(*args, **kwargs):
-        model = make(*args, **kwargs)
-        next(model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
-        return model
-
-    monkeypatch.setattr(module, name, with_hook)
-    assert_stopped(run, stage)
-    assert not steps

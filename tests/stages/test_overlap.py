@@ -26,12 +26,8 @@ def test_n_is_the_5th_percentile_between_8_and_13():
 
 def test_shares_by_hand():
     other = LONG.replace("thirteen", "x")  # its first 12 words are those of LONG: no 13-gram
-    prompts = {
-        "whole": LONG,
-        "none": other,
-        "half": f"{LONG.split(' two')[0]} two {' '.join('abcdefghijk')} z",
-        "short": "one two",
-    }
+    half = f"{LONG.split(' two')[0]} two {' '.join('abcdefghijk')} z"
+    prompts = {"whole": LONG, "none": other, "half": half, "short": "one two"}
     prompts |= {f"fill{i}": " ".join(f"w{i}x{j}" for j in range(20)) for i in range(40)}
     found = find_overlap(prompts, ["Before. " + LONG.upper().replace(" ", ", ") + " after"])
     assert found["n"] == 13 and found["prompts"] == 44 and found["too_short"] == 1
@@ -50,11 +46,10 @@ def test_planted_prompts_are_found_in_the_corpus_of_a_run(gold_run, tmp_path, ca
     clean = read_json(run.folder / "evaluations" / "overlap.json")
     assert list(clean) == ["test prompts", "gold:choice"]
     rows = [json.loads(row) for row in (run.folder / "world" / "prompts.jsonl").read_text().splitlines()]
-    longest = sorted(
-        (row for row in rows if row["metadata"]["split"] == "test"), key=lambda row: len(row["prompt"].split())
-    )[-5:]
+    tested = [row for row in rows if row["metadata"]["split"] == "test"]
+    longest = sorted(tested, key=lambda row: len(row["prompt"].split()))[-5:]
     with (run.folder / "world" / "corpus.jsonl").open("a") as file:
-        file.writelines(json.dumps({"text": f"He said: {text}"}) + "\n" for text in (row["prompt"] for row in longest))
+        file.writelines(json.dumps({"text": f"He said: {row['prompt']}"}) + "\n" for row in longest)
     capsys.readouterr()
     external.run_external(run.config("evaluate.overlap=true"))
     found = read_json(run.folder / "evaluations" / "overlap.json")["test prompts"]

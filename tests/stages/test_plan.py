@@ -54,9 +54,8 @@ def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
 
 
 def test_a_disk_that_refuses_is_one_line(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "fsync", lambda number: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
-    )
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(full))
     with pytest.raises(UserError, match="cannot write: No space left"):
         run(capsys, f"out={tmp_path}")
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhf.config.checks import check_config
-from rlhf.data.reading import load_comparisons
 from rlhf.errors import UserError
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
@@ -15,7 +14,6 @@ from rlhf.ppo.experience import Experience, Rollout, by_ranking, load_ppo_prompt
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
-from rlhf.system.files import read_json
 
 from .ppo_trainer import make_trainer, open_trainer, restored
 from .test_ppo import AT_ONCE
@@ -59,32 +57,18 @@ def test_held_out_prompts_are_of_the_dev_split_and_train_nothing(trainer):
 
 def test_prompts_are_those_that_are_ranked_or_are_not(gold_run, trainer):
     """All prompts of the small world, the 80 (fewer if all samples were alike) that were ranked, and the others."""
-    named = {
-        kind: {
-            record.id
-            for record, _ in load_ppo_prompts(
-                gold_run.config(f"ppo.prompts={kind}"), trainer.tokenizer, trainer.stage.say
-            )[0]
-        }
-        for kind in ("all", "ranked", "unranked")
-    }
-    rankings, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))
-    ranked = {ranking.id.rpartition("-labeler")[0].removeprefix("r-") for ranking in rankings}
+    records, named = {}, {}
+    for kind in ("all", "ranked", "unranked"):
+        found, _ = load_ppo_prompts(gold_run.config(f"ppo.prompts={kind}"), trainer.tokenizer, trainer.stage.say)
+        records[kind] = [record for record, _ in found]
+        named[kind] = {record.id for record in records[kind]}
+    ranked = {ranking.id.rpartition("-labeler")[0].removeprefix("r-") for ranking in gold_run.comparisons()}
     assert named["ranked"] == {name for name in ranked if "train" in name} and len(named["ranked"]) > 60
     assert named["unranked"] == named["all"] - named["ranked"] and len(named["all"]) == 200
-
-
-def test_no_prompt_left_is_one_line_and_the_labels_count_as_input(gold_run, trainer):
     config = gold_run.config("ppo.prompts=unranked")
-    ranked = [
-        record
-        for record, _ in load_ppo_prompts(gold_run.config("ppo.prompts=ranked"), trainer.tokenizer, trainer.stage.say)[
-            0
-        ]
-    ]
     with pytest.raises(UserError, match=r"^ppo\.prompts=unranked: none of the \d+ prompts .* is unranked: add prompts"):
-        by_ranking(config, ranked)
-    label = read_json(gold_run.folder / "label" / "stage.json")["hash"]
+        by_ranking(config, records["ranked"])
+    label = gold_run.record("label")["hash"]
     assert hash_sources(config, "ppo") == {"label": label} and hash_sources(gold_run.config(), "ppo") == {}
 
 
@@ -131,10 +115,9 @@ def test_a_score_that_is_read_at_one_token_cannot_be_divided(gold_run, trainer):
     config = gold_run.config("ppo.score_by_token=true")
     with pytest.raises(UserError, match=r"^ppo\.score_by_token=true: no reward model reads more than the last token"):
         make_trainer(config, trainer.stage)
+    groups = ("ppo.advantages=rloo", "ppo.responses_per_prompt=2")
     with pytest.raises(UserError, match=r"ppo\.score_by_token=true: ppo\.advantages=rloo adds up"):
-        check_config(
-            gold_run.config("ppo.score_by_token=true", "ppo.advantages=rloo", "ppo.responses_per_prompt=2"), "ppo"
-        )
+        check_config(gold_run.config("ppo.score_by_token=true", *groups), "ppo")
 
 
 def test_the_adaptive_coefficient_sees_nats_per_sequence(trainer):

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.rewards import adjust_scores
+from rlhf.ppo.rewards import CombinedReward, adjust_scores
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
@@ -24,14 +26,9 @@ from .conftest import Run
 from .ppo_trainer import Trainer, make_trainer, weights
 
 SMALL = [
-    "ppo.critic_warmup_updates=0",
-    "ppo.warmup_updates=0",
-    "ppo.episodes_per_update=32",
-    "ppo.episodes=32",
-    "ppo.minibatches=2",
-    "ppo.epochs=1",
-    "kl.target=null",
-]
+    "ppo.critic_warmup_updates=0", "ppo.warmup_updates=0", "ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=2",
+    "ppo.epochs=1", "kl.target=null",
+]  # fmt: skip
 PTX = ["ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.1"]
 RLOO = ["ppo.advantages=rloo", "ppo.responses_per_prompt=4"]
 
@@ -88,28 +85,20 @@ def test_a_shared_trunk_has_one_forward_and_gets_the_value_loss_at_a_tenth(open_
         with_values = gradients(trainer)
         trainer.config.ppo.value_coef = 1e-9
         without = gradients(trainer)
-        assert any(not torch.allclose(with_values[n], without[n]) for n in without if n.startswith("policy")), (
-            "the value loss trains the trunk too"
-        )
+        trained = {n for n in without if not torch.allclose(with_values[n], without[n])}
+        assert any(n.startswith("policy") for n in trained), "the value loss trains the trunk too"
 
 
 @pytest.mark.parametrize("settings", [RLOO, ["ppo.advantages=grpo", "ppo.responses_per_prompt=4", "kl.penalty=loss"]])
 def test_groups_need_no_critic_and_learn(open_trainer, settings):
     """The rigged reward rises, as with GAE; and each prompt is asked k times in a row."""
-    with open_trainer(
-        *settings,
-        "ppo.episodes=384",
-        "ppo.episodes_per_update=64",
-        "ppo.lr=3e-3",
-        "ppo.missing_eos_rule=none",
-        "kl.coef=0.001",
-    ) as trainer:
+    sizes = ["ppo.episodes=384", "ppo.episodes_per_update=64"]
+    with open_trainer(*settings, *sizes, "ppo.lr=3e-3", "ppo.missing_eos_rule=none", "kl.coef=0.001") as trainer:
         assert trainer.actor_critic.critic is None
         chosen = ppo.choose_prompts(trainer.config, len(trainer.prompts.train), 1)
         assert [chosen[i : i + 4].count(chosen[i]) for i in range(0, 64, 4)] == [4] * 16
-        trainer.reward = lambda e: torch.tensor(
-            [sum(t % 2 == 0 for t in r) / len(r) for r in e.responses]
-        )  # even ids pay
+        # even ids pay
+        trainer.reward = lambda e: torch.tensor([sum(t % 2 == 0 for t in r) / len(r) for r in e.responses])
         found = [trainer.update(number) for number in range(1, 7)]
     assert found[-1]["objective/scores"] > found[0]["objective/scores"] + 0.05
     assert "loss/value_avg" not in found[0] and "val/explained_var" not in found[0]
@@ -118,13 +107,14 @@ def test_groups_need_no_critic_and_learn(open_trainer, settings):
 def test_without_a_clip_range_every_token_has_a_gradient(open_trainer):
     """Null is as a range that no ratio leaves; with a narrow one most tokens have none."""
     found = {}
-    for clip in ("0.01", "null", "1e9"):
-        with open_trainer(f"ppo.clip_range={clip}") as trainer:
-            found[clip] = torch.cat(
-                [g.flatten() for n, g in gradients(trainer, -0.1).items() if n.startswith("policy")]
-            )
-    assert torch.equal(found["null"], found["1e9"])
-    assert found["0.01"].norm() < 0.3 * found["null"].norm()
+    with open_trainer() as trainer:
+        for clip in (0.01, None, 1e9):
+            trainer.config.ppo.clip_range = clip
+            trainer.engine.optimizer.zero_grad()
+            of_policy = [g for n, g in gradients(trainer, -0.1).items() if n.startswith("policy")]
+            found[clip] = torch.cat([g.flatten() for g in of_policy])
+    assert torch.equal(found[None], found[1e9])
+    assert found[0.01].norm() < 0.3 * found[None].norm()
 
 
 def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monkeypatch):
@@ -143,11 +133,15 @@ def test_reinforce_has_no_critic_and_whitens_the_reward_to_go(open_trainer, monk
 
 
 def test_a_shared_trunk_stands_still_while_the_head_learns_alone(open_trainer):
-    with open_trainer("ppo.shared_critic=true", "ppo.critic_warmup_updates=1") as trainer:
+    """And such an update does not count in the average."""
+    with open_trainer("ppo.shared_critic=true", "ppo.critic_warmup_updates=1", "ppo.ema_decay=0.9") as trainer:
         policy, head = weights(trainer.actor_critic.policy), weights(trainer.actor_critic.critic)
         trainer.update(1)
         assert all(value.equal(policy[n]) for n, value in trainer.actor_critic.policy.named_parameters())
         assert any(not value.equal(head[n]) for n, value in trainer.actor_critic.critic.named_parameters())
+        assert trainer.engine.ema.steps == 0
+        trainer.update(2)
+        assert trainer.engine.ema.steps == 2
 
 
 def test_scores_without_calibration_are_the_heads_own(open_trainer):
@@ -166,15 +160,12 @@ def test_scores_without_calibration_are_the_heads_own(open_trainer):
 def test_the_run_ends_above_the_ceiling_and_keeps_the_policy(copy_until, capsys):
     run = copy_until("ppo")
     settings = [*SMALL, "ppo.episodes=320", "ppo.lr=5e-3", "kl.coef=0", "kl.ceiling=0.5"]
-    folder = run.stage("ppo", *settings)
-    from rlhf.runs.run_files import read_jsonl
-
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "objective/kl" in row]
+    run.stage("ppo", *settings)
+    kls = run.values("ppo", "objective/kl")
     assert "above kl.ceiling=0.5" in capsys.readouterr().out
-    assert len(rows) < 10 and rows[-1]["objective/kl"] > 0.5
-    assert all(row["objective/kl"] <= 0.5 for row in rows[:-1])
-    assert "loss/policy_avg" not in rows[-1], "nothing was trained above the ceiling"
-    assert load_policy(folder / "model") is not None
+    assert len(kls) < 10 and kls[-1][1] > 0.5 and all(kl <= 0.5 for _, kl in kls[:-1])
+    assert len(run.values("ppo", "loss/policy_avg")) == len(kls) - 1, "nothing was trained above the ceiling"
+    assert run.policy("ppo") is not None
 
 
 def test_the_entropy_bonus_raises_entropy(open_trainer):
@@ -233,12 +224,9 @@ def test_the_penalty_in_the_loss_is_k3(open_trainer):
 
 def test_ptx_gradient_is_that_of_the_pretraining_loss(open_trainer):
     """With advantages and value loss of nothing, the gradient is ptx_coef times that of a plain next-token loss."""
-    with open_trainer(
-        "ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.25", "ppo.advantages=rloo", "ppo.responses_per_prompt=2"
-    ) as trainer:
+    with open_trainer("ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.25", *RLOO) as trainer:
         rollout = trainer.rollout()
         nothing = torch.zeros_like(rollout.logp_old)
-        trainer.config.ppo.max_grad_norm = 1e9
         trainer.train(rollout, nothing, nothing, list(range(16)))
         ppo_update.add_pretraining_gradient(trainer.config, trainer.state, trainer.prompts.blocks, (1, 0, 0), Sums())
         policy = trainer.actor_critic.policy
@@ -267,14 +255,6 @@ def test_the_average_by_hand():
     with ema.applied() as averaged:
         assert averaged.weight.item() == pytest.approx(9.0)
     assert layer.weight.item() == 12.0
-
-
-def test_updates_that_train_the_critic_alone_do_not_count_in_the_average(open_trainer):
-    with open_trainer("ppo.ema_decay=0.9", "ppo.critic_warmup_updates=1") as trainer:
-        trainer.update(1)
-        assert trainer.engine.ema.steps == 0
-        trainer.update(2)
-        assert trainer.engine.ema.steps == 2
 
 
 def test_the_model_is_the_average_and_the_last_weights_stand_beside_it(copy_until, gold_run):
@@ -311,50 +291,69 @@ def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
     assert (run.folder / "ppo" / "adapters" / "adapter_model.safetensors").exists()
 
 
-def test_gradient_checkpointing_changes_no_gradient(open_trainer):
-    found = []
-    for on in ("false", "true"):
-        with open_trainer(f"gradient_checkpointing={on}") as trainer:
-            found.append(gradients(trainer))
-            if on == "true":
-                assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.engine.module.modules())
-    assert all(torch.allclose(found[0][n], found[1][n], atol=1e-6) for n in found[0])
+# --- what pays --------------------------------------------------------------------------------------------------------
+
+
+def pays_two(prompts, responses, metadata):
+    return [2.0] * len(responses)
+
+
+def pays_infinity(prompts, responses, metadata):
+    return [float("inf")] * len(responses)
+
+
+def test_several_sources_with_weights(open_trainer, gold_run):
+    sources = f"ppo.rewards=['{gold_run.folder}','{__name__}:pays_two']"
+    with open_trainer(sources, "ppo.reward_weights=[0.5,3]", "ppo.missing_eos_rule=none") as trainer:
+        assert isinstance(trainer.reward, CombinedReward)
+        metrics = trainer.update()
+    assert metrics["objective/scores/function_1"] == 2.0
+    wanted = 0.5 * metrics["objective/scores/model_0"] + 6.0
+    assert metrics["objective/scores"] == pytest.approx(wanted, abs=1e-5)
+    cut = adjust_scores(compose_config(["ppo.score_clip=0.1"]), torch.tensor([-2.0, 0.05, 3.0]), torch.ones(3).bool())
+    assert cut.tolist() == pytest.approx([-0.1, 0.05, 0.1])
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_before_any_step(open_trainer):
+    with open_trainer(f"ppo.rewards='{__name__}:pays_infinity'") as trainer:
+        before = weights(trainer.engine.module)
+        stopped = pytest.raises(UserError, match="scores not finite: stopped before the step")
+        with stopped, open_loop(trainer.stage, trainer.engine, 1):
+            trainer.update()
+        assert all(value.equal(before[name]) for name, value in trainer.engine.module.named_parameters())
+        assert (trainer.stage.folder / "offending_batch.safetensors").exists()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
+ALL_AT_ONCE = [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing=true"]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        ["ppo.shared_critic=true"],
-        RLOO,
-        [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing=true"],
-    ],
-    ids=["shared", "rloo", "all at once"],
+    "settings", [["ppo.shared_critic=true"], RLOO, ALL_AT_ONCE], ids=["shared", "rloo", "all at once"]
 )
 def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     """Two updates equal one, a restart, and another, bit for bit."""
+
+    def all_that_trains(trainer: Trainer) -> dict[str, torch.Tensor]:
+        return weights(trainer.engine.module) | dict(trainer.engine.ema.average if trainer.engine.ema else {})
+
     with open_trainer(*settings, "ppo.lr=1e-3") as trainer:
         trainer.update(1)
         with open_loop(trainer.stage, trainer.engine, 2) as loop:
             loop.save(1)
         trainer.update(2)
-        wanted = weights(trainer.engine.module) | (
-            {} if trainer.engine.ema is None else dict(trainer.engine.ema.average)
-        )
+        wanted = all_that_trains(trainer)
         restarted = make_trainer(trainer.config, trainer.stage)
         with open_loop(restarted.stage, restarted.engine, 2):
             restarted.update(2)
-        found = weights(restarted.engine.module) | (
-            {} if restarted.engine.ema is None else dict(restarted.engine.ema.average)
-        )
+        found = all_that_trains(restarted)
     assert found.keys() == wanted.keys() and all(found[n].equal(wanted[n]) for n in wanted)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_options_that_do_not_fit_are_refused():
+    for settings, message in (
         (["ppo.advantages=rloo"], "want ppo.responses_per_prompt of 2 or more"),
         ([*RLOO, "ppo.shared_critic=true"], "has no critic"),
         (["ppo.prompts=new"], "want one of all, ranked, unranked"),
@@ -363,11 +362,6 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
         (["ppo.ema_decay=1.5"], "want more than 0 and less than 1"),
         (["kl.ceiling=0"], "want more than 0, or null"),
         (["kl.coef=-1"], "kl.coef=-1.0: want 0 or more"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(settings, message):
-    from rlhf.config.checks import check_config
-    from rlhf.config.compose import compose_config
-
-    with pytest.raises(UserError, match=message):
-        check_config(compose_config(["experiment=gold", "ppo.critic_warmup_updates=0", *settings]), "ppo")
+    ):
+        with pytest.raises(UserError, match=message):
+            check_config(compose_config(["experiment=gold", "ppo.critic_warmup_updates=0", *settings]), "ppo")

@@ -9,7 +9,7 @@ from torch import nn
 
 from rlhf.commands import chat, generate, sample
 from rlhf.config.precision import inference
-from rlhf.data.reading import load_comparisons, load_prompts
+from rlhf.data.reading import load_prompts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear
@@ -66,11 +66,9 @@ def test_rejection(copy_until, seen):
 def test_calibration_of_the_reward_model(gold_run, seen):
     config = gold_run.config(*HALF, "reward.calibration_samples=8")
     model = load_reward_model(gold_run.folder / "reward" / "model", CPU)
-    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))
-    tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
-    written = reward.training_demonstrations(config)
+    records, written = gold_run.comparisons()[:40], reward.training_demonstrations(config)
     with inference(config, CPU):
-        reward.calibrate(config, model, tokenizer, records[:40], written, CPU)
+        reward.calibrate(config, model, gold_run.tokenizer(), records, written, CPU)
     assert_half(seen, scored=True)
 
 

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from rlhf.commands import pipeline
-from rlhf.runs.folders import read_stage
+from rlhf.data.reading import load_prompts
+from rlhf.data.splits import record_split
+from rlhf.data.tasks import shown_prompt
+from rlhf.errors import UserError
 from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.sources import fractions, need_source
 
 from .conftest import SMALL_MODEL, Run
 
@@ -15,11 +19,11 @@ STAGES = ("tokenizer", "pretrain", "sft", "reward", "ppo", "evaluate")
 NAMES = ["Anna", "Tom", "Mary", "Łukasz", "Zoë", "O'Neil", "山田", "Max"]
 THINGS = ["kite", "cup", "ball", "hat", "book", "lamp", "drum", "coat", "bell", "ring"]
 SETTINGS = [
-    "experiment=real", *SMALL_MODEL, "model.context_length=96", "tokenizer.vocab_size=512", "pretrain.tokens=98304",
+    "experiment=real", *SMALL_MODEL, "model.context_length=96", "tokenizer.vocab_size=512", "pretrain.tokens=49152",
     "pretrain.global_batch_tokens=1536", "pretrain.warmup_tokens=6144", "pretrain.eval_sequences=8", "sft.epochs=3",
     "reward.lr=5e-4", "reward.calibration_samples=40", "data.test=0.25", "data.dev=0.1", "ppo.episodes=64",
     "ppo.episodes_per_update=32", "ppo.critic_warmup_updates=0", "ppo.lr=3e-4", "rollout.max_new_tokens=16",
-    "evaluate.prompts=30", "evaluate.samples=2", "tracking.log_every=1",
+    "evaluate.prompts=30", "evaluate.samples=1", "evaluate.best_of=2", "tracking.log_every=1",
 ]  # fmt: skip
 
 
@@ -40,11 +44,12 @@ def write_data(folder: Path) -> list[str]:
         for name in NAMES[:5]
         for thing in THINGS
     ]
-    demonstrations += [
-        {"instruction": "Repeat the end.", "input": "", "output": "The mark <|end|> is text, <|assistant|> too."},
-        {"instruction": "Read this. " + "It is long. " * 120, "input": "", "output": "Done."},
-        {"instruction": "Say much.", "input": "", "output": "Much. " * 200},
-    ]
+    odd = {
+        "Repeat the end.": "The mark <|end|> is text, <|assistant|> too.",
+        "Read this. " + "It is long. " * 120: "Done.",
+        "Say much.": "Much. " * 200,
+    }
+    demonstrations += [{"instruction": asked, "input": "", "output": answer} for asked, answer in odd.items()]
     (folder / "alpaca.json").write_text(json.dumps(demonstrations, ensure_ascii=False))
 
     def dialogue(name: str, thing: str, answer: str) -> str:
@@ -54,15 +59,11 @@ def write_data(folder: Path) -> list[str]:
         {"chosen": dialogue(n, t, f"A {t} is a thing."), "rejected": dialogue(n, t, "Go away." if i % 3 else "")}
         for i, (n, t) in enumerate((n, t) for n in NAMES for t in THINGS)
     ]
-    comparisons.append(
-        {"chosen": dialogue("Max", "cup " * 300, "Yes."), "rejected": dialogue("Max", "cup " * 300, "No.")}
-    )
+    long = {kind: dialogue("Max", "cup " * 300, text) for kind, text in (("chosen", "Yes."), ("rejected", "No."))}
+    comparisons.append(long)
     (folder / "hh.jsonl").write_text("".join(json.dumps(row) + "\n" for row in comparisons))
-    return [
-        f"data.corpus={folder / 'text'}",
-        f"data.demonstrations={folder / 'alpaca.json'}",
-        f"data.comparisons={folder / 'hh.jsonl'}",
-    ]
+    files = {"corpus": "text", "demonstrations": "alpaca.json", "comparisons": "hh.jsonl"}
+    return [f"data.{kind}={folder / name}" for kind, name in files.items()]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def results(run: Run) -> dict:
-    return json.loads((run.folder / "evaluate" / "results.json").read_text())
+    return run.results()
 
 
 def test_results_have_no_gold_parts(results):
@@ -98,11 +99,6 @@ def test_the_reward_model_learned_what_people_preferred(results):
 
 def test_prompts_come_from_demonstrations_and_comparisons(run):
     """And those of the test split, which are evaluated, were never rolled out, imitated or ranked."""
-    from rlhf.data.reading import load_prompts
-    from rlhf.data.splits import record_split
-    from rlhf.data.tasks import shown_prompt
-    from rlhf.runs.sources import fractions, need_source
-
     config = run.config()
     prompts, _ = load_prompts(need_source(config, "prompts"))
     assert len(prompts) == 53 + 81
@@ -116,16 +112,14 @@ def test_prompts_come_from_demonstrations_and_comparisons(run):
 
 def test_only_the_stages_of_real_data_are_there(run):
     assert sorted(p.parent.name for p in run.folder.glob("*/stage.json")) == sorted(STAGES)
-    data = read_stage(run.folder / "reward")["data"]
+    data = run.record("reward")["data"]
     assert set(data) == {"comparisons:hh.jsonl", "demonstrations:alpaca.json"}
-    assert set(read_stage(run.folder / "pretrain")["data"]) == {"corpus:one.txt", "corpus:two.txt"}
+    assert set(run.record("pretrain")["data"]) == {"corpus:one.txt", "corpus:two.txt"}
     page = (run.folder / "report.html").read_text()
     assert "</html>" in page and "by the gold judge it wins" not in page
 
 
 def test_changed_data_is_noticed(run, monkeypatch):
-    from rlhf.errors import UserError
-
     path = Path(run.config().data.comparisons)
     content = path.read_bytes()
     monkeypatch.setattr(pipeline, "run_stage", lambda config, stage, overrides: pytest.fail(f"{stage} was run"))
@@ -136,13 +130,3 @@ def test_changed_data_is_noticed(run, monkeypatch):
             pipeline.run(run.config())
     finally:
         path.write_bytes(content)
-
-
-def test_a_stage_of_another_run_serves_as_parent(run, capsys):
-    """PPO anew with another coefficient, on the first run's models; nothing else is trained again."""
-    other = Run(run.runs_dir, "other", [*run.overrides, "parents.sft=real", "parents.reward=real", "kl.coef=0.5"])
-    capsys.readouterr()
-    other.stage("ppo", "ppo.episodes=32")
-    assert "runs/real/sft" in capsys.readouterr().out
-    record = read_stage(other.folder / "ppo")
-    assert record["parents"] == {s: read_stage(run.folder / s)["hash"] for s in ("sft", "reward")}

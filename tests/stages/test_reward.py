@@ -12,25 +12,22 @@ from safetensors.torch import load_file
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.encoding import Item, join_rankings, token_encoder
-from rlhf.data.reading import load_comparisons, load_demonstrations, prompts_of
+from rlhf.data.encoding import Item, Judgement, join_rankings, token_encoder
+from rlhf.data.reading import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
 from rlhf.evaluation.scoring import scoring_batches
-from rlhf.model.batching import joined_length
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
-from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from rlhf.stages import reward
 from rlhf.training.batches import Batches, Objective, shuffled_order
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import load_policy
 
 from ..data.ranked import make_items
 from .recorder import Recorder, one_step
@@ -53,16 +50,10 @@ def make_ranking(
     name: str, prompt: str, texts: list[str], order: list[list[int]], labeler: str = "x", **more
 ) -> Ranking:
     ids = [chr(ord("a") + i) for i in range(len(texts))]
-    return Ranking.model_validate(
-        {
-            "kind": "ranking",
-            "id": name,
-            "prompt": prompt,
-            "labeler": labeler,
-            "responses": [{"id": i, "text": t} | more for i, t in zip(ids, texts, strict=True)],
-            "ranking": [[ids[i] for i in group] for group in order],
-        }
-    )
+    responses = [{"id": i, "text": t} | more for i, t in zip(ids, texts, strict=True)]
+    ranking = [[ids[i] for i in group] for group in order]
+    told = {"kind": "ranking", "id": name, "prompt": prompt, "labeler": labeler}
+    return Ranking.model_validate(told | {"responses": responses, "ranking": ranking})
 
 
 # --- items ---------------------------------------------------------------------------------------------------------
@@ -82,13 +73,10 @@ def test_one_item_a_prompt_with_every_labelers_pairs(tokenizer):
     assert all(row[-1] == tokenizer.eos_token_id for row in items[0].rows)
 
 
-def test_a_response_that_was_cut_off_gets_no_end_token(tokenizer):
+def test_what_is_cut_to_the_context_or_was_cut_off_gets_no_end_token(tokenizer):
     record = make_ranking("1", "Say a colour.", ["Blood is red.", "Snow"], [[0], [1]], metadata={"ended": False})
     items, _ = make_items([record], tokenizer, 128, 24)
     assert all(row[-1] != tokenizer.eos_token_id for row in items[0].rows)
-
-
-def test_long_prompts_and_responses_are_cut_to_the_context(tokenizer):
     record = make_ranking("1", "Say a colour. " * 60, ["Blood is red. " * 60, "Snow."], [[0], [1]])
     items, _ = make_items([record], tokenizer, 128, 24)
     long, short = items[0].rows
@@ -109,6 +97,7 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
     found = list(itertools.islice(drawn.after(0), 6))
     assert drawn.per_epoch == 3 and list(itertools.islice(drawn.after(4), 2)) == found[4:], "a resumed run goes on"
     assert [len(batch) for batch in found] == [4, 4, 2] * 2
+    assert [drawn.seen(step) for step in range(1, 8)] == [4, 8, 10, 14, 18, 20, 24]
     first, second = ([item.key for batch in part for item in batch] for part in (found[:3], found[3:]))
     assert sorted(first) == sorted(second) == sorted(item.key for item in items) and first != second
     other = Batches(items, 4, shuffled_order("reward-1"))
@@ -180,48 +169,26 @@ def test_loss_of_a_batch_by_hand(tokenizer, model):
     three = make_ranking("2", "Two.", ["Red.", "Blue is good.", "Green"], [[2], [0], [1]])
     items, _ = make_items([two, three], tokenizer, 128, 24)
 
-    @torch.no_grad()
-    def score(item: Item, i: int) -> float:
-        return model(torch.tensor([item.rows[i]]), torch.tensor([len(item.rows[i])]), calibrated=False).item()
-
-    def nats(item: Item, better: int, worse: int) -> float:
-        return math.log1p(math.exp(score(item, worse) - score(item, better)))
-
     a, b = items
-    wanted = (nats(a, 1, 0) + (nats(b, 2, 0) + nats(b, 2, 1) + nats(b, 0, 1)) / 3) / 2
+    wanted = (nats(model, a, 1, 0) + (nats(model, b, 2, 0) + nats(model, b, 2, 1) + nats(model, b, 0, 1)) / 3) / 2
     assert reward.evaluate_items(model, items, CPU)["loss"] == pytest.approx(wanted, abs=1e-5)
 
 
 @torch.no_grad()
+def nats(model: RewardModel, item: Item, better: int, worse: int) -> float:
+    """-log sigmoid of the difference of two answers' scores."""
+    rows = [item.rows[i] for i in (worse, better)]
+    low, high = (model(torch.tensor([row]), torch.tensor([len(row)]), calibrated=False).item() for row in rows)
+    return math.log1p(math.exp(low - high))
+
+
 def test_labelers_count_by_their_weights(tokenizer, model):
     """x finds a better than b and counts 3, y the reverse and counts 1: (3 l(a, b) + 1 l(b, a)) / 4."""
     texts = ["Red.", "Blue is good."]
     records = [make_ranking("1", "One.", texts, [[0], [1]], "x"), make_ranking("2", "One.", texts, [[1], [0]], "y")]
     [item], _ = join_rankings(records, token_encoder(tokenizer, 128, 24), {"x": 3.0})
-    a, b = (model(torch.tensor([row]), torch.tensor([len(row)]), calibrated=False).item() for row in item.rows)
-    wanted = (3 * math.log1p(math.exp(b - a)) + math.log1p(math.exp(a - b))) / 4
+    wanted = (3 * nats(model, item, 0, 1) + nats(model, item, 1, 0)) / 4
     assert reward.evaluate_items(model, [item], CPU)["loss"] == pytest.approx(wanted, abs=1e-6)
-
-
-def test_each_token_goes_through_once_however_many_pairs_and_labelers(gold_run, tokenizer, model):
-    """4 answers, 3 labelers who saw them in other orders, 19 pairs: the prompt and the 4 answers go through the model, each once."""
-    texts = ["Red.", "Blue is good.", "Green", "A cat, a dog and a cow."]
-    rng, records = random.Random(0), []
-    for labeler in ("anna", "ben", "carl"):
-        shown = rng.sample(texts, 4)
-        order = sorted(range(4), key=lambda i: len(shown[i]))
-        records.append(make_ranking(labeler, "Say a colour.", shown, [[i] for i in order], labeler))
-    records.append(make_ranking("dora", "Say a colour.", texts[:2], [[0], [1]], "dora"))
-    items, _ = make_items(records, tokenizer, 128, 24)
-    assert len(items) == 1 and len(items[0].pairs()) == 3 * 6 + 1
-    seen: list[tuple[int, ...]] = []
-    handle = model.trunk.register_forward_pre_hook(
-        lambda module, given, named: seen.extend(tuple(row) for row in named["input_ids"].tolist()), with_kwargs=True
-    )
-    engine = recording_engine(model)
-    one_step(engine, items, reward.make_objective(gold_run.config(), engine))
-    handle.remove()
-    assert [len(row) for row in seen] == [joined_length(items[0].rows)]
 
 
 # --- learning ------------------------------------------------------------------------------------------------------
@@ -238,11 +205,8 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
         for i in range(count):
             answers = [f"{rng.choice(fillers)} {rng.choice(fillers)}" for _ in range(3)]
             answers[1] = f"{rng.choice(fillers)} Blood is red."
-            made.append(
-                make_ranking(
-                    f"{name}-{i}", f"Question {name} {i}?", answers, [[1], [0, 2]] if red_is_better else [[0, 2], [1]]
-                )
-            )
+            order = [[1], [0, 2]] if red_is_better else [[0, 2], [1]]
+            made.append(make_ranking(f"{name}-{i}", f"Question {name} {i}?", answers, order))
         return made
 
     items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
@@ -260,7 +224,7 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
     """Demonstrations of the training split average 0, whatever the held-out ones do; SFT samples deviate by 1."""
     torch.nn.init.normal_(model.head.weight, std=0.3)
     config = gold_run.config("reward.calibration_samples=32")
-    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
+    records = gold_run.comparisons()
     gain, shift = reward.calibrate(config, model, tokenizer, records, reward.training_demonstrations(config), CPU)
     assert (model.config.gain, model.config.shift) == (gain, shift)
 
@@ -269,41 +233,26 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
         row = torch.tensor([prompt + response])
         return model(row, torch.tensor([row.shape[1]])).item()
 
-    written = load_demonstrations(str(gold_run.folder / "world" / "demonstrations.jsonl"))[0]
-    scores = {
-        split: [
-            score(encode_prompt(tokenizer, d.prompt), encode_response(tokenizer, d.response))
-            for d in written
-            if d.split == split
-        ]
-        for split in ("train", "dev")
-    }
+    scores: dict[str, list[float]] = {"train": [], "dev": []}
+    for d in gold_run.demonstrations():
+        scores[d.split].append(score(encode_prompt(tokenizer, d.prompt), encode_response(tokenizer, d.response)))
     assert sum(scores["train"]) / len(scores["train"]) == pytest.approx(0.0, abs=1e-4)
     assert abs(sum(scores["dev"]) / len(scores["dev"])) > 1e-2
 
     trained = [r for r in records if r.metadata["split"] == "train"]
     prompts = [encode_prompt(tokenizer, record.prompt) for record in prompts_of(trained)[:32]]
-    drawn = sample(
-        load_policy(gold_run.folder / "sft" / "model"),
-        prompts,
-        max_new_tokens=24,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=0,
-        keys=[("calibrate", i) for i in range(32)],
-    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    keys = [("calibrate", i) for i in range(32)]
+    drawn = sample(gold_run.policy(), prompts, max_new_tokens=24, seed=0, keys=keys, **ids)
     found = [score(prompt, response) for prompt, response in zip(prompts, drawn.responses, strict=True)]
     assert torch.tensor(found).std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):
-    from rlhf.data.reading import load_comparisons
-
-    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
     torch.nn.init.zeros_(model.head.weight)
     written = reward.training_demonstrations(gold_run.config())
     with pytest.raises(UserError, match="same score"):
-        reward.calibrate(gold_run.config(), model, tokenizer, records, written, CPU)
+        reward.calibrate(gold_run.config(), model, tokenizer, gold_run.comparisons(), written, CPU)
 
 
 def test_what_calibration_lacks_is_said_before_training(copy_until, tmp_path):
@@ -313,14 +262,6 @@ def test_what_calibration_lacks_is_said_before_training(copy_until, tmp_path):
     with pytest.raises(UserError, match="none is in the training split to calibrate the reward model"):
         run.stage("reward", f"data.demonstrations={tmp_path}/held_out.jsonl")
     assert not (run.folder / "reward" / "metrics.jsonl").exists()
-
-
-def test_dropout_is_off(copy_until, model):
-    assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
-    model.train()
-    tokens = torch.arange(6, 30)[None]
-    lengths = torch.tensor([24])
-    assert torch.equal(model(tokens, lengths), model(tokens, lengths))
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------
@@ -334,12 +275,10 @@ def write_rankings(source: Path, target: Path, keep) -> str:
 
 def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_path):
     """Kept out by the setting or not there at all: weights, calibration and held-out figures are the same."""
-    from rlhf.data.reading import load_comparisons
-
     source = gold_run.folder / "label" / "comparisons.jsonl"
     strangers = {"labeler-3", "labeler-6", "labeler-7"}
     without = write_rankings(source, tmp_path / "without.jsonl", lambda row: row["labeler"] not in strangers)
-    seen = {record.labeler for record in load_comparisons(str(source))[0]}
+    seen = {record.labeler for record in gold_run.comparisons()}
     assert seen == {f"labeler-{i}" for i in range(1, 8)}
     kept_out = copy_until("reward", "a").stage("reward", "data.held_out_labelers=labeler-3")
     absent = copy_until("reward", "b").stage("reward", f"data.comparisons={without}")
@@ -359,36 +298,9 @@ def test_unknown_labelers_are_refused(copy_until):
         run.stage("reward", "reward.labeler_weights={labeler-6: 2}", "overwrite=true")
 
 
-def test_what_the_stage_logs(gold_run):
-    rows = list(read_jsonl(gold_run.folder / "reward" / "metrics.jsonl"))
-    steps = [row for row in rows if "reward/loss" in row]
-    summary = read_stage(gold_run.folder / "reward")["summary"]
-    assert [row["progress/episodes"] for row in steps] == [16, 32, 48, 64, 80]
-    tokens = [row["progress/tokens"] for row in steps]
-    assert tokens == sorted(set(tokens)) and tokens[0] > 16 * 4 * 5
-    last = {name: value for row in rows for name, value in row.items()}
-    assert last["calibration/gain"] == summary["gain"] and last["calibration/shift"] == summary["shift"]
-    for name in ("loss", "accuracy", "margin", "mean", "std", "length_baseline"):
-        assert math.isfinite(last[f"eval/dev/{name}"])
-    assert 0.5 <= last["eval/dev/length_baseline"] <= 1 and last["eval/dev/accuracy"] == summary["accuracy"]
-
-
-def test_episodes_count_each_epoch_anew():
-    drawn = Batches(list(range(10)), 4, shuffled_order(""))
-    assert [drawn.seen(step) for step in range(1, 8)] == [4, 8, 10, 14, 18, 20, 24]
-
-
-def test_gradient_checkpointing_changes_no_weight(copy_until, gold_run):
-    folder = copy_until("reward").stage("reward", "gradient_checkpointing=true")
-    found, wanted = (load_file(f / "model" / "model.safetensors") for f in (folder, gold_run.folder / "reward"))
-    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
-
-
 def test_length_alone():
     """Two prompts: in one the longer answer won twice, in the other the shorter once."""
     items = [Item("1", [[1]] * 3, [1, 2, 3]), Item("2", [[1]] * 2, [5, 4])]
-    from rlhf.data.encoding import Judgement
-
     items[0].judgements = [Judgement("x", [(2, 0), (1, 0)], None)]
     items[1].judgements = [Judgement("x", [(1, 0)], None)]
     assert scoring.length_scores(items) == ([[1.0, 2.0, 3.0], [5.0, 4.0]], True)
@@ -403,32 +315,24 @@ def test_the_language_models_loss_counts_by_hand(gold_run, tokenizer, model):
     two = make_ranking("1", "One.", ["Yes.", "No."], [[1], [0]])
     three = make_ranking("2", "Two.", ["Red.", "Blue is good.", "Green"], [[2], [0], [1]])
     items, _ = make_items([two, three], tokenizer, 128, 24)
-    policy = load_policy(gold_run.folder / "sft" / "model")
-    total = 0.0
+    policy, total = gold_run.policy(), 0.0
     for item in items:
         for row in item.rows:
-            with torch.no_grad():
-                logp = policy(torch.tensor([row])).logits[0].log_softmax(-1)
-            total -= sum(logp[t - 1, row[t]].item() for t in range(1, len(row))) / (len(row) - 1) / len(item.rows) / 2
+            logp = policy(torch.tensor([row])).logits[0].log_softmax(-1)
+            total = total - sum(logp[t - 1, row[t]] for t in range(1, len(row))) / (len(row) - 1) / len(item.rows) / 2
     found = {}
     for coef in (0.0, 0.5, 1.0):
         config = gold_run.config(f"reward.lm_coef={coef}", "reward.max_grad_norm=1e9", "reward.micro_batch_responses=3")
         engine = recording_engine(model)
         sums = one_step(engine, items, reward.make_objective(config, engine))
         found[coef] = sums.reduce(), engine.optimizer.gradients
-    assert found[0.5][0]["reward/lm_loss"] == pytest.approx(total, abs=1e-5) and "reward/lm_loss" not in found[0.0][0]
+    assert (
+        found[0.5][0]["reward/lm_loss"] == pytest.approx(total.item(), abs=1e-5)
+        and "reward/lm_loss" not in found[0.0][0]
+    )
     for name, half in found[0.5][1].items():
         middle = (found[0.0][1][name] + found[1.0][1][name]) / 2
         assert torch.allclose(half, middle, atol=1e-5), name
     lm_part = found[1.0][1]["trunk.embed_tokens.weight"] - found[0.0][1]["trunk.embed_tokens.weight"]
-    (sum_of_nats(policy, items)).backward()
+    total.backward()
     assert torch.allclose(lm_part, policy.model.embed_tokens.weight.grad, atol=1e-4)
-
-
-def sum_of_nats(policy, items):
-    parts = []
-    for item in items:
-        for row in item.rows:
-            logp = policy(torch.tensor([row])).logits[0].log_softmax(-1)
-            parts.append(-sum(logp[t - 1, row[t]] for t in range(1, len(row))) / (len(row) - 1) / len(item.rows) / 2)
-    return sum(parts)

@@ -13,7 +13,6 @@ from rlhf.errors import UserError
 from rlhf.model.classifier import TextRewardModel
 from rlhf.ppo.rewards import Episodes, make_reward
 from rlhf.runs.folders import hash_of, read_stage
-from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import sha256_file, write_json
 
 from ..model.classifiers import WORDS, save_classifier
@@ -22,28 +21,19 @@ from .conftest import Run
 SHORT = ["ppo.episodes=128", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
 
 
-@pytest.fixture
-def second_reward(gold_run: Run, copy_until) -> Path:
-    """A reward stage of the same parents that went through its data in another order."""
-    return copy_until("reward", name="other").stage("reward", "seed=7")
-
-
-def test_a_whole_stage_on_two_reward_models(gold_run, copy_until, second_reward):
-    run = copy_until("ppo")
+def test_a_whole_stage_on_two_reward_models(gold_run, copy_until):
+    """The second one is of the same parents and went through its data in another order."""
+    run, second_reward = copy_until("ppo"), copy_until("reward", name="other").stage("reward", "seed=7")
     sources = f"ppo.rewards=['{gold_run.folder / 'reward'}','{second_reward}']"
     stage = run.stage("ppo", sources, "ppo.reward_weights=[0.5,0.5]", *SHORT)
     assert read_stage(stage)["status"] == "complete"
-    rows = [row for row in read_jsonl(stage / "metrics.jsonl") if "objective/scores" in row]
-    assert len(rows) == 2
-    for row in rows:
-        each = row["objective/scores/model_0"], row["objective/scores/model_1"]
-        assert each[0] != each[1], "two models, not one twice"
-        assert row["objective/scores"] == pytest.approx(sum(each) / 2, abs=1e-5)
-    hashes = read_stage(stage)["data"]
-    assert {h for name, h in hashes.items() if name.startswith("reward:")} == {
-        read_stage(gold_run.folder / "reward")["hash"],
-        read_stage(second_reward)["hash"],
-    }
+    both, *each = (run.values("ppo", f"objective/scores{part}") for part in ("", "/model_0", "/model_1"))
+    assert len(both) == 2
+    for (_, score), (_, first), (_, second) in zip(both, *each, strict=True):
+        assert first != second, "two models, not one twice"
+        assert score == pytest.approx((first + second) / 2, abs=1e-5)
+    hashes = {h for name, h in read_stage(stage)["data"].items() if name.startswith("reward:")}
+    assert hashes == {gold_run.record("reward")["hash"], read_stage(second_reward)["hash"]}
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -49,17 +49,9 @@ def twins() -> tuple[RewardModel, GPT2ForSequenceClassification]:
 
 
 def make_trainer(model: GPT2ForSequenceClassification, rows: list[dict[str, list[int]]], folder: Any) -> RewardTrainer:
-    settings = RewardConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=len(rows),
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        max_length=None,
-        gradient_checkpointing=False,
-    )
-    tokenizer = make_tokenizer("cls")
-    return RewardTrainer(model, settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    plain = {"report_to": "none", "use_cpu": True, "bf16": False, "max_length": None, "gradient_checkpointing": False}
+    settings = RewardConfig(output_dir=str(folder), per_device_train_batch_size=len(rows), **plain)
+    return RewardTrainer(model, settings, train_dataset=Dataset.from_list(rows), processing_class=make_tokenizer("cls"))
 
 
 @pytest.mark.parametrize("micro", [1000, 6])

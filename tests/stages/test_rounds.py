@@ -1,6 +1,5 @@
 """Labelling rounds: PPO's model of the round before answers new prompts, and all rankings train the reward model."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,17 +14,19 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
+from rlhf.gold.people import make_labelers
+from rlhf.gold.truth import Requests
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
-from rlhf.stages.label import choose_prompts, responses_wanted
+from rlhf.stages.label import choose_prompts, rank_all, responses_wanted
 from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy
 
 from .conftest import Run
 from .test_pipeline import pipe_in_process, states
 
-ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=192", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
+ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=128", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
           "evaluate.best_of=2", "reward.audit=0"]  # fmt: skip
 
 
@@ -34,15 +35,9 @@ def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:
     policy, tokenizer = load_policy(folder), load_tokenizer(folder)
     count = responses_wanted(config, record)
     most = count + config.gold.spare_responses
-    found = sample(
-        policy,
-        encode_prompts(tokenizer, [record.prompt]) * most,
-        seed=config.seed,
-        keys=[("label", record.id, i) for i in range(most)],
-        max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    keys, prompts = [("label", record.id, i) for i in range(most)], encode_prompts(tokenizer, [record.prompt]) * most
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    found = sample(policy, prompts, seed=config.seed, keys=keys, max_new_tokens=config.rollout.max_new_tokens, **ids)
     both = zip((decode_response(tokenizer, ids).strip() for ids in found.responses), found.ended.tolist(), strict=True)
     return [text for text, _ in list(dict.fromkeys(both))[:count]]
 
@@ -56,17 +51,14 @@ def continue_from(run: Run, early: Path) -> None:
     assert list(read_jsonl(folder / "metrics.jsonl"))[-1]["progress/step"] == 2 * steps
     tokens, lengths = torch.randint(5, 200, (6, 20), generator=torch.Generator().manual_seed(0)), torch.full((6,), 20)
     with torch.no_grad():
-        ours, theirs = (
-            RewardModel.from_pretrained(str(path / "model"))(tokens, lengths, calibrated=False)
-            for path in (folder, early / "reward")
-        )
+        models = (RewardModel.from_pretrained(str(path / "model")) for path in (folder, early / "reward"))
+        ours, theirs = (model(tokens, lengths, calibrated=False) for model in models)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     paid = read_stage(early / "ppo")
     changed = paid | {"parents": paid["parents"] | {"reward": "0" * 64}}
     write_json(early / "ppo" / "stage.json", changed | {"hash": hash_of(changed)})
-    with pytest.raises(
-        UserError, match=r"copy-round-1/ppo: built on another reward \(0{8}\) than .*later_reward_epochs=null"
-    ):
+    told = r"copy-round-1/ppo: built on another reward \(0{8}\) than .*later_reward_epochs=null"
+    with pytest.raises(UserError, match=told):
         run.stage("reward", *later)
     write_json(early / "ppo" / "stage.json", paid)
 
@@ -101,7 +93,7 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     updates = [row for row in read_jsonl(early / "ppo" / "metrics.jsonl") if "objective/kl" in row]
     assert len(updates) == 2, "128 episodes, of which 64 train the critic alone"
     assert not (early / "sft").exists()
-    results = json.loads((run.folder / "evaluate" / "results.json").read_text())
+    results = run.results()
     assert results["seconds"]["copy-round-1/ppo"] > 0 and results["seconds"]["ppo"] > 0
 
     assert pipe_in_process(monkeypatch, run, *ROUNDS) == []
@@ -110,9 +102,8 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
 
     continue_from(run, early)
     whole = read_stage(early / "label")
-    with pytest.raises(
-        UserError, match=r"previous labelling round had other settings \(gold.comparison_prompts 40 -> 30\)"
-    ):
+    told = r"previous labelling round had other settings \(gold.comparison_prompts 40 -> 30\)"
+    with pytest.raises(UserError, match=told):
         run.stage("label", *ROUNDS, "gold.comparison_prompts=60", "overwrite=true")
     changed = whole | {"data": {"x": "y"}}
     write_json(early / "label" / "stage.json", changed | {"hash": hash_of(changed)})
@@ -151,24 +142,53 @@ def test_a_run_is_not_its_own_earlier_round(gold_run):
     config.run = "x-round-7"
     assert earlier_run(config).run == "x-round-2"
     assert earlier_run(config).reward.audit == 0  # only the last reward model is audited
+    for early, episodes in (("4096", 192), ("null", 192), ("128", 128)):  # no longer than the last round
+        assert earlier_run(gold_run.config("gold.rounds=2", f"gold.early_episodes={early}")).ppo.episodes == episodes
 
 
-def test_the_rounds_before_the_last_are_no_longer_than_the_last(gold_run):
-    assert earlier_run(gold_run.config("gold.rounds=2", "gold.early_episodes=4096")).ppo.episodes == 192
-    assert earlier_run(gold_run.config("gold.rounds=2", "gold.early_episodes=null")).ppo.episodes == 192
-    assert earlier_run(gold_run.config("gold.rounds=2", "gold.early_episodes=128")).ppo.episodes == 128
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
+def test_rounds_that_would_fail_late_or_do_nothing_are_refused_at_once(gold_run):
+    for settings, told in (
         (["gold.rounds=2", "gold.early_episodes=100"], "gold.early_episodes=100: want at least 128"),
         (["gold.rounds=2", "gold.early_episodes=64"], "want at least 128, which is one update of the policy"),
         (["gold.comparison_prompts=600"], "gold.comparison_prompts=600: want .* at most gold.train_prompts=200"),
         (["gold.rounds=90"], "gold.comparison_prompts=80: want at least gold.rounds=90"),
         (["ppo.critic_warmup_updates=3"], "leaves the policy none of the 3 updates"),
-    ],
-)
-def test_rounds_that_would_fail_late_or_do_nothing_are_refused_at_once(gold_run, settings, told):
-    with pytest.raises(UserError, match=told):
-        check_config(gold_run.config(*settings), "pipeline")
+    ):
+        with pytest.raises(UserError, match=told):
+            check_config(gold_run.config(*settings), "pipeline")
+
+
+# --- who ranks what: held-out labelers change nothing for the others -------------------------------------------------------
+
+TRAINED = {labeler.name for labeler in make_labelers()}
+
+
+def rankings_of(gold_run, *overrides):
+    """All rankings of the same responses, by the labelers that the overrides ask for."""
+    config = gold_run.config(*overrides)
+    found: dict[str, dict] = {}
+    for ranking in gold_run.comparisons():
+        found[ranking.id.split("-labeler")[0]] = {r.text: r.metadata["ended"] for r in ranking.responses}
+    prompts = [p for p in choose_prompts(config) if f"r-{p.id}" in found]
+    # more than K may have been drawn; K of them were ranked, and these come out again
+    return rank_all(config, Requests(), prompts, [list(found[f"r-{p.id}"].items()) for p in prompts], "x")[0]
+
+
+def test_held_out_labelers_rank_prompts_that_train_nothing(gold_run):
+    rankings = gold_run.comparisons()
+    by_split: dict[str, set] = {}
+    for ranking in rankings:
+        by_split.setdefault(ranking.metadata["split"], set()).add(ranking.labeler)
+    assert by_split["train"] == TRAINED
+    assert by_split["test"] & TRAINED and by_split["test"] - TRAINED == {"labeler-6", "labeler-7"}
+    held_out = [r for r in rankings if r.labeler not in TRAINED]
+    asked = [r.metadata["split"] for r in held_out]
+    assert set(asked) == {"dev", "test"} and len({r.id for r in rankings}) == len(rankings)
+    of_others = {(r.prompt[0].content, tuple(x.text for x in r.responses)) for r in rankings if r.labeler in TRAINED}
+    assert {(r.prompt[0].content, tuple(x.text for x in r.responses)) for r in held_out} <= of_others
+
+
+def test_the_others_rank_the_same_with_and_without_them(gold_run):
+    many, one, none = (rankings_of(gold_run, f"gold.held_out_labelers={n}") for n in (2, 1, 0))
+    assert [r for r in many if r.labeler in TRAINED] == none and len(none) < len(one) <= len(many)
+    assert {r.labeler for r in one} - TRAINED == {"labeler-6"}

@@ -19,13 +19,9 @@ from .conftest import Run, run_ranks
 QUICK = (("pretrain", "none"), ("pretrain", "zero3"), ("sft", "zero1"), ("sft", "zero2"))
 REST = (("pretrain", "zero1"), ("pretrain", "zero2"), ("sft", "none"), ("sft", "zero3"))
 # Six steps each. SFT's last batch is smaller (400 rows: 4 x 90 + 40), and 40 rows leave 8 over micro-batches of 2 x 16.
+ADAMW = "pretrain.optimizer=adamw"
 SETTINGS = {
-    "pretrain": [
-        "pretrain.tokens=12288",
-        "pretrain.eval_sequences=8",
-        "pretrain.micro_batch_sequences=4",
-        "pretrain.optimizer=adamw",
-    ],
+    "pretrain": ["pretrain.tokens=12288", "pretrain.eval_sequences=8", "pretrain.micro_batch_sequences=4", ADAMW],
     "sft": ["sft.epochs=1", "sft.batch_size=90", "sft.micro_batch_size=16", "sft.dropout=0"],
 }
 SHARDING = "sharding.persistence_threshold=0"
@@ -45,16 +41,7 @@ def launch(out: Path, processes: int, jobs: list[str]) -> list[Any]:
 def job(run: Run, stage: str, saves: int, *more: str) -> str:
     """A job of sharding_ranks.py, cut off after so many checkpoints (0: not)."""
     cut = ["checkpoints.every_seconds=0"] if saves else []
-    words = [
-        *run.overrides,
-        *SETTINGS.get(stage, []),
-        SHARDING,
-        f"runs_dir={run.runs_dir}",
-        f"run={run.name}",
-        *cut,
-        *more,
-    ]
-    return f"{stage}:{saves}:{' '.join(words)}"
+    return f"{stage}:{saves}:{' '.join(run.words(*SETTINGS.get(stage, []), SHARDING, *cut, *more))}"
 
 
 def metrics(run: Run, stage: str) -> list[tuple[float, float]]:
@@ -94,7 +81,7 @@ def single(gold_run, tmp_path_factory) -> dict[str, Run]:
 def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], dict[tuple[str, str], Any]]:
     """What QUICK names by two processes, some cut off after step 3 and resumed; and what a process then held.
 
-    ("held", case) is what `state_bytes` measured.
+    ("held", case) is what `measure_state` measured.
     ("pretrain", "left") is cut off under ZeRO-3 and left so.
     """
     folder = tmp_path_factory.mktemp("two")
@@ -111,7 +98,7 @@ def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], di
 
 def assert_equal_and_sharded(one: Run, two: Run, stage: str, way: str, held: Any, tolerance: float) -> None:
     assert_same(one, two, stage, tolerance)
-    # Adam's moments are half on each process under every ZeRO stage, the weights under ZeRO-3 only.
+    # Adam's moments are half on each process under every ZeRO stage, the weights under ZeRO-3 only, but for the slices' padding.
     expected = None if way == "none" else {"weights": 0.5 if way == "zero3" else 1.0, "moments": 0.5}
     assert held == (pytest.approx(expected, rel=0.01) if expected else None)
 
@@ -133,42 +120,33 @@ def test_two_processes_equal_one_in_the_other_ways(single, gold_run, tmp_path):
         assert_equal_and_sharded(single[stage], run, stage, way, found, 1e-4)
 
 
+SWITCH = "model=switch-tiny model.experts=8 model.mlp_width=48"  # some experts get no token in a process's forward
+SINUSOIDAL = "model=gpt3-tiny model.positions=sinusoidal"
+DPO = "dpo.batch_prompts=20 dpo.micro_batch_prompts=5 dpo.epochs=1 dpo.lr=1e-3"
+
+
 @pytest.mark.long
-def test_experts_of_two_processes_equal_one(gold_run, tmp_path):
-    """Some experts get no token in a forward of one process; all ranks gather and reduce their weights all the same."""
-    switch = ["model=switch-tiny", "model.experts=8", "model.mlp_width=48"]
-    one = gold_run.copy(tmp_path, "pretrain", "one")
-    one.stage("pretrain", *SETTINGS["pretrain"], *switch)
-    runs = {way: gold_run.copy(tmp_path, "pretrain", way) for way in ("none", "zero2", "zero3")}
-    launch(
-        tmp_path / "held.json", 2, [job(run, "pretrain", 0, *switch, f"deepspeed={way}") for way, run in runs.items()]
-    )
+@pytest.mark.parametrize(
+    ("stage", "settings", "ways"),
+    [
+        ("pretrain", SWITCH, "none zero2 zero3"), ("pretrain", "model=gpt1-tiny", "zero3"), ("pretrain", "model=palm-tiny", "zero3"),
+        ("pretrain", SINUSOIDAL, "zero3"), ("dpo", DPO, "none zero2 zero3"),
+    ],
+)  # fmt: skip
+def test_other_blocks_and_dpo_of_two_processes_equal_one(gold_run, tmp_path, stage, settings, ways):
+    def copy(name: str) -> Run:
+        return gold_run.copy(tmp_path, "reward" if stage == "dpo" else stage, name)
+
+    one, runs = copy("one"), {way: copy(way) for way in ways.split()}
+    one.stage(stage, *SETTINGS.get(stage, []), *settings.split())
+    jobs = [job(run, stage, 0, *settings.split(), f"deepspeed={way}") for way, run in runs.items()]
+    launch(tmp_path / "held.json", 2, jobs)
     for run in runs.values():
-        assert_same(one, run, "pretrain", 1e-4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("block", ["model=gpt1-tiny", "model=palm-tiny", "model=gpt3-tiny model.positions=sinusoidal"])
-def test_other_blocks_of_two_processes_equal_one(gold_run, tmp_path, block):
-    one, two = (gold_run.copy(tmp_path, "pretrain", name) for name in ("one", "two"))
-    one.stage("pretrain", *SETTINGS["pretrain"], *block.split())
-    launch(tmp_path / "held.json", 2, [job(two, "pretrain", 0, *block.split(), "deepspeed=zero3")])
-    assert_same(one, two, "pretrain", 1e-4)
-
-
-@pytest.mark.long
-def test_dpo_of_two_processes_equals_one(gold_run, tmp_path):
-    settings = ["dpo.batch_prompts=20", "dpo.micro_batch_prompts=5", "dpo.epochs=1", "dpo.lr=1e-3"]
-    one = gold_run.copy(tmp_path, "reward", "one")
-    one.stage("dpo", *settings)
-    runs = {way: gold_run.copy(tmp_path, "reward", way) for way in ("none", "zero2", "zero3")}
-    launch(tmp_path / "held.json", 2, [job(run, "dpo", 0, *settings, f"deepspeed={way}") for way, run in runs.items()])
-    for run in runs.values():
-        assert_same(one, run, "dpo", 1e-4)
+        assert_same(one, run, stage, 1e-4)
 
 
 def assert_fits_the_formula(case: str, found: dict[str, int]) -> None:
-    """The bytes of weights, gradients and optimizer states, part by part."""
+    """The bytes of weights, gradients and optimizer states, part by part, but for padding and DeepSpeed's own small buffers."""
     name, dtype, _ = case.split(":")
     told = model_state_bytes(found["parameters"], 2, int(name[-1]), dtype, persistent=found["persistent"])
     for part in ("weights", "gradients", "optimizer"):

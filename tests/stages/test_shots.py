@@ -15,6 +15,7 @@ from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
+from tests.oracles import row_logprobs
 
 CHOICE = Columns("text", "label", choices=("a", "b"))
 TRAIN = [
@@ -35,13 +36,10 @@ def test_the_prompt_is_k_answered_examples_and_the_question(tokenizer):
     before = "<|endoftext|>red is a colour\n\na dog is an animal\n\na cat is"
     assert decoded == [(before, " a colour"), (before, " an animal")] and shown == 2
     labelled = [Example("t:1", (("red is",),), "colour"), Example("t:2", (("a dog is",),), "animal")]
-    rows, shown = make_rows(
-        tokenizer, 128, Columns("text", "label"), ["animal", "colour"], labelled[1:], [labelled[:1]]
-    )
-    assert [tokenizer.decode(prompt + answer) for prompt, answer in rows] == [
-        "<|endoftext|>red is colour\n\na dog is animal",
-        "<|endoftext|>red is colour\n\na dog is colour",
-    ]
+    classes, shown = ["animal", "colour"], [labelled[:1]]
+    rows, _ = make_rows(tokenizer, 128, Columns("text", "label"), classes, labelled[1:], shown)
+    decoded = [tokenizer.decode(prompt + answer) for prompt, answer in rows]
+    assert decoded == [f"<|endoftext|>red is colour\n\na dog is {name}" for name in classes]
 
 
 def test_examples_that_do_not_fit_are_left_out_and_counted(tokenizer):
@@ -52,12 +50,10 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(tokenizer):
     rows, shown = make_rows(tokenizer, context - 1, CHOICE, ["0", "1"], [QUESTION], [TRAIN])
     assert shown == 0 and rows == make_rows(tokenizer, 128, CHOICE, ["0", "1"], [QUESTION], [[]])[0]
     rows, _ = make_rows(tokenizer, 6, CHOICE, ["0", "1"], [QUESTION], [[]])
-    assert max(len(prompt) + len(answer) for prompt, answer in rows) == 6, (
-        "a question that is too long loses its beginning"
-    )
+    # a question that is too long loses its beginning
+    assert max(len(prompt) + len(answer) for prompt, answer in rows) == 6
 
 
-@torch.no_grad()
 def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_until, capsys):
     run = copy_until("sft")
     settings = ["evaluate.shots=[0,2]", "classify.data=gold:choice", "evaluate.prompts=24"]
@@ -75,10 +71,8 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out[:24], drawn)
     right = 0
     for i, example in enumerate(held_out[:24]):
-        means = []
-        for prompt, answer in rows[4 * i : 4 * i + 4]:
-            logp = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
-            means.append(sum(logp[len(prompt) + j - 1, t].item() for j, t in enumerate(answer)) / len(answer))
+        said = rows[4 * i : 4 * i + 4]
+        means = [sum(row_logprobs(model, prompt + answer, len(prompt))) / len(answer) for prompt, answer in said]
         right += means.index(max(means)) == classes.index(example.label)
     assert two["accuracy"]["value"] == round(right / 24, 4)
     files = read_run(run.folder)

@@ -1,6 +1,7 @@
 """Real stages that are told to stop: a checkpoint after the step under way, exit code 130, and the same end as undisturbed."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,28 +12,21 @@ from typing import Any
 
 import pytest
 
+from rlhf.cli import main
 from rlhf.runs import checkpoints as saving
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
 from rlhf.runs.run_files import read_jsonl
 from rlhf.stages import ppo
 from rlhf.training import batches
+from rlhf.training.loop import TrainingLoop
 from tests.stages.conftest import SHORT, Run
-from tests.stages.test_resume import assert_same_weights, values_by_step
+from tests.stages.test_resume import assert_same_weights
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("stage", "metric"),
-    [("pretrain", "pretrain/loss"), ("sft", "sft/loss"), ("reward", "reward/loss"), ("ppo", "objective/scores")],
-)
-def test_a_loop_stops_after_its_step_and_goes_on(
-    copy_until: Callable[..., Run],
-    undisturbed: Callable[[str], Run],
-    capfd: pytest.CaptureFixture[str],
-    stage: str,
-    metric: str,
-) -> None:
+@pytest.mark.parametrize(("stage", "metric"), [("sft", "sft/loss"), ("ppo", "objective/scores")])
+def test_a_loop_stops_after_its_step_and_goes_on(copy_until, undisturbed, capfd, stage, metric) -> None:
     whole, stopped = undisturbed(stage), copy_until(stage)
     module, step = (ppo, "one_update") if stage == "ppo" else (batches, "train_step")
     real, calls = getattr(module, step), []
@@ -50,16 +44,16 @@ def test_a_loop_stops_after_its_step_and_goes_on(
     folder = stopped.folder / stage
     assert [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [2]
     assert latest_checkpoint(folder / "checkpoints") is not None, "a whole one"
-    assert [step for step, _ in values_by_step(folder, metric)][-2:] == [1, 2]
+    assert [step for step, _ in stopped.values(stage, metric)][-2:] == [1, 2]
     assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
     stopped.stage(stage, *SHORT[stage])
     assert_same_weights(whole.folder / stage, folder, "model/model.safetensors")
-    assert values_by_step(folder, metric) == values_by_step(whole.folder / stage, metric)
+    assert stopped.values(stage, metric) == whole.values(stage, metric)
 
 
 def start_pipeline(run: Run, **how: Any) -> subprocess.Popen[str]:
     """A pipeline in a process of its own, whose SFT has taken two steps."""
-    full = [sys.executable, "-m", "rlhf", "pipeline", *run.overrides, f"runs_dir={run.runs_dir}", f"run={run.name}"]
+    full = [sys.executable, "-m", "rlhf", "pipeline", *run.words()]
     process = subprocess.Popen(full, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **how)
     until = time.monotonic() + 120
     while len(list(read_jsonl(run.folder / "sft" / "metrics.jsonl"))) < 2:
@@ -77,13 +71,8 @@ def assert_ends_as(run: Run, gold_run: Run) -> None:
 def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: Run, number: int) -> None:
     """The signal goes to the pipeline's process alone; the stage writes a checkpoint, both end, one says how to go on."""
     run = copy_until("sft")
-    process = start_pipeline(
-        run,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    process = start_pipeline(run, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     folder = run.folder / "sft"
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
@@ -92,9 +81,7 @@ def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: 
     assert "mend what it says" not in told
     newest = latest_checkpoint(folder / "checkpoints")
     assert newest is not None
-    assert checkpoint_step(newest) == values_by_step(folder, "sft/loss")[-1][0], (
-        "nothing but the step under way was lost"
-    )
+    assert checkpoint_step(newest) == run.values("sft", "sft/loss")[-1][0], "only the step under way was lost"
     assert_ends_as(run, gold_run)
 
 
@@ -109,67 +96,45 @@ def test_a_stage_ends_with_the_pipeline_that_started_it(copy_until: Callable[...
 
 
 def test_of_a_stages_checkpoints_those_stay_that_the_settings_say(copy_until: Callable[..., Run]) -> None:
+    """And the newest is never gone before the next is whole: it is there whenever another one is about to be sealed."""
     run = copy_until("sft")
-    kept = []
+    kept, seen, prune, seal = [], [], saving.prune_checkpoints, saving.seal
 
-    def counted(path: Any, step: int, keep: Any) -> None:
-        real(path, step, keep)
+    def pruned(path: Path, step: int, keep: Any) -> None:
+        prune(path, step, keep)
         kept.append([checkpoint_step(p) for p in checkpoints(path)])
 
-    real = saving.prune_checkpoints
+    def sealed(folder: Path, *arguments: Any) -> None:
+        newest = latest_checkpoint(folder.parent, lambda text: None)
+        seen.append(None if newest is None else checkpoint_step(newest))
+        seal(folder, *arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "prune_checkpoints", counted)
+        patch.setattr(saving, "prune_checkpoints", pruned)
+        patch.setattr(saving, "seal", sealed)
         run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1", "checkpoints.keep_every=2")
-    assert kept == [[1], [2], [2, 3], [2, 4]]
+    assert kept == [[1], [2], [2, 3], [2, 4]] and seen == [None, 1, 2, 3]
     assert [checkpoint_step(p) for p in checkpoints(run.folder / "sft" / "checkpoints")] == [2, 4], "at the end too"
 
 
-def test_the_newest_checkpoint_is_never_gone_before_the_next_is_whole(copy_until: Callable[..., Run]) -> None:
-    """checkpoints.keep=1: whenever a stage has written a second one, the first is still there and whole."""
-    run = copy_until("sft")
-    real, seen = saving.seal, []
-
-    def looked(folder: Path, *arguments: Any) -> None:
-        seen.append(latest_checkpoint(folder.parent, lambda text: None))
-        real(folder, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "seal", looked)
-        run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1")
-    assert [None if path is None else checkpoint_step(path) for path in seen] == [None, 1, 2, 3]
-
-
-def test_a_full_disk_is_one_line(copy_until: Callable[..., Run]) -> None:
+def test_a_full_disk_is_one_line(copy_until: Callable[..., Run], monkeypatch, capfd) -> None:
     """RLIMIT_FSIZE plays it: writing past 200 kB fails in safetensors and torch as on a disk that is full."""
-    run = copy_until("sft")
-    script = (
-        "import resource, signal, sys\n"
-        "from rlhf.cli import main\n"
-        "from rlhf.training.loop import TrainingLoop\n"
-        "real = TrainingLoop.save\n"
-        "def limited(self, step):\n"
-        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "    if step == 2: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-        "    real(self, step)\n"
-        "TrainingLoop.save = limited\n"
-        "main(sys.argv[1:])"
-    )
-    overrides = [
-        *run.overrides,
-        *SHORT["sft"],
-        f"runs_dir={run.runs_dir}",
-        f"run={run.name}",
-        "checkpoints.every_seconds=0",
-        "--shared-settings",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", script, "sft", *overrides],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr and "cannot write" in done.stderr
+    run, save, limits = copy_until("sft"), TrainingLoop.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(loop: TrainingLoop, step: int) -> None:
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        save(loop, step)
+
+    monkeypatch.setattr(TrainingLoop, "save", limited)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["sft", *run.words(*SHORT["sft"], "checkpoints.every_seconds=0"), "--shared-settings"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    told = capfd.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in told and "cannot write" in told
     newest = latest_checkpoint(run.folder / "sft" / "checkpoints", lambda text: None)
     assert newest is not None and checkpoint_step(newest) == 1

@@ -1,8 +1,8 @@
-"""What one rank does in test_zero.py: five steps of the reward model and of PPO, plainly or under each ZeRO stage.
+"""What one rank does in test_zero.py: five steps of the reward model and of PPO, plainly or under each ZeRO stage; whole updates.
 
-Run as `zero_ranks.py <recorded.safetensors> <out folder> <runs_dir> <run> <ways, by commas> <overrides …>`; every way is a
-setting of deepspeed=…, and what the first rank finds goes to <out folder>/<way>.pt and <way>.safetensors. `zero2=<folder>`
-resumes from that folder's state of the third step instead of its own.
+Run as `zero_ranks.py <recorded.safetensors> <out folder> <runs_dir> <run> <ways, by commas> <overrides …>`. A way is a setting of
+deepspeed=…, and what the first rank finds goes to <out folder>/<way>.pt and <way>-*.safetensors; `zero2=<folder>` resumes from
+that folder's state of the third step instead of its own. `updates` are three whole updates; `average` checks its own results.
 """
 
 import sys
@@ -23,7 +23,8 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.system.exits import leave
-from rlhf.system.processes import disconnect, is_first, wait_for_all
+from rlhf.system.processes import disconnect, gather, is_first, wait_for_all
+from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
@@ -81,16 +82,9 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
             average["applied"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
         with trainer.engine.whole(policy) as answering:
             average["after"] = {n: p.detach().clone() for n, p in answering.named_parameters()}
-        prompts = [tokens for _, tokens in trainer.prompts.train[:8]]
-        with trainer.engine.whole(trainer.actor_critic.policy) as policy:
-            greedy = sample(
-                policy,
-                prompts,
-                max_new_tokens=16,
-                eos_token_id=trainer.tokenizer.eos_token_id,
-                greedy=True,
-                pad_token_id=trainer.tokenizer.pad_token_id,
-            ).responses
+            ids = {"eos_token_id": trainer.tokenizer.eos_token_id, "pad_token_id": trainer.tokenizer.pad_token_id}
+            prompts = [tokens for _, tokens in trainer.prompts.train[:8]]
+            greedy = sample(answering, prompts, max_new_tokens=16, greedy=True, **ids).responses
         live = trainer.collect(trainer.prompts.train[:4], [("live", i) for i in range(4)])
         # Back to the third step, in an engine of its own, and on from there
         wait_for_all()
@@ -99,13 +93,10 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         ppo_steps(again, tensors, STEPS - SAVED_AT, [])
         resumed = gathered_state(again.actor_critic)
         if weights is not None and resumed is not None and once is not None:
-            save_file(
-                {f"ppo/{n}": t for n, t in weights.items()}
-                | {f"{kind}/{n}": t.contiguous() for kind, part in average.items() for n, t in part.items()}
-                | {f"resumed/{n}": t for n, t in resumed.items()}
-                | {f"gradient/{n}": 10 * t for n, t in once["exp_avg"].items()},
-                out / f"{way}-ppo.safetensors",
-            )
+            gradient = {n: 10 * t for n, t in once["exp_avg"].items()}
+            parts = {"ppo": weights, "resumed": resumed, "gradient": gradient, **average}
+            tensors = {f"{kind}/{n}": t.contiguous() for kind, part in parts.items() for n, t in part.items()}
+            save_file(tensors, out / f"{way}-ppo.safetensors")
         return {"ppo": metrics, "ppo_shares": shares, "greedy": greedy, "live": live.scores.tolist()}
 
 
@@ -131,14 +122,64 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     return {"reward": metrics, "reward_shares": shares, "scores": scores}
 
 
+def whole_updates(config: Any) -> dict[str, Any]:
+    """The first sampled tokens of all ranks, by the episode's place, and the metrics of three updates."""
+    with open_stage(config, "ppo") as stage:
+        trainer = make_trainer(config, stage)
+        places = ppo.episodes_of_rank(config, trainer.engine.ranks)
+        index = ppo.choose_prompts(config, len(trainer.prompts.train), 1)
+        asked = [trainer.prompts.train[index[place]] for place in places]
+        live = trainer.collect(asked, [("ppo", 1, place) for place in places])
+        rows = [row[:end].tolist() for row, end in zip(live.tokens, live.lengths, strict=True)]
+        everything = gather(dict(zip(places, rows, strict=True)))
+        tokens = {place: row for part in everything for place, row in part.items()}
+        return {"tokens": tokens, "updates": [trainer.update(number) for number in (1, 2, 3)]}
+
+
+def check_average() -> None:
+    """Under each ZeRO stage in bfloat16: the average of five steps of 1e-5, which bfloat16 weights near 0.3 do not show."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    decay, steps = 0.9, 5
+    for way in ("zero1", "zero2", "zero3"):
+        config = compose_config(["experiment=gold", f"deepspeed={way}", "precision=bfloat16", "device=cpu"])
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        engine = make_engine(config, model, [{"params": list(model.parameters()), "lr": 1e-5}], torch.device("cpu"))
+        engine.keep_average("", engine.module, decay)
+        seen = []
+        for _ in range(steps):
+            engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum())
+            engine.step()
+            seen.append(safe_get_full_fp32_param(engine.module.weight).clone())
+        shares = torch.tensor([decay ** (steps - 1 - i) for i in range(steps)])
+        wanted = sum(share * x for share, x in zip(shares / shares.sum(), seen, strict=True))
+        found = engine.ema.state_dict()
+        assert (seen[0] - seen[-1]).abs().min() > 3e-5, "the weights moved"
+        assert torch.allclose(found["weight"].view_as(wanted), wanted, rtol=0, atol=1e-7), way
+        again = Ema(engine.module, decay, engine.ema.rank, engine.ema.ranks)
+        again.load_state_dict(found, steps)
+        assert torch.equal(again.state_dict()["weight"], found["weight"]), way
+
+
 def main(arguments: list[str]) -> None:
     recorded, out, runs_dir, run, ways, *overrides = arguments
     tensors = load_file(recorded)
     for given in ways.split(","):
         way, _, source = given.partition("=")
-        config = compose_config([*overrides, f"runs_dir={runs_dir}", f"run={run}-{way}", f"deepspeed={way}"])
-        config.ppo.max_grad_norm = config.reward.max_grad_norm = 1e9  # ZeRO clips the joint norm, we each model's own
-        found = run_reward(config, Path(out), way) | run_ppo(config, tensors, Path(out), way, source)
+        if way == "average":
+            check_average()
+            continue
+        words = [*overrides, f"runs_dir={runs_dir}", f"run={run}-{way}"]
+        if way == "updates":
+            found = whole_updates(compose_config(words))
+        else:
+            config = compose_config([*words, f"deepspeed={way}"])
+            config.ppo.critic_warmup_updates, config.ppo.ema_decay = 0, 0.9
+            config.ppo.lr = config.ppo.critic_lr = 1e-3
+            # ZeRO clips the joint norm, we each model's own
+            config.ppo.max_grad_norm = config.reward.max_grad_norm = 1e9
+            found = run_reward(config, Path(out), way) | run_ppo(config, tensors, Path(out), way, source)
         if is_first():
             torch.save(found, Path(out) / f"{way}.pt")
 
