@@ -44,9 +44,11 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
         f"{setup['memory_margin']:.0%} of it kept free; "
         f"{setup['peak_tflops']:g} TFLOPS at {setup['mfu']:.0%} MFU; {setup['bandwidth_gb']:g} GB/s"
     )
-    lora = f"; lora.rank={setup['lora_rank']} counts as training of all weights" if setup["lora_rank"] else ""
     checkpointing = "on" if setup["checkpointing"] else "off"
-    yield f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing {checkpointing}{lora}"
+    yield (
+        f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing {checkpointing}; "
+        f"trained: {setup['lora']}"
+    )
     yield ""
     shown = [part for part in (*BYTE_PARTS, "host") if any(parts[part] for parts in plan["bytes"].values())]
     columns = ["rows", *(part for part in shown if part != "host"), "sum", *(["host"] if "host" in shown else [])]
@@ -84,7 +86,7 @@ def verdict(plan: dict[str, Any]) -> str:
     if plan["fits"]:
         return f"fits: of all stages {needs}; the fewest GPUs that do: {fewest}"
     why = "no number of GPUs does with these settings" if fewest is None else f"the fewest GPUs that do: {fewest}"
-    hints = " or ".join(plan["suggestions"]) or "smaller micro-batches, or GPUs with more memory"
+    hints = " or ".join(plan["suggestions"]) or "a smaller model, or GPUs with more memory"
     return f"does not fit: {needs}; {why}; try {hints}"
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlhf.system.memory import SCORING_BYTES
+
 
 def right_pad(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded tokens (B, T) int64 and lengths (B,) int64."""
@@ -45,9 +47,6 @@ def by_length(
             count = rows[i] if rows else 1
         groups[-1].append(i)
     return groups
-
-
-SCORING_BYTES = 5e8
 
 
 def scoring_tokens(model: Any) -> int:

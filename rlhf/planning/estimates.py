@@ -3,7 +3,7 @@
 Adds up the closed forms of `shapes`, `formulas` and `scaling` as the stages use them.
 """
 
-import copy
+import itertools
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,15 +12,10 @@ from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import formulas, scaling
 from rlhf.planning.shapes import Shape, make_shape, read_shape
+from rlhf.system.memory import SCORING_BYTES
 
 PHASES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
 BYTE_PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
-# Settings that only split a batch, and the stages that use them.
-BATCH_SETTINGS = (
-    ("pretrain", "micro_batch_sequences", ("pretrain",)), ("reward", "micro_batch_responses", ("reward",)),
-    ("sft", "micro_batch_size", ("sft",)), ("ppo", "micro_batch_episodes", ("ppo score", "ppo update")),
-    ("rollout", "batch_size", ("ppo rollout",)),
-)  # fmt: skip
 MAX_GPUS = 16384
 GB = 1e9  # bytes; data sheets' 80 GB are a little more
 RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
@@ -55,7 +50,7 @@ def block_tokens(config: PlanConfig) -> int:
 
 
 def critic_parameters(config: PlanConfig, shape: Shape) -> int:
-    """Parameters that PPO trains besides the policy: a separate critic, a head on the policy's trunk, or none."""
+    """Parameters of PPO's critic: a separate model, a head on the policy's trunk, or none."""
     if not config.ppo.has_critic:
         return 0
     return shape.width + 1 if config.ppo.shared_critic else shape.scalar_model
@@ -86,43 +81,89 @@ def planned_rows(config: PlanConfig) -> dict[str, int]:
     }
 
 
-def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
-    """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory."""
-    shape, dtype, gpus, rows = planned_shape(config), config.dtype, config.gpus, planned_rows(config)[stage]
-    zero, offload = DEEPSPEED[config.deepspeed]
-    longest = sequence_of(config)
-    answer = min(longest, config.rollout.max_new_tokens)
-    language, scalar, critic = shape.language_model, shape.scalar_model, critic_parameters(config, shape)
-    trained = {"pretrain": language, "sft": language, "reward": scalar}.get(stage, language + critic)
-    held = formulas.model_state_bytes(trained, gpus, zero, dtype, offload=offload)
-    parts = {**dict.fromkeys(BYTE_PARTS, 0), **held}
-    if zero == 3:
-        parts["gathered"] = formulas.gathered_bytes(shape, dtype)
-    if stage.startswith("ppo"):
-        policy_linear = shape.linear_layers + (0 if shape.tie_word_embeddings else shape.embedding)
-        frozen = [(language, policy_linear)] + [(scalar, shape.linear_layers)] * reward_models(config)
-        parts["frozen"] = sum(formulas.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
-    if stage in ("ppo rollout", "ppo score"):  # no gradients: one block's activations
-        wide = longest - answer if stage == "ppo rollout" else longest
-        parts["gradients"] = 0  # freed by the step before
-        parts["activations"] = rows * wide * formulas.working_bytes(shape, dtype)
-        parts["logits"] = formulas.ELEMENT[dtype] * rows * answer * shape.vocab_size
-        if stage == "ppo rollout":
-            parts["logits"] = formulas.sampling_logit_bytes(rows, shape.vocab_size, dtype)
-            parts["kv_cache"] = formulas.kv_cache_bytes(shape, rows, longest - 1, dtype)
-            if zero == 3:  # the policy is gathered whole once per rollout
-                parts["gathered"] = formulas.ELEMENT[dtype] * language
-        return parts
+def trained_and_frozen(config: PlanConfig, stage: str) -> tuple[int, list[tuple[int, int]]]:
+    """The parameters that a stage trains; (parameters, those in linear layers) of each frozen model that it holds."""
+    shape, rank = planned_shape(config), config.lora.rank
+    head, adapters = shape.width + 1, formulas.adapter_parameters(shape, rank)
+    language = shape.language_model, shape.linear_layers + (0 if shape.tie_word_embeddings else shape.embedding)
+    scalar = shape.scalar_model, shape.linear_layers
+    if stage == "pretrain" or (stage == "sft" and not rank):
+        return shape.language_model, []
+    if stage == "sft":
+        return adapters, [language]
+    if stage == "reward":
+        return (adapters + head, [scalar]) if rank else (shape.scalar_model, [])
+    critic = critic_parameters(config, shape)
+    if not rank:
+        return shape.language_model + critic, [language] + [scalar] * reward_models(config)
+    own = critic > head
+    trained = adapters * (1 + own) + (head if critic else 0)
+    if config.lora.share_trunk:  # one copy of the weights; each reward model has its adapters
+        return trained, [language] + [(adapters + head, adapters)] * reward_models(config)
+    return trained, [language] + [scalar] * (own + reward_models(config))
+
+
+def row_bytes(config: PlanConfig, stage: str) -> int:
+    """Bytes that a row of the stage's longest takes in one forward: its activations, in a rollout its cache."""
+    shape, longest, dtype = planned_shape(config), sequence_of(config), config.dtype
+    if stage == "ppo rollout":
+        return formulas.kv_cache_bytes(shape, 1, longest - 1, dtype)
+    if stage == "ppo score":  # no gradients: one block's activations
+        return longest * formulas.working_bytes(shape, dtype)
     tokens = block_tokens(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
     how = {"checkpointing": config.gradient_checkpointing, "fused": config.fused_attention}
-    kept = formulas.activation_bytes(shape, rows, tokens, dtype, dropout=dropout, **how)
+    kept = formulas.activation_bytes(shape, 1, tokens, dtype, dropout=dropout, **how)
     # Of one trunk, also in PPO, which computes critic and policy together only under ZeRO.
-    both = stage == "ppo update" and config.deepspeed != "none" and critic > shape.width + 1
+    both = stage == "ppo update" and config.deepspeed != "none" and critic_parameters(config, shape) > shape.width + 1
+    return kept * (1 + both)
+
+
+def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
+    """Bytes per GPU by part at the peak of a stage (PPO: of a phase), and `host`, bytes per GPU in the host's memory.
+
+    Rows of a forward are at most the stage's setting, and fewer if they would not fit, but at least one.
+    """
+    shape, dtype, gpus, rows = planned_shape(config), config.dtype, config.gpus, planned_rows(config)[stage]
+    zero, offload = DEEPSPEED[config.deepspeed]
+    longest, row = sequence_of(config), row_bytes(config, stage)
+    answer = min(longest, config.rollout.max_new_tokens)
+    trained, frozen = trained_and_frozen(config, stage)
+    parts = {**dict.fromkeys(BYTE_PARTS, 0), **formulas.model_state_bytes(trained, gpus, zero, dtype, offload=offload)}
+    parts["frozen"] = sum(formulas.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
+    if zero == 3:
+        parts["gathered"] = formulas.gathered_bytes(shape, dtype)
+    if stage in ("ppo rollout", "ppo score"):
+        parts["gradients"] = 0  # freed by the step before
+        if stage == "ppo rollout":
+            if zero == 3:  # the policy is gathered whole once per rollout
+                parts["gathered"] = formulas.ELEMENT[dtype] * shape.language_model
+            left = room(config) - peak_bytes(parts)
+            parts["kv_cache"] = within(left / 4, row, rows)
+            rows = -(-parts["kv_cache"] // row)
+            parts["logits"] = formulas.sampling_logit_bytes(rows, shape.vocab_size, dtype)
+            work = (longest - answer) * formulas.working_bytes(shape, dtype)
+            parts["activations"] = within(SCORING_BYTES, work, rows)
+            return parts
+        parts["activations"] = within(SCORING_BYTES, row, rows)
+        parts["logits"] = formulas.logit_bytes(rows * answer, shape.vocab_size)
+        return parts
+    tokens = block_tokens(config) if stage == "pretrain" else longest
     scored = {"reward": 0, "ppo update": rows * answer}.get(stage, rows * tokens)
-    parts["activations"], parts["logits"] = kept * (1 + both), formulas.logit_bytes(scored, shape.vocab_size)
+    parts["logits"] = formulas.logit_bytes(scored, shape.vocab_size)
     parts["buffers"] = formulas.buffer_bytes(trained, gpus, zero, dtype, config.sharding.bucket_elements)
+    parts["activations"] = within(room(config) - peak_bytes(parts), row, rows)
     return parts
+
+
+def fitting_rows(config: PlanConfig, stage: str, parts: dict[str, int]) -> int:
+    """Rows of one forward, of `stage_bytes`."""
+    return parts["kv_cache" if stage == "ppo rollout" else "activations"] // row_bytes(config, stage)
+
+
+def within(left: float, row: int, rows: int) -> int:
+    """Bytes of `rows` rows, or of those that fit what is left, but at least of one."""
+    return int(min(rows * row, max(row, left)))
 
 
 def planned_stages(config: PlanConfig) -> tuple[str, ...]:
@@ -166,41 +207,36 @@ def fewest_gpus(config: PlanConfig) -> int | None:
     return high
 
 
-def smaller_batches(config: PlanConfig) -> str | None:
-    """Overrides that halve micro-batches, which changes no result, until every stage fits; None if that is not enough."""
-    tried, changed = copy.deepcopy(config), []
-    for group, name, stages in BATCH_SETTINGS:
-        settings = getattr(tried, group)
-        before = getattr(settings, name)
-        while max(peak_bytes(stage_bytes(tried, stage)) for stage in stages) > room(config):
-            size = getattr(settings, name)
-            if size == 1:
-                return None
-            setattr(settings, name, size // 2)
-        if getattr(settings, name) != before:
-            changed.append(f"{group}.{name}={getattr(settings, name)}")
-    return " ".join(changed) if changed and largest(tried)[1] <= room(config) else None
-
-
 def suggest(config: PlanConfig) -> list[str]:
-    """Overrides that would fit: smaller micro-batches; on the same GPUs those that cost least speed; else the fewest GPUs."""
+    """Overrides that would fit: on the same GPUs those that cost least speed, adapters; else the fewest GPUs.
+
+    Adapters under ZeRO need float32 (`add_adapters`).
+    """
+    names = [n for n in DEEPSPEED if n == "none" or not config.lora.rank or config.dtype == "fp32"]
     ladder = [
         replace(config, deepspeed=name, gradient_checkpointing=checkpointing)
         for checkpointing in ((True,) if config.gradient_checkpointing else (False, True))
-        for name in DEEPSPEED
+        for name in names
     ]
     ladder.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
-    overrides = [smaller] if (smaller := smaller_batches(config)) else []
-    if here := next((one for one in ladder if largest(one)[1] <= room(config)), None):
-        return [*overrides, _as_overrides(here)]
+    found = [as_overrides(one) for one in ladder if largest(one)[1] <= room(config)][:1]
+    if not config.lora.rank:
+        for share, checkpointing in itertools.product((False, True), (config.gradient_checkpointing, True)):
+            lora = replace(config.lora, rank=16, share_trunk=share)
+            one = replace(config, lora=lora, deepspeed="none", gradient_checkpointing=checkpointing)
+            if largest(one)[1] <= room(config):
+                found.append(as_overrides(one) + " lora.rank=16" + " lora.share_trunk=true" * share)
+                break
+    if found:
+        return found
     counts = [(count, one) for one in ladder if (count := fewest_gpus(one)) is not None]
-    if counts and not overrides:
-        count, one = min(counts, key=lambda pair: pair[0])
-        return [_as_overrides(replace(one, gpus=count))]
-    return overrides
+    if not counts:
+        return []
+    count, one = min(counts, key=lambda pair: pair[0])
+    return [as_overrides(replace(one, gpus=count))]
 
 
-def _as_overrides(config: PlanConfig) -> str:
+def as_overrides(config: PlanConfig) -> str:
     text = f"gpus={config.gpus} deepspeed={config.deepspeed}"
     return text + (" gradient_checkpointing=true" if config.gradient_checkpointing else "")
 
@@ -257,6 +293,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     shape = planned_shape(config)
     stage, most = largest(config)
     fits = most <= room(config)
+    held = {name: stage_bytes(config, name) for name in planned_stages(config)}
     return {
         "shape": asdict(shape),
         "parameters": {
@@ -269,13 +306,13 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "gpus": config.gpus,
             "deepspeed": config.deepspeed,
             "checkpointing": config.gradient_checkpointing,
-            "lora_rank": config.lora.rank,
+            "lora": f"lora.rank={config.lora.rank}" if config.lora.rank else "all weights",
             **{name: getattr(config, name) for name in ("dtype", "gpu_memory_gb", "memory_margin", "mfu")},
             "peak_tflops": config.peak_tflops or PEAK_TFLOPS[config.dtype],
             "bandwidth_gb": config.bandwidth_gb,
         },
-        "micro_batches": planned_rows(config),
-        "bytes": {name: stage_bytes(config, name) for name in planned_stages(config)},
+        "micro_batches": {name: fitting_rows(config, name, parts) for name, parts in held.items()},
+        "bytes": held,
         "largest": {"stage": stage, "bytes": most},
         "room_bytes": room(config),
         "fits": fits,

@@ -69,6 +69,14 @@ def decode_seconds(
 # --- bytes --------------------------------------------------------------------------------------------------
 
 
+def adapter_parameters(shape: Shape, rank: int) -> int:
+    """Parameters of low-rank adapters on every linear layer: rank (inputs + outputs) each (Hu et al. 2021, section 4.1)."""
+    joint = shape.query_width + 2 * shape.kv_width  # queries, keys and values are one layer, and so are gate and up
+    up = shape.mlp_width * (2 if shape.swiglu else 1)
+    attention = shape.width + joint + shape.query_width + shape.width
+    return rank * shape.n_layer * (attention + shape.width + up + shape.mlp_width + shape.width)
+
+
 def model_state_bytes(
     parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False, persistent: int = 0
 ) -> dict[str, int]:
@@ -181,15 +189,16 @@ def activation_bytes(
 
 
 def logit_bytes(tokens: int, vocab_size: int) -> int:
-    """Peak bytes of a cross-entropy's backward pass, 12 per logit.
+    """Peak bytes of a cross-entropy's backward pass, 12 per logit of a chunk.
 
     bfloat16: the logits, their float32 log-softmax, its gradient, and that in bfloat16 (2 + 4 + 4 + 2); float32: the
     logits, the log-softmax and its gradient (4 + 4 + 4).
     """
-    return 12 * tokens * vocab_size
+    return 12 * min(tokens * vocab_size, GPU_CHUNK)
 
 
-CHUNK = 2**20  # logits that a CPU computes at once (rlhf/ops/unembedding.py), but of at least 256 tokens
+# logits that a CPU (but of at least 256 tokens) and a GPU compute at once (rlhf/ops/unembedding.py)
+CHUNK, GPU_CHUNK = 2**20, 2**27
 ROOM = 0.95  # the share of a budget that an estimate may fill
 # What a CPU's process takes for each byte that autograd keeps, with and without adapters: freed blocks that no other fits.
 CPU_GAPS = {False: 1.1, True: 1.45}
