@@ -37,7 +37,7 @@ from rlhf.system.terminal import one_line, say
 from rlhf.training.setup import set_up
 
 STOP_SECONDS = 0.1  # seconds between two searches for a stop string in a response that is not streamed
-PIECES_PER_SECOND = 300  # pieces per second of all streams together: with more streams, each has longer pieces
+PIECES_PER_SECOND = 200  # pieces per second of all streams together: with more streams, each has longer pieces
 ENDED = "the models have stopped: start the server again"
 
 
@@ -129,11 +129,15 @@ class Generation:
 
     def close(self, error: ModelFailedError | None = None) -> None:
         self.error, self.over = error, True
-        self.wake()
+        wake([self])
 
-    def wake(self) -> None:
+
+def wake(generations: Sequence[Generation]) -> None:
+    """Tell the readers that there is something new; one call per event loop, since each costs a system call."""
+    for loop in {one.loop for one in generations}:
+        events = {one.changed for one in generations if one.loop is loop}
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self.loop.call_soon_threadsafe(self.changed.set)
+            loop.call_soon_threadsafe(lambda events=events: [event.set() for event in events])
 
 
 class Chunk(NamedTuple):
@@ -277,9 +281,7 @@ class Queue:
             self.fail(ModelFailedError())
             return
         now = time.monotonic()
-        for one in self.running:
-            if now >= one.due:
-                one.wake()
+        wake([one for one in self.running if now >= one.due])
         self._remove()
 
     def _remove(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhf.data.chat_template import encode_prompt
@@ -301,18 +301,37 @@ class Form:
         }
 
 
-class EventStream(StreamingResponse):
-    """A response of server-sent events, which frees the places of the completion however it ends."""
+class EventStream(Response):
+    """A response of server-sent events, which frees the places of the completion however it ends.
+
+    Without starlette's task group per stream and with few writes: what a piece costs here takes time from the models' thread.
+    """
 
     def __init__(self, completion: Completion, events: AsyncIterator[str]):
-        super().__init__(events, media_type="text/event-stream")
-        self.completion = completion
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.completion, self.events = completion, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        leaving = asyncio.create_task(close_when_gone(receive, self.completion))
         try:
-            await super().__call__(scope, receive, send)
+            started = False
+            async for text in self.events:
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    started = True
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
         finally:
+            leaving.cancel()
             self.completion.close()
+
+
+async def close_when_gone(receive: Receive, completion: Completion) -> None:
+    """Free the places when the client disconnects: the responses end, and with them the wait for them."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    completion.close()
 
 
 def event(body: Body) -> str:
@@ -325,13 +344,7 @@ async def respond(form: Form, asked: Sampling, request: Request) -> Response:
     completion = form.completion
     if asked.stream:
         return EventStream(completion, events(form, asked))
-
-    async def close_when_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        completion.close()  # the responses end, and with them the wait for them
-
-    leaving = asyncio.create_task(close_when_gone())
+    leaving = asyncio.create_task(close_when_gone(request.receive, completion))
     try:
         chunks = await completion.whole()
     finally:
