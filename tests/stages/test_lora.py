@@ -247,5 +247,5 @@ def test_frozen_weights_are_held_in_the_precision_of_training(gold_run):
     second.exact, second.data = second.data, second.data.bfloat16()  # as on a GPU
     with torch.autocast("cpu", torch.bfloat16):
         assert policy(TOKENS, use_cache=False).logits.equal(wanted)
-    state = merged(policy, gathered_state(policy))
-    assert all(tensor.equal(original[name]) for name, tensor in state.items())
+    state = dict(merged(policy, gathered_state(policy)))
+    assert state and all(tensor.equal(original[name]) for name, tensor in state.items())
