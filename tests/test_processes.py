@@ -39,13 +39,30 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
     assert (rank(), is_first()) == (1, False)
 
 
-GRADIENTS = """
-import sys
+# --- two processes -------------------------------------------------------------------------------------------------
+
+
+# Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
+LISTENING = """
+import os, sys
 import torch, torch.distributed as dist
 from rlhf.system import processes
-from rlhf.system.processes import Ranks, connect, disconnect, rank
 from rlhf.system.exits import leave
+from rlhf.system.processes import Ranks, connect, disconnect, rank
 connect(torch.device("cpu"))
+total = torch.ones(1)
+dist.all_reduce(total)
+sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+found = []
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for row in (line.split() for line in open(table).read().splitlines()[1:]):
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
+            found.append(row[1].rpartition(":")[0])
+open(f"{sys.argv[1]}/{rank()}", "w").write(" ".join([str(int(total)), *found]))
+"""
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+# Gradients are summed in a few messages; the sums are those of one message per tensor.
+GRADIENTS = """
 generator = torch.Generator().manual_seed(rank())
 own = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (40,), (7, 2), (1,))]
 before, sent = [x.clone() for x in own], []
@@ -57,48 +74,20 @@ together = Ranks(torch.device("cpu")).sum_tensors(own)
 assert sent == [16, 40, 15], sent
 assert all(a.equal(b) for a, b in zip(together, each, strict=True)), "to the digit"
 assert all(a.equal(b) for a, b in zip(own, before, strict=True)), "what was given is left alone"
-if disconnect():
-    leave(0)
 """
-
-
-def test_tensors_are_summed_in_a_few_messages():
-    """Two processes: the sums are those of one message per tensor."""
-    assert run_processes([GRADIENTS], 2, module="tests.snippet") == 0
-
-
-# --- how they meet ---
-
-
-# Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
-LISTENING = """
-import os, sys
-import torch, torch.distributed as dist
-from rlhf.system.processes import connect, disconnect, rank
-connect(torch.device("cpu"))
-total = torch.ones(1)
-dist.all_reduce(total)
-sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
-found = []
-for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-    for row in (line.split() for line in open(table).read().splitlines()[1:]):
-        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
-            found.append(row[1].rpartition(":")[0])
-open(f"{sys.argv[1]}/{rank()}", "w").write(" ".join([str(int(total)), *found]))
-disconnect()
-"""
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+END = "if disconnect():\n    leave(0)\n"
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
 @pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.long)])
-def test_on_one_node_nothing_listens_beyond_the_loopback_interface(tmp_path, monkeypatch, launcher):
+def test_two_processes_listen_on_the_loopback_interface_alone_and_sum_gradients(tmp_path, monkeypatch, launcher):
+    code = LISTENING + GRADIENTS + END
     if launcher == "ours":
-        assert run_processes([LISTENING, str(tmp_path)], 2, module="tests.snippet") == 0
+        assert run_processes([code, str(tmp_path)], 2, module="tests.snippet") == 0
     else:
         monkeypatch.setenv("PYTHONPATH", str(HOME.parent))
         script = tmp_path / "listening.py"
-        script.write_text(LISTENING)
+        script.write_text(code)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
         subprocess.run([*command, tmp_path], check=True, capture_output=True)
     seen = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]

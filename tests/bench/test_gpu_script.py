@@ -53,8 +53,8 @@ def test_mistakes_end_in_one_line_and_code_2(arguments, told):
     assert done.returncode == 2 and done.stderr.startswith(told) and not done.stdout
 
 
+@pytest.mark.long
 def test_decoding_writes_its_figures(tmp_path):
-    """The cheapest part that measures, with one contestant: each is a process that imports the libraries."""
     done = run("decode", "--out", str(tmp_path), ONLY="ours")
     assert done.returncode == 0, done.stderr[-2000:]
     found = figures_of(tmp_path, "decode")
