@@ -2,9 +2,13 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from rlhf import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/*.md")])
@@ -17,8 +21,9 @@ def names_in(path: Path) -> set[str]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return found
 
 
@@ -44,3 +49,32 @@ def test_every_file_of_the_package_that_is_named_exists():
     named = [(page.name, path) for page, text in pages for path in re.findall(r"\brlhf/[\w\\/]+\.py\b", text)]
     missing = {(page, path) for page, path in named if not (ROOT / path.replace("\\", "")).is_file()}
     assert len(named) > 50 and missing == {("contributing.md", "rlhf/stages/survey.py")}
+
+
+def commands_in(page: Path) -> list[str]:
+    """The `rlhf …` lines of a page's blocks and tables, continued lines joined, without comments."""
+    text = page.read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert not re.search(r"\\[ \t]+$", blocks, re.MULTILINE), (
+        f"{page.name}: a blank follows a backslash at a line's end"
+    )
+    lines = blocks.replace("\\\n", " ").splitlines() + re.findall(r"^\|[^|]*\| `(rlhf [^`]+)` \|", text, re.MULTILINE)
+    parts = [part.strip().removeprefix("$ ") for line in lines for part in re.split(r";|&&", line.partition(" #")[0])]
+    return [part for part in parts if re.match(r"rlhf \w", part)]
+
+
+COMMANDS_OF_PAGES = [(page, line) for page in PAGES if page.name != "CHANGELOG.md" for line in commands_in(page)]
+
+
+def test_pages_have_commands():
+    assert len(COMMANDS_OF_PAGES) > 60
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS_OF_PAGES, ids=[line[:60] for _, line in COMMANDS_OF_PAGES])
+def test_a_documented_command_passes_the_command_lines_checks(page, line, monkeypatch):
+    """Everything but the command itself runs: its module is replaced. `…` is the reader's own value."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
+    assert not re.search(r"[\[\]{}*?]", bare), f"{page.name}: zsh would expand this: quote it: {line}"
+    words = [word for word in shlex.split(line)[1:] if "…" not in word and word != "&"]
+    monkeypatch.setattr(cli, "module_of", lambda command: SimpleNamespace(run=lambda *_: None))
+    cli._dispatch(words)
