@@ -10,7 +10,7 @@ responses are ordered.
 import importlib
 import warnings
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import fsum, isfinite
@@ -284,14 +284,20 @@ def _alpha_of_ratings(ratings: "pd.DataFrame", notes: dict[str, str]) -> dict[st
 
 def _tau(ranks: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
     """Mean of tau-b (Kendall 1945) over comparisons of two people's rankings of an item."""
-    both = [one for _, one in _couples(ranks).groupby(["item", "person_a", "person_b"]) if len(one) > 1]
-    taus = [_call("scipy.stats", "kendalltau", one.value_a, one.value_b) for one in both]
-    defined = [tau for tau in taus if tau is not None]
-    if not both:
+    orders: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)  # both ranks of each response
+    columns = ["item", "person_a", "person_b", "value_a", "value_b"]
+    for *key, first, second in _couples(ranks)[columns].itertuples(index=False, name=None):
+        orders[tuple(key)].append((first, second))
+    counts = Counter(tuple(sorted(order)) for order in orders.values() if len(order) > 1)
+    taus = [(_call("scipy.stats", "kendalltau", *np.array(order).T), n) for order, n in sorted(counts.items())]
+    defined = [(tau, count) for tau, count in taus if tau is not None]
+    total, compared = sum(count for _, count in defined), counts.total()
+    if not compared:
         notes["kendall_tau"] = "no two labelers ranked the same two responses"
-    elif len(defined) < len(both):
-        notes["kendall_tau"] = f"not defined for {len(both) - len(defined):,} of {len(both):,}: one ranking is all ties"
-    return {"value": fsum(defined) / len(defined) if defined else None, "comparisons": len(defined)}
+    elif total < compared:
+        notes["kendall_tau"] = f"not defined for {compared - total:,} of {compared:,}: one ranking is all ties"
+    value = fsum(tau * count for tau, count in defined) / total if total else None
+    return {"value": value, "comparisons": total}
 
 
 def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:

@@ -116,19 +116,16 @@ def _call(tokenizer: Any, turns: list[Turn], generate: bool = False) -> str:
         _check_powers("\n".join(template.values()) if isinstance(template, dict) else template)
         with memory_limit(MEMORY), time_limit(SECONDS):
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
-        problem = f"writes {len(text):,} characters, more than {LENGTH:,}," if len(text) > LENGTH else ""
+        if len(text) <= LENGTH:
+            return text
+        reason = f"it writes {len(text):,} characters, more than {LENGTH:,}"
     except TimeoutError:
-        problem = f"takes more than {SECONDS:g} s"
+        reason = f"it takes more than {SECONDS:g} s"
     except MemoryError:
-        problem = f"takes more than {MEMORY / 2**30:g} GiB of memory"
+        reason = f"it takes more than {MEMORY / 2**30:g} GiB of memory"
     except Exception as error:  # a template can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer"
-        ) from error
-    if problem:
-        raise UserError(f"the chat template {problem} for a dialogue: use another tokenizer")
-    return text
+    raise UserError(f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer")
 
 
 @lru_cache(maxsize=8)

@@ -26,10 +26,6 @@ _INPUTS = ("input", "context")  # Dolly's name for the input is context
 _JUDGED = ("chosen", "rejected")
 
 
-def _holds_texts(row: Values, *keys: str) -> bool:
-    return all(isinstance(row.get(key), str) for key in keys)
-
-
 def _demonstration(prompt: Any, response: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "demonstration", "prompt": prompt, "response": response, "metadata": metadata}
 
