@@ -16,7 +16,7 @@ from rlhf.system.terminal import say
 
 # Seconds after which a server that does not answer is given up.
 SEND_TIMEOUT = 60.0
-NAME = "RLHF: reward and KL"
+WORKSPACE = "RLHF: reward and KL"
 # Grid units of W&B's page: 24 across.
 COLUMNS, PANEL_HEIGHT, TABLE_HEIGHT = 24, 8, 14
 STEP_AXIS = "progress/step"
@@ -67,7 +67,7 @@ def make_specification(project: str, entity: str | None = None) -> dict[str, Any
     }
     panels["Cost"] = [lines_panel(chart, STEP_AXIS) for chart in COST]
     sections = [{"name": name, "panels": shown} for name, shown in panels.items()]
-    return {"name": NAME, "project": project, "entity": entity, "sections": sections}
+    return {"name": WORKSPACE, "project": project, "entity": entity, "sections": sections}
 
 
 def lines_panel(chart: Chart, x: str) -> Panel:
@@ -101,7 +101,9 @@ def make_workspace(specification: dict[str, Any], entity: str) -> Any:
         layout = ws.SectionLayoutSettings(columns=3, rows=3)
         made.append(ws.Section(name=section["name"], panels=panels, is_open=len(made) < 2, layout_settings=layout))
     settings = ws.WorkspaceSettings(x_axis=STEP_AXIS, remove_legends_from_panels=False)
-    return ws.Workspace(entity=entity, project=specification["project"], name=NAME, sections=made, settings=settings)
+    return ws.Workspace(
+        entity=entity, project=specification["project"], name=WORKSPACE, sections=made, settings=settings
+    )
 
 
 def make_panel(panel: Panel, x: int, y: int) -> Any:

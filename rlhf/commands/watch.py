@@ -16,6 +16,7 @@ from rlhf.runs.folders import run_folder, under_way
 from rlhf.runs.metric_table import CHARTS
 from rlhf.runs.progress import format_count, format_figure, format_seconds
 from rlhf.runs.run_files import StageFiles, number_at, read_stage_files
+from rlhf.system.files import is_locked
 from rlhf.system.terminal import printable, say, write
 
 # Seconds between two plain lines, and seconds without a lock after which a run counts as ended: a pipeline takes some
@@ -77,14 +78,6 @@ def look(run: Path) -> list[StageState]:
             status = files.status if files.status == "complete" else "running" if locked else "stopped"
             stages.append(StageState(title, status, folder, files))
     return stages
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a stage's lock, by the kernel's list: taking the lock could keep a stage from starting."""
-    kernel = Path("/proc/locks")
-    if not path.exists() or not kernel.exists():  # without a list, a lock file that exists counts
-        return path.exists()
-    return f":{path.stat().st_ino} " in kernel.read_text(encoding="ascii")
 
 
 def draw_screen(run: Path, stages: list[StageState], width: int) -> list[str]:

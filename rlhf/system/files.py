@@ -128,6 +128,14 @@ def locked(lock: Path, place: Path, busy: str, setting: str = "runs_dir") -> Ite
         yield
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file, by the kernel's list: taking the lock could keep another process from its work."""
+    kernel = Path("/proc/locks")
+    if not path.exists() or not kernel.exists():  # without a list, a lock file that exists counts
+        return path.exists()
+    return f":{path.stat().st_ino} " in kernel.read_text(encoding="ascii")
+
+
 @contextlib.contextmanager
 def held(out: Path) -> Iterator[None]:
     """Lock `out` against other processes of this package, and `mend` it. Raises: UserError if another one has the lock."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.commands.watch import draw_screen, follow, is_locked, look, sparkline
+from rlhf.commands.watch import draw_screen, follow, look, sparkline
 from rlhf.errors import UserError
+from rlhf.system.files import is_locked
 
 
 def write_stage(run: Path, name: str, status: str, logged: int = 0, **record: Any) -> Path:
