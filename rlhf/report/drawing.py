@@ -207,38 +207,25 @@ def make_axes(picture: Picture, width: float, height: float, palette: Palette, l
     axes.grid(axis="y", color=palette.grid, linewidth=1, clip_on=False)
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
-    xs = [x for one in series for x in one.xs]
-    ys = [y for one in series for y in (*one.ys, *one.lows, *one.highs)] + [mark.y for mark in picture.marks]
-    ys += [0.0] if picture.bars else []
-    axes.set_xlim(*_widen(min(xs), max(xs), 0.0 if len(set(xs)) > 1 else 0.5))
-    whole, steps = all(float(x).is_integer() for x in xs), [1, 2, 2.5, 5, 10]
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
-    if log:
-        low, high = _widen(math.log10(min(ys)), math.log10(max(ys)), 0.07)
-        axes.set_yscale("log")
-        axes.set_ylim(10**low, 10**high)
-        few = high - low < 1.2
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5) if few else (1,), numticks=12 if few else 6))
-        axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_ylim(*_widen(min(ys), max(ys), 0.07))
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
+    axes.margins(0.0, 0.07)
     for mark in picture.marks:
         axes.axhline(mark.y, color=palette.muted, linewidth=1, dashes=(3, 3), clip_on=False)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=palette.muted, fontsize=9, ha="right", **place)
     for one in series:
         _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], picture.bars)
+    whole, steps = all(float(x).is_integer() for one in series for x in one.xs), [1, 2, 2.5, 5, 10]
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
+    if log:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        few = high < 16 * low
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5) if few else (1,), numticks=12 if few else 6))
+        axes.yaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
     return figure, axes
-
-
-def _widen(low: float, high: float, share: float) -> tuple[float, float]:
-    span = high - low
-    if span <= 1e-9 * max(abs(low), abs(high)):
-        span, share = abs(high) or 1.0, max(share, 0.5)
-    return low - share * span, high + share * span
 
 
 def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
