@@ -107,10 +107,9 @@ class LabelFile:
             try:
                 row = json.loads(line)
                 self._add(KINDS[row["kind"]].model_validate(row))
-            except ValidationError as error:
-                raise refuse(number, first_problem(error)[1]) from None
-            except (ValueError, KeyError, TypeError):
-                raise refuse(number, "not a record") from None
+            except (ValueError, KeyError, TypeError) as error:  # ValidationError is a ValueError
+                known = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
+                raise refuse(number, known) from None
         if not any(start.startswith(rest[: len(start)]) for start in STARTS):
             raise refuse(len(lines) + 1, "not a record")
         if rest:
@@ -161,28 +160,24 @@ class Labelling:
         self.demonstrated: dict[str, dict[str, Demonstration]] = {task: {} for task in self.tasks}
         for record in without_replaced(file.records):
             self._count(record)
-        self.agreement: tuple[int, dict[str, Any]] = (-1, {})  # by labeler, and the number of records that it is of
 
     def _count(self, record: Any) -> None:
-        task, labeler = record.metadata.get("task"), getattr(record, "labeler", None)
-        tables: dict[str, Any] = {"ranking": self.ranked, "demonstration": self.demonstrated}
-        by_task = tables.get(record.kind, {})
-        if task in by_task and labeler is not None:
-            by_task[task][labeler] = record
+        table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
+        if (by_labeler := table.get(record.metadata.get("task"))) is not None and record.labeler is not None:
+            by_labeler[record.labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
 
     def next_task(self, labeler: str) -> Ranking | None:
         """The labeler's current task, or the next one; None if there is none left."""
         with self.lock:
-            current = self.assigned.get(labeler)
-            if current is not None and self._is_open(current[0], labeler):
-                return self.tasks[current[0]]
+            current, _ = self.assigned.get(labeler, (None, 0.0))
+            if current is not None and self._is_open(current, labeler):
+                return self.tasks[current]
             name = next((name for name in self.tasks if self._is_open(name, labeler)), None)
-            if name is None:
-                return None
-            self.assigned[labeler] = (name, time.monotonic())
-            return self.tasks[name]
+            if name is not None:
+                self.assigned[labeler] = (name, time.monotonic())
+            return self.tasks.get(name or "")
 
     def _is_open(self, name: str, labeler: str) -> bool:
         """Whether a labeler may rank a task: not done by this labeler, and not done by or assigned to enough others."""
@@ -251,17 +246,15 @@ class Labelling:
 
     def progress(self, labeler: str) -> dict[str, Any]:
         """A labeler's progress, and how often the others order two responses in the same way."""
+        counter = AgreementCounter()
         with self.lock:
             done = sum(labeler in by_labeler for by_labeler in self.ranked.values())
             left = sum(labeler not in by and len(by) < self.per_prompt for by in self.ranked.values())
-            shared = [one for by_labeler in self.ranked.values() if len(by_labeler) > 1 for one in by_labeler.values()]
-            count = len(self.file.records)
-        if self.agreement[0] != count:
-            counter = AgreementCounter()
-            for ranking in shared:
-                counter.add(ranking)
-            self.agreement = (count, counter.report()["by_labeler"] if shared else {})
-        row = self.agreement[1].get(labeler, {})
+            for by_labeler in self.ranked.values():
+                if labeler in by_labeler and len(by_labeler) > 1:
+                    for ranking in by_labeler.values():
+                        counter.add(ranking)
+        row = counter.report()["by_labeler"].get(labeler, {}) if counter.rankings else {}
         return {"done": done, "left": left, "agreement": row.get("agreement"), "shared": row.get("items_shared", 0)}
 
     # ---------------------------------------------------------------------------- comparisons, demonstrations
