@@ -87,14 +87,21 @@ def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
 
     Raises: UserError for an architecture or a variant that ours does not express.
     """
-    config = make_native_config(model.config)
-    theirs = model.state_dict()
-    entries = ARCHITECTURES[model.config.model_type].entries(config)
-    return _build(
-        GPTForCausalLM(config),
-        {name: layout.join([theirs[n] for n in names]) for name, names, layout in entries},
-        model,
-    )
+    config, theirs = make_native_config(model.config), model.state_dict()
+    with torch.device("meta"):  # memory never contains the weights a third time
+        ours = GPTForCausalLM(config)
+    state: dict[str, Tensor] = {}
+    for name, names, layout in ARCHITECTURES[model.config.model_type].entries(config):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        joined = layout.join([theirs[n] for n in names])
+        shared = joined.untyped_storage().data_ptr() == theirs[names[0]].untyped_storage().data_ptr()
+        state[name] = joined.clone(memory_format=torch.contiguous_format) if shared else joined
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    ours.load_state_dict(state, assign=True)
+    ours.tie_weights()
+    return _finished(ours, model)
 
 
 def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
@@ -105,7 +112,9 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
     Raises: UserError if the model does not fit the form.
     """
     result = ARCHITECTURES[form].model_class(their_config(model.config, form))
-    return _build(result, dict(renamed(model.config, form, model.state_dict().items())), model)
+    nn.Module.to(result, device=model.device, dtype=model.dtype)
+    result.load_state_dict(dict(renamed(model.config, form, model.state_dict().items())))
+    return _finished(result, model)
 
 
 def renamed(config: GPTConfig, form: str, ours: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -148,10 +157,8 @@ def public_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     return renamed(model.config, find_form(model.config), weights) if lm(model).native else weights
 
 
-def _build(model: Any, state: dict[str, torch.Tensor], like: PreTrainedModel) -> Any:
-    """Fill a new model with a state dict, with the other model's dtype and device; evaluation mode."""
-    nn.Module.to(model, device=like.device, dtype=like.dtype)
-    model.load_state_dict(state)
+def _finished(model: Any, like: PreTrainedModel) -> Any:
+    """The model with the other one's settings of generation, in evaluation mode."""
     model.generation_config = GenerationConfig.from_dict(like.generation_config.to_dict())  # type: ignore[union-attr]
     return model.eval()
 
