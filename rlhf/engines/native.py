@@ -51,7 +51,7 @@ def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> 
 
     Rows that have ended stay until the next check; their further tokens are ignored.
     """
-    every = _steps_between_looks(eos.device)
+    every = 1 if eos.device.type == "cpu" else LOOK_EVERY
     rows = torch.arange(len(uniforms), device=eos.device)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
     logits = decoder.prefill()
@@ -76,10 +76,6 @@ def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:
     routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}
     layers = (layer for layer in model.modules() if isinstance(layer, Linear) and layer not in routed)
     return packed_weights([layer.weight for layer in layers], rows)
-
-
-def _steps_between_looks(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else LOOK_EVERY
 
 
 def rows_carried(live: int, rows: int) -> int:

@@ -17,18 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
-from rlhf.engines.decoder import QKV, Decoder, Seen
+from rlhf.engines.decoder import Decoder, Seen
 from rlhf.engines.local import default_batch
 from rlhf.engines.native import rows_carried
 from rlhf.engines.transformers_generate import next_logits
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.interface import lm
-from rlhf.ops.fast import attend
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
 COLUMN_BLOCK = 64  # the cache grows by this many columns
-PADDED = 256  # rows of products up to which their number is rounded up to one of few
-TOGETHER = 512  # tokens of prompts that are read in one pass with the others' next tokens; attention takes longer there
 
 
 @dataclass(slots=True, eq=False)
@@ -103,11 +100,8 @@ class RunningDecoder(Decoder):
             prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))
         }  # equal ones are read once
         lengths = torch.tensor([len(prompt) for prompt in different], device=self.device)
-        if self._compiled() and int(lengths.sum()) <= TOGETHER:
-            logits = self._read_together(tokens, list(different), lengths)
-        else:
-            before = [self.step(tokens)] if first else []
-            logits = torch.cat([*before, self._read_prompts(list(different), lengths)])
+        before = [self.step(tokens)] if first else []
+        logits = torch.cat([*before, self._read_prompts(list(different), lengths)])
         self.live += len(prompts)
         source = torch.tensor([different[tuple(prompt)] for prompt in prompts], device=self.device)
         self.all_lengths[first : self.live] = lengths[source]
@@ -116,28 +110,6 @@ class RunningDecoder(Decoder):
         columns = int(lengths.max())
         self.whole[:, :, first : self.live, :, :columns] = self.whole[:, :, first + source, :, :columns]
         return torch.cat((logits[:first], logits[first + source]))
-
-    def _read_together(self, tokens: Tensor, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
-        """Logits (live + N, V) after one more token of each row and after N prompts, in one pass over all these tokens."""
-        first = self.live
-        counts = torch.cat((torch.ones_like(tokens), lengths))
-        begins = torch.cat((self.all_lengths[:first], torch.zeros_like(lengths)))
-        row, ends = self.numbers[: len(counts)].repeat_interleave(counts), counts.cumsum(0)
-        count = len(row)
-        position = begins[row] + torch.arange(count, device=self.device) - (ends - counts)[row]
-        seen = Seen(row, position, position + 1, range(0))
-        more = rows_carried(count, max(count, PADDED)) - count
-
-        def attend_to_own(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
-            q, k, v = (t[:count] for t in qkv)
-            return F.pad(attend((q, k, v), cache, *seen), (0, 0, 0, more))
-
-        self._view(len(counts))
-        new = torch.cat((tokens, torch.tensor([token for prompt in prompts for token in prompt], device=self.device)))
-        x = self._read(F.pad(new, (0, more)), F.pad(position, (0, more)), attend_to_own)
-        self.all_lengths[:first] += 1
-        last = F.pad(ends - 1, (0, rows_carried(len(ends), self.most) - len(ends)))
-        return self._logits(x[last])[: len(ends)]
 
     def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
         """Logits (N, V) after N prompts, in a pass of their own."""
@@ -258,11 +230,7 @@ class RunningBatch:
             tokens, logp = choose_tokens(of_rows, numbers, part[0].choice)
             for i, (one, token, value) in enumerate(zip(part, tokens.tolist(), logp.tolist(), strict=True)):
                 if one.alternatives:
-                    one.tops.append(_likeliest(of_rows[i], one))
+                    top = torch.log_softmax(of_rows[i].float() / one.choice.temperature, -1).topk(one.alternatives)
+                    one.tops.append(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
                 one.tokens.append(token)
                 one.logprobs.append(value)
-
-
-def _likeliest(logits: Tensor, response: Response) -> list[tuple[int, float]]:
-    top = torch.log_softmax(logits.float() / response.choice.temperature, -1).topk(response.alternatives)
-    return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhf.cpu import kernels, products
-from rlhf.engines import running
 from rlhf.engines.choosing import Choice, hashed, make_uniforms, uniforms_at
 from rlhf.engines.native import packed
 from rlhf.engines.running import Response, RunningBatch
@@ -44,20 +43,10 @@ def drawn_by_batch(model, asked, rows: int, chance: float, seed: int = 5, **choi
     return [out[i] for i in range(len(asked))]
 
 
-WAYS = ["together", "one at a time", "by torch"]
-
-
-def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in one pass with the others' tokens, in passes of their own if there is more than one token, or by torch alone."""
-    if way == "one at a time":
-        monkeypatch.setattr(running, "TOGETHER", 1)
-    if way == "by torch":
+@pytest.mark.parametrize(("kind", "compiled"), [*((kind, True) for kind in ALL), ("llama", False)])
+def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind, compiled, monkeypatch):
+    if not compiled:
         monkeypatch.setattr(kernels, "compiled", lambda: None)
-
-
-@pytest.mark.parametrize(("kind", "way"), [*((kind, WAYS[0]) for kind in ALL), *(("llama", way) for way in WAYS[1:])])
-def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind, way, monkeypatch):
-    read_by(way, monkeypatch)
     model, asked = make(kind), prompts(14)
     for choice in ({}, {"temperature": 1.3, "top_p": 0.8}, {"greedy": True}):
         expected = sample(model, asked, max_new_tokens=NEW, eos_token_id=EOS, pad_token_id=0, seed=5, **choice)
