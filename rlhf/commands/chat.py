@@ -11,7 +11,7 @@ from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, stage_folder
 from rlhf.system.terminal import printable, say, write
 
-NOT_TEXT = "chat: the message is not UTF-8: convert the input to UTF-8"
+NOT_TEXT = "is not UTF-8: convert the input to UTF-8"
 
 
 def run(config: Config) -> None:
@@ -50,16 +50,16 @@ def read_lines(talking: bool) -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError:
-            raise UserError(NOT_TEXT) from None
+            raise UserError(f"chat: the message {NOT_TEXT}") from None
 
 
-def as_text(message: str) -> str:
-    """The message. Raises: UserError if it is not text; in some locales such a byte arrives as a lone surrogate."""
+def as_text(text: str, what: str = "chat: the message") -> str:
+    """The text. Raises: UserError if it is not text; in some locales such a byte arrives as a lone surrogate."""
     try:
-        message.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise UserError(NOT_TEXT) from None
-    return message
+        raise UserError(f"{what} {NOT_TEXT}") from None
+    return text
 
 
 def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str, str]], turn: int) -> str:

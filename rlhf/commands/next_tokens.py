@@ -1,5 +1,6 @@
 """`rlhf next`: the most likely next tokens of a text, with their probabilities."""
 
+from rlhf.commands.chat import as_text
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.errors import UserError
@@ -13,6 +14,7 @@ def run(config: Config) -> None:
     check_output(folder)
     if not config.next.text:
         raise UserError("next.text is not set: want a text, such as `rlhf next run=x -- The capital of France is`")
+    as_text(config.next.text, "next.text")
 
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.engines.likely import document_tokens, likeliest, show

@@ -145,6 +145,8 @@ def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str
     if bad := [name for name in names if not NAME.fullmatch(name)]:
         raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
     by_name: dict[str, str] = {}
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file: move it away")
     if path.is_file():
         for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
             if (link := LINK.fullmatch(line)) is None:

@@ -43,12 +43,7 @@ from rlhf.runs.sources import in_split, read_comparisons, read_demonstrations, r
 from rlhf.system.terminal import say
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
-SUBSETS = (
-    "subset",
-    "domain",
-    "category",
-    "section",
-)  # keys that name the subset of a preference file's row; the first one counts
+SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's subset; the first one counts
 STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown
 
 

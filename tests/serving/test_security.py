@@ -120,6 +120,8 @@ def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
             serve.labeler_secrets(path, ["anna"], "http://127.0.0.1:1/")
         assert path.read_text(encoding="latin-1") == content
     os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: not a regular file"):
+        serve.labeler_secrets(tmp_path / "pipe", ["anna"], "http://127.0.0.1:1/")
     (tmp_path / "binary").write_bytes(b"\xff")
     for name, message in (("pipe", "no such file"), ("none", "no such file"), ("binary", "is not UTF-8")):
         with pytest.raises(UserError, match=rf"serve\.instructions=.*{name}: {message}"):

@@ -44,5 +44,8 @@ def test_a_text_longer_than_the_context_loses_its_beginning(gold_run):
 
 
 def test_without_a_text_it_says_what_to_write(gold_run):
-    with pytest.raises(UserError, match=r"next\.text is not set: want a text, such as"):
-        run(gold_run.config())
+    config = gold_run.config()
+    for text, message in ((None, "is not set: want a text, such as"), ("caf\udce9", "is not UTF-8: convert the input")):
+        config.next.text = text
+        with pytest.raises(UserError, match=rf"next\.text {message}"):
+            run(config)
