@@ -21,7 +21,6 @@ SPLITS = ("train", "dev", "test")
 _NO_LETTER = re.compile(r"[\W_]+")
 _NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
-_FEW = 8  # letters at a cut that may normalise differently when more text follows
 
 
 def _normal(form: str, text: str) -> str:
@@ -65,14 +64,7 @@ def split_key(prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX
     and digits. Having the same key is an equivalence relation, so a hash of the key determines the split of a prompt,
     whatever else is imported.
     """
-    text = conversation(prompt)
-    wanted = max(1, prefix_characters * 3 // 4)
-    size = 2 * wanted + 64
-    while True:
-        key = _letters(text[:size])
-        if len(key) >= wanted + _FEW or size >= len(text):
-            return key[:wanted]
-        size *= 2
+    return _letters(conversation(prompt))[: max(1, prefix_characters * 3 // 4)]
 
 
 def hash64(*parts: str) -> int:

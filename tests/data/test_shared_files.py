@@ -89,16 +89,6 @@ def test_every_file_without_columns_to_name_is_in_the_table(shared_data):
     assert here - named_columns == {expected.file for expected in FILES}
 
 
-def test_hh_with_scores_follows_the_scores(shared_data):
-    path = shared_data / "comparisons/hh-helpful-2352-dsp.json.gz"
-    rankings, _ = load_comparisons(str(path))
-    for row, ranking in zip(raw_rows(path), rankings, strict=True):
-        a, b = row["score"]
-        assert ranking.pair_list() == ([(0, 1)] if a > b else [(1, 0)] if a < b else [])
-        assert all(text.rstrip().endswith(r.text) for text, r in zip(row["text"], ranking.responses, strict=True))
-        assert ranking.metadata == {"score": row["score"]}
-
-
 def test_qa_feedback_gives_rankings_pairs_and_ties(shared_data):
     path = shared_data / "comparisons/qa-feedback-500x4.json.gz"
     assert sum(row["preference"].count(0) for row in raw_rows(path)) == 384
@@ -133,26 +123,6 @@ def test_oasst_gives_a_ranking_for_each_set_of_ranked_siblings(shared_data):
     # 57 sets of 2, 116 of 3, 28 of 4, 3 of 5, 6 of 6, 1 of 8, 1 of 9; one of the 28 has a fourth without a rank
     assert sum(len(r.responses) for r in rankings) == 57 * 2 + 116 * 3 + 28 * 4 + 3 * 5 + 6 * 6 + 8 + 9
     assert sum(rank < 0 for r in rankings for rank in r.ranks()) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "request_keys", "answer_key"),
-    [
-        ("alpaca-en-999.json", ("instruction", "input"), "output"),
-        ("alpaca-zh-1000.json", ("instruction", "input"), "output"),
-        ("gpteacher-roleplay-1923.json.gz", ("instruction", "input"), "response"),
-        ("gsm8k-train-7473.jsonl.gz", ("question",), "answer"),
-        ("dolly-6400-no-context.jsonl.gz", ("instruction",), "text"),
-    ],
-)
-def test_demonstrations_keep_their_texts(shared_data, name, request_keys, answer_key):
-    path = shared_data / "demonstrations" / name
-    records, _ = load_demonstrations(str(path))
-    for row, record in zip(raw_rows(path), records, strict=True):
-        assert record.response == row[answer_key]
-        [turn] = record.prompt
-        assert turn.content.strip() == "\n\n".join(row[key].strip() for key in request_keys if row[key].strip())
-        assert record.metadata == {k: v for k, v in row.items() if k not in (*request_keys, answer_key)}
 
 
 def test_every_assistant_character_of_a_dialogue_is_learned(shared_data):

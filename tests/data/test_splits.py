@@ -123,13 +123,6 @@ def test_a_system_turn_is_left_out_and_later_turns_count():
     assert split_key(chat + asked[0]) != split_key(chat + asked[1])
 
 
-@given(st.text(min_size=1), st.integers(1, 40))
-def test_the_key_is_cut_where_the_whole_normalised_text_would_be(text, prefix):
-    """Long prompts are normalised piece by piece."""
-    whole = split_key(text * 40, 10**9)
-    assert split_key(text * 40, prefix) == whole[: max(1, prefix * 3 // 4)]
-
-
 def test_what_is_an_import_already_is_not_imported_again(tmp_path):
     from rlhf.data.inputs import ROW_SUFFIXES, Source, resolve_sources
     from rlhf.data.storage import seal
