@@ -18,16 +18,8 @@ from .conftest import GOLD, Run
 
 def row(prompt: str, chosen: int, rejected: int, subset: str) -> Item:
     """Answers 0 … chosen - 1 beat the others."""
-    record = Ranking.model_validate(
-        {
-            "kind": "ranking",
-            "id": "r",
-            "prompt": prompt,
-            "responses": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}],
-            "ranking": [["a"], ["b"]],
-            "metadata": {"subset": subset},
-        }
-    )
+    told = {"kind": "ranking", "id": "r", "prompt": prompt, "ranking": [["a"], ["b"]], "metadata": {"subset": subset}}
+    record = Ranking.model_validate(told | {"responses": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}]})
     order = [(i, j) for i in range(chosen) for j in range(chosen, chosen + rejected)]
     sizes = [1] * (chosen + rejected)
     return Item("k", [[1]] * len(sizes), sizes, record, judgements=[Judgement(None, order, None)])
@@ -85,10 +77,10 @@ def test_a_run_with_nothing_but_a_reward_model(gold_run, files, tmp_path):
     assert set(found["subsets"]) == {"chat", "math", "safety"} and found["left_out"] == 0
     assert found["overall"]["pairs"]["n"] == 6 + 4 * 9 and found["overall"]["all_right"]["n"] == 10
     assert "styles" not in found and not (run.folder / "evaluate").exists()
-    styles = evaluate(run, f"evaluate.pairs='{files[1]}'")["styles"]
-    overall = evaluate(run, f"evaluate.pairs='{files[1]}'")["overall"]["pairs"]["value"]
+    found = evaluate(run, f"evaluate.pairs='{files[1]}'")
     # of the nine pairs of a row three each are easy, normal and hard
-    assert sum(styles[name]["value"] for name in styles) / 3 == pytest.approx(overall, abs=2e-4)
+    mean = sum(row["value"] for row in found["styles"].values()) / 3
+    assert mean == pytest.approx(found["overall"]["pairs"]["value"], abs=2e-4)
 
 
 def test_a_classifiers_folder(files, tmp_path):

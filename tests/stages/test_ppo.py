@@ -96,7 +96,7 @@ def pay_for(token: int, sign: float) -> Callable[[Episodes], torch.Tensor]:
     return lambda episodes: torch.tensor([sign * ids.count(token) for ids in episodes.responses])
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("sign", [1.0, pytest.param(-1.0, marks=pytest.mark.long)])
 def test_a_rigged_reward_rises(copy_until, sign):
     """The share of a common word goes where the reward pays."""
     settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", "ppo.lr=3e-3", "ppo.critic_lr=3e-3"]

@@ -27,7 +27,7 @@ from .conftest import Run
 from .test_pipeline import pipe_in_process, states
 
 ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=128", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
-          "evaluate.best_of=2", "reward.audit=0"]  # fmt: skip
+          "evaluate.best_of=2", "reward.audit=0", "reward.calibration_samples=16", "ppo.eval_prompts=4", "ppo.epochs=1"]  # fmt: skip
 
 
 def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:

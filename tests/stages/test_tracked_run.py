@@ -22,11 +22,12 @@ TRACKED = ("sft", "reward", "ppo", "evaluate")
 @pytest.fixture(scope="module")
 def tracked(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run whose stages after pretraining ran with tracking=wandb."""
-    run = gold_run.copy(tmp_path_factory.mktemp("tracked"), "sft", "tracked")
+    run = gold_run.copy(tmp_path_factory.mktemp("tracked"), "reward", "tracked")
     given = os.environ.pop("WANDB_MODE", None)
     try:
-        for stage in ("sft", "label", "reward", "ppo", "evaluate"):
-            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", "ppo.samples_every=1")
+        for stage in TRACKED:
+            more = ("evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=2", "overwrite=true")
+            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", "ppo.samples_every=1", *more)
     finally:
         if given is not None:
             os.environ["WANDB_MODE"] = given
