@@ -94,8 +94,8 @@ def main(arguments: list[str]) -> None:
     found: list[Any] = []
     save, train = TrainingLoop.save, pretrain.train
 
-    def measured(loop: TrainingLoop, *arguments: Any) -> None:
-        train(loop, *arguments)
+    def measured(loop: TrainingLoop, *arguments: Any, **keywords: Any) -> None:
+        train(loop, *arguments, **keywords)
         if loop.engine.sharded:
             found[-1] = shares(loop.engine.module, loop.engine)
 
