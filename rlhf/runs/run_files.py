@@ -61,13 +61,13 @@ def encode_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
-    """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns the newest of them.
+def truncate_jsonl(path: Path, key: str, last: int) -> list[dict[str, Any]]:
+    """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns those of the newest step among them.
 
     A run that stopped has written some steps after its last checkpoint, and perhaps half a line; the resumed run
     writes those steps again. The file is replaced atomically.
     """
-    newest: dict[str, Any] = {}
+    newest: list[dict[str, Any]] = []
     if not path.is_file():
         return newest
     if lost := count_unreadable(path):
@@ -77,7 +77,7 @@ def truncate_jsonl(path: Path, key: str, last: int) -> dict[str, Any]:
         for row in read_jsonl(path):
             if isinstance(row.get(key), int) and row[key] <= last:
                 out.write(encode_line(row))
-                newest = row
+                newest = [*(other for other in newest if other[key] == row[key]), row]
     os.replace(temporary, path)
     return newest
 

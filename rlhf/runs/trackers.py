@@ -119,14 +119,14 @@ class Tracker:
             metrics.unlink(missing_ok=True)
             samples.unlink(missing_ok=True)
         else:
-            newest = truncate_jsonl(metrics, "progress/step", self._resume_step)
-            truncate_jsonl(samples, "step", self._resume_step)
-            self._started -= float(newest.get("time/elapsed_s") or 0.0)  # the clock continues
-            for row in read_jsonl(metrics):
+            lines = truncate_jsonl(metrics, "progress/step", self._resume_step)
+            self._started -= float(lines[-1].get("time/elapsed_s") or 0.0) if lines else 0.0  # the clock continues
+            for row in lines:
                 if row["progress/step"] == self._resume_step:
                     self._kept |= row.keys()
                     self._axes |= {name: row[name] for name in row if name.startswith("progress/")}
-            self._kept_samples = {str(row.get("id")) for row in read_jsonl(samples) if row["step"] == self._resume_step}
+            rows = truncate_jsonl(samples, "step", self._resume_step)
+            self._kept_samples = {str(row.get("id")) for row in rows if row["step"] == self._resume_step}
         self._write("metrics.jsonl", [])
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
