@@ -119,9 +119,9 @@ def answer_file(
             file.flush()
             bar.update()
         os.fsync(file.fileno())
-    left, cut = len(records) - len(asked), sum(cut for _, _, cut in asked)
+    left, shortened = len(records) - len(asked), sum(cut for _, _, cut in asked)
     notes = [f"{len(asked):,} prompts with {settings.samples} responses each"]
-    notes += [f"{cut} prompts cut from the left to fit"] if cut else []
+    notes += [f"{shortened} prompts cut from the left to fit"] if shortened else []
     return notes + ([f"{left} left out: they cannot fit the context"] if left else [])
 
 

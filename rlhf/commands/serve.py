@@ -58,8 +58,8 @@ def make_server(app: Any) -> Any:
 
     from rlhf.serving.security import Connection
 
-    quiet = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
-    timeouts = {"timeout_keep_alive": 15, "timeout_graceful_shutdown": 5}
+    quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
+    timeouts: dict[str, Any] = {"timeout_keep_alive": 15, "timeout_graceful_shutdown": 5}
     return uvicorn.Server(uvicorn.Config(app, http=Connection, ws="none", lifespan="off", **quiet, **timeouts))
 
 

@@ -175,8 +175,8 @@ def attack_pairs(
         flipped, gain = after[right, 1] > plain[right, 0], after - plain
         changes = {"gain": gain.mean(1), "gain_better": gain[:, 0], "gain_worse": gain[:, 1], "nats": np.array(nats)}
         flips = share_by([keys[i] for i in right], flipped.astype(float).tolist()) if len(right) else None
-        intervals = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
-        figures.append({"name": name, "flips": flips} | intervals)
+        intervals: Figures = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
+        figures.append(intervals | {"name": name, "flips": flips})
     return figures
 
 

@@ -151,8 +151,8 @@ def make_rows(
     options = split_like(encode_texts(tokenizer, [f" {option}" for option in flatten(named)]), named)
     solved = []
     for example in flatten(shots):
-        text, answers = options_of(example, columns, classes)
-        solved.append(f"{text} {answers[classes.index(example.label)]}{BETWEEN}")
+        text, said = options_of(example, columns, classes)
+        solved.append(f"{text} {said[classes.index(example.label)]}{BETWEEN}")
     before = split_like(encode_texts(tokenizer, solved), shots)
     rows, shown = [], 0
     for question, answers, examples in zip(texts, options, before, strict=True):

@@ -208,7 +208,7 @@ def score_distributions(
     written = score(
         model, model.demonstration_rows(demonstrations[0], tokenizer, row_limit(config, tokenizer))
     ).tolist()
-    by_source = {
+    by_source: dict[str, Figures] = {
         name: {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
         for name, scores in (("sft_samples", flatten(samples)), ("demonstrations", written))
     }
@@ -350,12 +350,14 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
 def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """The figures of scored rows: over all, by subset, the mean over subsets, and by style where all rows have three of each."""
-    by_subset: dict[str, list[tuple[Item, list[float]]]] = {}
+    by_subset: dict[str, tuple[list[Item], Scores]] = {}
     for item, s in zip(items, scores, strict=True):
         metadata = {} if item.record is None else item.record.metadata
         named = (str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, ""))
-        by_subset.setdefault(next(named, "all"), []).append((item, s))
-    subsets = {name: row_figures(*zip(*rows, strict=True)) for name, rows in sorted(by_subset.items())}
+        of_subset = by_subset.setdefault(next(named, "all"), ([], []))
+        of_subset[0].append(item)
+        of_subset[1].append(s)
+    subsets = {name: row_figures(*rows) for name, rows in sorted(by_subset.items())}
     figures: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
     if len(subsets) > 1:  # the plain mean of independent shares, as benchmarks average their subsets
         for key in ("pairs", "all_right"):

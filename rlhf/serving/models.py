@@ -135,9 +135,13 @@ class Generation:
 def wake(generations: Sequence[Generation]) -> None:
     """Tell the readers that there is something new; one call per event loop, since each costs a system call."""
     for loop in {one.loop for one in generations}:
-        events = {one.changed for one in generations if one.loop is loop}
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda events=events: [event.set() for event in events])
+            loop.call_soon_threadsafe(set_all, {one.changed for one in generations if one.loop is loop})
+
+
+def set_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 class Chunk(NamedTuple):

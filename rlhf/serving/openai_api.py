@@ -97,7 +97,7 @@ class Sampling(Strict):
     ) -> Completion:
         """Queue the responses. Raises: RefusedError."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        how = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        how: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return Completion(thread, prompts, n=self.n or 1, most=most, stops=stops, alternatives=alternatives, **how)
 
 
@@ -157,14 +157,14 @@ async def completion_prompt(model: ServedModel, prompt: str | list[int]) -> Prom
     """A text's tokens, or the tokens given, and their key. Raises: RefusedError."""
     if isinstance(prompt, str):
         refuse_long(model, [prompt], "prompt")
-        ids, key = await asyncio.to_thread(encode_text, model.tokenizer, prompt), ("completion", prompt)
+        ids = await asyncio.to_thread(encode_text, model.tokenizer, prompt)
     else:
-        ids, key = prompt, ("completion", tuple(prompt))
+        ids = prompt
     if not ids:
         raise RefusedError(400, "the prompt is empty: want at least one token", "prompt")
     if wrong := [i for i in ids if not 0 <= i < model.vocabulary]:
         raise RefusedError(400, f"token {wrong[0]}: the vocabulary has {model.vocabulary}", "prompt")
-    return model, ids, key
+    return model, ids, ("completion", prompt if isinstance(prompt, str) else tuple(prompt))
 
 
 # ------------------------------------------------------------------------------------------- routes
