@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from rlhf.cpu.allocator import keep_freed_memory
+from rlhf.cpu.machine import keep_freed_memory
 
 PROBE = """
 import ctypes, resource, sys
-from rlhf.cpu.allocator import keep_freed_memory
+from rlhf.cpu.machine import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)
@@ -44,7 +44,7 @@ def test_freed_memory_is_not_fetched_again():
 
 GAP = """
 import ctypes, re, sys
-from rlhf.cpu.allocator import keep_freed_memory, return_freed_memory
+from rlhf.cpu.machine import keep_freed_memory, return_freed_memory
 assert keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

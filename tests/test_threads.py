@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.cpu import threads
-from rlhf.cpu.threads import ThreadCount, adapting_threads, processor_seconds, threads_for
+from rlhf.cpu import machine as threads
+from rlhf.cpu.machine import ThreadCount, adapting_threads, processor_seconds, threads_for
 
 
 @pytest.mark.parametrize(

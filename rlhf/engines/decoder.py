@@ -1,4 +1,5 @@
-"""Our GPT over a preallocated cache of keys and values: prompts in one pass, then one token per row and step."""
+"""Our GPT over a preallocated cache of keys and values: prompts in one pass, then one token per row and step, on a GPU without a
+launch per operation."""
 
 from __future__ import annotations
 
@@ -9,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.model.attention import Rope, rotary_factors
+from rlhf.model.attention import Rope, narrow, rotary_factors
 from rlhf.model.batching import right_pad
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.model.masks import narrow
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
@@ -225,3 +225,88 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask.to(q.dtype))
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, KV, H/KV, L)
     return (scores if mask is None else scores + mask).softmax(-1) @ v
+
+
+COLUMN_BLOCK = 256  # a step attends to at most this many columns more than needed; a graph is recorded for each block
+
+
+class RowDecoder(Decoder):
+    """The decoder with token t of a row in column t; later columns are masked."""
+
+    def _columns(self) -> int:
+        """How many columns a step attends to."""
+        return int(self.lengths.max()) + 1
+
+    def _seen_columns(self) -> Seen:
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
+        return Seen(rows, self.lengths, self.lengths + 1, range(0))
+
+    def _new_columns(self) -> tuple[Any, int, Tensor | None]:
+        columns, rows = self._columns(), torch.arange(len(self.lengths), device=self.lengths.device)
+        later = torch.arange(columns, device=rows.device) > self.lengths[:, None]
+        return (rows, slice(None), self.lengths), columns, torch.where(later, -torch.inf, 0.0)[:, None, None]
+
+    def _positions(self, columns: int) -> Tensor:
+        return torch.arange(columns, device=self.lengths.device)[None]
+
+
+class FixedDecoder(RowDecoder):
+    """The decoder with steps whose shapes, addresses and work do not depend on the tokens within a block of columns.
+
+    All columns of the block are attended to, with a mask on the later ones. On a GPU the second
+    step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes most of a step's time is
+    spent launching its hundreds of operations. On other devices each step is computed directly.
+    """
+
+    def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
+        super().__init__(model, prompts, max_new_tokens, pad)
+        self.gap = None  # a row's response follows its own prompt
+        for side in (side for pair in self.cache for side in pair):
+            side.zero_()  # masked values must be finite
+        self.all_lengths = self.lengths
+        # by rows and columns; None: computed once, not yet recorded
+        self.graphs: dict[tuple[int, int], Graph | None] = {}
+
+    def step(self, tokens: Tensor) -> Tensor:
+        shape = (len(tokens), self._columns())
+        if tokens.device.type != "cuda" or shape not in self.graphs:
+            self.graphs[shape] = None
+            return super().step(tokens)
+        graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
+        self.column += 1
+        return graph.replay(tokens)
+
+    def drop(self, ended: Tensor) -> Tensor:
+        kept = super().drop(ended)
+        self.all_lengths[: len(kept)] = self.lengths
+        self.lengths = self.all_lengths[: len(kept)]  # the graphs read their input here
+        return kept
+
+    def _columns(self) -> int:
+        return min(self.shape[2], -(-(self.column + 1) // COLUMN_BLOCK) * COLUMN_BLOCK)
+
+
+class Graph:
+    """A recorded step of a decoder, for its present shape."""
+
+    def __init__(self, decoder: FixedDecoder, tokens: Tensor):
+        self.tokens = tokens.clone()
+        self.recorded = torch.cuda.CUDAGraph()
+        column = decoder.column
+        # without autocast's cache, whose tensors would be in the graph's memory
+        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded):
+            self.logits = Decoder.step(decoder, self.tokens)
+        decoder.column = column  # recording does not compute
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token per row; the next replay writes over them."""
+        self.tokens.copy_(tokens)
+        self.recorded.replay()
+        return self.logits
+
+
+def make_decoder(model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int) -> Decoder:
+    """The decoder for a model's device. Experts have no fixed steps: their shapes depend on the number of tokens."""
+    fixed = next(model.parameters()).device.type == "cuda" and not model.config.experts
+    return (FixedDecoder if fixed else Decoder)(model, prompts, max_new_tokens, pad)

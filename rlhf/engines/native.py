@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.decoder import Decoder
-from rlhf.engines.graphs import make_decoder
+from rlhf.engines.decoder import Decoder, make_decoder
 from rlhf.engines.local import LocalEngine, Prompts, evaluating
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.linear import Linear

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
-from rlhf.engines.decoder import Decoder, Seen
+from rlhf.engines.decoder import RowDecoder
 from rlhf.engines.local import default_batch
 from rlhf.engines.native import rows_carried
 from rlhf.engines.transformers_generate import next_logits
@@ -61,8 +61,8 @@ class Response:
         return len(self.prompt) + self.max_new_tokens
 
 
-class RunningDecoder(Decoder):
-    """Our GPT over a cache of `rows` rows, of which the first `live` are in use; a row's token t lies in column t."""
+class RunningDecoder(RowDecoder):
+    """Our GPT over a cache of `rows` rows, of which the first `live` are in use."""
 
     def __init__(self, model: GPTForCausalLM, rows: int):
         super().__init__(model, [[0]], 1, pad=0)
@@ -88,7 +88,6 @@ class RunningDecoder(Decoder):
             self.whole[:, :, : self.live, :, : self.columns] = before[:, :, : self.live]
         self.all_lengths = F.pad(self.all_lengths[: self.live], (0, rows - self.live))
         self.rows, self.columns = rows, columns
-        self.numbers = torch.arange(max(rows, columns), device=self.device)
         self.rope = self._make_rope(columns)
 
     def advance(self, tokens: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -142,17 +141,6 @@ class RunningDecoder(Decoder):
         """The decoder's own fields, of the first rows."""
         self.cache = [tuple(pair) for pair in self.whole[:, :, :rows].unbind()]
         self.lengths = self.all_lengths[:rows]
-
-    def _seen_columns(self) -> Seen:
-        return Seen(self.numbers[: len(self.lengths)], self.lengths, self.lengths + 1, range(0))
-
-    def _new_columns(self) -> tuple[Any, int, Tensor | None]:
-        longest = int(self.lengths.max()) + 1
-        gap = torch.where(self.numbers[:longest] > self.lengths[:, None], -torch.inf, 0.0)
-        return (self.numbers[: len(self.lengths)], slice(None), self.lengths), longest, gap[:, None, None]
-
-    def _positions(self, columns: int) -> Tensor:
-        return torch.arange(columns, device=self.device)[None]
 
 
 class RunningBatch:

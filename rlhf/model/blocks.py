@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf.model.attention import Attention, Rope, select
+from rlhf.model.attention import Attention, Mask, Rope, select
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Float32Linear, Linear, ResidualLinear
-from rlhf.model.masks import Mask
 
 
 class MLP(nn.Module):

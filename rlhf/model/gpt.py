@@ -1,7 +1,7 @@
 """The GPT, from scratch: configuration, trunk and causal language model, as transformers models.
 
 One model assembled from configuration: h_0 = W_e[u] (+ W_p[position]); h_l = block(h_{l-1}); P(u) =
-softmax(norm(h_n) W_e^T). Its parts: attention.py, blocks.py, masks.py.
+softmax(norm(h_n) W_e^T). Its parts: attention.py, blocks.py.
 Source: Radford et al. 2018, equation 2, and 2019, section 2.3 (pre-norm, scaled init); Zhang and Sennrich 2019 (RMSNorm).
 """
 
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from rlhf.model.attention import QKNorm, Rope, Sinusoids, rotary_factors
+from rlhf.model.attention import QKNorm, Rope, Sinusoids, make_attention_mask, make_positions, narrow, rotary_factors
 from rlhf.model.batching import join_rows
 from rlhf.model.blocks import BLOCKS, Block, balance_loss, make_norm
 from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
-from rlhf.model.masks import make_attention_mask, make_positions, narrow
 
 
 class GPTPreTrainedModel(PreTrainedModel):

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 try:
-    from rlhf.cpu.allocator import keep_freed_memory, return_freed_memory
     from rlhf.cpu.kernels import attend, can_attend, can_invert, invert
+    from rlhf.cpu.machine import adapting_threads, keep_freed_memory, return_freed_memory
     from rlhf.cpu.products import by_torch_alone, outer, packed_weights, plain_product, product
-    from rlhf.cpu.threads import adapting_threads
 except ImportError:
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

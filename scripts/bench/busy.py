@@ -9,7 +9,7 @@ min(u, c * u / (u + n)) cores; what counts is steps per second against the same 
 
 Ways: `one` thread; `threads`: one per core, as torch comes; `passive`: the same with OMP_WAIT_POLICY=PASSIVE, so that a thread
 with nothing to do sleeps in place of spinning; `processes`: one process of one thread per core, data parallel; `adapting`: as
-training does with threads=0 (`rlhf/cpu/threads.py`).
+training does with threads=0 (`rlhf/cpu/machine.py`).
 """
 
 import argparse

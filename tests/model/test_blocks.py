@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.model.attention import Attention, Sinusoids
+from rlhf.model.attention import Attention, Documents, Sinusoids, narrow
 from rlhf.model.blocks import MLP, OneNormBlock
-from rlhf.model.masks import Documents, narrow
 
 SIZES = {"vocab_size": 61, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32}
 

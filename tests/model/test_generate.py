@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.cpu.products import by_torch_alone
-from rlhf.engines import decoder, graphs, native
+from rlhf.engines import decoder, native
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.likely import response_logprobs
 from rlhf.engines.local import Sampling, default_batch
@@ -354,8 +354,8 @@ def test_steps_of_one_shape_give_the_same_samples(kind, monkeypatch):
     wanted = sample(model, prompts, **settings)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
-    monkeypatch.setattr(graphs, "COLUMN_BLOCK", 8)
-    monkeypatch.setattr(native, "make_decoder", graphs.FixedDecoder)
+    monkeypatch.setattr(decoder, "COLUMN_BLOCK", 8)
+    monkeypatch.setattr(native, "make_decoder", decoder.FixedDecoder)
     with by_torch_alone():  # as on a GPU
         found = sample(model, prompts, **settings)
     assert found.responses == wanted.responses
