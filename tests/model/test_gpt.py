@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel
-from rlhf.model import masks as gpt_masks
+from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel, attention
 from rlhf.model.attention import SHORT, Attention, attend
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
@@ -208,7 +207,7 @@ def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, m
     model, tokens = make(kind, width=32), random_tokens(2, 12)
     positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
     by_mask, masks = model(tokens, position_ids=positions).logits, []
-    monkeypatch.setattr(gpt_masks, "has_varlen", lambda x: True)
+    monkeypatch.setattr(attention, "has_varlen", lambda x: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_document)
     monkeypatch.setattr(Attention, "forward", recording(Attention.forward, masks))
     assert close(model(tokens, position_ids=positions).logits, by_mask)
