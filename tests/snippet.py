@@ -22,7 +22,10 @@ def start_two(module: str, *arguments: str) -> subprocess.Popen[str]:
 def run_two(module: str, *arguments: str) -> tuple[int, list[str]]:
     """As `start_two`; the exit code and the lines of standard error."""
     process = start_two(module, *arguments)
-    _, errors = process.communicate(timeout=200)
+    try:
+        _, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()  # its processes end with it
     return process.returncode, errors.splitlines()
 
 

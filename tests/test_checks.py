@@ -151,10 +151,7 @@ def test_every_problem_is_told_at_once():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"data__dev": 0.5, "data__test": 0.5},
-            "data.dev + data.test = 1.0: want less than 1, the rest trains",
-        ),
+        ({"data__dev": 0.5, "data__test": 0.5}, "data.dev + data.test = 1.0: want less than 1, the rest trains"),
         (
             {"pretrain__global_batch_tokens": 1500},
             "pretrain.global_batch_tokens=1500: want a multiple of model.context_length=1024",

@@ -70,7 +70,8 @@ def test_help_and_mistakes_import_nothing_heavy():
     # torch and transformers cost seconds; help, a misspelt key and a finished pipeline must not pay for them.
     script = (
         "import sys, rlhf.cli as cli, rlhf.commands.pipeline, rlhf.commands.report, rlhf.config.compose\n"
-        "cli.main(['--help']); cli.main(['ppo', '--help']); rlhf.config.compose.compose_config(['experiment=gold'])\n"
+        "cli.main(['--help']); cli.main(['ppo', '--help']); assert 'hydra' not in sys.modules\n"
+        "rlhf.config.compose.compose_config(['experiment=gold'])\n"
         "heavy = {'torch', 'transformers', 'datasets', 'trl', 'wandb', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
     )

@@ -17,7 +17,7 @@ from rlhf.planning.scaling import PUBLISHED, LossLaw
 from tests.stages.conftest import gold_run  # noqa: F401
 
 STUDIES = Path(__file__).parents[1] / "scripts" / "studies"
-NAMES = (
+NAMES = [
     "harness",
     "audit",
     "details",
@@ -28,7 +28,7 @@ NAMES = (
     "sentiment_optimum",
     "sizes",
     "transfer",
-)
+]
 
 
 def load_scripts() -> dict[str, ModuleType]:
@@ -68,10 +68,8 @@ def options(run, out: Path) -> list[str]:
 
 
 def test_details_runs_what_is_missing_and_compares_with_the_default(gold_run, tmp_path, here, capsys):  # noqa: F811
-    details, more = (
-        S["details"],
-        ["ppo.critic_warmup_updates=0", "ppo.episodes=64", "evaluate.samples=1", "evaluate.prompts=4"],
-    )
+    details = S["details"]
+    more = ["ppo.critic_warmup_updates=0", "ppo.episodes=64", "evaluate.samples=1", "evaluate.prompts=4"]
     asked = [*options(gold_run, tmp_path / "out"), "--cells", "default", "epochs_1", *more]
     picture = ["--picture", str(tmp_path / "a.svg")]
     details.compare(details.CHOICES, S["harness"].parse("", [*asked, *picture]))

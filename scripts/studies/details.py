@@ -10,19 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import (
-    Cell,
-    cached,
-    draw,
-    make_cells,
-    mean_interval,
-    over_seeds,
-    parse,
-    rows,
-    run,
-    show,
-    table,
-)
+from harness import Cell, cached, draw, make_cells, mean_interval, over_seeds, parse, rows, run, show, table
 
 WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
 CHOICES: dict[str, Sequence[str]] = {

@@ -80,10 +80,7 @@ def parse(doc: str, argv: Sequence[str] | None = None, **more: Any) -> Any:
 
 
 def make_cells(
-    asked: Any,
-    choices: Mapping[str, Sequence[str]],
-    taken: Sequence[str],
-    steps: Mapping[str, Sequence[str]],
+    asked: Any, choices: Mapping[str, Sequence[str]], taken: Sequence[str], steps: Mapping[str, Sequence[str]]
 ) -> list[Cell]:
     """A cell per choice and seed. choices: overrides by name; taken: the parent's stages; steps: commands, with defaults."""
     unknown = [name for name in asked.cells if name not in choices]
