@@ -96,41 +96,52 @@ def engine():
 def test_the_limit_follows_the_budget(engine, monkeypatch):
     monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
     stage = make_stage(64)
-    set_budget(stage, engine, 100)
+    set_budget(stage, engine, 100, 10**6)
     assert engine.most_tokens == int(1.5e9 / kept_per_token(engine)), "more would not be faster on a CPU"
     small = make_stage(1.2)
-    set_budget(small, engine, 100)
+    set_budget(small, engine, 100, 10**6)
     assert 100 < engine.most_tokens < 0.2e9 / kept_per_token(engine)
     assert small.memory["needs_gb"] <= 1.2 and "of 1.2 GB" in small.said[-1]
+
+
+def test_few_rows_need_less_than_the_limit(engine, monkeypatch):
+    monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
+    few, many = make_stage(64), make_stage(64)
+    set_budget(few, engine, 100, 2)
+    set_budget(many, engine, 100, 4)
+    assert 1e9 * (many.memory["needs_gb"] - few.memory["needs_gb"]) == pytest.approx(
+        200 * kept_per_token(engine), abs=2
+    )
+    assert few.memory["tokens"] == many.memory["tokens"]
 
 
 def test_a_row_too_long_is_computed_in_two_passes_or_refused(engine, monkeypatch):
     monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
     stage, plain = make_stage(1.2), kept_per_token(engine)
-    set_budget(stage, engine, int(0.18e9 / plain))
+    set_budget(stage, engine, int(0.18e9 / plain), 2)
     assert engine.recomputes and kept_per_token(engine) < 0.5 * plain
     assert all(layer.gradient_checkpointing for layer in engine.module.model.model.layers)
     with pytest.raises(
         UserError, match=r"needs .* its longest row of 100,000 tokens: try lora.rank=16 or data.max_tokens="
     ):
-        set_budget(make_stage(1.2), engine, 100_000)
+        set_budget(make_stage(1.2), engine, 100_000, 1)
 
 
 def test_a_resumed_stage_keeps_its_limit_if_it_fits(engine):
     stage = make_stage(64, tokens=123)
-    set_budget(stage, engine, 200)
+    set_budget(stage, engine, 200, 1)
     assert engine.most_tokens == stage.memory["tokens"] == 123
     stage = make_stage(64, tokens=10**9)
-    set_budget(stage, engine, 200)
+    set_budget(stage, engine, 200, 1)
     assert engine.most_tokens < 10**9 and "no longer fit" in stage.said[0]
 
 
 def test_a_measured_forward_corrects_the_estimate(engine):
     stage = make_stage(64)
-    set_budget(stage, engine, 100, lambda most: pytest.fail("measured without need"))
+    set_budget(stage, engine, 100, 10**6, lambda most: pytest.fail("measured without need"))
     needed = stage.memory["needs_gb"]
     stage = make_stage(1.05 * needed)
-    set_budget(stage, engine, 100, lambda most: 2 * kept_per_token(engine))
+    set_budget(stage, engine, 100, 10**6, lambda most: 2 * kept_per_token(engine))
     assert stage.memory["tokens"] * 2 * kept_per_token(engine) <= 1.05e9 * needed
 
 

@@ -78,7 +78,8 @@ def run(config: Config) -> None:
         updates = settings.episodes // settings.episodes_per_update
         longest = max(len(ids) for _, ids in prompts.train) + config.rollout.max_new_tokens
         with open_loop(stage, engine, updates, unit="update") as loop:
-            set_budget(stage, engine, longest)
+            minibatch = settings.episodes_per_update // settings.minibatches
+            set_budget(stage, engine, longest, min(settings.micro_batch_episodes, minibatch))
             metrics: dict[str, float] = {}
             if loop.resumed:
                 state.kl.load_state_dict(loop.notes["kl"])

@@ -11,6 +11,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
 from rlhf.model.batching import WORTH, by_length
+from rlhf.ops.fast import return_freed_memory
 from rlhf.runs.metric_table import Sums
 from rlhf.system.memory import used_bytes
 from rlhf.training.engine import Engine
@@ -155,7 +156,8 @@ def train(
     last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
     """
     longest = max(map(objective.tokens, items := batches.items if largest is None else [largest]))
-    set_budget(loop.stage, loop.engine, longest, lambda most: measure(loop.engine, objective, items, most))
+    together = min(batches.size, objective.micro_batch_rows)
+    set_budget(loop.stage, loop.engine, longest, together, lambda most: measure(loop.engine, objective, items, most))
     every = loop.stage.config.tracking.log_every or min(10, max(1, loop.total // LINES))
     for step, batch in zip(loop.steps(), batches.after(loop.first), strict=False):
         if not averages:
@@ -169,6 +171,7 @@ def train(
             logged = {name.rpartition("/")[2]: x for name, x in loop.log(step, episodes=batches.seen(step)).items()}
             shown = {name: logged[name] for name in ("loss", "accuracy") if name in logged}
         loop.bar.update(1, **shown)
+    return_freed_memory()  # of activations: what follows needs blocks of other sizes
 
 
 def put(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

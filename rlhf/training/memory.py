@@ -24,13 +24,14 @@ class Budget:
 
     most: of this process. held: at every step: weights, gradients, the optimizer's moments, frozen models, the libraries.
     per_token: what a padded token of a forward keeps for its backward. longest: padded tokens of the largest item, which is not
-    divided.
+    divided. together: of the most items that other limits let into a forward.
     """
 
     most: int
     held: int
     per_token: float
     longest: int
+    together: int
     on_cpu: bool
     kept_tokens: int | None = None  # of a resumed stage
 
@@ -47,18 +48,18 @@ class Budget:
 
     @property
     def needs(self) -> int:
-        return int(self.held + self.per_token * max(self.tokens, self.longest))
+        return int(self.held + self.per_token * max(self.longest, min(self.tokens, self.together)))
 
 
 def set_budget(
-    stage: Stage, engine: Engine, longest: int, measure: Callable[[int], float | None] | None = None
+    stage: Stage, engine: Engine, longest: int, items: int, measure: Callable[[int], float | None] | None = None
 ) -> None:
     """Limit the forwards with gradients of a stage whose models are loaded, before its first step, the same on all ranks; print
     what it needs. If the largest item does not fit otherwise, activations are computed again in the backward pass. A resumed
     stage keeps its limit if it still fits, so that it ends with the same bytes.
 
-    measure: runs the largest forward and backward of at most so many tokens, and returns its bytes per token; called if the
-    estimate is near the budget.
+    longest: padded tokens of the largest item. items: the most that share a forward. measure: runs the largest forward and backward
+    of at most so many tokens, and returns its bytes per token; called if the estimate is near the budget.
 
     Raises: UserError if the largest item does not fit, with settings that help.
     """
@@ -66,7 +67,7 @@ def set_budget(
     most = -int(ranks.max(-budget_bytes(config.memory.budget_gb, engine.device)))
     held = int(ranks.max(used_bytes(engine.device) + bytes_to_come(engine)))
     engine.recomputes = config.gradient_checkpointing
-    budget = Budget(most, held, kept_per_token(engine), longest, on_cpu)
+    budget = Budget(most, held, kept_per_token(engine), longest, longest * items, on_cpu)
     models = transformers_in(engine.module)
     if longest > budget.fitting and not engine.recomputes and all(m.supports_gradient_checkpointing for m in models):
         for model in models:

@@ -64,6 +64,8 @@ def test_five_steps_of_each_stage_are_as_recorded(tmp_path, smollm2):
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"RLHF_PROGRESS": "off"})
         assert done.returncode == 0, done.stderr
         if stage in RELATIVE:
+            record = json.loads((tmp_path / "golden" / stage / "stage.json").read_text())
+            assert record["peak_rss_mb"] / 1e3 == pytest.approx(record["memory"]["needs_gb"], rel=0.2), stage
             measured[stage] = trajectory(tmp_path / "golden" / stage)
     if os.environ.get("GOLDEN_WRITE"):
         NUMBERS.write_text(json.dumps(measured, indent=1) + "\n")
