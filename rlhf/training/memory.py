@@ -131,7 +131,7 @@ def kept_per_token(engine: Engine) -> float:
 
 def shape_of(model: Any) -> Shape:
     """The shape of a model's trunk."""
-    return shape_of_config(getattr(model.config, "trunk", None) or model.config)
+    return shape_of_config((getattr(model.config, "trunk", None) or model.config).get_text_config())
 
 
 def transformers_in(module: nn.Module) -> list[Any]:

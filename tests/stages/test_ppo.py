@@ -48,11 +48,14 @@ def gradients(trainer: Trainer, batch: tuple, chosen: list[int], micro: int) -> 
     return {name: p.grad.clone() for name, p in trainer.engine.module.named_parameters()}, sums.reduce()
 
 
-@pytest.mark.parametrize("micro", [1, 3, 8])
-def test_micro_batches_change_no_gradient_and_no_metric(trainer, micro):
+@pytest.mark.parametrize(
+    ("micro", "tokens"), [*(pytest.param(micro, None, id=str(micro)) for micro in (1, 3, 8)), (16, 100)]
+)
+def test_micro_batches_change_no_gradient_and_no_metric(trainer, monkeypatch, micro, tokens):
     batch, chosen = off_policy(trainer.respond(), seed=0, scale=0.3), [0, 3, 5, 6, 7, 10, 12, 15]
     assert batch[0].response_mask.sum(1).unique().numel() > 8
     whole, metrics = gradients(trainer, batch, chosen, micro=16)
+    monkeypatch.setattr(trainer.engine, "most_tokens", tokens)
     parts, split_metrics = gradients(trainer, batch, chosen, micro)
     assert metrics["policy/clipfrac_avg"] > 0.05 and metrics["loss/value_avg"] > 0
     for name, gradient in whole.items():

@@ -147,14 +147,17 @@ def varied_items(tokenizer) -> list[Item]:
     return make_items(records, tokenizer, 128, 24)[0]
 
 
-@pytest.mark.parametrize("micro", [1, 10, 25])
-def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, model, micro):
+@pytest.mark.parametrize(
+    ("micro", "tokens"), [*(pytest.param(micro, None, id=str(micro)) for micro in (1, 10, 25)), (1000, 1), (1000, 200)]
+)
+def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, model, micro, tokens):
     config = gold_run.config("reward.max_grad_norm=1e9")
     items, found = varied_items(tokenizer), []
     assert len({len(row) for item in items for row in item.rows}) > 8
-    for size in (1000, micro):
+    for size, most in ((1000, None), (micro, tokens)):
         config.reward.micro_batch_responses = size
         engine = recording_engine(model)
+        engine.most_tokens = most
         sums = one_step(engine, items, reward.make_objective(config, engine))
         found.append((engine.optimizer.gradients, sums.reduce()))
     (whole, metrics), (parts, split_metrics) = found
