@@ -145,11 +145,10 @@ def stage_words(run: Run, *more: str) -> list[str]:
 
 
 NOT_FINITE = """
-import os, sys
+import sys
 from rlhf.training.next_token import NextToken
 forward = NextToken.forward
-if os.environ["RANK"] == "1":
-    NextToken.forward = lambda self, *given, **named: forward(self, *given, **named) * float("nan")
+NextToken.forward = lambda self, *given, **named: forward(self, *given, **named) * float("nan")
 from rlhf.cli import main; main(sys.argv[1:])
 """
 
