@@ -111,9 +111,10 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
 
     Raises: UserError if the model does not fit the form.
     """
-    result = ARCHITECTURES[form].model_class(their_config(model.config, form))
+    config: Any = model.config
+    result = ARCHITECTURES[form].model_class(their_config(config, form))
     nn.Module.to(result, device=model.device, dtype=model.dtype)
-    result.load_state_dict(dict(renamed(model.config, form, model.state_dict().items())))
+    result.load_state_dict(dict(renamed(config, form, model.state_dict().items())))
     return _finished(result, model)
 
 

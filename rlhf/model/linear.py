@@ -110,10 +110,10 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> Iterator[tuple[str, Te
 
     W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains both.
     """
-    layers = dict(adapted_layers(model))
+    layers: dict[str, Any] = dict(adapted_layers(model))
     for name in [name for name in state if ".lora_" not in name]:
         weight, plain = state.pop(name), name.replace(".base_layer.", ".")
-        layer = layers.get(plain.removesuffix(".weight")) if name.endswith(".base_layer.weight") else None
+        layer: Any = layers.get(plain.removesuffix(".weight")) if name.endswith(".base_layer.weight") else None
         for adapter in layer.active_adapters if layer is not None else ():
             a, b = (state[f"{plain.removesuffix('.weight')}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
             change = layer.scaling[adapter] * (b @ a)
