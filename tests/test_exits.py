@@ -122,7 +122,7 @@ def call(monkeypatch, capsys, error: BaseException) -> tuple[int, str]:
     (OSError(24, "Too many open files"), "Too many open files: raise the limit on open files (ulimit -n)"),
     (UnicodeDecodeError("utf-8", b"ab\xff", 2, 3, "invalid start byte"), "text that is not utf-8 (byte 0xff at 2): convert"),
     (UnicodeEncodeError("ascii", "…", 0, 1, "ordinal"), "cannot write U+2026 as ascii: set a UTF-8 locale"),
-    (MemoryError(), "out of memory (the system gave no more): use smaller micro-batches"),
+    (MemoryError(), "out of memory (the system gave no more): set memory.budget_gb to less"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nto"), "out of memory (DefaultCPUAllocator: can't"),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, said):

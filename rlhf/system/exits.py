@@ -77,7 +77,7 @@ def describe(error: Exception) -> str | None:
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
         reason = one_line(str(error), 200) or "the system gave no more"
-        return f"out of memory ({reason}): use smaller micro-batches or a smaller model; `rlhf plan` says what fits"
+        return f"out of memory ({reason}): set memory.budget_gb to less, data.max_tokens or lora.rank=16; `rlhf plan` says what fits"
     if type(error).__module__.partition(".")[0] == "yaml":
         return f"{one_line(str(error), 500)}: correct this YAML file"
     if not isinstance(error, OSError):

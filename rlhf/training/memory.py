@@ -82,8 +82,10 @@ def set_budget(
         measured = ranks.max(measure(budget.tokens) or 0.0)
         budget = replace(budget, per_token=measured or budget.per_token)
     if longest > budget.fitting:
+        fitting = max(16, budget.fitting)
         helps = [] if config.lora.rank else ["lora.rank=16"]
-        helps += [f"data.max_tokens={budget.fitting}"] if budget.fitting else []
+        helps += [f"data.max_tokens={fitting}"] if budget.fitting else []
+        helps = [f"pretrain.global_batch_tokens={fitting}"] if stage.name == "pretrain" else helps
         raise UserError(
             f"{stage.name}: needs {budget.needs / GB:.1f} GB and has {most / GB:.1f}: {held / GB:.1f} for weights, gradients and "
             f"optimizer, the rest for its longest row of {longest:,} tokens: try {' or '.join(helps) or 'a smaller model'}, or raise "
