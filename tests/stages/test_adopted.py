@@ -156,7 +156,7 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     call("sample", *asked, *whole, "sample.responses=2", "sample.stage=sft", "sample.temperature=3")
     assert "Be brief." in (tmp_path / "run" / "sample" / "tasks.jsonl").read_text()
     plan = call("plan", f"model.pretrained='{tmp_path}/hf'", "rollout.max_new_tokens=8", "+experiment=align-laptop")
-    assert "lora.rank=16 counts as training of all weights" in plan
+    assert "trained: lora.rank=16" in plan
     assert [line.split()[0] for line in plan.splitlines() if line.endswith("  yes")] == ["sft", "reward", *3 * ["ppo"]]
 
     call("export", f"export.out='{tmp_path}/policy'")
