@@ -8,6 +8,9 @@ From a notebook or a script (docs/api.md):
     run.policy("sft"), run.reward_model(), run.tokenizer
     rlhf.ops                                            # the mathematics: gae, policy_loss, ranking_loss …
 
+    run = rlhf.Run("tuned", model="…", demonstrations=rows, comparisons=rows)
+    run.sft(epochs=2).reward().ppo(rewards=[my_function], kl_coef=0.05)
+
 Everything else is a command: `rlhf --help`. Importing this package imports neither torch nor transformers.
 """
 
@@ -18,11 +21,17 @@ if TYPE_CHECKING:
     from rlhf import ops as ops
     from rlhf.api import LoadedRun as LoadedRun
     from rlhf.api import load as load
+    from rlhf.commands.run import Run as Run
 
 __version__ = "0.1.0"
-__all__ = ["LoadedRun", "__version__", "load", "ops"]
+__all__ = ["LoadedRun", "Run", "__version__", "load", "ops"]
 
-_FROM = {"load": "rlhf.api", "LoadedRun": "rlhf.api", "ops": "rlhf.ops"}  # imported when first asked for
+_FROM = {
+    "load": "rlhf.api",
+    "LoadedRun": "rlhf.api",
+    "Run": "rlhf.commands.run",
+    "ops": "rlhf.ops",
+}  # imported when first asked for
 
 
 def __getattr__(name: str) -> Any:

@@ -169,7 +169,7 @@ def main() -> None:
         for old in places:
             shutil.rmtree(old, ignore_errors=True)
         inside.mkdir(parents=True)
-        files = []
+        files: list[File] = []
         while len(files) < FILES_A_CHUNK and done < given.rows:
             count = min(ROWS_A_FILE, given.rows - done)
             files.append(make_file(inside, number, count, random_, tally))

@@ -249,20 +249,20 @@ def main() -> None:
             people = {f"annotator-{n}@example.com": Client(owner.base) for n in range(1, known.annotators + 1)}
             people = {email: sign_up(owner, email) for email in people}
             for interface in INTERFACES:
-                project, tasks = make_project(owner, out / interface, known.annotators)
-                intended = annotate(people, tasks, known.seed)
+                project, made = make_project(owner, out / interface, known.annotators)
+                intended = annotate(people, made, known.seed)
                 text = "".join(json.dumps(one) + "\n" for one in intended)
                 (out / interface / "intended.jsonl").write_text(text, encoding="utf-8")
                 for name, form in EXPORTS.items():
                     exported = owner.request("GET", f"/api/projects/{project}/export?exportType={form}")
                     (out / interface / name).write_bytes(exported)
-                print(f"server: {interface}: {len(tasks)} tasks, {len(intended)} annotations by {len(people)} people")
+                print(f"server: {interface}: {len(made)} tasks, {len(intended)} annotations by {len(people)} people")
     print("server: stopped", flush=True)
 
     # 3. Import, and train on what came back
     for interface in INTERFACES:
-        place = out / interface
-        run_rlhf("import", f"path={place / 'export.json'}", f"out={place / 'imported'}", "overwrite=true")
+        exports = out / interface
+        run_rlhf("import", f"path={exports / 'export.json'}", f"out={exports / 'imported'}", "overwrite=true")
     if not known.no_reward:
         imported = ",".join(str(out / interface / "imported") for interface in INTERFACES)
         name = f"{known.run}-round"

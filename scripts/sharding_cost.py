@@ -126,8 +126,8 @@ def main() -> None:
     print("on paper, 1.3 B parameters in bfloat16, 32,768 tokens per GPU and step, an H100 at 40% MFU, no overlap:")
     for row in paper:
         share = row["communication_s"] / (row["communication_s"] + row["compute_s"])
-        times = f"{1000 * row['communication_s']:7.1f} ms beside {1000 * row['compute_s']:.0f} ms"
-        print(f"{row['link']:<15} {row['way']:<6} {times}: {share:.1%}")
+        beside = f"{1000 * row['communication_s']:7.1f} ms beside {1000 * row['compute_s']:.0f} ms"
+        print(f"{row['link']:<15} {row['way']:<6} {beside}: {share:.1%}")
     if arguments.out:
         arguments.out.write_text(
             json.dumps({"size": arguments.size, "measured": figures, "on_paper": paper}, indent=1) + "\n"

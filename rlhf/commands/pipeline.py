@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from rlhf.commands.launch import import_once, run_processes
@@ -43,6 +43,7 @@ from rlhf.system.exits import INTERRUPTED, report
 from rlhf.system.files import write_json
 from rlhf.system.terminal import say
 
+Start = Callable[[Config, str, list[str]], None]
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 
 
@@ -72,8 +73,11 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
     show(config, table, time.monotonic() - started)
 
 
-def stages_to_run(config: Config) -> list[str]:
-    """The stages that this run needs and that `parents.<stage>` does not provide, in the order of the pipeline."""
+def stages_to_run(config: Config, last: Sequence[str] | None = None) -> list[str]:
+    """The stages that this run needs and that `parents.<stage>` does not provide, in the order of the pipeline.
+
+    last: the stages that are wanted; None: those of the pipeline, and the baselines that its evaluation compares.
+    """
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
@@ -83,8 +87,10 @@ def stages_to_run(config: Config) -> list[str]:
                 if needs_parent(config, stage, parent):
                     want(parent)
 
-    last = [stage for stage in PIPELINE if not any(stage in STAGES[child].parents for child in PIPELINE)]
-    for stage in [*listed(config.evaluate.baselines), *last]:
+    if last is None:
+        ends = [stage for stage in PIPELINE if not any(stage in STAGES[child].parents for child in PIPELINE)]
+        last = [*listed(config.evaluate.baselines), *ends]
+    for stage in last:
         want(stage)
     return [stage for stage in STAGES if stage in wanted]
 
@@ -128,8 +134,11 @@ def check_before(config: Config) -> None:
         )
 
 
-def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
-    """Run a stage unless it is complete and matches; returns what was done. Raises: UserError if it does not match."""
+def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start | None = None) -> str:
+    """Run a stage unless it is complete and matches; returns what was done. Raises: UserError if it does not match.
+
+    start: runs it with these overrides; None: as child processes.
+    """
     folder = stage_folder(config, stage)
     recorded = read_stage(folder)
     parents = collect_parents(config, stage)
@@ -148,7 +157,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str]) -> str:
                 "that build on it"
             )
         anew = reason is not None
-    run_stage(config, stage, [*overrides, *(["overwrite=true"] if anew else [])])
+    (start or run_stage)(config, stage, [*overrides, *(["overwrite=true"] if anew else [])])
     return "redone" if anew else "resumed" if recorded is not None else "done"
 
 

@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "plan": PlanConfig}
 
 
-def schema_of(command: str) -> type[Any]:
+def schema_of(command: str) -> Any:
     """The dataclass that a command's configuration is composed to."""
     return SCHEMAS.get(command, Config)
 
@@ -93,7 +93,8 @@ def to_settings(composed: Any) -> Any:
             value.source = text
         return value
 
-    for key in settings_in(type(config)):
+    schema: Any = type(config)
+    for key in settings_in(schema):
         if isinstance(texts.get(key), str | list):
             group, _, name = key.rpartition(".")
             setattr(get(config, group) if group else config, name, mark(texts[key], get(config, key)))

@@ -181,7 +181,8 @@ def settings_in(schema: Any, changes: str = RESULT) -> Mapping[str, Setting]:
 
 def wrong_values(config: Any) -> list[str]:
     """What is wrong with each single value of a configuration."""
-    problems = [stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items()]
+    schema: Any = type(config)
+    problems = [stated.problem(key, get(config, key)) for key, stated in settings_in(schema).items()]
     return [problem for problem in problems if problem is not None]
 
 
@@ -210,4 +211,6 @@ def stored(value: Any) -> Any:
         return value.source
     if isinstance(value, dict):
         return {key: stored(inner) for key, inner in value.items()}
-    return [stored(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [stored(inner) for inner in value]
+    return str(value) if isinstance(value, str) else value  # plain text, without what a subclass adds

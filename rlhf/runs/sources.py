@@ -18,7 +18,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
 from rlhf.system.files import read_json, sha256_file
-from rlhf.system.plugins import is_function, source_file
+from rlhf.system.plugins import is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -175,8 +175,8 @@ def hash_rewards(config: Config) -> dict[str, str]:
 
 def hash_function(key: str, kind: str, name: str) -> dict[str, str]:
     """{key: sha256} of the file that a function `module:name` is in, if it has one."""
-    source = source_file(kind, name)
-    return {} if source is None else {key: sha256_file(source)}
+    found = source_sha256(kind, name)
+    return {} if found is None else {key: found}
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Functions from outside the package, named in settings as `module:name` or `file.py:name`."""
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.system.files import sha256_file
+
+
+class Named(str):
+    """The name `module:name` of a function that was given as it is, from Python."""
+
+    function: Callable[..., Any]
+
+
+def named(function: Callable[..., Any]) -> Named:
+    """A function as a setting holds it: its name, which `load_named` takes back to the function."""
+    name = Named(f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}")
+    name.function = function
+    return name
+
+
+def source_sha256(what: str, name: str) -> str | None:
+    """The hash of a function's source, or of the file that its name leads to; None if it has none. Raises: UserError."""
+    if isinstance(name, Named):
+        try:
+            text = inspect.getsource(name.function).encode()
+        except (OSError, TypeError):  # of a built-in function, or typed into an interpreter
+            return None
+        return hashlib.sha256(text).hexdigest()
+    source = source_file(what, name)
+    return None if source is None else sha256_file(source)
 
 
 def is_function(name: str) -> bool:
@@ -51,16 +78,18 @@ def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable
     Raises: UserError if there is no such function, or it cannot be called like this.
     """
     place, _, attribute = name.rpartition(":")
-    source = source_file(what, name)
+    source = None if isinstance(name, Named) else source_file(what, name)
     try:
-        if place.endswith(".py"):
+        if isinstance(name, Named):
+            function = name.function
+        elif place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(f"plugin_{Path(place).stem}", str(source))
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+            function = getattr(module, attribute)
         else:
-            module = importlib.import_module(place)
-        function = getattr(module, attribute)
+            function = getattr(importlib.import_module(place), attribute)
     except (Exception, SystemExit) as error:  # a module's code can raise anything
         raise UserError(
             f"{what} {name}: cannot be imported ({type(error).__name__}: {error}): check module and name"

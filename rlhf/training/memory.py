@@ -92,7 +92,7 @@ def set_budget(
             "memory.budget_gb if there is more"
         )
     if before is not None and before <= budget.fitting:
-        budget = replace(budget, kept_tokens=before)
+        budget = replace(budget, kept_tokens=int(before))
     elif before is not None:
         stage.say(f"{before:,} tokens per forward no longer fit: goes on with {budget.tokens:,}, equal up to rounding")
     engine.most_tokens = budget.tokens

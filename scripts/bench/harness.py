@@ -392,9 +392,9 @@ def gpt2_config(size: str, activation: str = "gelu_new", **more: Any) -> Any:
     """transformers' configuration of GPT-2 at a size, without dropout."""
     from transformers import GPT2Config
 
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    special = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    return GPT2Config(**SIZES[size], **no_dropout, **special, activation_function=activation, **more)
+    more |= SIZES[size] | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    more |= {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    return GPT2Config(activation_function=activation, **more)
 
 
 def shape_of(size: str) -> dict[str, int]:

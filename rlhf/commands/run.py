@@ -1,0 +1,193 @@
+"""The commands from Python: `rlhf.Run`, with the settings of the command line, data as Python objects and functions as they are.
+
+    run = rlhf.Run("tuned", model="HuggingFaceTB/SmolLM2-135M-Instruct", demonstrations=rows, comparisons=rows)
+    run.sft(epochs=2).reward().ppo(rewards=[my_function], kl_coef=0.05)
+    run.evaluate(), run.metrics("ppo"), run.sample(["What colour is snow?"]), run.report()
+
+Stages run in this process, one after the other. They resume, are recorded and are refused exactly as on the command line.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.api import LoadedRun
+from rlhf.commands.pipeline import ensure_stage, stages_to_run
+from rlhf.config import Config
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config, first_line, nearest, unknown_setting
+from rlhf.config.setting import settings_in, stored
+from rlhf.errors import UserError
+from rlhf.recipe import STAGES
+from rlhf.runs.folders import is_complete, read_stage, stage_folder
+from rlhf.runs.run_files import read_jsonl
+from rlhf.system.files import read_json, write_text
+from rlhf.system.plugins import Named, named
+
+KINDS = ("corpus", "demonstrations", "comparisons", "prompts")
+
+
+class Run:
+    """A run under `runs_dir`, new or existing.
+
+    model: a hub id, a folder or a .gguf file; None: a GPT of our own. Data: as in data.<kind> (a file, a folder, a hub id, or a list of
+    these), or rows: a list of dicts, a data set, a DataFrame. experiment: a preset of conf/experiment. settings: of every stage, by
+    their full names with `_` in place of the dot (`kl_coef`), or as `**{"kl.coef": 0.05}`.
+
+    Raises: UserError for an unknown setting or a wrong value, as the command line does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: str | Path | None = None,
+        experiment: str | None = None,
+        runs_dir: str | Path = "runs",
+        **settings: Any,
+    ):
+        self.folder = Path(runs_dir) / name
+        self._preset = [f"experiment={experiment}"] if experiment is not None else []
+        self._settings: dict[str, Any] = {"run": name, "runs_dir": str(runs_dir)}
+        if model is not None:
+            self._settings["model.pretrained"] = str(model)
+        for kind in KINDS:
+            if (given := settings.pop(kind, None)) is not None:
+                self._settings[f"data.{kind}"] = self._stored(kind, given)
+        self._settings |= {find_setting(key, ""): value for key, value in settings.items()}
+        self.config()
+
+    def __repr__(self) -> str:
+        done = [stage for stage in STAGES if is_complete(self.folder / stage)]
+        return f"<run {self.folder}: {', '.join(done) or 'nothing yet'}>"
+
+    def config(self, command: str = "pipeline", **settings: Any) -> Config:
+        """The settings of a command, checked. Raises: UserError."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        known = self._settings | {find_setting(key, command): value for key, value in settings.items()}
+        config = compose_config(self._preset, command)
+        typed = OmegaConf.structured(config)
+        for key, given in known.items():
+            value = plain(given)
+            try:
+                OmegaConf.update(typed, key, stored(value))  # converts to the field's type, or refuses
+            except OmegaConfBaseException as error:
+                raise UserError(f"{key}={value}: {first_line(error)}") from None
+            group, _, field = key.rpartition(".")
+            fitting = value if isinstance(value, list | Named) else OmegaConf.select(typed, key)
+            setattr(getattr(config, group) if group else config, field, fitting)
+        check_config(config, command)
+        return config
+
+    def stage(self, name: str, overwrite: bool = False, **settings: Any) -> "Run":
+        """Run a stage, and before it those that it needs and that are missing; returns the run.
+
+        settings: the stage's own by their short names (`epochs`), others as in `Run`; later stages keep them. A complete stage with the
+        same settings is skipped. overwrite: redo it if its settings differ.
+        """
+        if name not in STAGES:
+            raise UserError(f"stage {name!r}{nearest(name, list(STAGES))}: want one of {', '.join(STAGES)}")
+        config = self.config(name, overwrite=overwrite, **settings)
+        self._settings |= {find_setting(key, name): value for key, value in settings.items()}
+        for stage in stages_to_run(config, [name]):
+            if stage == name or not is_complete(stage_folder(config, stage)):
+                ensure_stage(config, stage, [], run_here)
+        return self
+
+    def tokenizer(self, **settings: Any) -> "Run":
+        return self.stage("tokenizer", **settings)
+
+    def pretrain(self, **settings: Any) -> "Run":
+        return self.stage("pretrain", **settings)
+
+    def sft(self, **settings: Any) -> "Run":
+        return self.stage("sft", **settings)
+
+    def reward(self, **settings: Any) -> "Run":
+        return self.stage("reward", **settings)
+
+    def ppo(self, **settings: Any) -> "Run":
+        return self.stage("ppo", **settings)
+
+    def dpo(self, **settings: Any) -> "Run":
+        return self.stage("dpo", **settings)
+
+    def evaluate(self, **settings: Any) -> dict[str, Any]:
+        """Run the evaluation; returns its figures."""
+        self.stage("evaluate", **settings)
+        return read_json(self.folder / "evaluate" / "results.json")
+
+    def report(self) -> Path:
+        """Write the HTML report; returns its path."""
+        from rlhf.report.page import write_report
+
+        return write_report(self.folder)
+
+    def metrics(self, stage: str) -> Any:
+        """A stage's lines of metrics as a DataFrame, indexed by step."""
+        import pandas
+
+        folder = stage_folder(self.config(), stage)
+        if read_stage(folder) is None:
+            raise UserError(f"{folder}: this stage has not run: call run.{stage}() first")
+        return pandas.DataFrame(list(read_jsonl(folder / "metrics.jsonl"))).set_index("progress/step")
+
+    def load(self) -> LoadedRun:
+        """Its models, tokenizer, samples and scores, as `rlhf.load` gives them."""
+        return LoadedRun(self.folder)
+
+    def sample(self, prompts: Any, stage: str = "ppo", **how: Any) -> list[str]:
+        """`LoadedRun.sample`."""
+        return self.load().sample(prompts, stage, **how)
+
+    def _stored(self, kind: str, given: Any) -> Any:
+        """Sources as the settings take them; rows are written to the run's folder, if they are not there already."""
+        if isinstance(given, str | Path):
+            return str(given)
+        if isinstance(given, list | tuple) and all(isinstance(one, str | Path) for one in given):
+            return [str(one) for one in given]
+        rows: Iterable[Any] = given.to_dict("records") if hasattr(given, "iloc") else given
+        lines = []
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"{kind}, row {number}: got a {type(row).__name__}, want a dict")
+            lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        path, text = self.folder / "data" / f"{kind}.jsonl", "".join(lines)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text)
+        return str(path)
+
+
+def find_setting(key: str, command: str) -> str:
+    """The full name of a setting: `kl.coef` as it is, `epochs` in the command's own group, `kl_coef` for kl.coef.
+
+    Raises: UserError if there is none.
+    """
+    known = settings_in(Config)
+    spelt = [name for name in known if name.replace(".", "_") == key]
+    for name in (f"{command}.{key}", key, *spelt):
+        if name in known:
+            return name
+    raise UserError(unknown_setting(key, command))
+
+
+def plain(value: Any) -> Any:
+    """A value as settings hold it: functions as `module:name`, paths as text."""
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    return named(value) if callable(value) else value
+
+
+def run_here(config: Config, stage: str, overrides: list[str]) -> None:
+    """A stage in this process."""
+    from importlib import import_module
+
+    run: Callable[[Config], None] = import_module(STAGES[stage].module).run
+    config.overwrite = "overwrite=true" in overrides
+    run(config)
