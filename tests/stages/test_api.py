@@ -26,7 +26,7 @@ def test_the_example_runs(gold_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo").symlink_to(gold_run.folder)
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text("utf-8"), re.S)
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text("utf-8"), re.S)
     Path("example.py").write_text(code, encoding="utf-8")
     names = runpy.run_path("example.py")
     assert len(names["answers"]) == len(names["before"]) == len(names["scores"]) == 2

@@ -162,7 +162,9 @@ def test_exports_that_are_not_written(refused, copy_until):
     run = copy_until("evaluate")
     (run.runs_dir / "taken").mkdir()
     (run.runs_dir / "taken" / "file").touch()
-    assert "exists and is not empty" in refused("export", *run.words(), f"export.out={run.runs_dir / 'taken'}")
+    assert "exists: choose another export.out=" in refused(
+        "export", *run.words(), f"export.out={run.runs_dir / 'taken'}"
+    )
     assert "convert to gpt2: positions is 'rotary'" in refused("export", *run.words(), "export.form=gpt2")
 
 

@@ -22,9 +22,9 @@ from rlhf.gold.truth import judge
 from rlhf.gold.world import task_from_metadata
 from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.experience import Rollout
+from rlhf.ppo.experience import Rollout, weigh_by_sampler
 from rlhf.ppo.rewards import CombinedReward
-from rlhf.runs.metric_table import METRICS
+from rlhf.runs.metric_table import METRICS, Sums
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from tests import oracles
@@ -326,6 +326,33 @@ def test_metrics_are_what_the_rollouts_and_the_models_say(seen, wanted):
         assert seen.logged[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
 
 
+def mismatch_wanted(rollout: Rollout) -> dict[str, float]:
+    """Of a rollout whose logp_old is off by normal noise of 0.2."""
+    gaps = (rollout.logp_old.double() - rollout.logp_sampled.double())[rollout.response_mask].numpy()
+    ratios = np.exp(gaps)
+    return {
+        "rollout/mismatch": np.abs(gaps).mean(),
+        "rollout/mismatch_p99": np.quantile(np.abs(gaps), 0.99),
+        "rollout/mismatch_outside": ((ratios < 0.8) | (ratios > 1.25)).mean(),
+        "rollout/mismatch_ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
+        "rollout/corrected": (ratios != 1).mean(),
+    }
+
+
+def test_the_mismatch_of_sampler_and_trainer(seen):
+    """Without a setting it is corrected, since it is above 0.01 nats: by the ratio, at most 2."""
+    rollout, sums = seen.rollouts[0], Sums()
+    weights = weigh_by_sampler(seen.trainer.config, rollout, seen.trainer.engine.ranks, sums)
+    for name, number in mismatch_wanted(rollout).items():
+        assert sums.reduce()[name] == pytest.approx(number, rel=1e-4), name
+    ratios = (rollout.logp_old - rollout.logp_sampled).exp().clamp(max=2.0)
+    torch.testing.assert_close(weights, torch.where(rollout.response_mask, ratios, 0.0))
+    alike = rollout._replace(logp_old=rollout.logp_sampled)
+    assert torch.equal(
+        weigh_by_sampler(seen.trainer.config, alike, seen.trainer.engine.ranks, Sums()) > 0, rollout.response_mask
+    )
+
+
 def test_every_metric_that_an_update_logs_is_tested_as_a_value(seen):
     tested = {name for wanted in WANTED for name in wanted(seen)}
     assert seen.logged.keys() - tested == UNTESTED
@@ -333,6 +360,7 @@ def test_every_metric_that_an_update_logs_is_tested_as_a_value(seen):
     families = ("objective/", "policy/", "loss/", "val/", "rollout/", "optim/critic_", "optim/policy_", "time/rollout_s",
                 "time/score_s", "time/update_s", "optim/steps", "optim/rl_", "optim/ptx_")  # fmt: skip
     table = {metric.name for metric in METRICS if metric.name.startswith(families) and not metric.is_pattern}
+    table -= mismatch_wanted(seen.rollouts[0]).keys()  # logged if the sampler's log-probs are not the policy's
     assert table - seen.logged.keys() == {"objective/sqrt_kl"}, "which the tracker adds"
 
 

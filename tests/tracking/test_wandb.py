@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.trackers import make_tracker
@@ -255,4 +256,5 @@ def test_a_server_that_fails_stops_no_artifact(
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         publish(tmp_path, make_stage(tmp_path), "rlhf")
+    wandb.teardown()  # its service would keep this server's settings for later runs of this process
     assert any("Weights & Biases" in record.getMessage() for record in caplog.records)
