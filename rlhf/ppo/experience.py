@@ -71,7 +71,9 @@ class Experience(NamedTuple):
     rollout: Rollout
     scores: Tensor  # (B,) float32, clipped, and lowered if there is no end token
     rewards: Tensor  # (B, A) float32, KL penalty and score
-    advantages: Tensor  # (B, A) float32, whitened
+    advantages: (
+        Tensor  # (B, A) float32, whitened unless the estimator compares groups; weighted if another engine sampled
+    )
     returns: Tensor  # (B, A) float32
 
     def rows(self, index: list[int]) -> "Experience":
