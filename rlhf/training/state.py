@@ -141,16 +141,24 @@ class PlainState:
     def read(self) -> dict[str, dict[str, Tensor]] | None:
         """The state, on the CPU; None on every rank but the first.
 
-        Parameters that have taken no step yet have weights only. Every rank has to call it.
+        Parameters that have taken no step yet have weights only. On a CPU the tensors are the module's and the optimizer's own, not
+        copies, which would take three times the weights: write them before the next step. Every rank has to call it.
         """
         first = is_first()
-        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module, trained=True) or {}, "steps": {}}
+        state: dict[str, dict[str, Tensor]] = {"weights": self._weights(), "steps": {}}
         for name, p, kind, value in self._values():
             if first and kind == "step":
                 state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
             elif first and isinstance(value, Tensor):
-                state.setdefault(kind, {})[name] = on_cpu(value).reshape(shape_of(p))
+                state.setdefault(kind, {})[name] = in_place(value).reshape(shape_of(p))
         return state if first else None
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Of parameters that train, and buffers."""
+        persistent = self.module.state_dict().keys()
+        trained: dict[str, Tensor] = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        trained |= {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+        return {name: in_place(x) for name, x in trained.items()} if is_first() else {}
 
     def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
         """(name, parameter, kind, value) of everything that the optimizer holds."""
@@ -250,6 +258,12 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 tensor.copy_(weights[name].reshape(tensor.shape))
 
 
+def in_place(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU in float32 (integers keep their type), itself if it is that already."""
+    here = tensor.detach().cpu()
+    return here.float() if here.is_floating_point() else here
+
+
 def on_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU in float32 (integers keep their type) that shares no memory."""
     copied = tensor.detach().cpu().clone()
@@ -275,6 +289,9 @@ class ZeroState(PlainState):
         super().__init__(module, optimizer)
         self.stage, self.group_of, self.ranks = stage, group_of, ranks
 
+    def _weights(self) -> dict[str, Tensor]:
+        return gathered_state(self.module, trained=True) or {}
+
     def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -284,7 +301,7 @@ class ZeroState(PlainState):
             if taken := steps.get(self.group_of[name]):
                 yield name, p, "step", taken
                 for kind in MOMENTS:
-                    yield name, p, kind, safe_get_full_optimizer_state(p, kind)
+                    yield name, p, kind, on_cpu(safe_get_full_optimizer_state(p, kind))
 
     @torch.no_grad()
     def write(self, state: State) -> None:

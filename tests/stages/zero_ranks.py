@@ -5,6 +5,7 @@ deepspeed=…, and what the first rank finds goes to <out folder>/<way>.pt and <
 that folder's state of the third step instead of its own. `updates` are three whole updates; `average` checks its own results.
 """
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def run_ppo(config: Any, tensors: dict, out: Path, way: str, source: str) -> dic
         found: list[Sums] = []
         trainer = make_trainer(config, stage)
         ppo_steps(trainer, tensors, 1, found)
-        once = trainer.engine.state()  # the first moment after one step is a tenth of the gradient
+        once = copy.deepcopy(trainer.engine.state())  # the first moment after one step is a tenth of the gradient
         ppo_steps(trainer, tensors, SAVED_AT - 1, found)
         state = trainer.engine.state()
         if state is not None:
