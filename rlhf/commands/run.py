@@ -7,6 +7,7 @@
 Stages run in this process, one after the other. They resume, are recorded and are refused exactly as on the command line.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -127,17 +128,19 @@ class Run:
         return write_report(self.folder)
 
     def metrics(self, stage: str) -> Any:
-        """A stage's lines of metrics as a DataFrame, indexed by step."""
+        """A stage's lines of metrics as a DataFrame, indexed by step; empty if it logs none. Raises: UserError if it has not run."""
         import pandas
 
         folder = stage_folder(self.config(), stage)
         if read_stage(folder) is None:
-            raise UserError(f"{folder}: this stage has not run: call run.{stage}() first")
-        return pandas.DataFrame(list(read_jsonl(folder / "metrics.jsonl"))).set_index("progress/step")
+            raise UserError(f"{folder}: this stage has not run: call run.stage({stage!r}) first")
+        rows = list(read_jsonl(folder / "metrics.jsonl"))
+        return pandas.DataFrame(rows).set_index("progress/step") if rows else pandas.DataFrame()
 
     def load(self) -> LoadedRun:
-        """Its models, tokenizer, samples and scores, as `rlhf.load` gives them."""
-        return LoadedRun(self.folder)
+        """Its models, tokenizer, samples and scores, as `rlhf.load` gives them, on the run's device."""
+        config = self.config()
+        return LoadedRun(self.folder, config.device, config.precision)
 
     def sample(self, prompts: Any, stage: str = "ppo", **how: Any) -> list[str]:
         """`LoadedRun.sample`."""
@@ -185,9 +188,7 @@ def plain(value: Any) -> Any:
 
 
 def run_here(config: Config, stage: str, overrides: list[str]) -> None:
-    """A stage in this process."""
-    from importlib import import_module
-
-    run: Callable[[Config], None] = import_module(STAGES[stage].module).run
+    """Run a stage in this process."""
+    run: Callable[[Config], None] = importlib.import_module(STAGES[stage].module).run
     config.overwrite = "overwrite=true" in overrides
     run(config)

@@ -165,7 +165,10 @@ def hash_rewards(config: Config) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for name in filter(None, reward_sources(config)[0]):
         if is_function(name):
-            hashes |= hash_function(f"reward:{name}", "reward function", name)
+            key = f"reward:{name}"
+            if key in hashes:  # functions given from Python may share a name, such as <lambda>
+                key += f"#{len(hashes)}"
+            hashes |= hash_function(key, "reward function", name)
         elif ((folder := reward_folder(config, name)) / "stage.json").exists():
             hashes[f"reward:{name}"] = check_output(folder, "reward")["hash"]
         else:

@@ -7,8 +7,11 @@ import pandas
 import pytest
 
 import rlhf
+from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
+from rlhf.runs.sources import hash_rewards
+from rlhf.system.plugins import named
 from tests.stages.conftest import Run as GoldRun
 
 
@@ -51,6 +54,7 @@ def test_a_model_a_list_of_rows_and_a_function(gold_run, base, tmp_path, capsys)
     assert isinstance(metrics, pandas.DataFrame) and list(metrics.index) == [1, 2]
     assert (metrics["objective/scores"] <= 0).all()
     assert len(run.sample(["Name a fruit.", "What colour is snow?"], max_new_tokens=4)) == 2
+    assert run.metrics("tokenizer").empty  # a stage that logs no metrics
     # a second session: the same rows and settings are the same run, and nothing is computed again
     capsys.readouterr()
     again = make_run(gold_run, base, tmp_path)
@@ -66,6 +70,21 @@ def test_a_table_of_pandas_is_rows(gold_run, base, tmp_path):
     assert len((run.folder / "data" / "demonstrations.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
+def test_two_functions_of_one_name_are_both_inputs_of_the_stage():
+    none = lambda prompts, responses, metadata: [0.0 for _ in responses]  # noqa: E731
+    one = lambda prompts, responses, metadata: [1.0 for _ in responses]  # noqa: E731
+    config = Config()
+    config.ppo.rewards = [named(none), named(one)]
+    assert len(set(hash_rewards(config).values())) == 2
+
+
+def test_a_run_is_loaded_on_its_own_device(gold_run, base, tmp_path):
+    run = make_run(gold_run, base, tmp_path, sft_epochs=0, precision="bfloat16")
+    run.tokenizer()
+    loaded = run.load()._config
+    assert (loaded.device, loaded.precision) == ("cpu", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -73,6 +92,7 @@ def test_a_table_of_pandas_is_rows(gold_run, base, tmp_path):
         (lambda run: run.sft(epochs="many"), "sft.epochs"),
         (lambda run: run.stage("rewrd"), "did you mean 'reward'"),
         (lambda run: run.metrics("ppo"), "has not run"),
+        (lambda run: run.metrics("judge"), r"call run.stage\('judge'\)"),
         (lambda run: run.ppo(rewards=[lambda responses: responses]), "takes"),
     ],
 )
