@@ -21,7 +21,7 @@ from rlhf.system.files import read_json, sha256_file
 from rlhf.system.plugins import is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # on the hub: owner/name, optionally @revision
 CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -134,7 +134,7 @@ def hub_folder(name: str, setting: str) -> Path | None:
 
     Raises: UserError if it cannot be downloaded.
     """
-    if not HUB_ID.fullmatch(name) or Path(name.partition("/")[0]).exists():
+    if not REPOSITORY.fullmatch(name) or Path(name.partition("/")[0]).exists():
         return None
     from huggingface_hub import snapshot_download
 
