@@ -25,7 +25,8 @@ from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, text_figures, win_rate
 from rlhf.gold.truth import Truth
-from rlhf.ppo.rewards import Episodes, Reward, adjust_scores, make_reward
+from rlhf.model.interface import Episodes
+from rlhf.ppo.rewards import Reward, adjust_scores, make_reward
 from rlhf.runs.progress import progress
 from rlhf.training.setup import load_frozen
 

@@ -227,11 +227,8 @@ class Completion:
 def next_chunk(place: int, one: Generation) -> Chunk | None:
     """What is new of a response, if it is due."""
     response, text = one.response, one.text
-    over, seen, count = (
-        one.over,
-        len(text.ids),
-        len(response.logprobs),
-    )  # `over` first: the last token comes before the end
+    over = one.over  # read first, since the last token is added before the end is set
+    seen, count = len(text.ids), len(response.logprobs)
     if one.error is not None:
         raise one.error
     complete = response.finished and count == len(response.tokens)
@@ -388,7 +385,7 @@ class ModelThread:
             with load(self.rows) as models:
                 self.queues = {name: Queue(one.policy, self.rows, self.changed) for name, one in models.items()}
                 gc.collect()
-                gc.freeze()  # the collector, which stops sampling, need not look at the models again
+                gc.freeze()  # what is loaded stays: the garbage collector, which stops sampling, skips it
                 loaded.set_result(models)
                 while self._wait():
                     self._step()

@@ -55,7 +55,7 @@ def run(config: Config) -> None:
         examples, held_out, classes = load_task(config, columns, stage.folder)
         base = stage_folder(config, "pretrain") / "model"
         tokenizer, lm = load_tokenizer(base), load_policy(base)
-        coded = [encode(stage, part, tokenizer, lm, classes) for part in (examples, held_out)]
+        coded = [encode(stage, part, tokenizer, classes) for part in (examples, held_out)]
 
         # 2. The base, or its transferred part, with W_y
         lm = transfer(lm, settings.layers, settings.from_scratch)
@@ -91,7 +91,7 @@ def run(config: Config) -> None:
         stage.finish(figures)
 
 
-def encode(stage: Stage, examples: list[Example], tokenizer: Any, lm: Any, classes: list[str]) -> list[Coded]:
+def encode(stage: Stage, examples: list[Example], tokenizer: Any, classes: list[str]) -> list[Coded]:
     marks, added = find_marks(tokenizer)
     if added:
         stage.say(f"new tokens {' '.join(added)}, with random embeddings")
