@@ -159,7 +159,7 @@ def draw_candidates(
 
 
 class Asked(NamedTuple):
-    """Held-out prompts, as records and as tokens, and what is true of each policy's samples if the run has a truth."""
+    """Held-out prompts, as records and as tokens, and the true scores of each policy's samples if the run has a truth."""
 
     records: list[PromptRecord]
     prompts: list[list[int]]
@@ -231,7 +231,8 @@ class Rater:
     def rate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """P("1") (B,) of each quality after rows of tokens, each a prompt with its response.
 
-        What is asked of one row, and rows of one prompt, come together: what they begin with is read once (`LanguageModel.hidden`).
+        The qualities of one row, and the rows of one prompt, go through the model together, so that their common beginning is read
+        once (`LanguageModel.hidden`).
         """
         pairs = [(row + name, [self.yes]) for row in rows for name in self.names.values()]
         parts = batched(pairs, RESPONSES_TOGETHER)
@@ -239,8 +240,8 @@ class Rater:
         return dict(zip(self.names, nats.exp().view(-1, len(self.names)).T, strict=True))
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        """Scores (B,): above 0 what is ranked; a candidate that the filter drops has P(safe) - 1, so that the safest one is left
-        if all of a prompt's are dropped."""
+        """Scores (B,): the weighted qualities, above 0. A candidate that the filter drops has P(safe) - 1, below 0, so that the
+        safest one is picked if all of a prompt's are dropped."""
         rated = self.rate([p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)])
         quality = torch.stack([weight * rated[name] for name, weight in WEIGHTS.items()]).sum(0)
         safe = rated[SAFE] >= self.safety
@@ -251,9 +252,9 @@ class Rater:
 def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
     """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates.
 
-    Generate-and-rate picks by the ratings among the rate model's own samples. What of it comes from the ratings and what from the
-    samples: `sft_rated` picks by the ratings among the samples of which best-of-n picks too, `ppo_best_of_n` by the reward model among
-    PPO's. over: its win rates over best-of-n, one sample of PPO, and n of them.
+    Generate-and-rate picks by the ratings among the rate model's own samples. `sft_rated` picks by the ratings among the samples that
+    best-of-n picks from, which separates the effect of the ratings from that of the samples; `ppo_best_of_n` picks by the reward model
+    among PPO's. over: the win rates of generate-and-rate over best-of-n, one sample of PPO, and the best of n of PPO.
     """
     reward, _ = make_reward(config, asked.tokenizer, device)
     load = {

@@ -50,11 +50,12 @@ ATTEMPTS = 5
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
 TIMEOUT = 120.0  # seconds of one request, from connecting to the end of the reply
 LARGEST_REPLY = 2**20  # bytes
-MOST_TOKENS = 10**9  # at most, for the usage that one request reports
+MOST_TOKENS = 10**9  # a larger number in a reply's usage is ignored
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-NO_REPLY = (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError)  # or one of another form
+# No reply, or a malformed one.
+NO_REPLY = (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError)
 
 
 # --- the endpoint --------------------------------------------------------------------------------------------------

@@ -117,15 +117,16 @@ def answer_all(
 ) -> dict[str, Answers]:
     """{"ids", "texts", "ended"}, lists per prompt of `evaluate.samples` responses at temperature 1, and the greedy ones, of each policy.
 
-    If the truth knows how a text begins that asks for an answer, the base model is prompted twice: with the chat template, which
-    it has never seen, and with that text ("GPT" and "GPT prompted" of Ouyang et al. 2022, section 3.5).
+    The base model, if it is among them, is prompted in two ways: with the chat template, which it has never seen (`base`), and with
+    the beginning of a document like those of its pretraining (`base_prompted`); "GPT" and "GPT prompted" of Ouyang et al. 2022,
+    section 3.5.
     """
     answers: dict[str, Answers] = {}
     with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy, policy_prompts, ends = load_frozen(config, folder, device), prompts, end_ids(tokenizer)
             read: Callable[[list[int]], str] = functools.partial(response_text, tokenizer)
-            if name == "base_prompted" and truth is not None:  # the beginning of a text like those it was trained on
+            if name == "base_prompted" and truth is not None:
                 texts: list[Any] = [truth.base_text(record) for record in records]
                 policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
                 ends, read = [tokenizer.bos_token_id], functools.partial(text_after_name, tokenizer)

@@ -217,7 +217,7 @@ def score_distributions(
 
 
 def describe_reward_model(results: Figures) -> list[str]:
-    agreement, labelers = results["agreement"], "held-out prompts"  # nobody labelled what another one did
+    agreement, labelers = results["agreement"], "held-out prompts"  # no item has two labelers
     if agreement["training"]["value"] is not None:
         labelers = f"training labelers, who agree among themselves on {show(agreement['training'])}"
     length = results["length_baseline"]
@@ -349,7 +349,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
 
 def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
-    """The figures of scored rows: over all, by subset, the mean over subsets, and by style where all rows have three of each."""
+    """The figures of scored rows: over all, by subset, the mean over subsets, and by style if all rows have three of each."""
     by_subset: dict[str, tuple[list[Item], Scores]] = {}
     for item, s in zip(items, scores, strict=True):
         metadata = {} if item.record is None else item.record.metadata

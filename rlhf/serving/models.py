@@ -123,7 +123,7 @@ class Generation:
         self.model, self.response = model, response
         self.text = TextStream(model.tokenizer, model.ends, stops)
         self.loop, self.changed = asyncio.get_running_loop(), changed
-        self.due = 0.0  # when the reader wants its next tokens
+        self.due = 0.0  # the reader is not woken before this time
         self.error: ModelFailedError | None = None
         self.over = self.cancelled = False
 

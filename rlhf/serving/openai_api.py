@@ -304,7 +304,7 @@ class Form:
 class EventStream(Response):
     """A response of server-sent events, which frees the places of the completion however it ends.
 
-    Without starlette's task group per stream and with few writes: what a piece costs here takes time from the models' thread.
+    Unlike starlette's it starts no task group per stream and makes few writes, since such work takes time from the models' thread.
     """
 
     def __init__(self, completion: Completion, events: AsyncIterator[str]):

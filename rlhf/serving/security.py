@@ -174,7 +174,7 @@ class Guard:
         if who is None and path not in OPEN and not path.startswith("/page/"):
             raise RefusedError(
                 401,
-                "this server wants a token: open the link that you were given, or send `Authorization: Bearer`",
+                "this server needs a token: open the link that you were given, or send `Authorization: Bearer`",
                 headers={"www-authenticate": "Bearer"},
             )
         scope.setdefault("state", {})["who"] = who
@@ -227,7 +227,7 @@ def bounded(receive: Receive, most: int) -> Receive:
 class Connection(H11Protocol):
     """A connection that is closed if it brings no whole request head in HEAD_SECONDS, at first and after each answer."""
 
-    answered: Any = None  # the request that was the last one, and answered, at the previous look
+    answered: Any = None  # at the previous check: the last request (None before the first) if answered, else self
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

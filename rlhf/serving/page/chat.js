@@ -106,7 +106,7 @@ export function makeChat(panel, me) {
       const tools = turn.role === "user"
         ? [el("button", { onclick: () => onEdit(index) }, "Edit")]
         : [el("button", { onclick: () => onRegenerate(index) }, "Regenerate")];
-      const name = turn.role === "user" ? "you" : turn.model + (turn.finish === "length" ? " (cut at its longest)" : "");
+      const name = turn.role === "user" ? "you" : turn.model + (turn.finish === "length" ? " (cut at the length limit)" : "");
       return el("div", { class: `turn ${turn.role}` }, el("div", { class: "name" }, name), turn.place,
         el("div", { class: "tools" }, ...(turn.role === "assistant" && !turn.finish ? [] : tools)));
     }));

@@ -1,4 +1,4 @@
-// One prompt to several models, side by side; which is which is told after the judgement.
+// One prompt to several models, side by side; the models are named after the judgement.
 
 import { ask, el, events, field, post, say, submissionId, Watch } from "./dom.js";
 import { Ranking } from "./ranking.js";
