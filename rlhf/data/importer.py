@@ -24,8 +24,8 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, fac
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
-from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes
-from rlhf.data.reading import FileInfo, read, reject_row, row_bytes
+from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes, reject_row, row_bytes
+from rlhf.data.reading import FileInfo, read
 from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements, shown
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row, write_assignments

@@ -109,6 +109,20 @@ class Reject:
         return f"{self.file}:{self.line}: {self.message}"
 
 
+def reject_row(name: str, row: Row, field: str, message: str) -> Reject:
+    return Reject(name, row.line, field, message, row.number, row_bytes(row))
+
+
+def row_bytes(row: Row) -> bytes:
+    """A row's bytes in its file, or its JSON if it comes from no line."""
+    if row.raw is not None:
+        return row.raw
+    try:
+        return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    except (ValueError, TypeError, RecursionError):  # circular, with keys of other types, or too deep
+        return ascii(list(row.value)).encode()
+
+
 @dataclass(slots=True)
 class Reading:
     """How a file is read, what was noticed about it, and how far reading has come."""

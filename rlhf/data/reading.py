@@ -5,7 +5,6 @@ a damaged array or table ends with a UserError that names the place.
 """
 
 import codecs
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,6 +29,7 @@ from rlhf.data.inputs import (
     printable_path,
     read_lines,
     read_values,
+    reject_row,
     resolve_sources,
 )
 from rlhf.data.records import (
@@ -217,20 +217,6 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
         came = shown(f"{type(error).__name__}: {error}")[1:-1]
         problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
     return Converted(row, [], reject_row(name, row, *problem))
-
-
-def reject_row(name: str, row: Row, field: str, message: str) -> Reject:
-    return Reject(name, row.line, field, message, row.number, row_bytes(row))
-
-
-def row_bytes(row: Row) -> bytes:
-    """A row's bytes in its file, or its JSON if it comes from no line."""
-    if row.raw is not None:
-        return row.raw
-    try:
-        return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    except (ValueError, TypeError, RecursionError):  # circular, with keys of other types, or too deep
-        return ascii(list(row.value)).encode()
 
 
 # --- what stages read ------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Several answers with scores, ranks or verdicts: ultrafeedback, nectar, webgpt, openai_comparisons, qa_feedback and oasst."""
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
@@ -23,7 +22,7 @@ from rlhf.data.formats.shapes import (
     require,
     require_text,
 )
-from rlhf.data.inputs import Reject, Row
+from rlhf.data.inputs import Reject, Row, reject_row
 from rlhf.data.records import CycleError, join_judgements, shown
 
 Made = Iterator[dict[str, Any]]
@@ -247,7 +246,7 @@ def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[R
         key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
         if not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
             problem = f"message_id: got {shown(key)} in reply to {shown(parent)}, want texts, and each message once"
-            yield Reject(name, row.line, "message_id", problem, row.number, json.dumps(row.value, default=str).encode())
+            yield reject_row(name, row, "message_id", problem)
             continue
         held[key] = row
         below.setdefault(parent, []).append(key)
@@ -267,5 +266,6 @@ def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[R
             node["replies"] = [nodes[reply] for reply in below.get(key, [])]
         yield Row(place.line, {**about, "prompt": nodes[root]}, place.number)
     for row in held.values():
-        problem = f"parent_id: got {shown(row.value.get('parent_id'))}, whose tree has no first message: add it, or remove this one"
-        yield Reject(name, row.line, "parent_id", problem, row.number, json.dumps(row.value, default=str).encode())
+        parent = shown(row.value.get("parent_id"))
+        problem = f"parent_id: got {parent}, whose tree has no first message: add it, or remove this one"
+        yield reject_row(name, row, "parent_id", problem)

@@ -151,9 +151,11 @@ def test_messages_may_come_before_those_that_they_answer(write_jsonl):
 )  # fmt: skip
 def test_messages_without_a_whole_tree_are_one_reject(write_jsonl, change, line, message):
     rows = flat(TREES[1])
-    rows[1] |= change  # a, whose reply is b, with c and d below it
+    rows[1] |= change | {"text": "é"}  # a, whose reply is b, with c and d below it
     path = write_jsonl([*rows, *flat(TREES[0])])
     made = [x for one in read(Source(str(path), path), None, FileInfo("")) for x in (one.reject, *one.records) if x]
     found = [one for one in made if isinstance(one, Reject)]
     assert (found[0].line, found[0].message) == (line, message)
+    lines = path.read_bytes().split(b"\n")
+    assert all(one.raw == lines[one.line - 1] for one in found), "a reject has its row as it is in the file"
     assert {one.id for one in made if not isinstance(one, Reject)} >= {"m-0", "m-4"}
