@@ -24,7 +24,7 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, fac
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
-from rlhf.data.inputs import Reading, Reject, Row, Source, open_bytes, reject_row, row_bytes
+from rlhf.data.inputs import ROW_SUFFIXES, Reading, Reject, Row, Source, has_suffix, open_bytes, reject_row, row_bytes
 from rlhf.data.reading import FileInfo, read
 from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements, shown
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
@@ -110,7 +110,7 @@ class Importer:
         self.files.append(about)
         info = FileInfo(source.name)
         reading = Reading(self.config.encoding, self.config.sheet)
-        replaced = _find_replaced(source.path) if source.path is not None else set()
+        replaced = _find_replaced(source.path) if source.path and has_suffix(source.path, ROW_SUFFIXES) else set()
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
