@@ -45,18 +45,10 @@ def _import_relations(config: ImportConfig) -> list[Row]:
     ]  # fmt: skip
 
 
-def batch_problems(config: Config, length: int, wanted: str) -> list[str]:
-    """Why a batch of pretraining cannot be divided into blocks of `length` tokens, or these into micro-batches.
-
-    wanted: the length as the message names it.
-    """
-    batch, micro_batch = config.pretrain.global_batch_tokens, config.pretrain.micro_batch_sequences
-    sequences, rest = divmod(batch, length)
-    if rest:
-        return [f"pretrain.global_batch_tokens={batch}: want a multiple of {wanted}"]
-    if sequences % min(micro_batch, sequences):
-        return [f"pretrain.micro_batch_sequences={micro_batch}: want a divisor of the {sequences} sequences of a batch"]
-    return []
+def batch_relation(config: Config, length: int, wanted: str) -> Row:
+    """A batch of pretraining consists of whole blocks of `length` tokens. wanted: the length as the message names it."""
+    batch = config.pretrain.global_batch_tokens
+    return batch % length, f"pretrain.global_batch_tokens={batch}: want a multiple of {wanted}"
 
 
 def _relations(config: Config, command: str) -> Iterator[Row]:
@@ -97,7 +89,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
              "of the policy, or null"),
         ]  # fmt: skip
     if context is not None:
-        yield from ((True, text) for text in batch_problems(config, context, f"model.context_length={context}"))
+        yield batch_relation(config, context, f"model.context_length={context}")
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.config.checks import batch_problems
+from rlhf.config.checks import batch_relation
 from rlhf.config.model import shape_of
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
@@ -130,7 +130,8 @@ def keep_adopted(stage: Stage, adopted: Adopted) -> None:
 
 def check_continuation(config: Config, model: Any, length: int) -> None:
     """Raises: UserError for settings that continued pretraining of an adopted model does not support."""
-    for problem in batch_problems(config, length, f"the model's context of {length} tokens, or less than it"):
+    broken, problem = batch_relation(config, length, f"the model's context of {length} tokens, or less than it")
+    if broken:
         raise UserError(problem)
     if config.pretrain.isolate_documents and not lm(model).native:
         raise UserError(
