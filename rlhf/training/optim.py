@@ -56,7 +56,7 @@ def decay_groups(
 class MuonAdamW(torch.optim.Optimizer):
     """torch's Muon for the matrices of the layers; torch's AdamW for embeddings, the unembedding and vectors.
 
-    Both work on this optimizer's own state and groups, so that it clears, saves and loads as any other. Weight decay acts
+    Both work on this optimizer's own state and groups, so that training reads and writes them as any other's. Weight decay acts
     on matrices only. Muon orthogonalises whole matrices, so it does not work on ZeRO's slices.
     Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019 (AdamW).
     """
@@ -68,9 +68,6 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
         self.adamw = make_adamw([{"params": rest}], lr=lr, betas=betas)
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self.muon.state = self.adamw.state = self.state
 
@@ -78,10 +75,6 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.muon.step(closure)
         self.adamw.step()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,7 +7,7 @@ DeepSpeed and under ZeRO-1, 2 and 3.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +188,11 @@ def write_checkpoint(
     notes: Mapping[str, Any],
     *,
     figure: float | None = None,
-    more: Callable[[Path], Any] = lambda folder: None,
 ) -> None:
     """checkpoints/step-N: the state, the loop's notes, every rank's random numbers. Every rank has to call it; rank 0, whose
     `state` is not None, writes.
 
-    figure: for checkpoints.keep_best, higher is better. more: writes further files.
+    figure: for checkpoints.keep_best, higher is better.
     """
     random = {name: value for part in gather(random_state()) for name, value in part.items()}
 
@@ -201,7 +200,6 @@ def write_checkpoint(
         assert state is not None
         write_state(folder, state, notes)
         save_file(random, str(folder / "rng.safetensors"))
-        more(folder)
 
     if state is not None:
         save_checkpoint(stage.checkpoints, step, write, stage.config.checkpoints, figure)
