@@ -1,10 +1,12 @@
 """One small gold run, made once a session by the stages themselves; tests copy what they change."""
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,23 @@ class Run:
         if until is None and (self.folder / "report.html").exists():
             shutil.copy(self.folder / "report.html", runs_dir / name)
         return Run(runs_dir, name, self.overrides)
+
+
+@contextlib.contextmanager
+def stopped_in_second(module: Any, function: str) -> Iterator[None]:
+    """A context that gets SIGTERM in the second call of a module's function and must end with KeyboardInterrupt."""
+    real, calls = getattr(module, function), []
+
+    def second_is_signalled(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(function)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, function, second_is_signalled)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @pytest.fixture(scope="session")

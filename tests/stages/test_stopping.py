@@ -19,7 +19,7 @@ from rlhf.runs.run_files import read_jsonl
 from rlhf.stages import ppo
 from rlhf.training import batches
 from rlhf.training.loop import TrainingLoop
-from tests.stages.conftest import SHORT, Run
+from tests.stages.conftest import SHORT, Run, stopped_in_second
 from tests.stages.test_resume import assert_same_weights
 
 ROOT = Path(__file__).parents[2]
@@ -29,18 +29,8 @@ ROOT = Path(__file__).parents[2]
 def test_a_loop_stops_after_its_step_and_goes_on(copy_until, undisturbed, capfd, stage, metric) -> None:
     whole, stopped = undisturbed(stage), copy_until(stage)
     module, step = (ppo, "one_update") if stage == "ppo" else (batches, "train_step")
-    real, calls = getattr(module, step), []
-
-    def second_is_signalled(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(step)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*arguments, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, step, second_is_signalled)
-        with pytest.raises(KeyboardInterrupt):
-            stopped.stage(stage, *SHORT[stage])
+    with stopped_in_second(module, step):
+        stopped.stage(stage, *SHORT[stage])
     folder = stopped.folder / stage
     assert [checkpoint_step(path) for path in checkpoints(folder / "checkpoints")] == [2]
     assert latest_checkpoint(folder / "checkpoints") is not None, "a whole one"

@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from rlhf.runs.run_files import read_json, read_jsonl
 from rlhf.stages import ppo
 from rlhf.training.adapters import add_adapters
 from rlhf.training.setup import load_policy
-from tests.stages.conftest import Run
+from tests.stages.conftest import Run, stopped_in_second
 
 VLLM = "rollout.engine=vllm"
 END, NEW = 7, 12
@@ -168,18 +166,8 @@ def test_ppo_and_the_policies_it_writes(gold_run: Run, tmp_path: Path) -> None:
     assert len(updates) == 3
     assert all(line["rollout/mismatch_p99"] < 1e-4 and line["rollout/corrected"] == 0 for line in updates)
     assert all(line["rollout/mismatch_ess"] == pytest.approx(1, abs=1e-5) for line in updates)
-    real, calls = ppo.one_update, []
-
-    def second_is_signalled(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*arguments, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "one_update", second_is_signalled)
-        with pytest.raises(KeyboardInterrupt):
-            stopped.stage("ppo", VLLM)
+    with stopped_in_second(ppo, "one_update"):
+        stopped.stage("ppo", VLLM)
     stopped.stage("ppo", VLLM)
     one, two = (load_file(run.folder / "ppo" / "model" / "model.safetensors") for run in (whole, stopped))
     assert one.keys() == two.keys()
