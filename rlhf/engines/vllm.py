@@ -38,6 +38,8 @@ ENVIRONMENT = {
 # Root mean square of the difference between vLLM's and the trainer's log-probs of a probe, in nats: larger is refused.
 MOST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
 PROBE_ROWS, PROBE_TOKENS = 4, 24
+# By `vllm.LLM`, which engines of one configuration share: the engine that loaded its weights.
+LOADED: dict[Any, VllmEngine] = {}
 
 
 class Probe(NamedTuple):
@@ -68,7 +70,7 @@ class VllmEngine:
         )
         self.before: Probe | None = None  # of the weights loaded last
         self.load_seconds = 0.0
-        self.loaded = self.asleep = False
+        self.asleep = False
 
     def load(self, model: Any) -> None:
         """Send this model's weights, adapters merged. Raises: UserError if the probe says that vLLM has other ones."""
@@ -76,15 +78,15 @@ class VllmEngine:
         weights = public_weights(model)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
-        self.model, self.loaded = model, True
+        self.model = model
         probe = self._probe()
         if problem := stale(probe, self.before, MOST_GAP[self.dtype]):
             raise UserError(f"rollout.engine=vllm: {problem}: sample with rollout.engine=native")
         self.before, self.load_seconds = probe, time.monotonic() - started
-        self.llm.rlhf_owner = self
+        LOADED[self.llm] = self
 
     def sleep(self) -> None:
-        self.loaded = False
+        LOADED.pop(self.llm, None)
         if self.device.type == "cuda":
             self.llm.sleep(level=2)
             self.asleep = True
@@ -99,7 +101,7 @@ class VllmEngine:
 
         how = replace(self.settings, **changes)
         check_sampling(prompts, how, self.context)
-        if not self.loaded or self.llm.rlhf_owner is not self:
+        if LOADED.get(self.llm) is not self:
             self.load(self.model)
         asked = [
             SamplingParams(
@@ -210,5 +212,4 @@ def start_vllm(described: str, context: int | None, dtype: str, memory: float | 
                 f"rollout.engine=vllm: vLLM does not run a {json.loads(described)['model_type']}: {str(error).splitlines()[0]}: set "
                 "rollout.engine=native"
             ) from error
-    llm.rlhf_owner = None
     return llm
