@@ -26,7 +26,11 @@ class ModelConfig:
     mlp_width: int | None = setting(None, "hidden units of the MLP; none: 4 x width, SwiGLU 8/3 x width", min=1)
     context_length: int = setting(1024, "tokens per row", min=1)
     positions: str = setting("learned", "position encoding", choices=POSITIONS)
-    block: str = setting("pre", "norms before or after; parallel: attention beside MLP, 1 or 2 norms", choices=BLOCKS)
+    block: str = setting(
+        "pre",
+        "place of the norms; parallel and one_norm: attention and MLP side by side, with two norms or one",
+        choices=BLOCKS,
+    )
     window: int | None = setting(None, "tokens that a banded layer attends to; none: no banded layers", min=1)
     window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
     norm: str = setting("layernorm", "normalisation", choices=NORMS)
@@ -34,7 +38,9 @@ class ModelConfig:
     mlp: str = setting("gelu", "activation of the MLP", choices=MLPS)
     experts: int = setting(0, "MLPs per layer of experts; each token uses one; 0: no such layers", min=0)
     expert_every: int = setting(2, "with experts, the last of every expert_every layers has them", min=1)
-    expert_capacity: float = setting(1.25, "in pretraining, most tokens of an expert by its even share", above=0)
+    expert_capacity: float = setting(
+        1.25, "in pretraining, most tokens of an expert over its even share; more are dropped", above=0
+    )
     balance_coef: float = setting(0.01, "weight alpha of the loss in pretraining that balances the experts", min=0)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_word_embeddings: bool = setting(True, "embedding and unembedding share one matrix")

@@ -23,14 +23,16 @@ class DataConfig:
     format: str = setting("auto", "a format's name (`rlhf import --help` lists them), or auto")
     allow_partial: bool = setting(False, "accept an import that had too many rejects")
     held_out_labelers: Any = setting(None, "names: not trained on; accuracy on them is reported", kind="labelers")
-    max_tokens: int = setting(2048, "tokens of a row, prompt and response, at most; and at most the context", min=16)
+    max_tokens: int = setting(2048, "most tokens of a row, prompt and response; the context bounds them too", min=16)
     encoding: str = setting("utf-8", "encoding of plain-text corpora", kind="encoding")
     held_out: float = setting(0.01, "fraction of the corpus kept for the held-out loss", above=0, below=1)
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
-    half: int | None = setting(None, "half of the compared prompts to train on, the judge on the other", min=1, max=2)
+    half: int | None = setting(
+        None, "1 or 2: train on this half of the compared prompts, the judge on the other; none: on all", min=1, max=2
+    )
     limit: int | None = setting(
-        None, "a quick trial: demonstrations, comparisons and prompts of so many prompts each, chosen by hash", min=1
+        None, "a quick trial with this many prompts each of demonstrations, comparisons and prompts; none: all", min=1
     )
     split_seed: int = setting(0, "seed of the splits, independent of `seed`", min=0, max=MAX_SEED)
 
@@ -103,7 +105,10 @@ class RewardConfig:
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
     audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
     audit_check: Any = setting(
-        None, "sources, as ppo.rewards, to compare the audit with", kind="rewards", changes=NOTHING
+        None,
+        "sources, as ppo.rewards, that the audit is compared with; none: no comparison",
+        kind="rewards",
+        changes=NOTHING,
     )
 
 
@@ -125,7 +130,9 @@ class PpoConfig:
     epochs: int = setting(1, "passes over one rollout", min=1)
     micro_batch_episodes: int = setting(64, "episodes per forward", min=1, changes=ROUNDING)
     prompts: str = setting(
-        "all", "ranked: those of comparisons; unranked: the rest", choices=("all", "ranked", "unranked")
+        "all",
+        "prompts of rollouts; ranked: those that comparisons rank; unranked: the others",
+        choices=("all", "ranked", "unranked"),
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
     value_clip_range: float = setting(0.2, "eps_v: values are clipped to the old value ± eps_v", above=0)
@@ -147,22 +154,30 @@ class PpoConfig:
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
     missing_eos_rule: str = setting(
-        "min", "without end token: at most missing_eos_score, or that", choices=("min", "replace", "none")
+        "min",
+        "score without end token: at most missing_eos_score, or replaced by it",
+        choices=("min", "replace", "none"),
     )
     missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule")
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
-    score_by_token: bool = setting(False, "each token earns its term of a mean (reward.read_tokens); false: the last")
-    rewards: Any = setting(None, "runs, folders, classifiers, functions; none: the run's own model", kind="rewards")
+    score_by_token: bool = setting(
+        False, "each token earns its own term of a mean score (reward.read_tokens); false: the last one earns all"
+    )
+    rewards: Any = setting(
+        None, "reward sources: runs, folders, classifiers, functions; none: the run's own reward model", kind="rewards"
+    )
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     sampler_correction: str = setting(
         "auto",
-        "weight of a token's policy loss if another engine sampled it; auto: truncate above 0.01 nats of mismatch",
+        "weights of tokens in the policy loss if another engine sampled; auto: truncate above 0.01 nats of mismatch",
         choices=("auto", "none", "truncate", "mask"),
     )
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
-    ema_decay: float | None = setting(None, "decay per step of averaged weights; none: no average", above=0, below=1)
+    ema_decay: float | None = setting(
+        None, "decay per step of the weights' average, which is the result; none: the last weights", above=0, below=1
+    )
     metrics: Any = setting(None, "functions of further metrics, logged as custom/…", kind="functions", changes=NOTHING)
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)
@@ -199,8 +214,8 @@ class RolloutConfig:
     """How responses are sampled: at temperature 1 in training, since any other would bias the KL."""
 
     max_new_tokens: int = setting(256, "maximum tokens per response", min=1)
-    batch_size: int = setting(256, "most sequences decoded at once", min=1, changes=ROUNDING)
-    engine: str = setting("native", "who samples; vllm: docs/vllm.md", choices=("native", "vllm"))
+    batch_size: int = setting(256, "most sequences that are decoded together", min=1, changes=ROUNDING)
+    engine: str = setting("native", "engine that samples responses; vllm: see docs/vllm.md", choices=("native", "vllm"))
     vllm_memory: float = setting(0.4, "share of a GPU's memory for vLLM", above=0, below=1, changes=ROUNDING)
     tensor_parallel: int = setting(1, "GPUs per vLLM engine", min=1, changes=ROUNDING)
 
@@ -279,7 +294,9 @@ class DpoConfig:
 class ClassifyConfig:
     """Fine-tuning on a labelled task (Radford et al. 2018, sections 3.2, 3.3 and 4.1)."""
 
-    data: Any = setting(None, "labelled examples, or gold: with topic, entailment, similarity or choice", kind="paths")
+    data: Any = setting(
+        None, "labelled examples; or gold:topic, gold:entailment, gold:similarity, gold:choice", kind="paths"
+    )
     test: Any = setting(None, "held-out examples; none: a fraction of classify.data", kind="paths")
     text: str | None = setting(None, "column with the text, the premise or the context")
     second: str | None = setting(None, "column with a second text: a hypothesis, a question, a text to compare")
@@ -306,7 +323,9 @@ class GoldConfig:
     """A world with a known true score: the built-in one, with its right answers, or sentiment by a lexicon."""
 
     enabled: bool = setting(False, "use the world's files for data.… settings that are not set")
-    truth: str = setting("judge", "right answers, or sentiment of continued data.corpus", choices=("judge", "vader"))
+    truth: str = setting(
+        "judge", "judge: right answers; vader: sentiment of continuations of data.corpus", choices=("judge", "vader")
+    )
     documents: int = setting(96_000, "documents of pretraining text", min=1)
     conversations: float = setting(0.0, "share of requests of two to four turns (truth=judge)", min=0, max=1)
     demonstrations: int = setting(3000, "demonstrations", min=1)
@@ -320,7 +339,7 @@ class GoldConfig:
     rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model answers", min=1)
     early_episodes: int | None = setting(None, "episodes of earlier rounds; none: ppo.episodes", min=1, changes=NOTHING)
     later_reward_epochs: int | None = setting(
-        None, "passes of later rounds from the model before; none: train anew", min=1
+        None, "passes over the comparisons if later rounds continue the previous reward model; none: train anew", min=1
     )
     comparison_dev_prompts: int = setting(100, "ranked dev prompts, for held-out figures of training", min=0)
     comparison_test_prompts: int = setting(300, "ranked test prompts, for held-out accuracy", min=0)
@@ -329,5 +348,7 @@ class GoldConfig:
     second_labeler: float = setting(0.25, "fraction of prompts that a second labeler also ranks", min=0, max=1)
     held_out_labelers: int = setting(2, "additional labelers who rank only dev and test prompts: 0 to 2", min=0, max=2)
     labeler_noise: float = setting(1.4, "standard deviation of a judgement; the gold score's range is 10", min=0)
-    labeler_agreement: float | None = setting(None, "share of equal verdicts, sets the noise", above=0.5, below=1)
+    labeler_agreement: float | None = setting(
+        None, "tune the noise to this share of equal verdicts; none: labeler_noise", above=0.5, below=1
+    )
     spare_responses: int = setting(3, "samples per prompt beyond K, to replace duplicates", min=0)
