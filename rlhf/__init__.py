@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LoadedRun", "Run", "__version__", "load", "ops"]
 
-_FROM = {
-    "load": "rlhf.api",
-    "LoadedRun": "rlhf.api",
-    "Run": "rlhf.commands.run",
-    "ops": "rlhf.ops",
-}  # imported when first asked for
+# Where each name is; its module is imported at the first use.
+_FROM = {"load": "rlhf.api", "LoadedRun": "rlhf.api", "Run": "rlhf.commands.run", "ops": "rlhf.ops"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from rlhf.commands.launch import import_once, run_processes
 from rlhf.config import Config
+from rlhf.config.commands import SHARED_FLAG
 from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
 from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
@@ -194,7 +195,7 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """Run the stage as child processes. Exits with the code of the one that fails."""
     processes = config.launcher.processes if STAGES[stage].several_processes else 1
-    code = run_processes([stage, "--shared-settings", *overrides], processes, config.threads)
+    code = run_processes([stage, SHARED_FLAG, *overrides], processes, config.threads)
     if code not in (0, INTERRUPTED):
         report(f"pipeline: {why_stopped(config, stage, code)}")
     if code:

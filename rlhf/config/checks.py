@@ -15,12 +15,8 @@ from rlhf.recipe import BASELINES, STAGES
 from rlhf.system.processes import process_count
 
 Row = tuple[object, str]
-FOR_OUR_HEAD = (
-    "fit_head",
-    "read_tokens",
-    "layers",
-    "lm_coef",
-)  # settings of reward.* that a classifier leaves as they are
+# Settings of `reward` that a classifier, which has a head of its own, cannot use.
+FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers", "lm_coef")
 
 
 def check_config(config: Config | ImportConfig, command: str) -> None:

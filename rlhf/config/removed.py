@@ -1,4 +1,4 @@
-"""What earlier versions or other programs name, with what to use instead: the one table behind these error messages."""
+"""Names of earlier versions and of other programs, each with what to use instead. The error messages read this table."""
 
 COMMANDS: dict[str, str] = {
     "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own"
@@ -24,5 +24,5 @@ SETTINGS: dict[str, str] = {
 
 
 def replacement(key: str) -> str | None:
-    """What to use instead of such a setting, or of one whose group was removed."""
+    """What to use instead of a setting of this table, or of one whose group is in it; None for any other."""
     return SETTINGS.get(key) or SETTINGS.get(key.partition(".")[0])

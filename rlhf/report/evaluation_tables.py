@@ -42,7 +42,7 @@ REWARD_FIGURES = (
     ("Held-out labelers' agreement", "agreement", "held_out"),
 )
 
-Named = Iterable[tuple[str, Any]]  # rows: (name, figures)
+NamedRows = Iterable[tuple[str, Any]]  # (name, figures) of each
 
 
 class Table(NamedTuple):
@@ -71,7 +71,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def fill(named: Named, *columns: str) -> list[list[str]]:
+def fill(named: NamedRows, *columns: str) -> list[list[str]]:
     """Rows: a column is "key" or "key format", of FORMATS; without a key, the row is the figure."""
     places = [column.partition(" ") for column in columns]
     return [
@@ -79,7 +79,7 @@ def fill(named: Named, *columns: str) -> list[list[str]]:
     ]
 
 
-def table_of(caption: str, first: str, named: Named, columns: Mapping[str, str]) -> Table:
+def table_of(caption: str, first: str, named: NamedRows, columns: Mapping[str, str]) -> Table:
     """A table of `named`, whose column `first` has the names. columns: {title: column of `fill`}."""
     return Table(caption, [first, *columns], fill(named, *columns.values()))
 

@@ -92,9 +92,8 @@ class Stage:
     seconds_before: float = 0.0  # seconds of earlier, interrupted attempts
     started: float = field(default_factory=time.monotonic)
     steps: int | None = None  # total number of steps, once it is known
-    memory: dict[str, float] = field(
-        default_factory=dict
-    )  # its budget and tokens per forward, which a resumed stage keeps
+    # Its memory budget and tokens per forward, which a resumed stage keeps.
+    memory: dict[str, float] = field(default_factory=dict)
     writes: bool = True  # only on rank 0, which prints and writes for all ranks
     counts: dict[str, int] = field(default_factory=dict)  # of data that were kept, cut and left out
     replaces: Path | None = None  # with overwrite=true the folder that this one replaces when it is complete

@@ -96,16 +96,16 @@ def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable
         ) from error
     if not callable(function):
         raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
-    named = [f"argument {i + 1}" for i in range(arguments)] if isinstance(arguments, int) else list(arguments)
-    positional = [argument for argument in named if not argument.endswith("=")]
+    given = [f"argument {i + 1}" for i in range(arguments)] if isinstance(arguments, int) else list(arguments)
+    positional = [argument for argument in given if not argument.endswith("=")]
     try:
         signature = inspect.signature(function)
-        signature.bind(*positional, **{a.removesuffix("="): a for a in named if a.endswith("=")})
+        signature.bind(*positional, **{a.removesuffix("="): a for a in given if a.endswith("=")})
     except ValueError:  # a built-in function has no signature
         pass
     except TypeError as error:
         raise UserError(
-            f"{what} {name}: takes {signature} ({error}), is called as f({', '.join(named)}): give it these arguments"
+            f"{what} {name}: takes {signature} ({error}), is called as f({', '.join(given)}): give it these arguments"
         ) from None
 
     @functools.wraps(function)
