@@ -30,7 +30,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.policies import interval_of
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import score_samples
-from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points
+from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, win
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
@@ -245,7 +245,7 @@ def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdic
         "pair": list(pair),
         "win_rate": interval(points),
         "length_controlled": length_controlled([[p] for p in points], [[ours - theirs] for ours, theirs in words]),
-        "longer": round(fmean((ours > theirs) + 0.5 * (ours == theirs) for ours, theirs in words), 4),
+        "longer": round(fmean(win(ours, theirs) for ours, theirs in words), 4),
         "both_orders_agree": interval([float(one == two) for _, one, two in answered]),
         "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered]),  # of the answer shown first
         "ties": round(fmean(point == 0.5 for point in points), 4),
@@ -267,7 +267,7 @@ def compare_judges(
         known = [(row[key], p) for row, p in zip(rows, points, strict=True) if holds(row, key, pair, int | float)]
         if not known:
             continue
-        theirs = [(s[pair[0]] > s[pair[1]]) + 0.5 * (s[pair[0]] == s[pair[1]]) for s, _ in known]
+        theirs = [win(s[pair[0]], s[pair[1]]) for s, _ in known]
         both = [(a > 0.5) == (b > 0.5) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5]
         rate = interval(theirs)
         low, high = rate["ci95"]

@@ -32,7 +32,7 @@ from rlhf.evaluation.scoring import (
     length_scores,
     score_each,
 )
-from rlhf.evaluation.statistics import Figures, figure, flatten, mean_by, share_by, show
+from rlhf.evaluation.statistics import Figures, figure, flatten, mean_by, share_by, show, win
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.model.classifier import load_reward_model
@@ -258,7 +258,7 @@ def compare_with_truth(
             answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
             for (total, one), (lower, other) in itertools.permutations(answers, 2):
                 if total > lower + 1e-9:
-                    points.append((one > other) + 0.5 * (one == other))
+                    points.append(win(one, other))
     utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
     return {
         "noise_ceiling": accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"],
@@ -394,7 +394,7 @@ def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
     figures: Figures = {}
     for level, fits in {"easy": operator.gt, "normal": operator.eq, "hard": operator.lt}.items():
         chosen = [(i, j) for i, j in order if fits(i, j - STYLES)]
-        right = [fmean((s[i] > s[j]) + 0.5 * (s[i] == s[j]) for i, j in chosen) for s in scores]
+        right = [fmean(win(s[i], s[j]) for i, j in chosen) for s in scores]
         figures[level] = share_by(keys_of(items), right)
     return figures
 

@@ -12,7 +12,7 @@ from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
-from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like
+from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like, win
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.heads import RewardModel, ScalarHead
@@ -114,7 +114,7 @@ class JudgedPair(NamedTuple):
     @property
     def won(self) -> float:
         """1 if the scores agree with the labeler, 1/2 if they are equal, else 0."""
-        return (self.margin > 0) + 0.5 * (self.margin == 0)
+        return win(self.margin, 0.0)
 
 
 def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[JudgedPair]:

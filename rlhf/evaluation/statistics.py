@@ -69,6 +69,11 @@ def share_by(keys: Sequence[Any], right: Sequence[float]) -> Figures:
     return figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]}
 
 
+def win(a: float, b: float) -> float:
+    """1 if a is above b, 1/2 if they are equal, else 0."""
+    return (a > b) + 0.5 * (a == b)
+
+
 def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> list[list[float]]:
     """1 for a response that beats the baseline's, 1/2 for a tie, else 0: all pairs of samples, a list per prompt."""
     return [
