@@ -1,7 +1,7 @@
-"""Foreign formats: the table of them, and which one a file is of (`format=auto`).
+"""Foreign formats: their table, and the choice of a file's format (`format=auto`).
 
-A format converts a row into records as plain dicts, without reading files or validating. One that is not
-in the table is named as `module:name` or `file.py:name`: a function that gives the records of one row.
+A format converts a row into records as plain dicts; it reads no files and validates nothing. A format outside the table
+is a function that gives the records of one row, named as `module:name` or `file.py:name`.
 """
 
 import inspect
@@ -18,15 +18,15 @@ from rlhf.system.plugins import load_named
 __all__ = ["FORMATS", "BadRow", "Format", "choose_format", "require_text"]
 
 LOOK_AHEAD = 20  # rows used for recognition
-_KEYS = 12  # of a row, in a message
+_KEYS = 12  # keys of a row that a message shows
 
 
 def _unnamed(row: Values) -> list[dict[str, Any]]:
     raise BadRow("columns", "got none, want the columns named: set columns.prompt=… and what else the file holds")
 
 
-# By file: the formats and the shapes of their rows. Their functions are `from_<name>` and, if a file's rows belong together,
-# `gather_<name>`.
+# The formats and the shapes of their rows, by the module that contains their functions: `from_<name>` and, if the rows of
+# a file belong together, `gather_<name>`.
 _TABLE: dict[Any, dict[str, str]] = {
     dialogues: {
         "alpaca": "keys instruction, input and output or response",
@@ -72,7 +72,7 @@ for _module, _wants in _TABLE.items():
 
 
 def recognise(row: Values) -> str | None:
-    """The format of a row: the first of these shapes that it has. A kind that is spelt wrong counts as native."""
+    """The format of a row: the first of these shapes that it has. A row with an unknown `kind` counts as native."""
     match row:
         case {"kind": str(), "prompt": _}:
             return "native"
@@ -135,7 +135,7 @@ def recognise(row: Values) -> str | None:
         case {"instruction": _, "output": str() | None} | {"instruction": _, "response": str() | None}:
             return "alpaca"
         case {"question": str(), "answer": str()} if not row.keys() & {"context", "passages", "choices", "options"}:
-            return "question_answer"  # others could not be answered without these
+            return "question_answer"  # a question about one of these columns would be incomplete without it
         case {"turns": [str(), *_]}:
             return "mt_bench"
         case {"prompt": str() | [{"role": _}, *_]} if preferences.is_prompt_alone(row):
@@ -157,9 +157,9 @@ def find_format(name: str, setting: str) -> Format | None:
 
 
 def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setting: str) -> tuple[Format, str]:
-    """A file's format and why: the one asked for, if it can read one of the first rows, or the recognised one.
+    """A file's format and why: `asked`, if it can read one of the first rows, or the recognised one if `asked` is None.
 
-    `name` is the file's, `setting` what the user sets a format with; both for messages.
+    For messages: `name` is the file's name, `setting` the setting that chooses a format.
 
     Raises: UserError if no format fits.
     """

@@ -1,12 +1,12 @@
 """Argilla's exports: fields that annotators saw, and each annotator's answers to the questions about them.
 
-Read are records with `fields` and `responses` (versions 1 and 2) and the flat rows of its data sets ({question: [{user_id,
-value, status}]}, or the columns `question.responses`, `question.responses.users`, `question.responses.status`). An export
-says neither what a field is nor which kind a question has, so names decide:
+Two forms are read: records with `fields` and `responses` (versions 1 and 2), and the flat rows of its data sets ({question:
+[{user_id, value, status}]}, or the columns `question.responses`, `question.responses.users`, `question.responses.status`). An
+export states neither the role of a field nor the kind of a question, so their names decide:
 
-- fields named response, reply, answer, completion, output, generation or summary, with a number or a letter behind, are the
-  responses; a field with a chat is the prompt's turns, and its last answer the response if no field is one; all other
-  fields are the prompt, a blank line apart.
+- fields named response, reply, answer, completion, output, generation or summary, perhaps followed by a number or a letter,
+  are the responses; a field with a chat is the prompt's turns, and its last answer the response if no field is one; all
+  other fields are the prompt, separated by blank lines.
 - over several responses: a ranking, the name of one (the best), a word such as "tie", a number under a question named
   best, better, choose or prefer, or ratings under questions that name the response each is about.
 - over one response: a number is its rating; labels are flags. Without a response: a text is a demonstration.

@@ -1,9 +1,9 @@
-"""What labelling rounds give back: Label Studio's exports (JSON, JSON-MIN, CSV) and task files, with pairwise, ranker, rating
+"""Results of labelling rounds: Label Studio's exports (JSON, JSON-MIN, CSV) and task files, with pairwise, ranker, rating
 and choices interfaces; and the tasks that `rlhf sample` wrote as CSV and that labelers filled in (tasks_csv).
 
 One annotation is one record; a skipped one is no judgement. A task without any annotation is a ranking still to be made.
-Tasks that `rlhf sample` wrote keep their ids; in other tasks the names of the keys tell the prompt and the responses. The
-import joins the pairs of one item into a ranking.
+Tasks that `rlhf sample` wrote keep their ids; in other tasks the prompt and the responses are found by the names of their
+keys. The import joins the pairs of one item into a ranking.
 """
 
 import re
@@ -233,8 +233,9 @@ def _record(task: Task, judgement: Judgement, annotation: Values, parts: dict[st
 def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
     """One ranking per annotation that judges; one without a judgement if the task has no annotation.
 
-    Annotations without a judgement (skipped, empty, or of which no response can be told) are named in the metadata of the
-    task's other records, under `skipped_by`, what they said under `unread`; a task that has no others is rejected.
+    Annotations without a judgement (skipped, empty, or about no response that can be identified) are listed in the metadata
+    of the task's other records: the annotators under `skipped_by`, the results under `unread`. A task that has no other
+    records is a reject.
     Predictions are kept in the metadata and judge nothing.
     """
     if row.keys() >= set(_FLAT):

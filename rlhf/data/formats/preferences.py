@@ -65,7 +65,7 @@ def _hh_turns(text: str) -> Turns:
 
 def prompt_turns(prompt: Any) -> Any:
     """A prompt as turns: a list of them, the turns of a text that ends with "Assistant:", or one user turn of any other text.
-    What is neither list nor text stays as it came, for the record to judge.
+    Any other value is returned unchanged, and the record's validation refuses it.
     """
     if not isinstance(prompt, str):
         return chat_turns(prompt, "prompt") if is_chat(prompt) else prompt
@@ -182,7 +182,7 @@ def from_pairs(row: Values) -> Made:
 
 
 def from_choices(row: Values) -> Made:
-    """As reward benchmarks have them: every chosen answer beats every rejected one; among either, nothing is said."""
+    """One ranking, as in reward benchmarks: every chosen answer beats every rejected one; answers of the same side are tied."""
     for key in _JUDGED:
         require(is_list(row.get(key), str), key, row.get(key), "a list of strings")
     chosen, rejected = row["chosen"], row["rejected"]
@@ -208,7 +208,7 @@ def has_one_answer(row: Values) -> bool:
 
 
 def from_kto(row: Values) -> Made:
-    """One answer with a label true or false: a ranking with K = 1, rated 7 or 1; the label stays under `metadata`."""
+    """One answer labelled true or false: a ranking with K = 1, rated 7 or 1; the label is kept under `metadata`."""
     key = "label" if "label" in row else "kto_tag"
     label: Any = row[key]
     require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")

@@ -50,8 +50,8 @@ _SCORES = {
 
 
 def from_ultrafeedback(row: Values) -> Made:
-    """One ranking by the first of _SCORES that every completion has. `overall_score` is last because the public set is known
-    to hold 10 where the judge wrote 1.
+    """One ranking by the first of _SCORES that every completion has. `overall_score` is last because the public set has 10
+    for some answers that its judge gave 1.
 
     The scales are not 1 to 7, so scores are no ratings; `metadata.ranked_by` says by which score.
     """
@@ -185,8 +185,8 @@ def from_qa_feedback(row: Values) -> Made:
 # --- OpenAssistant -----------------------------------------------------------------------------------------------------
 
 # People wrote every message of a tree, and ranked the answers to the same message. Every set of ranked siblings is one
-# ranking, whose prompt is the path to them: rank 0 is best, equal ranks tie. A sibling without a rank stays among the
-# responses and out of the order; one that is marked deleted is left out, as are all answers that nobody ranked. A tree
+# ranking, whose prompt is the path to them: rank 0 is best, equal ranks tie. A sibling without a rank is an unranked
+# response; one that is marked deleted is left out, and so are the answers if fewer than two of them have a rank. A tree
 # without any ranking gives its first message as a prompt. Message ids become the ids of responses.
 
 _OF_TREE = ("message_tree_id", "tree_state")  # the same for all messages of a tree
@@ -256,7 +256,7 @@ def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[R
         waiting = [root]
         while waiting:
             key = waiting.pop()
-            # in a table every key is there
+            # a row of a table has every key, many of them empty
             nodes[key] = {k: v for k, v in held.pop(key).value.items() if k == "text" or not is_empty(v)}
             waiting += below.get(key, [])
         about = {key: nodes[root][key] for key in _OF_TREE if key in nodes[root]}

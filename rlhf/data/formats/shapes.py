@@ -73,8 +73,8 @@ def other_keys(row: Values, *used: str) -> dict[str, Any]:
 
 
 def id_and_rest(row: Values, *used: str, ids: Sequence[str] = ("id",)) -> tuple[str | None, dict[str, Any]]:
-    """The row's id if it is a text, and all other keys that are not `used`, for `metadata`. A number means nothing
-    outside of its file and stays there.
+    """The row's id if it is text, and all other keys that are not `used`, for `metadata`. An id that is a number means
+    nothing outside its file, so it is kept in `metadata`.
     """
     key = next((key for key in ids if isinstance(row.get(key), str) and row[key]), None)
     return (None if key is None else row[key]), other_keys(row, *used, *([] if key is None else [key]))
@@ -268,7 +268,7 @@ _TIES = re.compile(
 
 
 def read_phrase(text: str, k: int) -> int | None:
-    """Which of K responses, from 0, a spelling calls better, or TIE; None if it does neither. A bare number does neither."""
+    """Which of K responses, from 0, a phrase calls better, or TIE; None for any other phrase, and for a bare number."""
     words = re.sub(r"[\s_\-/,;:.!?()\[\]\"'*]+", " ", text.casefold()).strip()
     if _TIES.fullmatch(words):
         return TIE

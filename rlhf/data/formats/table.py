@@ -1,11 +1,11 @@
 """`format=table`: rows whose columns are named on the command line, from any CSV, spreadsheet, Parquet or JSON file.
 
-What the columns are decides what a row gives: a ranking (responses with winners, scores or none of both; columns ranked
-best first; one rated response), a demonstration, or a prompt. A nested value has a dotted path: `answers.0.text`,
-`answers.*.text` for every item of a list; a column whose own name is the path takes precedence.
+The named columns decide what a row becomes: a ranking (responses with winners, with scores or with neither; columns ranked
+best first; one rated response), a demonstration, or a prompt. A nested value has a dotted path: `answers.0.text`, or
+`answers.*.text` for every item of a list. A column whose own name is the path takes precedence.
 
-Words given on the command line decide alone what a verdict means. Otherwise one table of spellings counts; a number says a
-position (1 … K, 0 a tie) only if the column holds the number K, since 0 and 1 alone could mean two things.
+If `words` are set, only they are read as verdicts. Otherwise `read_phrase` reads the usual spellings, and a number is a
+position (1 … K, 0 a tie) only if the column contains the number K, since 0 and 1 alone could mean two things.
 """
 
 import re
@@ -49,7 +49,7 @@ from rlhf.errors import UserError
 
 MISSING = object()  # no such path; an existing null is None
 WANTS = "any rows, with their columns named by columns.*"
-# What a record of each kind says in fields of its own; else it is metadata.
+# By kind: the columns that become fields of the record; in the other kinds they are metadata.
 _FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("created", "labeler")}
 _NOBODY = "nobody judged this row, remove it or fill it in"
 _SAY = "say what each means with words.first=… words.second=… words.tie=…"
@@ -131,14 +131,14 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
         problems.append(f"words: {twice} has two meanings: want each word once")
     if problems:
         raise UserError("format=table: " + "; ".join(problems))
-    return _format(Columns(mapped, dict(outcomes)))
+    return _format(ColumnMap(mapped, dict(outcomes)))
 
 
-def _format(columns: "Columns", note: str = "") -> Format:
+def _format(columns: "ColumnMap", note: str = "") -> Format:
     return Format("table", WANTS, columns.convert, prepare=partial(_prepare, columns), note=note)
 
 
-def _prepare(columns: "Columns", name: str, rows: Sequence[Values]) -> Format:
+def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
     """The format after a look at a file's first rows. Raises: UserError if a column is not there, or numbers are ambiguous."""
     keys = list(rows[0])
     missing = [
@@ -181,11 +181,11 @@ def _prepare(columns: "Columns", name: str, rows: Sequence[Values]) -> Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnMap:
     """The columns by meaning, each a list of paths; and how judgements are read."""
 
     paths: Mapping[str, tuple[str, ...]]
-    words: Mapping[str, int] = field(default_factory=dict)  # normal word -> 0, 1 or TIE; empty: the table of spellings
+    words: Mapping[str, int] = field(default_factory=dict)  # normal word -> 0, 1 or TIE; empty: `read_phrase`
     numbers: bool = False  # whether numbers are positions
 
     def of(self, name: str) -> tuple[str, ...]:
@@ -201,8 +201,8 @@ class Columns:
         paths = self.of(name)
         if len(paths) > 1:
             cells = {path: lookup(row, path) for path in paths}
-            absent = [path for path, value in cells.items() if value is MISSING and name == "responses"]
-            require(not absent, ", ".join(absent), None, "a response")
+            absent = [path for path, value in cells.items() if value is MISSING]
+            require(not absent or name != "responses", ", ".join(absent), None, "a response")
             return {path: None if value is MISSING else value for path, value in cells.items()}
         items = as_json(value_at(row, paths[0]))
         require(isinstance(items, list | None), paths[0], items, "a list: or name a column for each")
@@ -211,7 +211,10 @@ class Columns:
     def k_of(self, row: Values) -> int:
         """How many responses a row has."""
         paths = self.of("responses")
-        return len(paths) if len(paths) > 1 else len(items) if is_list(items := as_json(value_at(row, paths[0]))) else 0
+        if len(paths) > 1:
+            return len(paths)
+        items = as_json(value_at(row, paths[0]))
+        return len(items) if isinstance(items, list) else 0
 
     def convert(self, row: Values) -> Iterator[dict[str, Any]]:
         """The records of one row, several if several labelers judged it. Raises: BadRow, also if nobody judged."""
@@ -305,13 +308,13 @@ class Columns:
             len(answers) == len(given), self.of("scores")[0], list(given), f"{len(answers)} scores, one per response"
         )
         filled = [
-            (path, answer, where, score)
-            for (path, answer), (where, score) in zip(answers.items(), given.items(), strict=True)
+            (path, answer, score_path, score)
+            for (path, answer), (score_path, score) in zip(answers.items(), given.items(), strict=True)
             if not (is_empty(answer) and is_empty(score))
         ]
         named = list(zip(letters(len(filled)), filled, strict=True))
         responses = [_response(name, answer, path) for name, (path, answer, _, _) in named]
-        scores = {name: number(score, where) for name, (_, _, where, score) in named if not is_empty(score)}
+        scores = {name: number(score, score_path) for name, (_, _, score_path, score) in named if not is_empty(score)}
         if not scores:
             raise BadRow(self.of("scores")[0], f"got nothing, want a number for each response: {_NOBODY}")
         return {"responses": responses, "ranking": ranking_of(scores, best="highest"), "metadata": {"scores": scores}}
@@ -362,7 +365,7 @@ _MOST_WORDS = 12  # a column with more different values holds no verdicts
 
 
 def propose_columns(rows: Sequence[Values]) -> str:
-    """The command line that would read such rows as a table, as far as their keys and values tell."""
+    """A proposed command line that reads such rows as a table, guessed from their keys and values."""
     columns = {str(key): [row.get(key) for row in rows] for key in rows[0]}
     sizes = {key: sum(len(v) for v in values if isinstance(v, str)) for key, values in columns.items()}
     texts = [key for key, values in columns.items() if any(isinstance(v, str) for v in values)]
