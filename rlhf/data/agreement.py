@@ -1,10 +1,11 @@
 """How often labelers agree with each other, as a reference for the reward model's accuracy.
 
-statsmodels, krippendorff and scipy compute the statistics, pandas the tables that they need. An
-item is a prompt with its set of response texts, whatever their order and ids. The unit of percent agreement, both kappas and
-alpha is a pair of responses (i, j) of one item, and the categories are "i better", "tie" and "j better". Neither response of
-a pair is the first one, so every pair is counted in both directions in the kappas and alpha: no figure depends on how the
-responses are ordered.
+statsmodels, krippendorff and scipy compute the statistics, pandas the tables that they need.
+
+An item is a prompt with its set of response texts, whatever their order and ids. The unit of percent agreement, both kappas
+and alpha is a pair of responses (i, j) of one item, and the categories are "i better", "tie" and "j better". The order of a
+pair has no meaning, so the kappas and alpha count every pair in both directions, and no figure depends on the order of the
+responses.
 """
 
 import importlib
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_RESPONSES = 64  # items with more responses are left out
 MIN_COMMON_ITEMS = 10  # a pair of labelers with fewer common items has no kappa
-MAX_LABELERS = 50  # of one pair or rank are compared two by two
+MAX_LABELERS = 50  # labelers per pair of responses or rank that are compared two by two; the others are left out
 _SHOWN = 20  # labelers on the screen
 _NO_VARIANCE = "no variance: every judgement is the same, so chance explains it all"
 _LINES = (  # title, figure, whether a share, its count, the unit of the count
@@ -87,16 +88,13 @@ def _alpha(counts: np.ndarray, values: Sequence[float]) -> float | None:
 
 # --- counting --------------------------------------------------------------------------------------------------------
 
-_SLOT = [
-    "item",
-    "i",
-    "j",
-]  # what a value is about: responses i < j of an item for a verdict; i, -1 for a rank; i, -2 for a rating
+# The columns that say what a value is about: responses i < j of an item for a verdict; i, -1 for a rank; i, -2 for a rating.
+_SLOT = ["item", "i", "j"]
 _RANK, _RATING = -1, -2
 
 
 class AgreementCounter:
-    """Collects what labelers said of each item; it keeps 24 bytes of each verdict, rank and rating, no text.
+    """Collects what labelers said of each item, in 24 bytes per verdict, rank or rating; no text is kept.
 
     Records without a labeler count as different people. A labeler who judged an item more than once counts once: a pair
     goes to the response preferred more often (a tie if neither is), ranks and ratings are averaged.
@@ -275,7 +273,9 @@ def _people_by_value(said: "pd.DataFrame", values: Sequence[float]) -> np.ndarra
 def _alpha_of_ratings(ratings: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
     ratings = ratings[ratings.groupby(_SLOT).person.transform("size") > 1]
     values = sorted(ratings.value.unique().tolist())
-    units = _people_by_value(ratings, values)[: max(1, 8_000_000 // max(1, len(values)) ** 2)]  # it makes (N, V, V)
+    units = _people_by_value(ratings, values)[
+        : max(1, 8_000_000 // max(1, len(values)) ** 2)
+    ]  # alpha allocates (N, V, V)
     value = _alpha(units, values)
     if value is None:
         notes["krippendorff_alpha_ratings"] = _NO_VARIANCE if len(units) else "no response was rated by two labelers"

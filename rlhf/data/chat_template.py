@@ -21,7 +21,7 @@ from rlhf.system.limits import memory_limit, time_limit
 Turn = dict[str, Any]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
 CONTEXT = "context"  # key of an assistant's turn that is not to be learned
-ENDS = "end_token_ids"  # where a tokenizer keeps its end tokens: a field of tokenizer_config.json
+ENDS = "end_token_ids"  # the field of tokenizer_config.json that lists the end tokens
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # Limits on the time (seconds), memory (bytes) and text of a rendering, since templates are not trusted.
 SECONDS, MEMORY, LENGTH = 10.0, 2**30, 10**7
@@ -279,8 +279,8 @@ def _common(whole: list[int], part: list[int]) -> int:
 
 
 def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: _Marks) -> tuple[int, int]:
-    """Where in the dialogue's text a turn of the assistant begins, after the generation prompt, and where its end token is
-    over: the dialogue is rendered again with the probe in this turn, and what is written around it is the same.
+    """The positions in the dialogue's text at which a turn of the assistant begins, after the generation prompt, and at which
+    its end token ends. The dialogue is rendered again with the probe in this turn; the text around it is the same.
     """
     probed = [*turns[:index], {**turns[index], "content": marks.probe}, *turns[index + 1 :]]
     before, after = marks.around(_call(tokenizer, probed))

@@ -1,4 +1,4 @@
-"""What cleaning and splitting need of a record, and the steps of cleaning in order. Only hashes are kept."""
+"""The facts of a record that cleaning and splitting use, and the steps of cleaning in order. Only hashes are kept."""
 
 import hashlib
 import marshal
@@ -11,10 +11,10 @@ from rlhf.data.records import Ranking, Record
 from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, uniform
 
 PII_KINDS = ("card", "email", "phone")
-# The result for a record; for a row with several records, the first of these that one of them has.
+# The result for a record. A row with several records has the smallest of their results.
 KEPT, FILTERED, DUPLICATE, REJECTED = range(4)
 
-# Begins where a run of such characters does: a search from each of a million letters would take hours.
+# A match starts at the start of a run of such characters: a search from each of a million letters would take hours.
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[^\W\d_]{2,}")
 _DIGITS = re.compile(r"(?<![\w.])[+(]?\d(?:[\d ().\-/]{5,}\d)(?![\w]|[.,]\d)")
 _PHONES = (
@@ -72,8 +72,8 @@ def identity_of(record: Record, own_id: bool) -> int:
     """The hash of what makes two records duplicates: prompt, responses, judgement (by position, so that the responses'
     names do not matter) and labeler.
 
-    Neither id nor time belongs to it. But two people without a name may judge alike, so the id of a ranking without a
-    labeler does, if the file gives one (`own_id`).
+    Id and time are not part of it, with one exception: two people without a name may judge alike, so the id of a ranking
+    without a labeler is part of it if the file gives one (`own_id`).
     """
     said: list[Any] = [record.kind, [[m.role, m.content] for m in record.prompt]]
     if record.kind == "demonstration":
@@ -92,7 +92,7 @@ def identity_of(record: Record, own_id: bool) -> int:
 
 
 def _count_pairs(record: Ranking) -> tuple[int, int]:
-    """Strictly ordered pairs and ties of a ranking; beside `pairs`, its ties are in the metadata."""
+    """Strictly ordered pairs and ties of a ranking; the ties that accompany `pairs` are in the metadata."""
     if record.pairs is not None:
         ties = record.metadata.get("ties")
         return len({(a, b) for a, b in record.pairs}), len(ties) if isinstance(ties, list) else 0
@@ -143,7 +143,7 @@ class Cleaner:
         return DUPLICATE if step == "duplicates" else FILTERED
 
     def _step(self, facts: Facts, is_prompt: bool) -> str | None:
-        """The step that removes a record; none if it is kept."""
+        """The step that removes a record; None if it is kept."""
         seen = facts.identity in self._seen
         self._seen.add(facts.identity)
         if self.drop_duplicates and seen:

@@ -29,12 +29,12 @@ MAX_DOCUMENT = 1 << 24  # characters; a longer one becomes several documents, so
 PIECE = 8192  # characters: a document above twice this is tokenised and assigned to a split in such pieces
 _CHUNK = 1 << 20  # characters of a text file read at once
 _BATCH = 1 << 20  # characters tokenised at once
-SPLITS = ("train", "heldout")
+_SPLITS = ("train", "heldout")
 
 
 def cut_text(text: str, size: int) -> list[str]:
-    """Cut a text into parts of at most `size` characters: each after a blank line, else after a line, else after a space, in
-    the part's second half; else at `size`.
+    """Cut a text into parts of at most `size` characters. A part ends after the last blank line in its second half, else
+    after the last line end there, else after the last space there, else at `size`.
     """
     parts = []
     begin = 0
@@ -57,7 +57,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
                 chunk = text.read(_CHUNK)
         except LookupError as error:
             raise UserError(f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …") from error
-        except UnicodeDecodeError as error:  # its object ends where reading has come to
+        except UnicodeDecodeError as error:  # error.object ends at the file's position
             at = file.tell() - len(error.object) + error.start
             came = f"byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding} text"
             cure = "set data.encoding=latin-1 (or cp1252, …), or convert the file with iconv"
@@ -91,8 +91,8 @@ def _row_documents(source: Source) -> Iterator[str]:
 def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     """The documents of a corpus one by one, blank ones left out, in bounded memory.
 
-    A .txt file is one document, or several separated by `<|endoftext|>`; in .jsonl and .json
-    files and in hub data sets each row is one, under the key `text`. `encoding` is that of .txt files.
+    A .txt file is one document, or several separated by `<|endoftext|>`. In .jsonl and .json files and in hub data sets each
+    row is one, under the key `text`. `encoding` is that of .txt files.
 
     Raises: UserError if a file is missing, empty or undecodable, or a row has no text.
     """
@@ -134,8 +134,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[_Piece, str]]]:
 def held_out_pieces(u: np.ndarray, tokens: np.ndarray, fraction: float, context: int) -> np.ndarray:
     """Which pieces are held out, (N,) bool: those whose hash `u` is below `fraction`.
 
-    If that gives less than 8 contexts of tokens, those with the next smallest hashes are added: up to that, at most a
-    twentieth of the corpus, or one context if that is at most a quarter. Never all of them.
+    If these have too few tokens, the pieces with the next smallest hashes are added, except the very last. Enough is 8
+    contexts, but at most a twentieth of the corpus; or one context, but at most a quarter of it; whichever is more.
     """
     total = int(tokens.sum())
     share = max(min(8 * context, total // 20), min(context, total // 4), 1)
@@ -149,7 +149,7 @@ def held_out_pieces(u: np.ndarray, tokens: np.ndarray, fraction: float, context:
 def _write_split(
     path: Path, pieces: Sequence[_Piece], places: np.ndarray, tokens: np.ndarray, separator: int
 ) -> dict[str, Any]:
-    """Write the tokens of these pieces; a separator ends each document, or each run of pieces of a divided one."""
+    """Write the tokens of these pieces; a separator ends each document, and each run of adjacent pieces of a divided one."""
     end = np.asarray([separator], tokens.dtype).tobytes()
     documents = 0
     last: tuple[int, int] | None = None
@@ -178,7 +178,7 @@ def pack_corpus(
 ) -> "PackedCorpus":
     """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
 
-    Documents are assigned by the hash of their text, so that equal ones share a split, see `held_out_pieces`; those above 16k
+    The hash of a document's text decides its split, so that equal ones share it, see `held_out_pieces`; documents above 16k
     characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(documents, tokens)`
     is called after each batch.
 
@@ -224,7 +224,7 @@ def pack_corpus(
 
 def _finish(folder: Path, meta: dict[str, Any], splits: dict[str, Any]) -> "PackedCorpus":
     """Give the written token files their names, then write meta.json."""
-    for split in SPLITS:
+    for split in _SPLITS:
         (folder / f"{split}.bin.tmp").replace(folder / f"{split}.bin")
     meta = meta | {"splits": splits}
     write_json(folder / "meta.json", meta)
@@ -240,9 +240,9 @@ class PackedCorpus:
 
     @classmethod
     def load_for(cls, setting: str, path: Path, tokenizer: Any, remedy: str) -> "PackedCorpus":
-        """`load`, for a later stage whose `setting` needs the text that the base was pretrained on.
+        """`load`, for a later stage whose `setting` needs the text that the base model was pretrained on.
 
-        Raises: UserError as `load` does, and with `remedy` if it was packed with another tokenizer.
+        Raises: UserError as `load` does, and with `remedy` in its message if the text was packed with another tokenizer.
         """
         try:
             corpus = cls.load(path / "corpus")
@@ -259,7 +259,7 @@ class PackedCorpus:
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
             width = np.dtype(meta["dtype"]).itemsize
-            sizes = {split: meta["splits"][split]["tokens"] * width for split in SPLITS}
+            sizes = {split: meta["splits"][split]["tokens"] * width for split in _SPLITS}
         except FileNotFoundError as error:
             raise UserError(f"{folder}: no meta.json, so no finished packed corpus: pack it again") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -282,7 +282,7 @@ class PackedCorpus:
 
     @property
     def sha256(self) -> dict[str, str]:
-        return {f"{split}.bin": self.meta["splits"][split]["sha256"] for split in SPLITS}
+        return {f"{split}.bin": self.meta["splits"][split]["sha256"] for split in _SPLITS}
 
     def token_count(self, split: str) -> int:
         """Tokens of a split, separators included."""
@@ -377,8 +377,8 @@ def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
 def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> PackedCorpus:
     """Write `out`: `tokens` tokens of training text in blocks of `block`, each block of one source; all held-out text.
 
-    The blocks of a source come in its own order, and again from its beginning when they are used up: `epochs` in the
-    `sources` of meta.json, each {"name", "share", "tokens", "drawn", "epochs"}. The packed sources are removed.
+    The blocks of a source come in its own order, and again from its beginning when they are used up. meta.json lists the
+    `sources`, each as {"name", "share", "tokens", "drawn", "epochs"}. The packed sources are removed.
 
     Raises: UserError if a source has less than one block.
     """
@@ -409,7 +409,7 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
         "train": {"tokens": count * block},
         "heldout": {key: sum(one[key] for one in held_out) for key in ("tokens", "bytes", "documents")},
     }
-    for split in SPLITS:
+    for split in _SPLITS:
         splits[split]["sha256"] = sha256_file(out / f"{split}.bin.tmp")
     mixed = _finish(out, parts[0].corpus.meta | {"sources": sources}, splits)
     for part in parts:

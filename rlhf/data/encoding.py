@@ -39,9 +39,8 @@ def encode_prompt_within(
 ) -> tuple[list[int], bool] | None:
     """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None if it cannot fit.
 
-    Cut from the left: first the oldest turns go (a system turn stays as long as it can), until a user turn
-    begins the dialogue; then the last turn loses the beginning of its text. What the template
-    writes around it stays.
+    It is cut from the left. First the oldest turns are removed (the rest begins with a user turn, after a system turn), then
+    the system turn, then the beginning of the last turn's text. The template's text around that is kept.
     """
     ids = encode_prompt(tokenizer, prompt)
     if len(ids) <= room:
@@ -128,11 +127,11 @@ def _is_learned(turn: Message) -> bool:
 
 
 def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: int, least: int) -> list[Row]:
-    """A dialogue in which the assistant spoke before: its row has `earlier` besides, 1 for each token of the prompt that the
-    assistant wrote. None if no earlier turn is to be learned, or if a turn alone is too long for the context.
+    """The rows of a dialogue with earlier turns of the assistant: each also has `earlier`, with 1 for each token of the
+    prompt that is learned. Empty if no earlier turn is to be learned, or if one turn alone is too long for the context.
 
-    If the dialogue does not fit, its oldest turns make rows of their own, so that each turn is learned once; a response may
-    still reach past the context. `least`: as `min_response`.
+    If the dialogue does not fit, its oldest turns are learned in further rows, each turn once; a response may still reach
+    past the context. `least`: as `min_response`.
     """
     if not any(map(_is_learned, record.prompt)):
         return []
@@ -162,11 +161,11 @@ def labels_of(row: Row, ignored: int) -> list[int]:
     return prompt + row["response"]
 
 
-MOST_ANSWERS = 64  # most answers of one item; further rankings of the prompt make another item
+MOST_ANSWERS = 64  # per item; further rankings of the prompt form another item
 
 Answer = tuple[str, bool]  # text, and whether it ended
-# Prompt and answers to one model input an answer (anything with a length) and the answers' lengths in tokens; None if
-# the prompt does not fit.
+# From a prompt and answers: one model input per answer (anything with a length) and the answers' lengths in tokens; None
+# if the prompt does not fit.
 Encode = Callable[[Sequence[Message], Sequence[Answer]], tuple[list[Any], list[int]] | None]
 
 
@@ -220,7 +219,7 @@ class Item:
 def token_encoder(
     tokenizer: "PreTrainedTokenizerFast", context_length: int, room: int, counts: Counter[str] | None = None
 ) -> Encode:
-    """For reward models on the policy's own tokens.
+    """The encoder of reward models that read the policy's own tokens.
 
     A prompt keeps at most context_length - room tokens, cut from the left; a response that is longer than what is left
     is truncated, and then has no end token. `counts`, if given, is increased: cut_prompts, truncated_responses, skipped.
@@ -246,9 +245,9 @@ def join_rankings(
 ) -> tuple[list[Item], int]:
     """One item per prompt with at least one ordered pair, and how many rankings gave none.
 
-    Rankings of one prompt share an item, whoever judged, in any order of the answers, and even if only some answers are
-    the same: each different answer appears once. Answers with the same text and ending are one, and a pair of them is
-    ignored. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
+    Rankings of one prompt share an item, whoever the labelers are, whatever the order of the answers, and even if only some
+    of the answers are the same: each different answer appears once. Answers with the same text and ending are one, and a
+    pair of them is ignored. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
 
     labeler_weights: labelers that are not named have weight 1.
     """

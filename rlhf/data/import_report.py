@@ -19,7 +19,7 @@ from rlhf.data.inputs import Reject
 from rlhf.data.records import Record
 from rlhf.data.splits import SPLITS
 
-KEPT_BYTES = 1 << 20  # of a reject's row
+KEPT_BYTES = 1 << 20  # of a rejected row
 ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
 _LENGTHS = [f"{part}_{unit}" for part in ("prompt", "response") for unit in ("characters", "words")]
 
@@ -70,7 +70,7 @@ class Statistics:
 
 
 def _summarise(lengths: "array[int]") -> dict[str, Any] | None:
-    """A quantile is a value that occurs."""
+    """Number, mean and quantiles; each quantile is one of the lengths."""
     if not lengths:
         return None
     values = np.frombuffer(lengths, np.uint64)
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def reject_line(reject: Reject) -> str:
-    """A line of rejects.jsonl: where, what is wrong, and the row, of which at most KEPT_BYTES are kept."""
+    """A line of rejects.jsonl: the place, what is wrong, and the row, cut to KEPT_BYTES."""
     entry: dict[str, Any] = {name: getattr(reject, name) for name in ("file", "line", "number", "field", "message")}
     if reject.raw is not None:
         kept = reject.raw[:KEPT_BYTES]

@@ -1,7 +1,7 @@
 """The import loop: rows of all files -> checked records -> cleaning -> splits -> Arrow, with every row accounted for.
 
-Memory holds hashes of the records, not the records: they are written as they come, without a split, and divided once all of
-them were seen, since a user's prompts stay together. Folders and messages are in `commands/import_data.py`.
+Only hashes of the records stay in memory. The records are written at once, without a split, and divided after the last one,
+since all prompts of a user get one split. Folders and messages are in `commands/import_data.py`.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
 
 SHOWN_REJECTS = 20
-_LARGE_PREFIX = 0.05  # of all prompts with one beginning: worth a word
-_LEAST_PROMPTS = 100  # below which that says nothing
+_LARGE_PREFIX = 0.05  # a larger share of all prompts with one beginning is reported
+_LEAST_PROMPTS = 100  # fewer prompts are not checked for this
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 
 
@@ -52,13 +52,13 @@ class Importer:
 
     def __init__(self, config: ImportConfig, folder: Path, earlier: Assignments, progress: Callable[[int], None]):
         self.config, self.folder = config, folder
-        self.progress = progress  # is called with the number of bytes done
+        self.progress = progress  # called with the number of bytes that were read
         self.cleaner = Cleaner(config.duplicates, config.pii, config.filter_prefixes, config.max_prompts_per_user)
         shares = {"train": 1.0 - config.dev - config.test, "dev": config.dev, "test": config.test}
         self.assigner = Assigner(config.seed, shares, earlier)
         self.statistics = Statistics()
         self.agreement = AgreementCounter()
-        self.files: list[dict[str, Any]] = []  # what each file was taken for, and what came of it
+        self.files: list[dict[str, Any]] = []  # per file: its format, why, and its counts
         self.reject_count = 0
         self.first_rejects: list[str] = []
         self.damaged = False  # whether a file could not be read to its end

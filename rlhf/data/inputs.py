@@ -1,5 +1,5 @@
-"""Where rows come from: a setting such as `path` or `data.comparisons` as files, folders, finished imports and data sets of
-the hub; files as bytes; JSON as rows. `tables.py` has the other kinds of files, `reading.py` makes records of the rows.
+"""Sources of rows: resolves a setting such as `path` or `data.comparisons` to files, finished imports and data sets of the
+hub; opens files; reads JSON. `tables.py` reads the other kinds of files, `reading.py` makes records from rows.
 """
 
 import gzip
@@ -86,7 +86,7 @@ def is_import(folder: Path) -> bool:
 
 
 class Row(NamedTuple):
-    """One object: the line where it begins, and its ordinal from 1 (in arrays and tables without lines both are that)."""
+    """One object: the line where it begins, and its ordinal from 1 (in arrays, and in tables without lines, both are the ordinal)."""
 
     line: int
     value: dict[str, Any]
@@ -125,7 +125,7 @@ def row_bytes(row: Row) -> bytes:
 
 @dataclass(slots=True)
 class Reading:
-    """How a file is read, what was noticed about it, and how far reading has come."""
+    """How a file is read, a note about it for the user, and the position of reading."""
 
     encoding: str = "utf-8"  # of CSV and TSV
     sheet: str | None = None  # of a spreadsheet; none: the first one
@@ -300,7 +300,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
 
 
 def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The objects of a file with one per line; blank lines are none. Of a line that is too long only the beginning is kept."""
+    """The objects of a file with one per line; blank lines are skipped. The reject of a line that is too long has its beginning."""
     number = 0
     while line := file.readline(MAX_RECORD_BYTES):
         number += 1
@@ -319,7 +319,7 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
 
 
 class _Counted:
-    """A file that refuses to be read further than a record may be long."""
+    """A file whose `read` fails if one record is longer than MAX_RECORD_BYTES."""
 
     def __init__(self, file: IO[bytes], name: str):
         self.file, self.name, self.number, self.since = file, name, 0, 0
@@ -333,10 +333,11 @@ class _Counted:
 
 
 def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The items of a JSON array, or objects one after another, as the file streams by.
+    """The items of a JSON array, or objects one after another, read as a stream.
 
-    Built from events, since `ijson.items` needs memory that grows with the square of the depth. Raises: UserError where the
-    file is damaged.
+    Built from events, since `ijson.items` needs memory that grows with the square of the depth.
+
+    Raises: UserError if the file is damaged, after the rows before the damage.
     """
     import ijson
 

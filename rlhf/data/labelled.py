@@ -19,7 +19,7 @@ from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
 from rlhf.errors import UserError
 
-MADE = ("<|delimiter|>", "<|extract|>")  # tokens for a vocabulary without our role tokens
+MADE = ("<|delimiter|>", "<|extract|>")  # tokens that are added to a vocabulary without our role tokens
 
 
 @dataclass(frozen=True, slots=True)

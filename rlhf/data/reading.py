@@ -50,7 +50,7 @@ from rlhf.errors import UserError
 from rlhf.system.terminal import one_line, say
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
-HUB_SECONDS = 5  # seconds to wait for the hub's first answer
+HUB_SECONDS = 5  # wait for the hub's first answer
 _SHOWN_PROBLEMS = 5
 
 
@@ -82,7 +82,9 @@ def read_rows(source: Source, reading: Reading | None = None) -> Iterator[Row | 
 def _read_hub(name: str) -> Iterator[Row]:
     """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
 
-    The hub is asked with a time limit, since the library would retry for 25 s. Raises: UserError if there is none.
+    A first request has a time limit, since the library would retry for 25 s.
+
+    Raises: UserError if there is no such data set.
     """
     say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
     import datasets
@@ -155,7 +157,7 @@ class SourceInfo:
 def read(
     source: Source, format: Format | None, info: FileInfo, reading: Reading | None = None, setting: str = "data.format"
 ) -> Iterator[Converted]:
-    """Every row of a source with its records; `format` None: what the rows look like. `info` gets the format and why.
+    """Every row of a source with its records; if `format` is None it is recognised. `info` gets the format and why.
 
     Raises: UserError if the source as a whole cannot be read, is empty or is of no known format.
     """
@@ -225,8 +227,8 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], SourceInfo]:
     """All records of the sources, of every kind; of finished imports with the split that was written there.
 
-    Raises: UserError if a source cannot be read, where any row is bad (the first five problems and their count),
-    and for an import that had too many rejects, unless `allow_partial`.
+    Raises: UserError if a source cannot be read, if any row is bad (the message has the first five and their number), or if
+    an import had too many rejects, unless `allow_partial`.
     """
     info = SourceInfo()
     records: list[Record] = []

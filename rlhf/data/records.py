@@ -53,7 +53,7 @@ def _check_time(created: str) -> str:
     return created
 
 
-# With a length pydantic itself refuses lone surrogates, without a call of Python for each text.
+# The length constraint makes pydantic itself refuse lone surrogates, without a call of Python per text.
 Text = Annotated[str, Field(strict=True, min_length=0)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 
@@ -271,7 +271,7 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
     """A circle among (better, worse) pairs: [a, b, c, a], each better than the next; None without one."""
     sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter()
     for better, worse in edges:
-        sorter.add(better, worse)  # reads as: worse comes first
+        sorter.add(better, worse)  # for the sorter, worse comes first; hence the reversal below
     try:
         sorter.prepare()
     except graphlib.CycleError as error:

@@ -24,8 +24,8 @@ _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
 
 
 def _normal(form: str, text: str) -> str:
-    """A Unicode normal form. Of more than 1000 accents or signs in a row the rest is cut: sorting accents takes time that grows
-    with the square of their number.
+    """A Unicode normal form. A run of accents or signs is cut to 1000, since sorting accents takes time that grows with the
+    square of their number.
     """
     return unicodedata.normalize(form, text if text.isascii() else _MARKS.sub(r"\1", text))  # type: ignore[arg-type]
 

@@ -5,8 +5,8 @@
         assignments.arrow      which prompts and users belong to which split, for later imports
         dataset.json           the manifest: sha256 of every file; written last, so that without it nothing is trusted
 
-Parts without a fixed form (metadata, ratings, flags, further keys of a message) are JSON text in a column. How rows
-become records is in `importer.py`.
+Parts without a fixed form (metadata, ratings, flags, further keys of a message) are JSON text in a column. `importer.py`
+writes such a folder, `reading.py` reads it.
 """
 
 import json

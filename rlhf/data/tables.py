@@ -54,10 +54,10 @@ def _columns(line: str, delimiter: str) -> int:
 
 
 def read_delimited(path: Path, name: str, suffix: str, reading: Reading) -> Iterator[Row | Reject]:
-    """The rows after the header; a tab divides .tsv, else what Excel's first line says ("sep=;") or whichever of comma,
-    semicolon and tab gives the header most columns.
+    """The rows after the header. The delimiter is a tab in .tsv; else the one of Excel's first line ("sep=;"); else whichever
+    of comma, semicolon and tab gives the header most columns.
 
-    Raises: UserError where a quote never closes, and for a wrong header or encoding.
+    Raises: UserError if a quote never closes, and for a wrong header or encoding.
     """
     try:
         encoding = codecs.lookup(reading.encoding).name
@@ -103,7 +103,7 @@ def _delimited_rows(
             return
         except csv.Error as error:
             if "unexpected end" in str(error) or "field limit" in str(error):
-                what = "a quote opens a cell and never closes: close it, or double it where it belongs to the text"
+                what = "a quote opens a cell and never closes: close it, or double it if it belongs to the text"
                 raise UserError(f"{name}:{line}: damaged CSV: {what}") from error
             problem = f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
         whole = "".join(record)
@@ -179,7 +179,7 @@ def _arrow_batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
 
 
 def read_columns(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
-    """The rows of a Parquet or Arrow file, a few at a time. Raises: UserError where the file is damaged."""
+    """The rows of a Parquet or Arrow file, a few at a time. Raises: UserError if the file is damaged, after the rows before."""
     import pyarrow
 
     number = 0
@@ -280,8 +280,8 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
 def _filled_rows(sheet: Any, stored: list[int]) -> Iterator[tuple[int, list[Any]]]:
     """(number as the program shows it, cells); a cell merged over several rows appears in each of them.
 
-    After the last value, rows count that the file stores cells for, such as formatted ones. Spreadsheets have one kind of
-    number: whole ones become int.
+    Empty rows after the last value are included if the file stores cells for them, such as formatted ones. Spreadsheets have
+    one kind of number: whole ones become int.
     """
     left = (sheet.start or (0, 0))[1]
     merges = sorted(sheet.merged_cell_ranges or [], reverse=True)

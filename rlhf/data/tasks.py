@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.system.files import write_jsonl
 
-RANK = "rank"  # the control's name in Label Studio: exports name it
+RANK = "rank"  # the control's name in Label Studio, which exports contain
 BETTER = "better"
 EQUAL = "equal"
 EQUALLY_GOOD = "equally good"
