@@ -71,7 +71,7 @@ def fitting_prompts(
             yield record, *fitted
 
 
-Row = dict[str, list[int]]
+TokenRow = dict[str, list[int]]  # "prompt", "response", perhaps "earlier"
 
 
 def encode_demonstrations(
@@ -82,7 +82,7 @@ def encode_demonstrations(
     turns: str = "last",
     min_response: int | None = None,
     counts: Counter[str] | None = None,
-) -> list[Row]:
+) -> list[TokenRow]:
     """Encode demonstrations as {"prompt": ids, "response": ids}, together at most `context_length` tokens.
 
     A response that fits ends with its end token. One that does not is truncated and has no end token, because the
@@ -126,7 +126,7 @@ def _is_learned(turn: Message) -> bool:
     return is_learned(turn.model_dump())
 
 
-def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: int, least: int) -> list[Row]:
+def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: int, least: int) -> list[TokenRow]:
     """The rows of a dialogue with earlier turns of the assistant: each also has `earlier`, with 1 for each token of the
     prompt that is learned. Empty if no earlier turn is to be learned, or if one turn alone is too long for the context.
 
@@ -135,7 +135,7 @@ def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: 
     """
     if not any(map(_is_learned, record.prompt)):
         return []
-    rows: list[Row] = []
+    rows: list[TokenRow] = []
     left = [*record.prompt, Message(role="assistant", content=record.response)]
     while left:
         turns = list(left)
@@ -154,7 +154,7 @@ def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: 
     return rows
 
 
-def labels_of(row: Row, ignored: int) -> list[int]:
+def labels_of(row: TokenRow, ignored: int) -> list[int]:
     """A row's tokens as labels, with `ignored` for those that are not learned."""
     earlier = row.get("earlier", [0] * len(row["prompt"]))
     prompt = [token if learned else ignored for token, learned in zip(row["prompt"], earlier, strict=True)]

@@ -15,7 +15,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.chat_template import encode_prompts, encode_response
-from rlhf.data.encoding import Row, encode_demonstrations, row_limit
+from rlhf.data.encoding import TokenRow, encode_demonstrations, row_limit
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
@@ -94,7 +94,7 @@ def rate_all(config: Config, truth: Truth, tokenizer: Any, rankings: Sequence[Ra
             )
 
 
-def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], context: int) -> list[Row]:
+def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], context: int) -> list[TokenRow]:
     """Rows of `rate.ratings` different (response, quality) pairs, in which only the rating token is learned."""
     names, ratings = encode_ratings(tokenizer)
     candidates = [(one, name) for one in rated for name in QUALITIES if len(one.tokens) + len(names[name]) < context]

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.corpus import PackedCorpus
-from rlhf.data.encoding import Row, encode_demonstrations, labels_of, row_limit
+from rlhf.data.encoding import TokenRow, encode_demonstrations, labels_of, row_limit
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
@@ -102,7 +102,7 @@ def load_with_dropout(folder: Path, share: float) -> Any:
     return model
 
 
-def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[Row]:
+def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[TokenRow]:
     """Different blocks of the base's own corpus, as `sft.pretrain_fraction` of all rows with `count` demonstrations; every token
     is learned.
 
@@ -124,7 +124,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
 
 
-def make_rows(rows: Sequence[Row], context: int, pack: bool) -> list[dict[str, list[int]]]:
+def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[dict[str, list[int]]]:
     """{"input_ids", "labels", "seq_lengths"} of demonstrations; with `pack` a row contains several, by TRL's best fit."""
     made = [{"input_ids": row["prompt"] + row["response"], "labels": labels_of(row, IGNORED)} for row in rows]
     if pack:
@@ -171,7 +171,7 @@ def make_collator(
 
 @contextlib.contextmanager
 def fine_tuned(
-    stage: Stage, model: Any, tokenizer: Any, rows: list[Row], epochs: int, device: torch.device
+    stage: Stage, model: Any, tokenizer: Any, rows: list[TokenRow], epochs: int, device: torch.device
 ) -> Iterator[TrainingLoop]:
     """Train on demonstrations and pretraining text, with AdamW and a cosine without warm-up; within the context the model is
     trained and its loop still open.
@@ -216,7 +216,7 @@ def labels_in(row: dict[str, list[int]]) -> int:
     return sum(label != IGNORED for label in row["labels"])
 
 
-def response_loss(model: Any, rows: list[Row], pad: int) -> float:
+def response_loss(model: Any, rows: list[TokenRow], pad: int) -> float:
     """Mean loss in nats over all learned tokens of the rows."""
     loss, collate, made = NextToken(model).eval(), make_collator(pad, False, False), make_rows(rows, 0, False)
     device = next(model.parameters()).device
