@@ -63,7 +63,7 @@ def run(config: ImportConfig) -> None:
     if partial:
         raise UserError(
             f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, "
-            "which training refuses without data.allow_partial=true: mend the rows, or set max_rejects"
+            "which training refuses without data.allow_partial=true: correct the rows, or set max_rejects"
         )
 
 

@@ -159,10 +159,10 @@ def make_tables(run: RunFiles) -> list[Table]:
             ranks,
         ),
         table_of(
-            "What the reward model pays for, and what labelers want",
+            "Weight of each part in the reward model's scores, and in the labelers' judgements",
             "part",
             items_of(tree, "gold_regression", "parts"),
-            {"weight": "weight", "wanted": "true"},
+            {"reward model": "weight", "labelers": "true"},
         ),
     ]
 

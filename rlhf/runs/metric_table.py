@@ -215,7 +215,7 @@ class Sums:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, name: str, *sums: float) -> None:
-        """Adds one micro-batch's sums. Raises: ValueError if the table lacks `name` or its reduction wants other sums."""
+        """Adds one micro-batch's sums. Raises: ValueError if the table lacks `name` or its reduction takes other sums."""
         check_names([name])
         reduction = _reduction_of(name)
         wanted = REDUCTIONS[reduction]

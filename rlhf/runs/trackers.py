@@ -234,7 +234,7 @@ def make_tracker(
 
     folder: of the stage; metrics.jsonl, samples.jsonl and wandb/ or tensorboard/ are written to it. "off" writes
         metrics.jsonl alone, "silent" nothing.
-    resume_step: the step of the checkpoint that training goes on from. Lines after it are dropped, since
+    resume_step: the step of the checkpoint from which training continues. Lines after it are dropped, since
         they will be written again; 0 empties the files.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
     keeps its run id over a resume. Its failures give one warning and stop nothing.

@@ -22,7 +22,7 @@ from rlhf.system.processes import is_first, lost_another, process_count, rank
 from rlhf.system.terminal import one_line, say
 
 MISTAKE, INTERRUPTED, NO_READER = 2, 130, 141
-SECONDS_TO_SPEAK = 5.0  # seconds in which rank 0 alone reports an error that every rank has
+REPORT_SECONDS = 5.0  # seconds in which rank 0 alone reports an error that every rank has
 REMEDIES = {
     errno.EACCES: "give this user the right to read and write it, or name another place",
     errno.EPERM: "give this user the right to read and write it, or name another place",
@@ -57,12 +57,12 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
         end(NO_READER)
     except Exception as error:
         if lost_another(error):
-            time.sleep(SECONDS_TO_SPEAK)  # so that the launcher can name it and stop this process
+            time.sleep(REPORT_SECONDS)  # so that the launcher can name it and stop this process
             fail("another process of this launch has ended: see its own message or the launcher's")
         message = None if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0") else describe(error)
         if message is not None:
             fail(message)
-        let_the_first_speak()
+        let_first_rank_report()
         raise
 
 
@@ -94,7 +94,7 @@ def describe(error: Exception) -> str | None:
 
 def fail(message: str) -> NoReturn:
     """Report a mistake in one line, and end with exit code 2."""
-    let_the_first_speak()
+    let_first_rank_report()
     report(message if is_first() else f"process {rank()}: {message}")
     end(MISTAKE)
 
@@ -106,10 +106,10 @@ def report(message: str) -> None:
             say(f"rlhf: error: {one_line(message, 4000)}", sys.stderr)
 
 
-def let_the_first_speak() -> None:
+def let_first_rank_report() -> None:
     """If ranks fail for the same reason, only rank 0 reports it; the launcher stops the rest meanwhile."""
     if not is_first():
-        time.sleep(SECONDS_TO_SPEAK)
+        time.sleep(REPORT_SECONDS)
 
 
 def end(code: int) -> NoReturn:
@@ -138,7 +138,7 @@ def _flush() -> None:
 def interrupt_on_signals() -> None:
     """From here on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at once.
 
-    A signal that the process was told to ignore (nohup, a job in the background) stays ignored.
+    Signals that the process ignores already (nohup, a job in the background) stay ignored.
     """
     global _signalled_at
     _signalled_at = None

@@ -1,4 +1,4 @@
-"""The one module that knows ranks: the processes of one launch, their connection, and what they agree on.
+"""Ranks: the processes of one launch, their connection, and the values that they exchange.
 
 A launch is started by torchrun, accelerate, deepspeed or `rlhf pipeline`. Each of its processes has a rank; rank 0 prints and
 writes for all. A process that runs alone is rank 0, and everything here then costs nothing. It is outside `rlhf.training` because the

@@ -9,8 +9,8 @@
 # DEVICE=cpu SIZE=tiny rehearses a part on any machine. PYTHON chooses the interpreter, REPEATS the rounds that count,
 # SECONDS_PART the limit of a part, ONLY the contestants (all unless set; "ours;generate"). Contestants work one after the other,
 # since their memory would add up on the card. TRL 1.12.0 takes part if its environment is in BENCH_PEERS. `sentiment` and
-# `dialogue` are not part of `all`: they need CHECKPOINT and data, take SEED and, as further settings, MORE, and go on where the
-# limit stopped them.
+# `dialogue` are not part of `all`: they need CHECKPOINT and data, take SEED and, as further settings, MORE, and continue where
+# the limit stopped them.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 device="${DEVICE:-cuda}"
@@ -28,7 +28,7 @@ decode    tokens/s at batch 1, 32 and 256 and the share of memory bandwidth, aga
 ppo       a PPO update of the 124M shape: rollout, scoring, training, memory; against TRL 1.12.0
 ppo13     the same for the 1.3B shape
 chat13    DeepSpeed-Chat's step 3: 1.3B actor, 350M reward model and critic, 256 + 256 tokens, 1024 episodes, one epoch
-sentiment experiment=sentiment from CHECKPOINT (a folder or GGUF file) and CORPUS (text), SEED; run again, it goes on
+sentiment experiment=sentiment from CHECKPOINT (a folder or GGUF file) and CORPUS (text), SEED; a second call continues it
 dialogue  experiment=dialogue from CHECKPOINT, COMPARISONS, DEMONSTRATIONS and JUDGE (a folder), SEED; the same
 EOF
 }
