@@ -29,7 +29,7 @@ PROMPTS = [[1, 7, 8, 9, 2], [1, 2], [1, 11, 12, 2], [1, 13, 14, 15, 16, 17, 18, 
 def make_policy(seed: int) -> GPTForCausalLM:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 32}
-    # wide weights: a policy with opinions, whose log-probs differ from token to token
+    # wide weights, so that log-probs differ from token to token
     return GPTForCausalLM(preset("tiny", initializer_range=0.3, **sizes)).eval()
 
 

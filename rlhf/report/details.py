@@ -90,7 +90,7 @@ def pick(rows: list[Any], count: int) -> list[Any]:
 
 
 def shade_tokens(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
-    """(text, class, nats) of each token: "u1"…"u5" if the policy likes it more than SFT does, "d1"…"d5" less.
+    """(text, class, nats) of each token: "u1"…"u5" if the policy gives it more probability than SFT does, "d1"…"d5" if less.
 
     Empty if the row has no such lists.
     """
