@@ -21,6 +21,7 @@ from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
+from rlhf.system.terminal import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -82,7 +83,7 @@ def _row_documents(source: Source) -> Iterator[str]:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):
-            keys = ", ".join(map(str, list(row.value)[:8]))
+            keys = ", ".join(one_line(key, 60) for key in list(row.value)[:8])
             came = f"text: got {shown(text)}" if "text" in row.value else f"the keys are {keys}"
             raise UserError(f'{source.name}:{row.line}: {came}: want {{"text": "…"}} in each row of a corpus')
         yield text
@@ -298,10 +299,10 @@ class PackedCorpus:
         Raises: UserError if the split has less than one block.
         """
         if self.token_count(split) < context_length:
-            mend = "raise data.held_out" if split == "heldout" else "add text"
+            remedy = "raise data.held_out" if split == "heldout" else "add text"
             raise UserError(
                 f"{self.path}: {split} has {self.token_count(split)} tokens, less than one block of "
-                f"{context_length}: {mend} or lower model.context_length"
+                f"{context_length}: {remedy} or lower model.context_length"
             )
         return Blocks(self, split, context_length)
 

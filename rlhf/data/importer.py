@@ -31,6 +31,7 @@ from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row, write_assignments
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
+from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
 _LARGE_PREFIX = 0.05  # a larger share of all prompts with one beginning is reported
@@ -209,9 +210,9 @@ class Importer:
                 for one in members:
                     results[one.at] = min(results[one.at], result)
             except BadRow as error:
-                by = f" by {shown(labeler)[1:-1]}" if labeler is not None else ""
+                by = f" by {one_line(labeler, 60)}" if labeler is not None else ""
                 message = error.message.removeprefix(f"{error.field}: ")
-                said = f"{error.field}: the judgements of item {shown(item)[1:-1]}{by} {message}"
+                said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
                 for row in {one.at: one.row for one in members}.values():
                     self._reject(reject_row(info.name, row, error.field, said))
 
@@ -312,7 +313,7 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     responses: dict[str, RankedResponse] = {}
     for response in (response for record in records for response in record.responses):
         if responses.setdefault(response.id, response).text != response.text:
-            raise BadRow("responses", f'give response "{shown(response.id)[1:-1]}" two texts: want one')
+            raise BadRow("responses", f'give response "{one_line(response.id, 60)}" two texts: want one')
     ids = [[response.id for response in record.responses] for record in records]
     better = [(of[i], of[j]) for of, record in zip(ids, records, strict=True) for i, j in record.pair_list()]
     equal = [pair for record in records for tie in record.ranking or () for pair in combinations(tie, 2)]

@@ -216,7 +216,7 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
         field = one_line(str(error.args[0]), 200)
         problem = field, f"{field}: missing"
     except Exception as error:  # an unexpected shape must not stop the other rows
-        came = shown(f"{type(error).__name__}: {error}")[1:-1]
+        came = one_line(f"{type(error).__name__}: {error}", 60)
         problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
     return Converted(row, [], reject_row(name, row, *problem))
 

@@ -11,9 +11,10 @@ from typing import Any
 from rlhf.data.formats import argilla, dialogues, label_studio, preferences, scored
 from rlhf.data.formats.shapes import BadRow, Format, Values, require_text
 from rlhf.data.formats.table import WANTS, propose_columns
-from rlhf.data.records import KINDS, shown
+from rlhf.data.records import KINDS
 from rlhf.errors import UserError
 from rlhf.system.plugins import load_named
+from rlhf.system.terminal import one_line
 
 __all__ = ["FORMATS", "BadRow", "Format", "choose_format", "require_text"]
 
@@ -164,6 +165,7 @@ def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setti
     Raises: UserError if no format fits.
     """
     found = next((format for row in rows[:LOOK_AHEAD] if (format := recognise(row)) is not None), None)
+    keys = ", ".join(one_line(key, 60) for key in list(rows[0])[:_KEYS])
     if asked is not None:
         if (
             asked.prepare
@@ -173,10 +175,9 @@ def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setti
         ):
             return asked, "asked for"
         instead = f"it looks like {found} ({FORMATS[found].wants}): set {setting}={found} or auto" if found else ""
-        instead = instead or f"it has the keys {', '.join(map(str, list(rows[0])[:_KEYS]))}"
+        instead = instead or f"it has the keys {keys}"
         raise UserError(f"{name}: not of {setting}={asked.name}, which wants {asked.wants}: {instead}")
     if found is None:
-        keys = ", ".join(shown(str(key))[1:-1] for key in list(rows[0])[:_KEYS])
         raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {propose_columns(rows)}")
     return FORMATS[found], FORMATS[found].wants
 

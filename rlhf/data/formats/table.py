@@ -46,6 +46,7 @@ from rlhf.data.formats.shapes import (
 )
 from rlhf.data.records import first_repeat, shown
 from rlhf.errors import UserError
+from rlhf.system.terminal import one_line
 
 MISSING = object()  # no such path; an existing null is None
 WANTS = "any rows, with their columns named by columns.*"
@@ -91,8 +92,8 @@ def normal(value: Any) -> str:
 def counted(values: Sequence[Any], most: int = 8) -> str:
     """The distinct words of a column with their counts, for a message."""
     words = Counter(normal(value) for value in values if not is_empty(value))
-    listed = [f"{shown(word)[1:-1]} ({count:,}x)" for word, count in words.most_common(most)]
-    return ", ".join(listed + ["…"] * (len(words) > most))
+    counts = [f"{one_line(word, 60)} ({count:,}x)" for word, count in words.most_common(most)]
+    return ", ".join(counts + ["…"] * (len(words) > most))
 
 
 # --- the settings ----------------------------------------------------------------------------------------------------
