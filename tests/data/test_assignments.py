@@ -95,7 +95,7 @@ files = st.lists(st.lists(rows(), max_size=8).filter(bool), min_size=1, max_size
 
 @settings(max_examples=10, deadline=None)
 @given(files, files, st.integers(0, 3))
-def test_no_prompt_stands_in_two_splits_of_one_import_or_of_two(tmp_path_factory, first, second, seed):
+def test_no_prompt_is_in_two_splits_of_one_import_or_of_two(tmp_path_factory, first, second, seed):
     base = tmp_path_factory.getbasetemp() / "splits"
     one = run_import(base / "one", first, seed=seed)
     two = run_import(base / "two", second, [one], seed=seed + 1)
@@ -161,13 +161,13 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     by_hash = hash_split("Hi")
     kept, moved = (split for split in SPLITS if split != by_hash)
     one = run_import(tmp_path / "one", [[{"kind": "prompt", "prompt": "Hi", "metadata": {"split": kept}}]])
-    # the prompt keeps its split, even against what the file states now, and takes the user's other prompts along
+    # the prompt keeps its split, even if the file states another one, and the user's other prompts get it too
     again = [{"kind": "prompt", "prompt": "HI", "user": "u", "metadata": {"split": moved}}]
     again += [{"kind": "prompt", "prompt": f"Why {i}?", "user": "u"} for i in range(20)]
     two = run_import(tmp_path / "two", [again], [one])
     assert {split for _, _, split in splits_in(two)} == {kept}
     assert report_of(two)["stated_splits_overruled"] == 1 and report_of(two)["kept_from_earlier"] == 1
-    # a third import, told only of the second, knows the user, and the prompt of the first
+    # a third import, with only the second as its earlier one, keeps the split of the user and of the first import's prompt
     three = run_import(
         tmp_path / "three",
         [
@@ -202,7 +202,7 @@ def test_a_beginning_that_many_prompts_share_is_named(tmp_path):
     ]
 
 
-def test_a_split_of_another_name_in_a_foreign_file_is_kept_beside(tmp_path):
+def test_a_split_of_another_name_in_a_foreign_file_is_kept_as_source_split(tmp_path):
     rows = [{"prompt": f"q {i}", "chosen": "a", "rejected": "b", "split": "valid1"} for i in range(3)]
     folder = run_import(tmp_path, [rows])
     assert [record.metadata["source_split"] for record in read_records(folder)] == ["valid1"] * 3

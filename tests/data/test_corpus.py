@@ -19,7 +19,7 @@ def pack(documents, tokenizer, out, held_out_fraction=0.1, seed=0, **options):
 
 
 def documents_of(packed, split, tokenizer) -> list[str]:
-    """What stands in the file: the texts between separators, the last one ended too."""
+    """The texts in the file, each of which ends with a separator."""
     tokens = packed.tokens(split).tolist()
     if not tokens:
         return []

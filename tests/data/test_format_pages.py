@@ -1,4 +1,4 @@
-"""What data/README.md and docs/importing.md say is so: good lines import, bad ones get the error that is shown."""
+"""data/README.md and docs/importing.md are right: good lines import, bad ones give the error that is shown."""
 
 import json
 import re

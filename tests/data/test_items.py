@@ -45,7 +45,7 @@ def test_labelers_who_saw_the_answers_in_another_order_share_an_item(tokenizer):
     assert item.weights().tolist() == [[0, 2, 1], [0, 0, 1], [1, 1, 0]]
 
 
-def test_an_answer_that_stands_in_several_rankings_of_a_prompt_is_there_once(tokenizer):
+def test_an_answer_in_several_rankings_of_a_prompt_appears_once(tokenizer):
     pairs = [("Blue.", "Green."), ("Blue.", "Red."), ("Red.", "Black.")]
     records = [ranking("a", "b", texts=texts, labeler=str(i)) for i, texts in enumerate(pairs)]
     [item], _ = make_items(records, tokenizer, 64, 32)
@@ -61,7 +61,7 @@ def test_an_item_grows_no_larger_than_fits_a_forward(tokenizer, monkeypatch):
     assert [j.labeler for item in items for j in item.judgements] == list("01234")
 
 
-def test_the_same_text_is_another_answer_where_its_author_was_cut_off(tokenizer):
+def test_the_same_text_is_another_answer_if_it_was_cut_off(tokenizer):
     responses = [{"id": "a", "text": "Blue"}, {"id": "b", "text": "Blue", "metadata": {"ended": False}}]
     [item], _ = make_items([ranking("a", "b", responses=responses)], tokenizer, 64, 32)
     assert item.answers == [("Blue", True), ("Blue", False)] and item.pairs() == [(0, 1)]

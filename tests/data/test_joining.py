@@ -12,7 +12,7 @@ from rlhf.data.records import Ranking
 
 
 def judged(number: int, better: str, worse: str, tie: bool = False, **more) -> Ranking:
-    """One judgement: `better` stands first."""
+    """One judgement: `better` comes first."""
     record = {
         "id": f"t{number}",
         "prompt": "Who?",
@@ -46,7 +46,7 @@ def test_judgements_of_one_labeler_become_one_ranking():
     ]
 
 
-def test_the_response_that_stands_second_may_be_the_better_one():
+def test_the_second_response_may_be_the_better_one():
     record = joined(judged(0, "a", "b", ranking=[["b"], ["a"]]), judged(1, "c", "b", ranking=[["b"], ["c"]]))
     assert record.ranking is None and record.pairs == [["b", "a"], ["b", "c"]], "a and c were never compared"
 

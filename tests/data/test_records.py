@@ -206,7 +206,7 @@ def test_joining_takes_time_in_proportion_to_the_judgements():
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15))
-def test_a_circle_is_found_exactly_where_there_is_one(edges):
+def test_a_circle_is_found_if_and_only_if_there_is_one(edges):
     reach = {(a, b) for a, b in edges}
     for _ in range(7):
         reach |= {(a, d) for a, b in reach for c, d in reach if b == c}

@@ -1,4 +1,4 @@
-"""The real files in ../shared/data, where present; each behaviour is also covered on small data elsewhere.
+"""The real files in ../shared/data, if present; each behaviour is also covered on small data elsewhere.
 
 The expected counts are stated by hand or counted here from the raw JSON, never taken from the importer.
 """

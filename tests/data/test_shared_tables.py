@@ -1,4 +1,4 @@
-"""Real tables in ../shared/data as `format=table`, where present; what is expected is counted from the bytes here."""
+"""Real tables in ../shared/data as `format=table`, if present; the expected values are counted here from the bytes."""
 
 import gzip
 import json

@@ -6,8 +6,9 @@ import socket
 import datasets
 import pytest
 
-from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
-from rlhf.data.reading import load_all
+from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, is_import, resolve_sources
+from rlhf.data.reading import load_all, read_rows
+from rlhf.data.storage import seal
 from rlhf.errors import UserError
 
 PAIRS = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"prompt": "Who?", "chosen": "I.", "rejected": "U."}]
@@ -80,8 +81,6 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("what", ["folder", "file", "parent"])
 def test_no_permission_is_one_line(tmp_path, what):
-    from rlhf.data.reading import read_rows
-
     folder = tmp_path / "in"
     folder.mkdir()
     path = folder / "a.jsonl"
@@ -116,3 +115,14 @@ def test_of_saved_splits_the_training_one_is_read(tmp_path):
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "two"))
     records, _ = load_all(str(tmp_path / "two"))
     assert [r.prompt[0].content for r in records] == ["Who?"]
+
+
+def test_what_is_an_import_already_is_not_imported_again(tmp_path):
+    (tmp_path / "in" / "out").mkdir(parents=True)
+    (tmp_path / "in" / "out" / "rejects.jsonl").write_text("{}\n")
+    (tmp_path / "in" / "a.jsonl").write_text("{}\n")
+    seal(tmp_path / "in" / "out", "complete", {})
+    found = resolve_sources(str(tmp_path / "in"), ROW_SUFFIXES)
+    assert found == [Source(str(tmp_path / "in" / "a.jsonl"), tmp_path / "in" / "a.jsonl")]
+    with pytest.raises(UserError, match="is an import already"):
+        resolve_sources(str(tmp_path / "in" / "out"), ROW_SUFFIXES)

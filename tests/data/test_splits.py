@@ -123,20 +123,6 @@ def test_a_system_turn_is_left_out_and_later_turns_count():
     assert split_key(chat + asked[0]) != split_key(chat + asked[1])
 
 
-def test_what_is_an_import_already_is_not_imported_again(tmp_path):
-    from rlhf.data.inputs import ROW_SUFFIXES, Source, resolve_sources
-    from rlhf.data.storage import seal
-
-    (tmp_path / "in" / "out").mkdir(parents=True)
-    (tmp_path / "in" / "out" / "rejects.jsonl").write_text("{}\n")
-    (tmp_path / "in" / "a.jsonl").write_text("{}\n")
-    seal(tmp_path / "in" / "out", "complete", {})
-    found = resolve_sources(str(tmp_path / "in"), ROW_SUFFIXES)
-    assert found == [Source(str(tmp_path / "in" / "a.jsonl"), tmp_path / "in" / "a.jsonl")]
-    with pytest.raises(UserError, match="is an import already"):
-        resolve_sources(str(tmp_path / "in" / "out"), ROW_SUFFIXES)
-
-
 def test_halves_are_even_fixed_and_cut_across_the_splits():
     records = [PromptRecord(id=f"p{i}", prompt=f"prompt {i}") for i in range(4000)]
     halves = [record_half(record, 0) for record in records]

@@ -1,4 +1,4 @@
-"""Labelling tasks: order and sides tell nothing, markup stays text, and what was written comes back."""
+"""Labelling tasks: order and sides carry no information, markup stays text, and filled-in tasks import again."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""One row through the real import: what becomes of it, and what is said of a bad one beside a good one."""
+"""Rows through the real import: their records, and the rejects of a bad row next to a good one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -42,7 +42,7 @@ def test_a_tree_gives_a_ranking_for_each_set_of_ranked_siblings(load):
     assert second.ranking == [["m-5", "m-6"]] and second.id == "m-4"
 
 
-def test_replies_without_a_rank_stand_outside_of_the_order(load):
+def test_replies_without_a_rank_are_unranked(load):
     row = tree(
         reply("a", 0),
         reply("b", 1, deleted=True),
