@@ -24,6 +24,7 @@ from rlhf.data.formats.shapes import (
     Values,
     as_number,
     chat_turns,
+    fits_scale,
     id_and_rest,
     is_chat,
     is_list,
@@ -155,16 +156,12 @@ def _orders(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
             ratings_of.setdefault(stem, {})[name] = value
     for stem, ratings in ratings_of.items():
         if len(ratings) > 1:
-            said = {"ratings": ratings} if _in_scale(ratings) else {}
+            said = {"ratings": ratings} if fits_scale(ratings) else {}
             metadata = {"question": stem} if said else {"question": stem, "scores": ratings}
             yield {"ranking": ranking_of(ratings, best="highest"), **said, "metadata": metadata}
     for question, value in answers.items():
         if (made := _order(question, value, names)) is not None:
             yield {**made, "metadata": {"question": question}}
-
-
-def _in_scale(ratings: Mapping[str, float]) -> bool:
-    return all(1 <= rating <= 7 for rating in ratings.values())
 
 
 def _verdict(answers: Values, name: str) -> Iterator[dict[str, Any]]:
@@ -173,7 +170,7 @@ def _verdict(answers: Values, name: str) -> Iterator[dict[str, Any]]:
     overall = {q: value for q, value in numbers.items() if "overall" in q.lower()} or numbers
     labels = [value if isinstance(value, list) else [value] for q, value in answers.items() if not _COMMENT.search(q)]
     flags = [label for one in labels if all(map(is_text, one)) for label in one]
-    ratings = {name: next(iter(overall.values()))} if len(overall) == 1 and _in_scale(overall) else {}
+    ratings = {name: next(iter(overall.values()))} if len(overall) == 1 and fits_scale(overall) else {}
     if numbers or flags:
         yield {"ratings": ratings, "flags": {name: flags} if flags else {}, "metadata": {}}
 

@@ -17,6 +17,7 @@ from rlhf.data.formats.shapes import (
     as_json,
     as_number,
     chat_turns,
+    fits_scale,
     is_chat,
     is_empty,
     is_list,
@@ -210,7 +211,7 @@ def _record(task: Task, judgement: Judgement, annotation: Values, parts: dict[st
     ranking, scores = judgement.ranking, judgement.scores
     if ranking is None and len(scores) > 1:
         ranking = ranking_of(scores, best="highest")
-    in_scale = all(1 <= score <= 7 for score in scores.values())
+    in_scale = fits_scale(scores)
     parts = parts | {"scores": {} if in_scale else scores, "results": judgement.other}
     parts["annotation"] = without_empty(
         other_keys(annotation, "result", "completed_by", "lead_time", "created_at", "unique_id")

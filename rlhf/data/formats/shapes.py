@@ -214,6 +214,11 @@ def ranking_of(scores: Mapping[str, float], *, best: str) -> list[list[str]]:
     return [[name for name, score in scores.items() if score == level] for level in order]
 
 
+def fits_scale(ratings: Mapping[str, float]) -> bool:
+    """Whether all ratings are on the scale of a record's `ratings`, 1 to 7."""
+    return all(1 <= rating <= 7 for rating in ratings.values())
+
+
 def preference(better: Values, worse: Values) -> dict[str, Any]:
     """The fields of a ranking of two answers, each given as its turn: "a" is the better one."""
     responses = [response_of("a", better), response_of("b", worse)]
