@@ -27,7 +27,7 @@ from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.evaluation.policies import draw_answers, fit_prompts, load_stage, models_of, room_for
-from rlhf.evaluation.statistics import WORD, Figures, figure, flatten, interval, mean_by, ngrams, sentences_of, wilson
+from rlhf.evaluation.statistics import WORD, Figures, figure, flatten, ngrams, sentences_of, share_by, wilson
 from rlhf.runs.folders import run_folder
 from rlhf.runs.run_files import is_figure
 from rlhf.runs.sources import data_source, in_split, need_source
@@ -152,11 +152,11 @@ def shares_followed(passed: list[list[tuple[str, bool]]]) -> Figures:
 
     def share_of(rules: set[str]) -> Figures:
         rows = [(prompt, ok) for prompt, rule, ok in outcomes if rule in rules]
-        return mean_by([prompt for prompt, _ in rows], [ok for _, ok in rows])
+        return share_by([prompt for prompt, _ in rows], [ok for _, ok in rows])
 
     rules = {rule for _, rule, _ in outcomes}
     return {
-        "prompts": interval([float(all(ok for _, ok in row)) for row in passed]),
+        "prompts": share_by(range(len(passed)), [float(all(ok for _, ok in row)) for row in passed]),
         "instructions": share_of(rules),
         "by_rule": {rule: share_of({rule}) for rule in sorted(rules)},
     }

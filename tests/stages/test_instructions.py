@@ -69,6 +69,8 @@ def test_shares_by_hand():
     found = instructions.shares_followed([[("json", True), ("question", False)], [("json", True)]])
     assert found["prompts"]["value"] == 0.5 and found["instructions"]["value"] == round(2 / 3, 4)
     assert {rule: row["value"] for rule, row in found["by_rule"].items()} == {"json": 1.0, "question": 0.0}
+    rows = [found["prompts"], found["instructions"], *found["by_rule"].values()]
+    assert all(0 <= end <= 1 for row in rows for end in row["ci95"])
 
 
 def test_a_stages_model_is_measured(gold_run, tmp_path):
