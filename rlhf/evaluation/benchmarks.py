@@ -289,7 +289,8 @@ def evaluate_overlap(config: Config, device: torch.device) -> Figures:
     sets = {name: prompts for name, prompts in sets.items() if prompts}
     if not sets:
         raise UserError(
-            "evaluate.overlap: no test prompts and no classify.data: raise data.test, or name a task with classify.data"
+            "evaluate.overlap: no test prompts and no classify.data: give the run's data.prompts or experiment=…, raise data.test, "
+            "or name a task with classify.data"
         )
     corpus = need_source(config, "corpus")
     return {
