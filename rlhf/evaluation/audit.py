@@ -112,7 +112,8 @@ def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], lim
     which no rule of the verdict uses. Each is None if it is not known.
     """
     tokenizer = models.tokenizer
-    _, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
+    length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
+    config = replace(config, rollout=replace(config.rollout, max_new_tokens=length))
     once = {prompt_key(record.prompt): record for record in dev}
     asked = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
     fitted = zip(asked, fit_prompts(tokenizer, [record.prompt for record in asked], room), strict=True)

@@ -267,6 +267,13 @@ def test_a_check_scores_the_same_picks(gold_run, audited, tmp_path):
     assert found.pairs == 8 and found == audit_reward_model(config, audited, records, set())
 
 
+def test_a_response_takes_at_most_half_of_the_context(gold_run, audited):
+    """rollout.max_new_tokens may be longer than the context has room for."""
+    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
+    config = gold_run.config("rollout.max_new_tokens=256", "reward.audit=8")
+    assert [row["n"] for row in audit_reward_model(config, audited, records, set()).best_of] == list(BEST_OF)
+
+
 @pytest.mark.parametrize("case", ["no held-out prompt", "only contested pairs"])
 def test_too_few_comparisons_are_a_verdict_and_no_crash(gold_run, audited, case):
     records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
