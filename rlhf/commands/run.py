@@ -17,6 +17,7 @@ from rlhf.api import LoadedRun
 from rlhf.commands.pipeline import ensure_stage, stages_to_run
 from rlhf.config import Config
 from rlhf.config.checks import check_config
+from rlhf.config.command_line import check_adopted
 from rlhf.config.compose import compose_config, first_line, nearest, unknown_setting
 from rlhf.config.setting import settings_in, stored
 from rlhf.errors import UserError
@@ -69,6 +70,7 @@ class Run:
         from omegaconf.errors import OmegaConfBaseException
 
         known = self._settings | {find_setting(key, command): value for key, value in settings.items()}
+        check_adopted(known | dict.fromkeys(("experiment",) if self._preset else ()))
         config = compose_config(self._preset, command)
         typed = OmegaConf.structured(config)
         for key, given in known.items():

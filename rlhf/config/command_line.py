@@ -7,6 +7,7 @@ Completion is installed by `eval "$(rlhf -sc install=bash)"`, with Hydra's own f
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,8 +118,7 @@ def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str
 
 
 def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
-    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one; and settings that have no
-    meaning together with model.pretrained.
+    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one; and as `check_adopted`.
 
     Raises: UserError.
     """
@@ -151,18 +151,24 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
                 raise UserError(f"{key}={value}: {key} is a group of settings: {hint or f'write {key}.<setting>=…'}")
         elif key not in settings and not key.startswith("hydra"):
             raise UserError(unknown_setting(key, command, groups))
-    if given.get("model.pretrained", "null") != "null":
-        if shapes := [key for key in given if key in (*shape_settings(), "model")]:
-            raise UserError(
-                f"{', '.join(shapes)}: a pretrained model has a shape and a tokenizer of its own: leave it out, or leave "
-                "out model.pretrained"
-            )
-        tokens = given.get("pretrain.tokens", "null")
-        if tokens != "null" and not {"data.corpus", "experiment"} & set(given):
-            raise UserError(
-                f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave "
-                "pretrain.tokens out to adopt the model as it is"
-            )
+    check_adopted(given)
+
+
+def check_adopted(given: Mapping[str, Any]) -> None:
+    """Refuse settings, by key, that have no meaning together with model.pretrained. Raises: UserError."""
+    if given.get("model.pretrained") in (None, "null"):
+        return
+    if shapes := [key for key in given if key in (*shape_settings(), "model")]:
+        raise UserError(
+            f"{', '.join(shapes)}: a pretrained model has a shape and a tokenizer of its own: leave it out, or leave "
+            "out model.pretrained"
+        )
+    tokens = given.get("pretrain.tokens")
+    if tokens not in (None, "null") and not {"data.corpus", "experiment"} & set(given):
+        raise UserError(
+            f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave "
+            "pretrain.tokens out to adopt the model as it is"
+        )
 
 
 def _check_choice(group: str, value: str, folder: str | None) -> None:

@@ -90,6 +90,8 @@ def test_a_run_is_loaded_on_its_own_device(gold_run, base, tmp_path):
     [
         (lambda run: run.ppo(learning_rate=1), "learning_rate"),
         (lambda run: run.sft(epochs="many"), "sft.epochs"),
+        (lambda run: run.sft(model_width=64), "a pretrained model has a shape"),
+        (lambda run: run.pretrain(tokens=1000), "pretraining goes on with text only"),
         (lambda run: run.stage("rewrd"), "did you mean 'reward'"),
         (lambda run: run.metrics("ppo"), "has not run"),
         (lambda run: run.metrics("judge"), r"call run.stage\('judge'\)"),
