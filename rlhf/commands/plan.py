@@ -9,8 +9,9 @@ from typing import Any
 
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
-from rlhf.planning.estimates import BYTE_PARTS, GB, make_plan, peak_bytes
+from rlhf.planning.estimates import BYTE_PARTS, make_plan, peak_bytes
 from rlhf.system.files import write_json
+from rlhf.system.memory import GB
 from rlhf.system.terminal import say
 
 

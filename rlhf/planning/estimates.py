@@ -12,15 +12,12 @@ from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import formulas, scaling
 from rlhf.planning.shapes import Shape, make_shape, read_shape
-from rlhf.system.memory import SCORING_BYTES
+from rlhf.system.memory import GB, SCORING_BYTES
 
 PHASES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
 BYTE_PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
 MAX_GPUS = 16384
-GB = 1e9  # bytes; data sheets' 80 GB are a little more
 RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
-# Dense operations per second of an A100 (data sheet: 312 TFLOPS in bfloat16, 19.5 in float32), if no peak is given.
-PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 
 
 def planned_shape(config: PlanConfig) -> Shape:
@@ -241,10 +238,15 @@ def as_overrides(config: PlanConfig) -> str:
     return text + (" gradient_checkpointing=true" if config.gradient_checkpointing else "")
 
 
+def peak_tflops(config: PlanConfig) -> float:
+    """10^12 dense operations per second of one GPU; of an A100 unless given."""
+    return config.peak_tflops or formulas.PEAK_TFLOPS["A100"][config.dtype != "bf16"]
+
+
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     """FLOPs and hours of pretraining and of PPO by phase, at the stated MFU; decoding by the roofline."""
     shape, context, longest = planned_shape(config), block_tokens(config), sequence_of(config)
-    flops_a_gpu = config.mfu * 1e12 * (config.peak_tflops or PEAK_TFLOPS[config.dtype])
+    flops_a_gpu = config.mfu * 1e12 * peak_tflops(config)
     speed = config.gpus * flops_a_gpu
     pretrain = formulas.TRAINING_PASSES * formulas.shape_flops(shape, pretraining_tokens(config), context)
 
@@ -308,7 +310,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "checkpointing": config.gradient_checkpointing,
             "lora": f"lora.rank={config.lora.rank}" if config.lora.rank else "all weights",
             **{name: getattr(config, name) for name in ("dtype", "gpu_memory_gb", "memory_margin", "mfu")},
-            "peak_tflops": config.peak_tflops or PEAK_TFLOPS[config.dtype],
+            "peak_tflops": peak_tflops(config),
             "bandwidth_gb": config.bandwidth_gb,
         },
         "micro_batches": {name: fitting_rows(config, name, parts) for name, parts in held.items()},

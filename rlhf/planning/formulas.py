@@ -1,4 +1,4 @@
-"""Operations and bytes as closed formulas of sizes, for `rlhf plan` and for the MFU that training logs.
+"""Operations and bytes as closed formulas of sizes, for `rlhf plan`, the memory budget of a stage and the MFU that training logs.
 
 A multiply-add counts as two operations. Bytes are those on one GPU; not counted: the CUDA context, the allocator's
 fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
@@ -12,6 +12,17 @@ STATE_BYTES = {"bf16": (2, 2, 4 + 4 + 4), "fp32": (4, 4, 4 + 4)}
 ELEMENT = {"bf16": 2, "fp32": 4}
 # A forward and a backward take as many operations as this many forwards (Chowdhery et al. 2022, appendix B).
 TRAINING_PASSES = 3.0
+# 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
+# Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.
+PEAK_TFLOPS = {
+    "H100 PCIE": (756.0, 51.0),
+    "H100": (989.0, 67.0),
+    "H200": (989.0, 67.0),
+    "B200": (2250.0, 75.0),
+    "A100": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "L4": (121.0, 30.3),
+}
 
 
 # --- operations ---------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def optimize(
     firsts |= {"policy": first_of_policy} if with_policy else {}
     factors = {name: rate_factor(settings, update, first) for name, first in firsts.items()}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
-    state.engine.module.train(config.gradient_checkpointing or state.engine.recomputes)
+    state.engine.module.train(state.engine.recomputes)
     row_of = {episode: row for row, episode in enumerate(episodes)}
     size = settings.episodes_per_update // settings.minibatches
     for epoch in range(settings.epochs):

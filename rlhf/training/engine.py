@@ -73,9 +73,9 @@ class Engine:
         self.averaged = ""  # the part whose weights `ema` averages
         self.batch: Mapping[str, Tensor] = {}  # the last micro-batch; the first whose loss is not finite
         self.loss_is_finite = True
-        # set by rlhf/training/memory.py: most padded tokens of a forward with gradients, and whether activations are computed again
-        self.most_tokens: int | None = None
-        self.recomputes = False
+        # `set_budget` sets the first and can set the second
+        self.most_tokens: int | None = None  # padded tokens of a forward with gradients
+        self.recomputes = False  # whether activations are computed again in the backward pass: gradient_checkpointing
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
@@ -257,11 +257,15 @@ def make_engine(
         )
     module.to(device)
     optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
+    bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
-        return ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
-    if wants_bfloat16(config, device):
-        round_frozen(module)
-    return Engine(module, optimizer, device, wants_bfloat16(config, device), max_grad_norm)
+        engine: Engine = ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
+    else:
+        if bfloat16:
+            round_frozen(module)
+        engine = Engine(module, optimizer, device, bfloat16, max_grad_norm)
+    engine.recomputes = config.gradient_checkpointing
+    return engine
 
 
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:

@@ -66,7 +66,6 @@ def set_budget(
     config, on_cpu, ranks = stage.config, engine.device.type == "cpu", engine.ranks
     most = -int(ranks.max(-budget_bytes(config.memory.budget_gb, engine.device)))
     held = int(ranks.max(used_bytes(engine.device) + bytes_to_come(engine)))
-    engine.recomputes = config.gradient_checkpointing
     budget = Budget(most, held, kept_per_token(engine), longest, longest * items, on_cpu)
     models = transformers_in(engine.module)
     if longest > budget.fitting and not engine.recomputes and all(m.supports_gradient_checkpointing for m in models):
@@ -108,7 +107,7 @@ def bytes_to_come(engine: Engine) -> int:
     """What the first step allocates on this rank: gradients, AdamW's moments, and the loss's chunks of logits."""
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     count = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
-    logits = max((loss_bytes(shape_of(model)) for model in transformers_in(engine.module)), default=0)
+    logits = max(loss_bytes(trunk_shape(model)) for model in transformers_in(engine.module))
     if engine.sharded:  # DeepSpeed has allocated the rest
         return 3 * 4 * count // engine.ranks.count + logits
     return logits + sum(4 * p.numel() * (1 + 2 * (not engine.optimizer.state.get(p))) for p in trained)
@@ -125,14 +124,13 @@ def kept_per_token(engine: Engine) -> float:
     def kept(model: Any) -> float:
         dropout = max((m.p for m in model.modules() if isinstance(m, nn.Dropout)), default=0.0)
         how: Any = {"checkpointing": engine.recomputes, "fused": True, "dropout": dropout}
-        return gaps * activation_bytes(shape_of(model), 1, 1, kind, **how)
+        return gaps * activation_bytes(trunk_shape(model), 1, 1, kind, **how)
 
-    each = [kept(model) for model in transformers_in(engine.module)] or [1.0]
+    each = [kept(model) for model in transformers_in(engine.module)]
     return sum(each) if engine.sharded else max(each)
 
 
-def shape_of(model: Any) -> Shape:
-    """The shape of a model's trunk."""
+def trunk_shape(model: Any) -> Shape:
     return shape_of_config((getattr(model.config, "trunk", None) or model.config).get_text_config())
 
 

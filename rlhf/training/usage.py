@@ -13,21 +13,9 @@ from rlhf.config import Config
 from rlhf.config.precision import precision_of
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import unwrapped
-from rlhf.planning.formulas import TRAINING_PASSES, pass_flops
+from rlhf.planning.formulas import PEAK_TFLOPS, TRAINING_PASSES, pass_flops
 from rlhf.runs.stage import peak_rss_mb
 from rlhf.training.state import shape_of
-
-# 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
-# Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.
-PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
-    ("H100 PCIE", 756.0, 51.0),
-    ("H100", 989.0, 67.0),
-    ("H200", 989.0, 67.0),
-    ("B200", 2250.0, 75.0),
-    ("A100", 312.0, 19.5),
-    ("L40S", 362.0, 91.6),
-    ("L4", 121.0, 30.3),
-)
 
 
 def peak_flops(config: Config, device: torch.device) -> float | None:
@@ -42,7 +30,7 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 
 def known_peak(name: str, half: bool) -> float | None:
     """Operations per second of a GPU by its name, in bfloat16 (`half`) or float32; None for an unknown one."""
-    for part, bfloat16_peak, float32_peak in PEAK_TFLOPS:
+    for part, (bfloat16_peak, float32_peak) in PEAK_TFLOPS.items():
         if part in name.upper():
             return 1e12 * (bfloat16_peak if half else float32_peak)
     return None

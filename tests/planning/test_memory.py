@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.model import ModelConfig
+from rlhf.ops import unembedding
 from rlhf.planning import formulas
 from rlhf.planning.formulas import model_state_bytes
 from rlhf.planning.shapes import make_shape
@@ -113,6 +114,7 @@ def test_cache_logits_and_buffers_by_hand():
     # 2 (keys, values) * 3 layers * 2 heads * 2 wide * 5 rows * 7 tokens * 2 bytes
     assert formulas.kv_cache_bytes(shape, 5, 7, "bf16") == 2 * 3 * 4 * 35 * 2 == 1680
     assert formulas.logit_bytes(10, 100) == 12_000
+    assert (formulas.CHUNK, formulas.GPU_CHUNK) == (unembedding._CPU_CHUNK, unembedding._GPU_CHUNK)
     assert formulas.sampling_logit_bytes(5, 100, "bf16") == 500 * 18
     assert formulas.frozen_bytes(10, 8, 4, 2, "bf16") == 20 and formulas.frozen_bytes(10, 8, 4, 3, "bf16") == 6
     # without ZeRO the 2 parameters outside linear layers stay in float32
