@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, Key, make_uniforms
-from rlhf.engines.decoder import cached_in
+from rlhf.engines.decoder import Prompts, cached_in
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
 from rlhf.model.interface import lm
 from rlhf.model.linear import products_cast
 from rlhf.ops.masked import computed_in
-
-Prompts = Sequence[Sequence[int]]
 
 MAX_BATCH = 256
 # Bounds in bytes for a batch's keys and values on a CPU.

@@ -25,7 +25,7 @@ from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.interface import lm
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
-COLUMN_BLOCK = 64  # the cache grows by this many columns
+GROWTH = 64  # columns by which the cache grows
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class RunningDecoder(RowDecoder):
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` sequences of `columns` tokens; an unused cache may shrink to that, a used one only grows."""
-        rows, columns = min(self.most, 1 << (rows - 1).bit_length()), -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+        rows, columns = min(self.most, 1 << (rows - 1).bit_length()), -(-columns // GROWTH) * GROWTH
         if self.live:
             rows, columns = max(rows, self.rows), max(columns, self.columns)
         if (rows, columns) == (self.rows, self.columns):
@@ -95,9 +95,8 @@ class RunningDecoder(RowDecoder):
         if not prompts:
             return self.step(tokens)
         first = self.live
-        different = {
-            prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))
-        }  # equal ones are read once
+        # equal ones are read once
+        different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         lengths = torch.tensor([len(prompt) for prompt in different], device=self.device)
         before = [self.step(tokens)] if first else []
         logits = torch.cat([*before, self._read_prompts(list(different), lengths)])
@@ -153,7 +152,7 @@ class RunningBatch:
         self.decoder = RunningDecoder(model, rows) if native else None
         self.caches: list[Any] = []  # caches of a model that is not ours, per response
         self.device = next(model.parameters()).device
-        self.most_rows = lru_cache(lambda blocks: default_batch(model, blocks * COLUMN_BLOCK))
+        self.most_rows = lru_cache(lambda blocks: default_batch(model, blocks * GROWTH))
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -163,7 +162,7 @@ class RunningBatch:
         new: list[Response] = []
         for one in waiting[: self.rows - len(self)]:
             together = [*self.responses, *new, one]
-            rows = self.most_rows(-(-max(other.columns for other in together) // COLUMN_BLOCK))
+            rows = self.most_rows(-(-max(other.columns for other in together) // GROWTH))
             tokens = sum(len(other.prompt) for other in [*new, one])
             if len(together) > max(rows, 1) or (new and tokens > PREFILL_TOKENS):
                 break

@@ -99,10 +99,8 @@ def why_not_native(config: Any) -> list[str]:
     for name, values in ARCHITECTURES[kind].wanted.items():
         if (value := getattr(config, name, values[0])) not in values:
             problems.append(f"{name} is {value!r}, wanted {' or '.join(map(repr, values))}")
-    rope, known = (
-        (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"),
-        ARCHITECTURES[kind].ropes,
-    )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    known = ARCHITECTURES[kind].ropes
     return problems if rope in known else [*problems, f"rope_type is {rope!r}, wanted {' or '.join(map(repr, known))}"]
 
 

@@ -39,9 +39,8 @@ def by_length(
     count = 0  # rows of the last group
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         count += rows[i] if rows else 1
-        wide = (
-            (len(groups[-1]) + 1) / WORTH if joined and groups else count
-        )  # kept apart if joining saves less than that
+        # rows are kept apart if joining saves less than WORTH says
+        wide = (len(groups[-1]) + 1) / WORTH if joined and groups else count
         if not groups or (most and count > most) or (tokens and wide * lengths[i] > tokens):
             groups.append([])
             count = rows[i] if rows else 1

@@ -51,8 +51,8 @@ def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
 def round_frozen(model: nn.Module) -> None:
     """Hold the frozen weights of a model's linear layers in bfloat16, to which autocast would cast them at every forward.
 
-    `exact`: what a merged model is written from: the float32 weight, kept in the host's memory; None if it lost nothing. On a
-    CPU, where keeping both would take more memory, weights that would lose something stay in float32.
+    A merged model is written from a rounded weight's `exact`: the float32 weight in the host's memory, or None if rounding lost
+    nothing. On a CPU, where keeping both would take more memory, weights that would lose something stay in float32.
     """
     for p in product_weights(model):
         if p.requires_grad or p.dtype != torch.float32:

@@ -186,9 +186,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        d_hidden, d_weight = (
-            None if d is None else d.mul_(d_loss) for d in ctx.saved_tensors
-        )  # in place: (V, D) is large
+        # in place: (V, D) is large
+        d_hidden, d_weight = (None if d is None else d.mul_(d_loss) for d in ctx.saved_tensors)
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None
 
 

@@ -71,9 +71,8 @@ class Experience(NamedTuple):
     rollout: Rollout
     scores: Tensor  # (B,) float32, clipped, and lowered if there is no end token
     rewards: Tensor  # (B, A) float32, KL penalty and score
-    advantages: (
-        Tensor  # (B, A) float32, whitened unless the estimator compares groups; weighted if another engine sampled
-    )
+    # (B, A) float32, whitened unless the estimator compares groups; weighted if another engine sampled
+    advantages: Tensor
     returns: Tensor  # (B, A) float32
 
     def rows(self, index: list[int]) -> "Experience":
@@ -162,9 +161,8 @@ def score_responses(
     return rollout
 
 
-MOST_MISMATCH = (
-    0.01  # nats per token: a larger mean of |logp_old - logp_sampled| is corrected by ppo.sampler_correction=auto
-)
+# Nats per token: a larger mean of |logp_old - logp_sampled| is corrected by ppo.sampler_correction=auto.
+MOST_MISMATCH = 0.01
 
 
 def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums) -> Tensor:
@@ -230,14 +228,11 @@ def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None])
     if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
     cut, left_out = sum(was_cut for _, _, was_cut in fitting), len(training) - len(fitting)
-    parts = [f"{cut:,} of them cut from the left to fit"] * bool(cut) + [f"{left_out:,} left out, too long"] * bool(
-        left_out
-    )
-    say(", ".join([f"{len(fitting):,} prompts", *parts]))
+    said = f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else "")
+    say(said + (f", {left_out:,} left out, too long" if left_out else ""))
     held_out = fitting_prompts(tokenizer, in_split(config, records, "dev"), room)
-    return [(record, ids) for record, ids, _ in fitting], [
-        (record, ids) for record, ids, _ in itertools.islice(held_out, config.ppo.eval_prompts)
-    ]
+    shown = itertools.islice(held_out, config.ppo.eval_prompts)
+    return [(record, ids) for record, ids, _ in fitting], [(record, ids) for record, ids, _ in shown]
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:

@@ -38,7 +38,7 @@ from rlhf.training.loop import open_loop
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import checkpoint_activations, load_policy, set_up
 
-ANSWERS = 4  # to a prompt, usually: dpo.micro_batch_prompts stands for so many rows each
+ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
 
 
 def run(config: Config) -> None:

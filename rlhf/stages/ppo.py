@@ -58,7 +58,7 @@ from rlhf.training.loop import open_loop
 from rlhf.training.memory import set_budget
 from rlhf.training.setup import set_up
 
-Reference = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs (B, A) of the SFT model
+ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of the SFT model, by (tokens, starts, mask)
 
 
 def run(config: Config) -> None:
@@ -84,7 +84,7 @@ def run(config: Config) -> None:
             if loop.resumed:
                 state.kl.load_state_dict(loop.notes["kl"])
                 state.tokens = loop.tokens
-                metrics = ([{}, *read_jsonl(stage.folder / "metrics.jsonl")])[-1]  # is reported if no update is left
+                metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # reported if no update is left
             elif settings.eval_every:
                 held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
                 loop.tracker.samples(0, rows)
@@ -129,7 +129,7 @@ def one_update(
     *,
     sampler: SamplingEngine,
     critic: nn.Module | None,
-    reference: Reference,
+    reference: ReferenceLogprobs,
     reward: Reward,
     prompts: Prompts,
     state: State,
@@ -216,7 +216,7 @@ def evaluate_held_out(
     config: Config,
     *,
     sampler: SamplingEngine,
-    reference: Reference,
+    reference: ReferenceLogprobs,
     reward: Reward,
     prompts: Prompts,
     state: State,

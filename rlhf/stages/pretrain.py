@@ -129,7 +129,7 @@ def keep_adopted(stage: Stage, adopted: Adopted) -> None:
 
 
 def check_continuation(config: Config, model: Any, length: int) -> None:
-    """Raises: UserError for settings that continued pretraining of an adopted model does not support."""
+    """Raises: UserError for a batch that is not whole blocks, and for settings that an adopted model does not support."""
     broken, problem = batch_relation(config, length, f"the model's context of {length} tokens, or less than it")
     if broken:
         raise UserError(problem)

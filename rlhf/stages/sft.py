@@ -112,7 +112,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     if not share:
         return []
     folder = stage_folder(config, "pretrain")
-    corpus = PackedCorpus.load_for("sft.pretrain_fraction", folder, tokenizer, "train it anew")
+    corpus = PackedCorpus.load_for("sft.pretrain_fraction", folder, tokenizer, "train it again")
     blocks = corpus.blocks("train", context)
     wanted = round(share / (1 - share) * count)
     if wanted > len(blocks):

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 GB = 1e9
-SCORING_BYTES = (
-    5e8  # what a forward without gradients takes at most, unless one row takes more: more would not be faster
-)
+# What a forward without gradients takes at most, unless one row takes more: more would not be faster.
+SCORING_BYTES = 5e8
 SAFE_SHARE = 0.8  # of what is free, if no budget is set
 CGROUPS, OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

@@ -51,9 +51,8 @@ def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -
         lora_alpha=config.lora.alpha,
         lora_dropout=0.0,
         target_modules=linear_layers(model),
-        fan_in_fan_out=any(
-            isinstance(module, Conv1D) for module in model.modules()
-        ),  # GPT-2's: its weight is (in, out)
+        # GPT-2's layer, whose weight is (in, out)
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         base_model_name_or_path=str(base),
     )
     inject(model, settings, TRAINED)
@@ -122,9 +121,8 @@ def save_output(
     model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
 ) -> None:
     """`save_model` to a folder of the stage, and the tokenizer. All processes must call it."""
-    save_model(
-        model, stage.folder / name, stage.folder / ("adapters" if name == "model" else f"{name}_adapters"), average
-    )
+    adapters = "adapters" if name == "model" else f"{name}_adapters"
+    save_model(model, stage.folder / name, stage.folder / adapters, average)
     if stage.writes:
         tokenizer.save_pretrained(str(stage.folder / name))
 

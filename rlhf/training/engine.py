@@ -156,7 +156,8 @@ class Engine:
     def state(self) -> dict[str, dict[str, Tensor]] | None:
         """{"weights", "exp_avg", "exp_avg_sq", "steps", "ema"}: whole float32 tensors by parameter, on rank 0's CPU.
 
-        Moments of parameters that have taken no step yet are absent. Every rank has to call it.
+        Moments of parameters that have taken no step yet are absent. On a CPU without ZeRO the tensors are not copies: the next
+        step changes them. Every rank has to call it.
         """
         state = self.whole_state.read()
         if self.ema is not None:

@@ -150,7 +150,7 @@ class PlainState:
             if first and kind == "step":
                 state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
             elif first and isinstance(value, Tensor):
-                state.setdefault(kind, {})[name] = in_place(value).reshape(shape_of(p))
+                state.setdefault(kind, {})[name] = as_cpu_float32(value).reshape(shape_of(p))
         return state if first else None
 
     def _weights(self) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class PlainState:
         persistent = self.module.state_dict().keys()
         trained: dict[str, Tensor] = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         trained |= {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
-        return {name: in_place(x) for name, x in trained.items()} if is_first() else {}
+        return {name: as_cpu_float32(x) for name, x in trained.items()} if is_first() else {}
 
     def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
         """(name, parameter, kind, value) of everything that the optimizer holds."""
@@ -256,7 +256,7 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 tensor.copy_(weights[name].reshape(tensor.shape))
 
 
-def in_place(tensor: Tensor) -> Tensor:
+def as_cpu_float32(tensor: Tensor) -> Tensor:
     """The tensor on the CPU in float32 (integers keep their type), itself if it is that already."""
     here = tensor.detach().cpu()
     return here.float() if here.is_floating_point() else here
@@ -264,8 +264,7 @@ def in_place(tensor: Tensor) -> Tensor:
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU in float32 (integers keep their type) that shares no memory."""
-    copied = tensor.detach().cpu().clone()
-    return copied.float() if copied.is_floating_point() else copied
+    return as_cpu_float32(tensor).clone()
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them

@@ -187,7 +187,7 @@ def test_sampling_at_another_temperature_is_refused(trainer, monkeypatch):
 
 def test_dropout_is_refused(trainer, gold_run, monkeypatch):
     trainer.policy = trainer.actor_critic.policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
-    trainer.config.gradient_checkpointing = True  # which needs training mode
+    trainer.engine.recomputes = True  # which needs training mode
     assert_refused(trainer, 1)
 
 
@@ -258,7 +258,7 @@ def test_after_the_critics_own_updates_it_is_the_policy_that_was_not_trained(cop
         trainer.update(1)
         policy = load_policy(gold_run.folder / "sft" / "model", dropout=0.2)
         trainer.policy = trainer.actor_critic.policy = policy
-        trainer.config.gradient_checkpointing = True
+        trainer.engine.recomputes = True
         before = weights(policy)
         with pytest.raises(UserError, match=r"invariant 1 fails on the first update: .*: the policy was not trained"):
             trainer.update(2)
