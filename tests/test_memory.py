@@ -145,6 +145,18 @@ def test_a_measured_forward_corrects_the_estimate(engine):
     assert stage.memory["tokens"] * 2 * kept_per_token(engine) <= 1.05e9 * needed
 
 
+def test_a_resumed_stage_keeps_a_measured_limit(engine):
+    stage = make_stage(64)
+    set_budget(stage, engine, 100, 10**6)
+    budget = 1.05 * stage.memory["needs_gb"]
+    stage = make_stage(budget)
+    set_budget(stage, engine, 100, 10**6, lambda most: kept_per_token(engine) / 2)
+    resumed = make_stage(budget)
+    resumed.memory = dict(stage.memory)
+    set_budget(resumed, engine, 100, 10**6, lambda most: None)
+    assert resumed.memory["tokens"] == stage.memory["tokens"]
+
+
 @pytest.mark.parametrize(
     ("code", "wanted"),
     [

@@ -56,10 +56,10 @@ def set_budget(
 ) -> None:
     """Limit the forwards with gradients of a stage whose models are loaded, before its first step, the same on all ranks; print
     what it needs. If the largest item does not fit otherwise, activations are computed again in the backward pass. A resumed
-    stage keeps its limit if it still fits, so that it ends with the same bytes.
+    stage keeps its limit if that still fits by what was measured then, so that it ends with the same bytes.
 
     longest: padded tokens of the largest item. items: the most that share a forward. measure: runs the largest forward and backward
-    of at most so many tokens, and returns its bytes per token; called if the estimate is near the budget.
+    of at most so many tokens, and returns its bytes per token; called if the estimate is above half the budget.
 
     Raises: UserError if the largest item does not fit, with settings that help.
     """
@@ -76,10 +76,13 @@ def set_budget(
             f"the longest row has {longest:,} tokens: activations are computed again in the backward pass, to fit"
         )
         budget = replace(budget, per_token=kept_per_token(engine))
-    before = share(stage.memory.get("tokens"))
+    recorded = share(stage.memory)  # of a resumed stage
+    before = recorded.get("tokens")
+    measured = recorded.get("measured", 0.0) if recorded.get("recomputes") == engine.recomputes else 0.0
     if before is None and measure and not engine.sharded and most / 2 < budget.needs and longest <= budget.fitting:
         measured = ranks.max(measure(budget.tokens) or 0.0)
-        budget = replace(budget, per_token=measured or budget.per_token)
+    if measured:
+        budget = replace(budget, per_token=measured)
     if longest > budget.fitting:
         fitting = max(16, budget.fitting)
         helps = [] if config.lora.rank else ["lora.rank=16"]
@@ -96,6 +99,8 @@ def set_budget(
         stage.say(f"{before:,} tokens per forward no longer fit: goes on with {budget.tokens:,}, equal up to rounding")
     engine.most_tokens = budget.tokens
     stage.memory = {"tokens": budget.tokens, "needs_gb": budget.needs / GB, "budget_gb": most / GB}
+    if measured:  # bytes per token
+        stage.memory |= {"measured": measured, "recomputes": engine.recomputes}
     stage.note_progress()
     stage.say(
         f"needs {budget.needs / GB:.1f} of {most / GB:.1f} GB: {held / GB:.1f} for weights, gradients and optimizer; up to "
