@@ -1,4 +1,4 @@
-"""What a model thinks of tokens: the most likely next ones of a document, and those of a given response."""
+"""Probabilities of tokens: the most likely next tokens of a document, and the log-probs of a given response."""
 
 from typing import Any
 

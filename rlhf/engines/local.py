@@ -30,7 +30,7 @@ MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
 class Samples(NamedTuple):
     """Responses to B prompts, in the caller's order; A is the longest response."""
 
-    responses: list[list[int]]  # B lists of token ids, the end token included where there is one
+    responses: list[list[int]]  # B lists of token ids, with the end token if there is one
     logprobs: Tensor  # (B, A) float32 nats, 0 where mask is False
     mask: Tensor  # (B, A) bool, True at response tokens
     ended: Tensor  # (B,) bool, True if the response is complete: it has its end token, or the form has none
@@ -164,9 +164,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def default_batch(model: Any, columns: int) -> int:
     """The number of rows whose keys and values fit the bound.
 
-    On a CPU eight times the weights (each step reads all weights, whatever the batch, and the longest
-    responses are decoded by few rows at the end, once a batch), but 64 MiB at least, and 1 GiB or twice the
-    weights at most; on a GPU a quarter of its free memory.
+    On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all weights,
+    whatever the batch, and at the end of each batch few rows are left. On a GPU a quarter of its free memory.
     """
     config, parameter = model.config.get_text_config(), next(model.parameters())
     heads = getattr(config, "num_attention_heads", 1)

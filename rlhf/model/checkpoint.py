@@ -217,7 +217,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     """What can be known of the weights before any is allocated.
 
     Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently, and
-    for fewer numbers than config.json wants.
+    for fewer numbers than config.json describes.
     """
     numbers = 0
     for path in checkpoint.weight_files():

@@ -117,7 +117,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     wanted = round(share / (1 - share) * count)
     if wanted > len(blocks):
         raise UserError(
-            f"sft.pretrain_fraction={share}: wants {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}: "
+            f"sft.pretrain_fraction={share}: needs {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}: "
             "lower it"
         )
     drawn = random.Random(f"sft-pretraining-{config.seed}").sample(range(len(blocks)), wanted)

@@ -15,14 +15,14 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Strips text, wants roles to alternate, begins with BOS, has no generation prompt (Llama 2).
+# Strips text, requires alternating roles, begins with BOS, has no generation prompt (Llama 2).
 INST = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-# Ends a turn with a token that is not the tokenizer's end token, and knows no system role (Gemma).
+# Ends a turn with a token that is not the tokenizer's end token, and has no system role (Gemma).
 TURNS = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system') }}"
     "{% endif %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"

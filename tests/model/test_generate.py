@@ -204,7 +204,7 @@ def test_seed_and_key_choose_the_sample():
 def test_uniforms_are_uniform_and_uncorrelated():
     u = make_uniforms(0, range(2000), 20).double()
     assert u.min() >= 0 and u.max() < 1
-    # 40000 draws: the mean knows 1/2 to sqrt(1/12/40000) = 0.0014, a variance of 1/12 to 0.0004
+    # 40000 draws: the standard error of the mean is sqrt(1/12/40000) = 0.0014, of the variance 0.0004
     assert abs(u.mean() - 0.5) < 4 * 0.0014 and abs(u.var() - 1 / 12) < 4 * 0.0004
     flat = u - 0.5
     for a, b in ((flat[:, 1:], flat[:, :-1]), (flat[1:], flat[:-1])):  # neighbours in step and in key

@@ -121,7 +121,7 @@ def test_cache_logits_and_buffers_by_hand():
     assert (
         formulas.frozen_bytes(10, 8, 4, 0, "bf16") == 8 * 2 + 2 * 4 and formulas.frozen_bytes(10, 8, 4, 0, "fp32") == 40
     )
-    assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process talks to nobody
+    assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process sends nothing
     assert formulas.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
     assert (
         formulas.buffer_bytes(1000, 2, 2, "bf16", 100) == 400 and formulas.buffer_bytes(1000, 2, 3, "fp32", 100) == 400

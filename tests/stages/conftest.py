@@ -1,4 +1,4 @@
-"""One small gold run, made once a session by the stages themselves; tests copy what they change."""
+"""One small gold run, made once per session by the stages themselves; tests copy what they change."""
 
 import contextlib
 import fcntl

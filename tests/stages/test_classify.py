@@ -110,7 +110,7 @@ def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):
 
 
 def test_labels_count_from_1_also_if_few_examples_are_taken(gold_run, tmp_path):
-    """Only the whole file tells: the last choice is right in one row, which the drawn examples lack."""
+    """Only the whole file shows it: the last choice is right in one row, which is not among the drawn examples."""
     rows = [
         {"t": f"text {i}", "a": "red", "b": "blue", "c": "green", "y": 3 if i == 7 else 1 + i % 2} for i in range(40)
     ]

@@ -123,7 +123,7 @@ def test_first_update_of_ppo_starts_at_the_sft_model(gold_run):
 
 
 def test_pretraining_beats_the_unigram_model(gold_run):
-    """Bits per byte of a model that knows the frequencies of the held-out tokens themselves, and nothing else."""
+    """Fewer bits per byte than the frequencies of the held-out tokens themselves give."""
     corpus = PackedCorpus.load(gold_run.folder / "pretrain" / "corpus")
     tokenizer = gold_run.tokenizer("pretrain")
     counts = Counter(t for t in corpus.tokens("heldout").tolist() if t != corpus.separator)

@@ -35,7 +35,7 @@ SETTINGS = [
 
 
 def trajectory(folder: Path) -> dict[str, list[float]]:
-    """A stage's metrics, a list over its steps."""
+    """A stage's metrics: by name, the values of its steps."""
     found: dict[str, list[float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for name, value in json.loads(line).items():

@@ -40,7 +40,7 @@ def comparisons(tmp_path_factory) -> str:
 
 
 def train(run, comparisons: str, name: str, *more: str):
-    """The reward stage on a classifier whose tokenizer knows the world's words."""
+    """The reward stage on a classifier whose vocabulary contains the world's words."""
     text = [row["response"] for row in read_jsonl(run.folder / "world" / "demonstrations.jsonl")]
     text += [" ".join(FILLERS), "What is it like ? Blood is red . User Assistant :"]
     source = save_classifier(run.runs_dir / "base" / name, name, text=text)

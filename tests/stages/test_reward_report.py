@@ -258,5 +258,5 @@ def test_accuracy_by_labeler_and_above_length():
         "x": (1.0, 3, False),
         "y": (0.0, 3, True),
     }
-    # of x, whom training knows, the shorter answer is always the better one
+    # of x, a labeler of the training data, the shorter answer is always the better one
     assert (found["length_prefers"], found["length_baseline"], found["above_length"]["value"]) == ("shorter", 1.0, 0.0)

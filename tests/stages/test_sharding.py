@@ -169,7 +169,7 @@ def test_bytes_held_in_all_ways(tmp_path):
 
 @pytest.mark.parametrize(("stage", "way"), RESUMED)
 def test_greedy_answers_are_the_same(single, launched, stage, way):
-    """The saved folder loads with plain transformers, the embedding tied, and speaks alike."""
+    """The saved folder loads with plain transformers, the embedding tied, and its greedy responses are the same."""
     runs, _ = launched
     prompt = torch.arange(5, 21)[None]
     models = [load_policy(run.folder / stage / "model") for run in (single[stage], runs[stage, way])]

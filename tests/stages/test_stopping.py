@@ -76,7 +76,7 @@ def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: 
 
 
 def test_a_stage_ends_with_the_pipeline_that_started_it(copy_until: Callable[..., Run], gold_run: Run) -> None:
-    """The pipeline is killed and can tell nobody; its stage ends all the same and frees the folder."""
+    """The pipeline is killed and can pass on no signal; its stage still ends and releases the folder."""
     run = copy_until("sft")
     process = start_pipeline(run, stdout=subprocess.DEVNULL)
     process.kill()

@@ -43,7 +43,7 @@ def recorded(gold_run, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def launch(gold_run: Run, recorded: tuple[Path, Path], processes: int, ways: tuple[str, ...], *more: str) -> Path:
-    """The folder of a launch's findings, a file a way."""
+    """The folder of a launch's results, one file per way."""
     folder, rollouts = recorded
     out = folder / f"zero-{processes}-{len(ways)}"
     out.mkdir()
