@@ -33,7 +33,7 @@ def siblings(draw: torch.Generator) -> tuple[list[list[int]], list[int]]:
 
 
 def trunk_rows(model) -> list[tuple[int, ...]]:
-    """The shapes of the token tensors that reach the model's trunk from now on."""
+    """The shapes of the token tensors that reach the model's trunk after this call."""
     shapes: list[tuple[int, ...]] = []
     note = lambda module, given, named: shapes.append(tuple(named["input_ids"].shape))  # noqa: E731
     model.base_model.register_forward_pre_hook(note, with_kwargs=True)

@@ -73,7 +73,7 @@ def test_scores_in_bfloat16_are_not_rounded(model):
 
 @pytest.mark.parametrize("model", ["bert", "t5", "gpt2", "xlnet"], indirect=True)  # pair, encoder, plain, padded left
 def test_learns_which_answer_is_better_in_a_few_steps(model):
-    """ "good" beats "bad" whatever stands around it: 40 steps on 8 prompts a batch, then prompts never seen."""
+    """ "good" beats "bad" whatever is around it: 40 steps on 8 prompts per batch, then unseen prompts."""
     rng = random.Random(0)
     fillers = ["red", "white", "black", "blue", "snow", "coal", "dog", "cat"]
 

@@ -150,7 +150,7 @@ Loads = Callable[..., bool]
 
 @pytest.fixture
 def loads(tmp_path, monkeypatch) -> Loads:
-    """Whether a process that begins now would have the library, with these variables and `tmp_path` for compiled files."""
+    """Whether a new process has the library, with these variables and `tmp_path` for compiled files."""
 
     def answer(**environment: str) -> bool:
         for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():

@@ -10,7 +10,7 @@ from rlhf.engines.sampling import sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.linear import products_cast
 
-# if torch with oneDNN had no packed product any more, these tests would fail
+# if a torch with oneDNN lacks the packed product, these tests fail
 without = not torch.backends.mkldnn.is_available()
 needs_product = pytest.mark.skipif(without, reason="this torch is built without oneDNN")
 PROMPTS = [[2 + i, 3, 5 + i % 7] * (1 + i % 3) for i in range(12)]

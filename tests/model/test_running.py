@@ -23,7 +23,7 @@ def prompts(count: int, vocabulary: int = 40) -> list[list[int]]:
 
 
 def drawn_by_batch(model, asked, rows: int, chance: float, seed: int = 5, **choice) -> list[list[int]]:
-    """The responses of a running batch that requests join at random; some others leave before they are finished."""
+    """Responses of a running batch; requests join at random times, and some others leave before they are finished."""
     rng = random.Random(1)
     batch, waiting = RunningBatch(model, rows), list(enumerate(asked))
     out: dict[int, list[int]] = {}

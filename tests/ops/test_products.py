@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from rlhf.cpu import products
 from rlhf.cpu.products import PIECES, onednn_product, outer, product, serves
 
-# if torch with oneDNN had no such product any more, these tests would fail
+# if a torch with oneDNN lacks this product, these tests fail
 needs_product = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
 )
@@ -62,7 +62,7 @@ def test_what_stays_with_torch(monkeypatch):
 
 
 def test_a_probe_of_two_models_multiplies_by_torch_alone():
-    """SmolLM2 in our GPT and in transformers' class differ by 5e-5 then, and by 7e-4 with a library each."""
+    """SmolLM2 in our GPT and in transformers' class then differ by 5e-5, and by 7e-4 if each uses its own library."""
     x, weight, _ = tensors(64)
     with products.by_torch_alone():
         assert not serves(x, 256) and product(x, weight).equal(F.linear(x, weight))

@@ -18,7 +18,7 @@ def model() -> GPTForCausalLM:
 
 
 def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model, monkeypatch):
-    """Only the first process gets it."""
+    """Only the first process receives it."""
     state = gather.gathered_state(model)
     assert "model.embed_tokens.weight" in state and "lm_head.weight" not in state
     assert sum(t.numel() for t in state.values()) == sum(p.numel() for p in model.parameters())

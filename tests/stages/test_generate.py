@@ -69,7 +69,7 @@ def test_log_probs_are_the_models_own(gold_run, rows):
 
 
 def test_a_response_depends_on_its_prompt_alone(gold_run, prompts, rows, tmp_path):
-    """Other neighbours, another order, other ids, other batches: the same text; another seed: not."""
+    """With other neighbours, another order, other ids or other batches the text is the same, with another seed it is not."""
     turned = tmp_path / "turned.jsonl"
     lines = prompts.read_text().splitlines()[30:10:-1]
     turned.write_text("".join(line.replace('"id": "p', '"id": "other') + "\n" for line in lines))

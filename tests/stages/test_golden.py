@@ -1,7 +1,7 @@
 """Golden trajectories: five steps of SFT, reward model and PPO on SmolLM2 through the command line, against recorded numbers.
 
 A change in a library's numerics or in ours shows here. The numbers are in tests/golden/smollm2.json; after a change that
-is meant to move them, GOLDEN_WRITE=1 records them anew.
+is meant to move them, GOLDEN_WRITE=1 records new ones.
 """
 
 import json

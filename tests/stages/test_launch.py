@@ -1,4 +1,4 @@
-"""Several processes for a stage: how they are started, told apart, and ended together."""
+"""Several processes for a stage: how they are started, distinguished, and ended together."""
 
 import os
 import signal

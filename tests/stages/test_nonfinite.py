@@ -73,7 +73,7 @@ def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
 
 
 def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch):
-    """A weight that becomes NaN after the first update; mended, the run resumes from the checkpoint."""
+    """A weight becomes NaN after the first update; once that is corrected, the run resumes from the checkpoint."""
     run, save = copy_until("ppo"), TrainingLoop.save
 
     def save_and_poison(loop, step):

@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: who trains what, torch's own two as oracle; its state across a restart: test_resume.py."""
+"""Muon and AdamW as one optimizer: which one trains what, with torch's own two as oracle. Its state across a restart: test_resume.py."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ def test_figures_by_hand():
 
 
 def test_rows_of_one_prompt_are_one_unit():
-    """Ten copies of a prompt's row say no more than one."""
+    """Ten copies of a prompt's row do not narrow the interval."""
     once, many = [row("p", 1, 1, "s"), row("q", 1, 1, "s")], [*[row("p", 1, 1, "s")] * 10, *[row("q", 1, 1, "s")] * 10]
     right, wrong = [1.0, 0.0], [0.0, 1.0]
     few = pairs.row_figures(once, [right, wrong])["pairs"]
@@ -47,7 +47,7 @@ def test_rows_of_one_prompt_are_one_unit():
 
 
 def test_styles_of_rm_bench():
-    """Scores that pay for style: 3 for Markdown, 2 for detail, 1 for concise, and half a point for being right."""
+    """Scores that reward style: 3 for Markdown, 2 for detail, 1 for concise, and half a point for a right answer."""
     items = [row("p", 3, 3, "math")] * 4
     found = pairs.pair_figures(items, [[1.5, 2.5, 3.5, 1.0, 2.0, 3.0]] * 4)["styles"]
     assert [found[name]["value"] for name in ("easy", "normal", "hard")] == [1.0, 1.0, 0.0]

@@ -129,7 +129,7 @@ def test_comparisons_are_not_asked_for_if_a_classifier_pays(tmp_path):
 
 
 def test_every_parent_may_be_another_runs(gold_run, capsys):
-    """PPO anew with another coefficient on the gold run's world and models; nothing else is done again."""
+    """PPO with another coefficient on the gold run's world and models; no other stage runs again."""
     parents = [f"parents.{stage}=gold" for stage in ("world", "sft", "reward")]
     other = Run(gold_run.runs_dir, "other", [*gold_run.overrides, *parents, "kl.coef=0.5", "ppo.episodes=64"])
     capsys.readouterr()
@@ -176,7 +176,7 @@ run_stage(compose_config(sys.argv[1:]), "world", sys.argv[1:])
 
 
 def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until):
-    """A real stage in a process of its own: what it says is shown, and nothing after it is tried."""
+    """A real stage in a process of its own: its error is shown, and no later stage is started."""
     words = [sys.executable, "-c", RUN_WORLD, *copy_until("tokenizer").words()]
     done = subprocess.run(words, capture_output=True, text=True)
     told = done.stderr

@@ -101,7 +101,7 @@ def pay_for(token: int, sign: float) -> Callable[[Episodes], torch.Tensor]:
 
 @pytest.mark.parametrize("sign", [1.0, pytest.param(-1.0, marks=pytest.mark.long)])
 def test_a_rigged_reward_rises(copy_until, sign):
-    """The share of a common word goes where the reward pays."""
+    """The share of a common word moves in the direction that is rewarded."""
     settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", "ppo.lr=3e-3", "ppo.critic_lr=3e-3"]
     sizes = ["ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=4"]
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings, *sizes) as trainer:

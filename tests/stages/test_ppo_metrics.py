@@ -90,7 +90,7 @@ def trainer(gold_run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(trainer) -> Seen:
-    """The third update, the policy's second, of disturbed rollouts that two sources of reward pay."""
+    """The third update, the policy's second, on disturbed rollouts with two reward sources."""
     found = Seen(trainer)
     sample, score, train, draw = (
         ppo.sample_responses,
@@ -327,7 +327,7 @@ def test_metrics_are_what_the_rollouts_and_the_models_say(seen, wanted):
 
 
 def mismatch_wanted(rollout: Rollout) -> dict[str, float]:
-    """Of a rollout whose logp_old is off by normal noise of 0.2."""
+    """The mismatch of a rollout whose logp_old has normal noise of 0.2."""
     gaps = (rollout.logp_old.double() - rollout.logp_sampled.double())[rollout.response_mask].numpy()
     ratios = np.exp(gaps)
     return {
@@ -340,7 +340,7 @@ def mismatch_wanted(rollout: Rollout) -> dict[str, float]:
 
 
 def test_the_mismatch_of_sampler_and_trainer(seen):
-    """Without a setting it is corrected, since it is above 0.01 nats: by the ratio, at most 2."""
+    """By default it is corrected, since it is above 0.01 nats: by the ratio, at most 2."""
     rollout, sums = seen.rollouts[0], Sums()
     weights = weigh_by_sampler(seen.trainer.config, rollout, seen.trainer.engine.ranks, sums)
     for name, number in mismatch_wanted(rollout).items():

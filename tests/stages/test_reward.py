@@ -277,7 +277,7 @@ def write_rankings(source: Path, target: Path, keep) -> str:
 
 
 def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_path):
-    """Kept out by the setting or not there at all: weights, calibration and held-out figures are the same."""
+    """Whether a setting holds a labeler out or the data lack the labeler: weights, calibration and held-out figures are the same."""
     source = gold_run.folder / "label" / "comparisons.jsonl"
     strangers = {"labeler-3", "labeler-6", "labeler-7"}
     without = write_rankings(source, tmp_path / "without.jsonl", lambda row: row["labeler"] not in strangers)

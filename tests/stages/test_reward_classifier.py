@@ -26,7 +26,7 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def comparisons(tmp_path_factory) -> str:
-    """Answers that say "red" are better; three answers a prompt."""
+    """Answers that say "red" are better; three answers per prompt."""
     rng, rows = random.Random(0), []
     for i in range(64):
         texts = [f"{rng.choice(FILLERS)} {rng.choice(FILLERS)}" for _ in range(3)]
@@ -85,7 +85,7 @@ def test_evaluation_with_a_classifier(copy_until):
 
 
 def test_calibration_holds_for_a_classifier_and_a_changed_one_is_noticed(copy_until, comparisons):
-    """Demonstrations of the training split average 0 in what the saved model says."""
+    """Scores of the training split's demonstrations by the saved model average 0."""
     run = copy_until("reward")
     folder = train(run, comparisons, "distilbert")
     path = run.runs_dir / "base" / "distilbert" / "model.safetensors"

@@ -215,7 +215,7 @@ def test_what_the_figures_lack_is_said_before_any_policy_answers(
 
 
 def test_the_figures_are_the_models_own(gold_run, results):
-    """From the saved model anew, one response at a time: the accuracy on training labelers and held-out ones."""
+    """Recomputed from the saved model, one response at a time: the accuracy on training labelers and held-out ones."""
     from rlhf.data.chat_template import encode_prompt, encode_response
     from rlhf.data.reading import load_comparisons
 

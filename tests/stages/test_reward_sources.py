@@ -1,4 +1,4 @@
-"""PPO paid by several reward models: a whole stage with two of them, and models of other tokenizers refused."""
+"""PPO with several reward models: a whole stage with two of them, and models of other tokenizers are refused."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ SHORT = ["ppo.episodes=128", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
 
 
 def test_a_whole_stage_on_two_reward_models(gold_run, copy_until):
-    """The second one is of the same parents and went through its data in another order."""
+    """The second one has the same parents and was trained on its data in another order."""
     run, second_reward = copy_until("ppo"), copy_until("reward", name="other").stage("reward", "seed=7")
     sources = f"ppo.rewards=['{gold_run.folder / 'reward'}','{second_reward}']"
     stage = run.stage("ppo", sources, "ppo.reward_weights=[0.5,0.5]", *SHORT)
@@ -107,7 +107,7 @@ def test_what_is_no_classifier_is_refused_before_anything_is_written(copy_until,
 
 
 def test_the_runs_own_reward_model_in_a_list_is_a_parent(copy_until, tmp_path):
-    """ppo.rewards=[null, …] pays by it too, so that it is part of the lineage and must be there."""
+    """With ppo.rewards=[null, …] the run's own reward model is a source too, so it is part of the lineage and must exist."""
     folder = save_classifier(tmp_path / "classifier", "bert")
     run = copy_until("reward")
     with pytest.raises(UserError, match="no finished reward there"):

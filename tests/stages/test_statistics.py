@@ -88,7 +88,7 @@ def test_length_control_by_hand():
 
 
 def test_the_interval_at_equal_length_has_the_prompt_as_unit():
-    """A prompt's comparisons repeated say nothing new."""
+    """Repeated comparisons of a prompt do not narrow the interval."""
     rng = np.random.default_rng(2)
     points, d = rng.integers(0, 2, (100, 1)).astype(float), rng.normal(0, 1, (100, 1))
     once = length_controlled(points.tolist(), d.tolist())

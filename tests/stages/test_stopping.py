@@ -59,7 +59,7 @@ def assert_ends_as(run: Run, gold_run: Run) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_pipeline_passes_signals_on(copy_until: Callable[..., Run], gold_run: Run, number: int) -> None:
-    """The signal goes to the pipeline's process alone; the stage writes a checkpoint, both end, one says how to go on."""
+    """The signal goes to the pipeline's process alone; the stage writes a checkpoint, both end, one prints how to resume."""
     run = copy_until("sft")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     process = start_pipeline(run, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
