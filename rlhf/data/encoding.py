@@ -307,6 +307,6 @@ def check_labelers(setting: str, names: Collection[str], records: Sequence[Ranki
     seen = sorted({record.labeler for record in records if record.labeler is not None})
     unknown = [name for name in names if name not in seen]
     if unknown:
-        shown = ", ".join(seen[:20]) + (f" and {len(seen) - 20} more" if len(seen) > 20 else "")
-        wanted = f"want some of the labelers seen: {shown or 'none has a name'}"
+        names_seen = ", ".join(seen[:20]) + (f" and {len(seen) - 20} more" if len(seen) > 20 else "")
+        wanted = f"want some of the labelers seen: {names_seen or 'none has a name'}"
         raise UserError(f"{setting}: no ranking is by {', '.join(unknown)}: {wanted}")

@@ -173,8 +173,8 @@ def resolve_sources(
     try:
         return [source for name in listed(sources) for source in _resolve(str(name), suffixes, imports)]
     except OSError as error:  # no permission, or a name that is too long
-        shown = printable_path(error.filename or "")[:200]
-        raise UserError(f"{shown}: cannot be read ({error.strerror})") from error
+        path = printable_path(error.filename or "")[:200]
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source]:

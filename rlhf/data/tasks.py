@@ -155,7 +155,7 @@ def unguarded(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
 
 
-# --- all -------------------------------------------------------------------------------------------------------------
+# --- writing -------------------------------------------------------------------------------------------------------------
 
 
 def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> tuple[list[str], int]:
