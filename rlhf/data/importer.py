@@ -1,7 +1,8 @@
 """The import loop: rows of all files -> checked records -> cleaning -> splits -> Arrow, with every row accounted for.
 
-Only hashes of the records stay in memory. The records are written at once, without a split, and divided after the last one,
-since all prompts of a user get one split. Folders and messages are in `commands/import_data.py`.
+Only hashes of the records stay in memory, and until the end of a file its judgements that are joined. The records are
+written at once, without a split, and divided after the last one, since all prompts of a user get one split. Folders and
+messages are in `commands/import_data.py`.
 """
 
 import hashlib
