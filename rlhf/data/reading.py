@@ -259,7 +259,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
-        raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: mend or remove them: {first}{more}")
+        raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: correct or remove them: {first}{more}")
     return records, info
 
 

@@ -200,7 +200,7 @@ def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> 
     """Raises: UserError for an import that had too many rejects, unless that is allowed."""
     if manifest["status"] == "partial" and not allow_partial:
         raise UserError(
-            f"{folder}: an import with more rejects than were allowed: mend its rows and import again, "
+            f"{folder}: an import with more rejects than were allowed: correct its rows and import again, "
             "or train on what was accepted with data.allow_partial=true"
         )
 

@@ -42,7 +42,7 @@ def test_bad_rows_are_counted_and_the_first_five_shown(write_jsonl):
     with pytest.raises(UserError) as caught:
         load_all(path)
     assert str(caught.value) == (
-        f"6 of 8 rows cannot be used: mend or remove them: {path}:2: responses: missing; "
+        f"6 of 8 rows cannot be used: correct or remove them: {path}:2: responses: missing; "
         f"{path}:3: responses: missing; "
         f"{path}:4: responses: missing; {path}:5: response: got 3, want a valid string; "
         f"{path}:6: kind: got 'rank', want demonstration, ranking, prompt; …"
