@@ -9,13 +9,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.config import removed
+from rlhf.config import Config, removed
 from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, completion, read_words, split_texts
 from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import (
+    SCHEMAS,
     choices_of,
     conf_dir,
     config_name,
@@ -28,6 +30,8 @@ from rlhf.config.compose import (
 from rlhf.config.setting import listed, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
+from rlhf.runs.folders import NAME
+from rlhf.runs.remembered import GIVEN, by_key, recall
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
 from rlhf.system.plugins import load_named
 from rlhf.system.processes import disconnect, launch_problem
@@ -84,7 +88,25 @@ def _dispatch(arguments: list[str]) -> None:
     check_overrides(given.overrides, command, given.folder)
     if SHARED_FLAG not in words and not {"-c", "--cfg", "-i", "--info"}.intersection(given.flags):
         check_used(given.overrides, command)
-    _run_with_hydra(command, given, texts)
+    _run_with_hydra(command, with_remembered(command, given), texts)
+
+
+def with_remembered(command: str, given: Words) -> Words:
+    """The words, preceded by the settings that their run remembers and that they do not change.
+
+    Sweeps, commands with a schema of their own and a primary configuration of the user's state everything themselves.
+    """
+    stated = by_key(given.overrides)
+    run, runs_dir = (stated.get(key, getattr(Config(), key)).strip("'\"") for key in ("run", "runs_dir"))
+    if given.sweeps or command in SCHEMAS or given.config != config_name(command) or not NAME.fullmatch(run):
+        return given
+    placed = stated | ({"hydra.searchpath": ""} if given.folder is not None else {})
+    kept = [f"{key}={text}" for key, text in recall(Path(runs_dir) / run).items() if key not in placed]
+    if kept and not given.flags and (command in STAGES or command == "pipeline"):
+        say(f"{command}: as run={run} was given: {' '.join(kept)}")
+    overrides = [*kept, *given.overrides]
+    check_overrides(overrides, command, given.folder)
+    return given._replace(overrides=overrides)
 
 
 def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
@@ -95,13 +117,14 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
     ours = [o for o in given.overrides if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
     places = [] if given.folder is None else ["--config-dir", given.folder]
     checked, own_config = [], given.config != config_name(command)
+    searched = [f"hydra.searchpath=['file://{given.folder}']"] if given.folder is not None else []
     if own_config:  # the user's own primary configuration is checked after Hydra has found it
         places += ["--config-name", given.config]
     else:
-        searched = [f"hydra.searchpath=['file://{given.folder}']"] if given.folder is not None else []
         checked = check_jobs(ours, given.sweeps, searched, command)
 
     def start(config: Any, overrides: list[str]) -> None:
+        GIVEN.set(() if own_config else (*overrides, *searched))
         for name, text in texts.items():
             setattr(getattr(config, command), name, text)
         for plugin in listed(getattr(config, "plugins", None)):

@@ -19,10 +19,11 @@ from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.command_line import check_adopted
 from rlhf.config.compose import compose_config, first_line, nearest, unknown_setting
-from rlhf.config.setting import settings_in, stored
+from rlhf.config.setting import listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, read_stage, stage_folder
+from rlhf.runs.remembered import GIVEN, recall, text_of
 from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import read_json, write_text
 from rlhf.system.plugins import Named, named
@@ -31,7 +32,7 @@ KINDS = ("corpus", "demonstrations", "comparisons", "prompts")
 
 
 class Run:
-    """A run under `runs_dir`, new or existing.
+    """A run under `runs_dir`, new or existing; an existing one keeps the settings that it was given before.
 
     model: a hub id, a folder or a .gguf file; None: a GPT of our own. Data: as in data.<kind> (a file, a folder, a hub id, or a list of
     these), or rows: a list of dicts, a data set, a DataFrame. experiment: a preset of conf/experiment. settings: of every stage, by
@@ -50,7 +51,9 @@ class Run:
         **settings: Any,
     ):
         self.folder = Path(runs_dir) / name
-        self._preset = [f"experiment={experiment}"] if experiment is not None else []
+        preset = [f"experiment={experiment}"] if experiment is not None else []
+        self._given, kept = preset, recall(self.folder)
+        self._preset = [f"{key}={text}" for key, text in kept.items() if not (preset and key == "experiment")] + preset
         self._settings: dict[str, Any] = {"run": name, "runs_dir": str(runs_dir)}
         if model is not None:
             self._settings["model.pretrained"] = str(model)
@@ -95,6 +98,10 @@ class Run:
             raise UserError(f"stage {name!r}{nearest(name, list(STAGES))}: want one of {', '.join(STAGES)}")
         config = self.config(name, overwrite=overwrite, **settings)
         self._settings |= {find_setting(key, name): value for key, value in settings.items()}
+        texts = {
+            key: text_of(value) for key, given in self._settings.items() if not has_function(value := plain(given))
+        }
+        GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
         for stage in stages_to_run(config, [name]):
             if stage == name or not is_complete(stage_folder(config, stage)):
                 ensure_stage(config, stage, [], run_here)
@@ -187,6 +194,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return named(value) if callable(value) else value
+
+
+def has_function(value: Any) -> bool:
+    """Whether a setting is or contains a function that was given as it is, which only this process can call."""
+    return any(isinstance(one, Named) for one in listed(value))
 
 
 def run_here(config: Config, stage: str, overrides: list[str]) -> None:

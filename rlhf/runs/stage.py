@@ -29,6 +29,7 @@ from rlhf.runs.folders import (
     run_folder,
     stage_folder,
 )
+from rlhf.runs.remembered import remember
 from rlhf.system.files import (
     DISK_ERRORS,
     beside,
@@ -136,6 +137,8 @@ class Stage:
         """Write the total number of optimizer steps (in PPO updates) to stage.json, for `rlhf watch`."""
         self.steps = steps
         self.note_progress()
+        if self.writes:
+            remember(run_folder(self.config))
 
     def note_progress(self) -> None:
         """Store the seconds spent so far, so that a resumed stage reports its total time."""
@@ -146,6 +149,7 @@ class Stage:
         """Hash the output, write the record as complete, and remove the checkpoints that are no longer needed."""
         if not self.writes:
             return
+        remember(run_folder(self.config))
         share(self.folder)
         files = hash_files(self.folder, skip=(*RECORDS, "checkpoints", "audit.json", "wandb", "tensorboard"))
         record = self.record("complete") | {"summary": summary or {}, "files": files}

@@ -1,0 +1,91 @@
+"""A run remembers its settings: a later command needs only what changes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rlhf
+from rlhf import cli
+from rlhf.config.compose import compose_config
+from rlhf.runs.remembered import by_key, recall, text_of
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run `rlhf <arguments>` in an empty folder that has a corpus: its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlhf"])
+    rows = [
+        json.dumps({"text": f"The {word} is in the garden, said the {word}. " * 9}) for word in ("cat", "dog", "owl")
+    ]
+    Path("books.jsonl").write_text("\n".join(rows))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = 0
+        try:
+            cli.main(list(arguments))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+FIRST = ("tokenizer", "model=tiny", "run=x", "data.corpus=books.jsonl", "tokenizer.vocab_size=300", "tracking=off")
+
+
+def composed(call, *words: str) -> dict:
+    code, out = call(*words, "--cfg", "job")
+    assert code == 0, out
+    return yaml.safe_load(out)
+
+
+def test_the_second_command_needs_only_what_changes(call):
+    assert call(*FIRST)[0] == 0
+    kept = recall(Path("runs/x"))
+    assert kept == by_key(FIRST[1:2] + FIRST[3:])
+    again = composed(call, "sft", "run=x", "sft.epochs=3")
+    assert again["data"]["corpus"] == "books.jsonl" and again["tokenizer"]["vocab_size"] == 300
+    assert (
+        again["sft"]["epochs"] == 3 and again["model"]["width"] == composed(call, "sft", "model=tiny")["model"]["width"]
+    )
+    assert composed(call, "sft", "run=y")["data"]["corpus"] is None  # another run
+    changed = composed(call, "sft", "run=x", "model=gpt2", "tokenizer.vocab_size=400")
+    assert changed["model"]["n_layer"] == 12 and changed["tokenizer"]["vocab_size"] == 400
+    code, out = call("pretrain", "run=x", "pretrain.tokens=1", "pretrain.global_batch_tokens=7")
+    assert code == 2 and "as run=x was given: model=tiny data.corpus=books.jsonl" in out and "want a multiple" in out
+    assert recall(Path("runs/x")) == kept  # what was refused is not remembered
+
+
+def test_a_setting_for_one_command_is_not_remembered(call):
+    assert call(*FIRST, "overwrite=true")[0] == 0
+    assert "overwrite" not in recall(Path("runs/x")) and "run" not in recall(Path("runs/x"))
+
+
+def test_a_preset_in_a_folder_of_the_users_is_found_again(call, tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "small.yaml").write_text("# @package _global_\ntokenizer:\n  vocab_size: 280\n")
+    assert call(*FIRST[:4], FIRST[5], "-cd", "mine", "experiment=small")[0] == 0
+    assert composed(call, "pretrain", "run=x")["tokenizer"]["vocab_size"] == 280
+
+
+def test_python_and_the_command_line_remember_for_each_other(call):
+    assert call(*FIRST)[0] == 0
+    run = rlhf.Run("x")
+    assert run.config().tokenizer.vocab_size == 300
+    other = rlhf.Run("z", corpus="books.jsonl", tokenizer_vocab_size=290, tracking_kind="off", model_context_length=64)
+    other.tokenizer()
+    assert composed(call, "pretrain", "run=z")["tokenizer"]["vocab_size"] == 290
+
+
+@pytest.mark.parametrize(
+    "value", ["it's", "a=b, c", "x[1]", None, True, 1e-05, ["a b", None], {"anna": 2.0, "ben": 0.5}]
+)
+def test_a_value_survives_as_text(value):
+    key = {dict: "reward.labeler_weights", list: "ppo.rewards"}.get(type(value), "data.corpus")
+    group, name = key.split(".")
+    assert getattr(getattr(compose_config([f"{key}={text_of(value)}"]), group), name) == value
