@@ -1,5 +1,4 @@
-"""Our GPT over a preallocated cache of keys and values: prompts in one pass, then one token per row and step, on a GPU without a
-launch per operation."""
+"""Our GPT over a preallocated cache of keys and values: prompts in one pass, then one token per row and step."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ Prompts = Sequence[Sequence[int]]
 QKV = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
-PREFILL_ROWS = 32  # most prompts per forward on a CPU
-CPU_TOKENS, GPU_TOKENS = 2**13, 2**17  # most tokens of a forward over prompts
+PREFILL_ROWS, PREFILL_TOKENS = 32, 2**13  # most prompts per forward, and most tokens
 
 
 class Seen(NamedTuple):
@@ -43,7 +41,7 @@ def cached_in(model: GPTForCausalLM) -> torch.dtype:
 
 
 class Decoder:
-    """Our GPT over a preallocated cache.
+    """One batch of prompts and its responses.
 
     Prompts are on the left, padded on the right, so that the first pass needs no mask; generated tokens go
     into the columns after the longest prompt, the same column for every row. The columns between a shorter
@@ -84,16 +82,20 @@ class Decoder:
     def prefill(self) -> Tensor:
         """Logits (B, V) after each prompt; adjacent equal prompts share one pass.
 
-        Each forward has a bounded number of tokens, on a CPU a few rows of similar length, so that there is little padding.
+        Each forward has a bounded number of tokens in a few rows of similar length, so that there is little padding.
         """
         new = torch.ones_like(self.lengths, dtype=torch.bool)  # whether a row's prompt is not that of the row before
         new[1:] = (self.tokens[1:] != self.tokens[:-1]).any(1) | (self.lengths[1:] != self.lengths[:-1])
         tokens, lengths = self.tokens[new], self.lengths[new]
         count = len(tokens)
-        on_cpu, width = tokens.device.type == "cpu", tokens.shape[1]
-        size = max(1, min(PREFILL_ROWS, CPU_TOKENS // width) if on_cpu else GPU_TOKENS // width)
-        parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-        x = torch.cat([self._prefill_rows(part, tokens[part], lengths[part]) for part in parts])
+        size = max(1, min(PREFILL_ROWS, PREFILL_TOKENS // tokens.shape[1]))
+        read = []
+        for part in (slice(start, min(start + size, count)) for start in range(0, count, size)):
+            width = int(lengths[part].max())
+            read.append(self._prefill_rows(part, tokens[part, :width], lengths[part]))
+            for side in (side for pair in self.cache for side in pair):
+                side[part, :, width : self.column] = 0.0  # masked later, but the values must be finite
+        x = torch.cat(read)
         if count < len(self.tokens):
             prompt = new.cumsum(0) - 1  # per row, its index among the different prompts
             x = x[prompt]
@@ -102,10 +104,9 @@ class Decoder:
         return self._logits(x)
 
     def _prefill_rows(self, part: slice, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Hidden states (rows, D) after prompts, cut to the longest of them; fills the cache's rows `part`."""
-        trunk = self.trunk
-        width = int(lengths.max()) if len(lengths) < len(self.lengths) else self.column
-        x = trunk.place(trunk.embed_tokens(tokens[:, :width]), torch.arange(width, device=tokens.device))
+        """Hidden states (rows, D) after prompts (rows, width); fills the cache's rows `part`."""
+        trunk, width = self.trunk, tokens.shape[1]
+        x = trunk.place(trunk.embed_tokens(tokens), torch.arange(width, device=tokens.device))
         rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])
         rows = torch.arange(len(x), device=x.device)
         window = self.model.config.window
@@ -114,7 +115,6 @@ class Decoder:
             q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.before_attention(x), rope))
             for side, new in ((keys[part], k), (values[part], v)):
                 side[:, :, :width] = new
-                side[:, :, width : self.column] = 0.0  # masked later, but the values must be finite
             grouped = q.shape[1] != k.shape[1]
             mask = None if layer.attention.window is None else band
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
@@ -227,86 +227,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return (scores if mask is None else scores + mask).softmax(-1) @ v
 
 
-COLUMN_BLOCK = 256  # a step attends to at most this many columns more than needed; a graph is recorded for each block
+def rows_carried(live: int, rows: int) -> int:
+    """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
 
-
-class RowDecoder(Decoder):
-    """The decoder with token t of a row in column t; later columns are masked."""
-
-    def _columns(self) -> int:
-        """How many columns a step attends to."""
-        return int(self.lengths.max()) + 1
-
-    def _seen_columns(self) -> Seen:
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)
-        return Seen(rows, self.lengths, self.lengths + 1, range(0))
-
-    def _new_columns(self) -> tuple[Any, int, Tensor | None]:
-        columns, rows = self._columns(), torch.arange(len(self.lengths), device=self.lengths.device)
-        later = torch.arange(columns, device=rows.device) > self.lengths[:, None]
-        return (rows, slice(None), self.lengths), columns, torch.where(later, -torch.inf, 0.0)[:, None, None]
-
-    def _positions(self, columns: int) -> Tensor:
-        return torch.arange(columns, device=self.lengths.device)[None]
-
-
-class FixedDecoder(RowDecoder):
-    """The decoder with steps whose shapes, addresses and work do not depend on the tokens within a block of columns.
-
-    All columns of the block are attended to, with a mask on the later ones. On a GPU the second
-    step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes most of a step's time is
-    spent launching its hundreds of operations. On other devices each step is computed directly.
+    Packed products are compiled and CUDA graphs recorded for each number of rows, so only numbers of three significant bits occur.
     """
-
-    def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
-        super().__init__(model, prompts, max_new_tokens, pad)
-        self.gap = None  # a row's response follows its own prompt
-        for side in (side for pair in self.cache for side in pair):
-            side.zero_()  # masked values must be finite
-        self.all_lengths = self.lengths
-        # by rows and columns; None: computed once, not yet recorded
-        self.graphs: dict[tuple[int, int], Graph | None] = {}
-
-    def step(self, tokens: Tensor) -> Tensor:
-        shape = (len(tokens), self._columns())
-        if tokens.device.type != "cuda" or shape not in self.graphs:
-            self.graphs[shape] = None
-            return super().step(tokens)
-        graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
-        self.column += 1
-        return graph.replay(tokens)
-
-    def drop(self, ended: Tensor) -> Tensor:
-        kept = super().drop(ended)
-        self.all_lengths[: len(kept)] = self.lengths
-        self.lengths = self.all_lengths[: len(kept)]  # the graphs read their input here
-        return kept
-
-    def _columns(self) -> int:
-        return min(self.shape[2], -(-(self.column + 1) // COLUMN_BLOCK) * COLUMN_BLOCK)
-
-
-class Graph:
-    """A recorded step of a decoder, for its present shape."""
-
-    def __init__(self, decoder: FixedDecoder, tokens: Tensor):
-        self.tokens = tokens.clone()
-        self.recorded = torch.cuda.CUDAGraph()
-        column = decoder.column
-        # without autocast's cache, whose tensors would be in the graph's memory
-        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded):
-            self.logits = Decoder.step(decoder, self.tokens)
-        decoder.column = column  # recording does not compute
-
-    def replay(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token per row; the next replay writes over them."""
-        self.tokens.copy_(tokens)
-        self.recorded.replay()
-        return self.logits
-
-
-def make_decoder(model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int) -> Decoder:
-    """The decoder for a model's device. Experts have no fixed steps: their shapes depend on the number of tokens."""
-    fixed = next(model.parameters()).device.type == "cuda" and not model.config.experts
-    return (FixedDecoder if fixed else Decoder)(model, prompts, max_new_tokens, pad)
+    step = 1 << max(0, live.bit_length() - 3)
+    return min(rows, -(-live // step) * step)

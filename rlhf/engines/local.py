@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Sampling:
 
 
 class LocalEngine(ABC):
-    """An engine whose model is in this process. It keeps nothing between two calls, so `sleep` and `wake` have nothing to do."""
+    """An engine whose model is in this process. It keeps little between two calls, so `sleep` and `wake` have nothing to do."""
 
     load_seconds = 0.0
 
@@ -75,9 +75,9 @@ class LocalEngine(ABC):
         """The batch for rows of this many tokens."""
         return default_batch(self.model, columns)
 
-    def prepared(self, rows: int, steps: int) -> AbstractContextManager[Any]:
-        """A context in which batches of `rows` are drawn."""
-        return nullcontext()
+    def prepared(self, rows: int, columns: int, steps: int) -> AbstractContextManager[Any]:
+        """A context in which batches of at most `rows` are drawn, of at most `columns` tokens, of which `steps` are new."""
+        return products_cast(self.model)
 
     def load(self, model: Any) -> None:
         self.model = model
@@ -96,11 +96,12 @@ class LocalEngine(ABC):
         eos, uniforms = torch.tensor(how.ends, dtype=torch.int64), make_uniforms(how.seed, keys, steps)
         eos, uniforms = eos.to(device), uniforms.to(device)
         lengths = [len(prompt) for prompt in prompts]
-        size = min(how.batch_size or MAX_BATCH, self.most_rows(max(lengths, default=1) + steps))
+        columns = max(lengths, default=1) + steps
+        size = min(how.batch_size or MAX_BATCH, self.most_rows(columns))
         tokens = torch.full((len(prompts), steps), how.pad_token_id, dtype=torch.int64, device=device)
         logprobs = torch.zeros(tokens.shape, device=device)
-        ready = self.prepared(min(size, len(prompts)), steps)
-        with evaluating(self.model), products_cast(self.model), torch.inference_mode(), ready:
+        rows = min(size, len(prompts))
+        with evaluating(self.model), torch.inference_mode(), self.prepared(rows, columns, steps):
             for part in by_length(lengths, size):
                 drawn = self.draw([prompts[i] for i in part], uniforms[part], eos, how.pad_token_id, choice)
                 tokens[part], logprobs[part] = drawn
@@ -165,7 +166,7 @@ def default_batch(model: Any, columns: int) -> int:
     """The number of rows whose keys and values fit the bound.
 
     On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all weights,
-    whatever the batch, and at the end of each batch few rows are left. On a GPU a quarter of its free memory.
+    whatever the batch, and at the end of each batch few rows are left. On a GPU an eighth of its free memory.
     """
     config, parameter = model.config.get_text_config(), next(model.parameters())
     heads = getattr(config, "num_attention_heads", 1)
@@ -173,7 +174,7 @@ def default_batch(model: Any, columns: int) -> int:
     numbers = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * columns
     row = numbers * (cached_in(model) if lm(model).native else computed_in(parameter)).itemsize
     if parameter.device.type == "cuda":
-        room = torch.cuda.mem_get_info(parameter.device)[0] // 4
+        room = torch.cuda.mem_get_info(parameter.device)[0] // 8
     else:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))

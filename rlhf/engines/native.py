@@ -5,17 +5,18 @@ sequences from the batch. Rollouts take most of PPO's time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.decoder import Decoder, make_decoder
-from rlhf.engines.local import LocalEngine, Prompts, evaluating
+from rlhf.engines.decoder import Decoder, rows_carried
+from rlhf.engines.local import LocalEngine, Prompts, Sampling, evaluating
+from rlhf.engines.persistent import GROWTH, PersistentDecoder, on_gpu
 from rlhf.model.blocks import SwitchMLP
-from rlhf.model.linear import Linear
+from rlhf.model.linear import Linear, products_cast
 from rlhf.ops.fast import packed_weights
 
 LOOK_EVERY = 8  # steps on a GPU between two checks for ended rows, since a check waits for the GPU
@@ -23,51 +24,89 @@ PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over
 
 
 class NativeEngine(LocalEngine):
+    def __init__(self, model: Any, settings: Sampling):
+        super().__init__(model, settings)
+        self.lasting: PersistentDecoder | None = None  # on a GPU
+        self.rows: dict[
+            int, int
+        ] = {}  # most rows by columns, of a GPU: its cache stays, so later there is less memory free
+
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
         tokens = torch.full(uniforms.shape[:2], pad, dtype=torch.int64, device=eos.device)
         logprobs = torch.zeros(tokens.shape, device=eos.device)
-        decoder = make_decoder(self.model, prompts, uniforms.shape[1], pad)
-        for step, (rows, chosen, logp, _) in enumerate(_decode(decoder, uniforms, eos, choice)):
+        for step, (rows, chosen, logp, _) in enumerate(self._decode(prompts, uniforms, eos, pad, choice)):
             tokens[rows, step] = chosen
             logprobs[rows, step] = logp
         return tokens, logprobs
 
     @torch.inference_mode()
     def draw_steps(self, prompt: Sequence[int], uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[int]:
+        if on_gpu(self.model):
+            self._refresh(1, len(prompt) + uniforms.shape[1])
         with evaluating(self.model):
-            decoder = make_decoder(self.model, [prompt], uniforms.shape[1], pad=0)
-            for _, tokens, _, ended in _decode(decoder, uniforms, eos, choice):
+            for _, tokens, _, ended in self._decode([prompt], uniforms, eos, 0, choice):
                 yield int(tokens)
                 if bool(ended):
                     return
 
-    def prepared(self, rows: int, steps: int) -> AbstractContextManager[Any]:
-        return packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext()
+    def most_rows(self, columns: int) -> int:
+        if not on_gpu(self.model):
+            return super().most_rows(columns)
+        blocks = -(-columns // GROWTH)
+        if blocks not in self.rows:
+            self.rows[blocks] = super().most_rows(blocks * GROWTH)
+        return self.rows[blocks]
 
+    @contextmanager
+    def prepared(self, rows: int, columns: int, steps: int) -> Iterator[None]:
+        if on_gpu(self.model):
+            self._refresh(rows, columns)
+            yield
+        else:
+            with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
+                yield
 
-def _decode(decoder: Decoder, uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[tuple[Tensor, ...]]:
-    """Yields (rows, tokens, log-probs, ended) per step; `rows` are the prompts still in the batch.
+    def _refresh(self, rows: int, columns: int) -> None:
+        """Present weights, and room for `rows` of `columns` tokens and for what earlier calls needed, so that recorded steps stay valid."""
+        if self.lasting is None:
+            self.lasting = PersistentDecoder(self.model)
+        else:
+            self.lasting.load(self.model)
+        self.lasting.clear()
+        wide = max(columns, self.lasting.columns)
+        columns = wide if self.most_rows(wide) >= rows else columns
+        self.lasting.reserve(min(self.most_rows(columns), max(rows, self.lasting.rows)), columns)
 
-    Rows that have ended stay until the next check; their further tokens are ignored.
-    """
-    every = 1 if eos.device.type == "cpu" else LOOK_EVERY
-    rows = torch.arange(len(uniforms), device=eos.device)
-    ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-    logits = decoder.prefill()
-    for step in range(uniforms.shape[1]):
-        tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
-        ended = ended | torch.isin(tokens, eos)
-        yield rows, tokens, logp, ended
-        if step + 1 == uniforms.shape[1]:
-            return
-        live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
-        if live == 0:
-            return
-        if (carried := rows_carried(live, len(ended))) < len(ended):
-            # the first ended rows stay if more rows are carried than live
-            kept = decoder.drop(ended & (ended.cumsum(0) > carried - live))
-            rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
-        logits = decoder.step(tokens)
+    def _decode(
+        self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yields (rows, tokens, log-probs, ended) per step; `rows` are the prompts still in the batch.
+
+        Rows that have ended stay until the next check; their further tokens are ignored.
+        """
+        rows = torch.arange(len(uniforms), device=eos.device)
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
+        if self.lasting is None:
+            decoder, every = Decoder(self.model, prompts, uniforms.shape[1], pad), 1
+            carried, logits = rows_carried, decoder.prefill()
+        else:
+            self.lasting.clear()
+            decoder, every = self.lasting, LOOK_EVERY
+            carried, logits = self.lasting.carried, self.lasting.advance(rows, prompts)
+        for step in range(uniforms.shape[1]):
+            tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
+            ended = ended | torch.isin(tokens, eos)
+            yield rows, tokens, logp, ended
+            if step + 1 == uniforms.shape[1]:
+                return
+            live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
+            if live == 0:
+                return
+            if (left := carried(live, len(ended))) < len(ended):
+                # the first ended rows stay if more rows are carried than live
+                kept = decoder.drop(ended & (ended.cumsum(0) > left - live))
+                rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
+            logits = decoder.step(tokens)
 
 
 def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:
@@ -75,12 +114,3 @@ def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:
     routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}
     layers = (layer for layer in model.modules() if isinstance(layer, Linear) and layer not in routed)
     return packed_weights([layer.weight for layer in layers], rows)
-
-
-def rows_carried(live: int, rows: int) -> int:
-    """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
-
-    Packed products are compiled and CUDA graphs recorded for each number of rows, so only numbers of three significant bits occur.
-    """
-    step = 1 << max(0, live.bit_length() - 3)
-    return min(rows, -(-live // step) * step)
