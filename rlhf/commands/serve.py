@@ -2,7 +2,6 @@
 
 import gc
 import ipaddress
-import os
 import re
 import secrets
 import socket
@@ -19,6 +18,7 @@ from rlhf.data.reading import load_comparisons
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.runs.folders import NAME, refuse_inside_stage
+from rlhf.system.files import write_text
 from rlhf.system.terminal import say
 
 LEAST_SECRET = 16  # characters of serve.token
@@ -113,7 +113,8 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed)
     limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
-    return thread, make_app(thread, Access(settings.token, by_name, loopback, *limits), labelling, instructions)
+    access = Access(settings.token, by_name, loopback, *limits, settings.labelers_chat)
+    return thread, make_app(thread, access, labelling, instructions)
 
 
 def read_instructions(path: Path) -> str:
@@ -153,8 +154,6 @@ def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str
                 raise UserError(f"{path}: line {number} is no link of `rlhf serve`: move this file away, or correct it")
             by_name[link[1]] = link[2]
     by_name |= {name: secrets.token_urlsafe(24) for name in names if name not in by_name}
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.writelines(f"{name} {address}#{secret}\n" for name, secret in by_name.items())
+    write_text(path, "".join(f"{name} {address}#{secret}\n" for name, secret in by_name.items()), mode=0o600)
     say(f"serve: the links of {len(names)} labelers: {path}")
     return {name: by_name[name] for name in names}

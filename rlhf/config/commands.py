@@ -144,6 +144,7 @@ class ServeConfig:
     tasks: str | None = setting(None, "tasks.jsonl of `rlhf sample`; none: runs/<run>/sample/tasks.jsonl, if any")
     labels: str | None = setting(None, "file that labels are appended to; none: runs/<run>/serve/labels.jsonl")
     labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
+    labelers_chat: bool = setting(False, "labelers may also use Chat, Compare and Next token")
     labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
     instructions: str | None = setting(None, "text file that is shown to labelers; none: a short guide")
 

@@ -28,7 +28,7 @@ from rlhf.serving.openai_api import (
     make_router,
     records_of,
 )
-from rlhf.serving.security import COOKIE, ERRORS, Access, Guard, RefusedError
+from rlhf.serving.security import ERRORS, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"
 MOST_COMPARED = 6
@@ -77,14 +77,20 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
             raise RefusedError(401, "this link is not valid: ask for a new one")
         answer = JSONResponse({"labeler": who})
         secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, token, max_age=30 * 86400, httponly=True, samesite="strict", secure=secure)
+        answer.set_cookie(cookie_of(who), token, max_age=30 * 86400, httponly=True, samesite="strict", secure=secure)
         return answer
 
     @app.get("/api/me")
     async def me(request: Request) -> Answer:
         who = request.state.who or ("local" if not access.labelers else None)
-        about = {"labeler": who, "models": list(thread.models), "tasks": len(labelling.tasks), "flags": FLAGS}
-        return about | {"max_tokens": thread.most_tokens, "instructions": instructions}
+        about = {
+            "labeler": who,
+            "models": list(thread.models),
+            "tasks": len(labelling.tasks),
+            "flags": list(FLAGS.items()),
+        }
+        tab = {"tab": request.state.who or "", "chat": not request.state.who or access.labelers_chat}
+        return about | tab | {"max_tokens": thread.most_tokens, "instructions": instructions}
 
     app.mount("/page", StaticFiles(directory=PAGE))
 

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, ValidationError
 
-from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import (
     KINDS,
     Demonstration,
@@ -40,10 +39,19 @@ MOST_COMPARISONS = 1000  # comparisons kept until they are judged
 STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
 
 
-FLAGS = (  # the labels of a response besides its quality (Ouyang et al. 2022, table 3)
-    "fails_instruction", "inappropriate", "hallucination", "satisfies_constraint", "sexual", "violent",
-    "encourages_violence", "denigrates", "harmful_advice", "opinion", "moral_judgement",
-)  # fmt: skip
+FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, table 3), and what they mean
+    "fails_instruction": "it does not do what was asked, or answers something else",
+    "inappropriate": "a company's assistant should not say this to a customer",
+    "hallucination": "it states what is neither known nor in the text that it was given",
+    "satisfies_constraint": "it keeps every limit that the request sets, such as a length",
+    "sexual": "sexual content",
+    "violent": "it describes violence",
+    "encourages_violence": "it encourages violence, terror, abuse or self-harm",
+    "denigrates": "it demeans a group of people",
+    "harmful_advice": "who follows it can come to harm",
+    "opinion": "it gives an opinion of its own",
+    "moral_judgement": "it tells the user what is right or wrong",
+}
 
 Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
@@ -128,6 +136,10 @@ class LabelFile:
             return stored
         size = os.fstat(self.file).st_size
         try:
+            if not self.path.is_file() or not os.path.samestat(self.path.stat(), os.fstat(self.file)):
+                raise RefusedError(
+                    507, f"{self.path} was moved or removed while serving: put it back, or start the server again"
+                )
             left = memoryview(line)
             while left:
                 left = left[os.write(self.file, left) :]
@@ -244,18 +256,12 @@ class Labelling:
             rankings = [by_labeler[labeler] for by_labeler in self.ranked.values() if labeler in by_labeler]
         return max(rankings, key=lambda record: record.created or "", default=None)
 
-    def progress(self, labeler: str) -> dict[str, Any]:
-        """A labeler's progress, and how often the others order two responses in the same way."""
-        counter = AgreementCounter()
+    def progress(self, labeler: str) -> dict[str, int]:
+        """What a labeler has done and can still do. Agreement with others would give away their answers: it is not shown."""
         with self.lock:
             done = sum(labeler in by_labeler for by_labeler in self.ranked.values())
             left = sum(labeler not in by and len(by) < self.per_prompt for by in self.ranked.values())
-            for by_labeler in self.ranked.values():
-                if labeler in by_labeler and len(by_labeler) > 1:
-                    for ranking in by_labeler.values():
-                        counter.add(ranking)
-        row = counter.report()["by_labeler"].get(labeler, {}) if counter.rankings else {}
-        return {"done": done, "left": left, "agreement": row.get("agreement"), "shared": row.get("items_shared", 0)}
+        return {"done": done, "left": left}
 
     # ---------------------------------------------------------------------------- comparisons, demonstrations
 

@@ -30,6 +30,9 @@ LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")  # Host
 HEAD_SECONDS = 15.0  # seconds in which a connection must bring a request
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients in one minute
+# Routes on which labelers talk to models, and those that would show them what the models or others think of the responses.
+CHAT = ("/v1/", "/api/compare", "/api/shading", "/api/next")
+SCORES = ("/v1/score",)
 OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = [
@@ -101,6 +104,7 @@ class Access:
     max_body_bytes: int
     requests_per_minute: int
     requests_at_once: int
+    labelers_chat: bool = False  # labelers may talk to the models
 
     def who(self, secret: str | None) -> str | None:
         """The name that a secret belongs to, "" for the operator; every secret is compared, in constant time."""
@@ -164,7 +168,7 @@ class Guard:
         host = headers.get("host", "")
         if access.loopback and LOOPBACK.fullmatch(host) is None:
             raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
-        who = access.who(session_of(headers))
+        who, tab = access.who(session_of(headers)), headers.get("x-tab")
         client = who if who is not None else str((scope.get("client") or [""])[0])
         if wait := self.rates.wait(client):
             retry_after = str(max(1, round(wait)))
@@ -177,6 +181,10 @@ class Guard:
                 "this server needs a token: open the link that you were given, or send `Authorization: Bearer`",
                 headers={"www-authenticate": "Bearer"},
             )
+        if tab is not None and tab != (who or "") and path not in OPEN:
+            raise RefusedError(403, f"this tab belongs to {tab or 'the operator'}: open that link again")
+        if who and path.startswith(SCORES if access.labelers_chat else (*CHAT, *SCORES)):
+            raise RefusedError(403, "labelers may not do this")
         scope.setdefault("state", {})["who"] = who
         if scope["method"] not in ("GET", "HEAD"):
             origin = headers.get("origin")
@@ -190,16 +198,27 @@ class Guard:
                 raise RefusedError(413, f"the body is too large: at most {access.max_body_bytes} bytes")
 
 
+def cookie_of(who: str) -> str:
+    """The cookie of a labeler, or of the operator (""): several links can be open in one browser."""
+    return f"{COOKIE}.{who}" if who else COOKIE
+
+
 def session_of(headers: dict[str, str]) -> str | None:
-    """The secret that a request carries: of its Authorization header, or of its cookie."""
+    """The secret that a request carries: of its Authorization header, or of the cookie of the tab's owner. A tab that does not
+    say whose it is has the browser's only session.
+    """
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return bearer.strip()
     try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        cookies = {
+            name: one.value for name, one in SimpleCookie(headers.get("cookie", "")).items() if name.startswith(COOKIE)
+        }
     except CookieError:
         return None
-    return cookie.value if cookie else None
+    if (tab := headers.get("x-tab")) is not None:
+        return cookies.get(cookie_of(tab))
+    return next(iter(cookies.values())) if len(cookies) == 1 else None
 
 
 def bounded(receive: Receive, most: int) -> Receive:

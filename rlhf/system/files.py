@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -43,14 +44,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n", errors="backslashreplace")
 
 
-def write_text(path: Path, text: str, errors: str = "replace") -> None:
+def write_text(path: Path, text: str, errors: str = "replace", mode: int = 0o666) -> None:
     """Write a file atomically: a reader sees the old one or the new one, and a failed attempt leaves nothing.
 
     Raises: UserError if the disk is full or refuses.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors=errors) as file:
+        opener = functools.partial(os.open, mode=mode)
+        with open(temporary, "w", encoding="utf-8", errors=errors, opener=opener) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """One server on the small gold run, asked in this process and, once, over a real socket."""
 
+import shutil
 import socket
 import threading
 import time
@@ -13,11 +14,24 @@ import pytest
 from tests.stages.conftest import gold_run  # noqa: F401 (a fixture)
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs an installed Chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def labelling(tmp_path):
 @pytest.fixture
 def clients(thread, labelling):
     """A client per labeler, of one server with two; and one of a stranger."""
-    guard = make_app(thread, access(labelers=SECRETS), labelling)
+    guard = make_app(thread, access(labelers=SECRETS, labelers_chat=True), labelling)
 
     def client(secret):
         headers = {"authorization": f"Bearer {secret}"} if secret else {}
@@ -77,7 +77,7 @@ async def test_two_labelers_label_every_task_once_and_see_nobodys_answer(clients
             assert (await clients[name].post("/api/rank", json=verdict(task, f"{name}-again{i}"))).status_code == 409
         assert (await clients[name].get("/api/rank/next")).json()["task"] is None
     about = (await clients["anna"].get("/api/rank/next")).json()["progress"]
-    assert about == {"done": 4, "left": 0, "agreement": 1.0, "shared": 4}
+    assert about == {"done": 4, "left": 0}, "no agreement, from which others' answers could be told"
     assert any(orders["anna", f"t{i}"] != orders["ben", f"t{i}"] for i in range(4)), "each has an order of their own"
     records, _ = load_comparisons(str(labelling.file.path))
     assert [(r.labeler, r.metadata["task"]) for r in records] == [(n, f"t{i}") for n in SECRETS for i in range(4)]
@@ -101,6 +101,15 @@ async def test_only_labelers_label(clients):
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert (await nobody.get("/api/me")).json()["labeler"] == "ben"  # the client keeps the cookie
+    assert (await nobody.post("/api/session", json={"token": SECRETS["anna"]})).status_code == 200
+    for tab, who in (("anna", "anna"), ("ben", "ben"), ("", None)):  # two links are open: each tab says whose it is
+        me = (await nobody.get("/api/me", headers={"x-tab": tab})).json()
+        assert me["labeler"] == who and me["tab"] == tab
+    assert (await nobody.get("/api/rank/next")).status_code == 403
+    assert (await clients["ben"].get("/api/rank/next", headers={"x-tab": "anna"})).status_code == 403
+    body = {"model": "gold/ppo", "prompt": "what ?", "responses": ["this ."]}
+    assert (await clients["ben"].post("/v1/score", json=body)).status_code == 403
+    assert (await clients["ben"].get("/v1/models")).status_code == 200  # with labelers_chat
 
 
 async def test_going_back_replaces_and_a_task_can_be_beyond_judging(clients, labelling, tmp_path):
@@ -294,6 +303,24 @@ async def test_a_full_disk_leaves_the_file_as_it_was(clients, labelling, monkeyp
     assert labelling.file.path.read_bytes() == before
     assert (await submit("submission-2")).status_code == 200
     assert len(labelling.file.path.read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("change", ["moved", "removed", "replaced"])
+async def test_a_label_is_not_acknowledged_if_its_file_has_gone(clients, labelling, change):
+    task = (await clients["anna"].get("/api/rank/next")).json()["task"]
+    path = labelling.file.path
+    if change == "removed":
+        path.unlink()
+    else:
+        path.rename(path.with_name("elsewhere"))
+    if change == "replaced":
+        path.write_text("")
+    answer = await clients["anna"].post("/api/rank", json=verdict(task, "submission-1"))
+    assert answer.status_code == 507 and "was moved or removed while serving" in answer.json()["error"]["message"]
+    assert (await clients["anna"].get("/api/rank/next")).json()["progress"]["done"] == 0
+    if change == "moved":
+        path.with_name("elsewhere").rename(path)
+        assert (await clients["anna"].post("/api/rank", json=verdict(task, "submission-1"))).status_code == 200
 
 
 def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):

@@ -110,7 +110,10 @@ def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
     config.serve.host, config.serve.token = "0.0.0.0", TOKEN
     assert not serve.check_address(config)
     path = tmp_path / "labelers.txt"
+    path.touch(mode=0o644)
+    inode = path.stat().st_ino
     first = serve.labeler_secrets(path, ["anna", "ben"], "http://127.0.0.1:1/")
+    assert path.stat().st_ino != inode, "replaced as a whole, not truncated"
     assert path.stat().st_mode & 0o777 == 0o600 and f"anna http://127.0.0.1:1/#{first['anna']}\n" in path.read_text()
     assert serve.labeler_secrets(path, ["anna", "cleo"], "http://127.0.0.1:2/")["anna"] == first["anna"]
     assert not any(secret in capsys.readouterr().out for secret in first.values())

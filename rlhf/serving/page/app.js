@@ -1,21 +1,21 @@
-// The page's start: the session of a labeler's link, and the five tabs.
+// The page's start: the session of a labeler's link, and the tabs.
 
-import { el, get, post, say } from "./dom.js";
+import { el, get, post, say, whose } from "./dom.js";
 import { makeChat } from "./chat.js";
 import { makeCompare } from "./compare.js";
 import { makeDemonstrate } from "./demonstrate.js";
 import { makeNext } from "./next.js";
 import { makeRank } from "./rank.js";
 
-const NAMES = ["chat", "compare", "rank", "demonstrate", "next"];
 const MAKERS = { chat: makeChat, compare: makeCompare, rank: makeRank, demonstrate: makeDemonstrate, next: makeNext };
+let NAMES = Object.keys(MAKERS);
 const panels = {};
 
 async function openSession() {
   const secret = location.hash.slice(1);
   if (!secret) return;
   history.replaceState(null, "", location.pathname); // the secret stays in no address bar
-  await post("/api/session", { token: secret });
+  whose.tab = (await post("/api/session", { token: secret })).labeler;
 }
 
 function select(name) {
@@ -41,11 +41,16 @@ async function start() {
   try {
     await openSession();
     const me = await get("/api/me");
-    document.getElementById("who").textContent = me.labeler ? `labeler: ${me.labeler}` : "";
+    whose.tab = me.tab;
+    document.getElementById("who").textContent = me.labeler ?? "";
+    if (!me.chat) {
+      NAMES = ["rank", "demonstrate"];
+      for (const name of Object.keys(MAKERS)) document.getElementById(`tab-${name}`).hidden = document.getElementById(name).hidden = !NAMES.includes(name);
+    }
     for (const name of NAMES) panels[name] = MAKERS[name](document.getElementById(name), me);
     for (const name of NAMES) document.getElementById(`tab-${name}`).addEventListener("click", () => select(name));
     document.getElementById("tabs").addEventListener("keydown", onTabKey);
-    select(me.tasks && me.labeler && me.labeler !== "local" ? "rank" : "chat");
+    select(me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);
     document.body.dataset.ready = "true";
   } catch (error) {
     say(error.message, true);

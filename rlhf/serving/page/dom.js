@@ -22,18 +22,33 @@ export function say(text, bad = false) {
   status.textContent = text;
 }
 
+// What was typed and not saved, in this browser, apart for each labeler: it survives a reload.
+export function draft(me, name) {
+  const key = `rlhf ${me.labeler} ${name}`;
+  return {
+    get: () => JSON.parse(localStorage.getItem(key) ?? "null"),
+    set: (value) => { if (value) localStorage.setItem(key, JSON.stringify(value)); else localStorage.removeItem(key); },
+  };
+}
+
 // A submission's own id: sent again after a failure, it is saved once.
 export function submissionId() {
   const numbers = crypto.getRandomValues(new Uint32Array(4));
   return Array.from(numbers, (n) => n.toString(16).padStart(8, "0")).join("-");
 }
 
+// Whose tab this is, sent with every request: another link that is opened in this browser must not change it.
+export const whose = {
+  get tab() { return sessionStorage.getItem("tab"); },
+  set tab(name) { sessionStorage.setItem("tab", name); },
+};
+
 export async function ask(path, body, signal) {
   let answer;
   try {
     answer = await fetch(path, {
       method: body === undefined ? "GET" : "POST",
-      headers: body === undefined ? {} : { "content-type": "application/json" },
+      headers: { ...(body === undefined ? {} : { "content-type": "application/json" }), ...(whose.tab === null ? {} : { "x-tab": whose.tab }) },
       body: body === undefined ? undefined : JSON.stringify(body),
       signal,
     });
@@ -58,9 +73,13 @@ export async function post(path, body) {
   return (await ask(path, body)).json();
 }
 
+export function textOf(text) {
+  return el("p", { class: "text" }, text);
+}
+
 export function turnsOf(messages) {
   return messages.map((m) =>
-    el("div", { class: `turn ${m.role}` }, el("div", { class: "name" }, m.role), el("p", { class: "text" }, m.content)));
+    el("div", { class: `turn ${m.role}` }, el("div", { class: "name" }, m.role), textOf(m.content)));
 }
 
 // Seconds that the page was looked at since it was started.

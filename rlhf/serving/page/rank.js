@@ -1,69 +1,89 @@
-// The next labelling task: prompt, responses to rank, save, undo; progress and agreement.
+// The next labelling task: prompt, responses to rank, save, undo; progress. The prompt and the buttons stay in view.
 
-import { el, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
-import { Ranking } from "./ranking.js";
+import { draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { button, isTyping, Ranking } from "./ranking.js";
+
+const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], ["Backspace", "unrank the last"], ["j, k", "next response, the one before"],
+  ["r and 1 – 7", "rate the current response"], ["f and a letter", "flag it"], ["n", "note (Escape leaves it)"], ["x", "cannot judge"],
+  ["Enter", "save"], ["u", "undo the last"], ["?", "these keys"]];
 
 export function makeRank(panel, me) {
-  const guide = el("details", {}, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions));
-  const about = el("p", { class: "name" });
-  const bar = el("progress", { value: 0, max: 1 });
-  bar.setAttribute("aria-label", "Tasks labelled");
-  const place = el("div");
-  const save = el("button", { class: "main", disabled: true, onclick: () => submit(false) }, "Save");
-  const unable = el("button", { onclick: () => submit(true) }, "Cannot judge");
-  const undo = el("button", { onclick: onUndo }, "Undo the last");
-  const keys = el("p", { class: "name" }, "Keys: ", el("kbd", {}, "1"), "–", el("kbd", {}, "9"), " next best, with ",
-    el("kbd", {}, "Shift"), " a tie, ", el("kbd", {}, "Backspace"), " unrank the last, ", el("kbd", {}, "Enter"), " save, ",
-    el("kbd", {}, "u"), " undo");
-  panel.append(guide, bar, about, place, el("div", { class: "row" }, save, unable, undo), keys);
-  let task = null, ranking = null, submission = null, replaces = null, busy = false;
+  const guide = el("details", { ontoggle: () => { if (!guide.open) read.set(me.instructions); } },
+    el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions));
+  const read = draft(me, "instructions");
+  guide.open = read.get() !== me.instructions; // a must-read until it was closed once
+  const keys = el("details", {}, el("summary", {}, "Keys (?)"), el("dl", { class: "keys" },
+    ...KEYS.flatMap(([key, does]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, does)])));
+  const about = el("span", { class: "name" });
+  const place = el("div", { class: "ask" });
+  const cards = el("div");
+  const note = el("input", { type: "text", maxLength: 2000, oninput: keep });
+  const strip = el("div");
+  const save = button("Save", () => submit(false), { class: "main", disabled: true });
+  const unable = button("Cannot judge", () => submit(true));
+  const undo = button("Undo the last", onUndo);
+  const cancel = button("Cancel", next, { hidden: true });
+  panel.append(el("div", { class: "row help" }, guide, keys), place, cards, field("Note", note, true),
+    el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, unable, undo, cancel, about)));
+  let task = null, ranking = null, submission = null, replaces = null, busy = false, sure = false, saved = null;
   const watch = new Watch();
 
   document.addEventListener("keydown", (event) => {
     if (panel.hidden || !task) return;
-    if (ranking.onKey(event)) { event.preventDefault(); return; }
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("textarea, input, select")) return;
-    if (event.key === "Enter" && !event.target.closest("button, summary, a") && !save.disabled) submit(false);
-    else if (event.key === "Enter" && event.target.classList.contains("put") && ranking.placed === task.responses.length) {
-      event.preventDefault();
-      submit(false);
-    } else if (event.key === "u") onUndo();
+    if (event.key === "Escape" && event.target === note) note.blur();
+    if (event.key === "Enter" && event.target === note && !save.disabled) submit(false);
+    if (isTyping(event)) return;
+    const does = { u: onUndo, x: () => submit(true), n: () => note.focus(), "?": () => { keys.open = !keys.open; } }[event.key];
+    if (ranking.onKey(event)) event.preventDefault();
+    else if (does) { event.preventDefault(); does(); }
+    else if (event.key === "Enter" && !event.target.closest("button, summary, a") && !save.disabled) submit(false);
   });
+
+  function keep() {
+    sure = false;
+    save.disabled = busy || ranking.placed < 2;
+    const changed = ranking.placed || note.value || Object.keys({ ...ranking.ratings, ...ranking.flagged }).length;
+    if (!replaces) saved.set(changed ? { ...ranking.state, note: note.value } : null);
+  }
 
   function open(found, answer) {
     task = found;
     replaces = answer?.replaces ?? null;
     submission = submissionId();
-    place.replaceChildren();
     save.disabled = unable.disabled = true;
+    cancel.hidden = !replaces;
+    place.replaceChildren();
+    cards.replaceChildren();
+    strip.replaceChildren();
+    note.value = "";
     if (!task) {
       ranking = null;
       place.append(el("p", {}, me.tasks ? "Nothing is left to label. Thank you!"
         : "There are no labelling tasks. Make some with `rlhf sample run=…`, and start the server again."));
       return;
     }
+    saved = draft(me, `rank-${task.name}`);
+    const before = answer ?? saved.get();
     ranking = new Ranking(task.responses, me.flags);
-    ranking.list.addEventListener("changed", () => { save.disabled = busy || ranking.placed < 2; });
-    place.append(...turnsOf(task.messages), ranking.list);
-    if (answer) ranking.load(answer);
+    place.append(...turnsOf(task.messages));
+    cards.append(ranking.list);
+    strip.append(ranking.strip);
+    if (before) ranking.load(before);
+    note.value = before?.note ?? "";
+    ranking.list.addEventListener("changed", keep);
+    keep();
     unable.disabled = false;
-    place.dataset.task = task.name;
+    cards.dataset.task = task.name;
+    place.scrollTop = 0;
     if (!answer) window.scrollTo(0, 0);
     watch.restart();
   }
 
-  function tell({ done, left, agreement, shared }) {
-    bar.max = Math.max(1, done + left);
-    bar.value = done;
-    about.textContent = `${done} labelled, ${left} to go`
-      + (agreement === null || agreement === undefined ? "" : `; the others order ${Math.round(100 * agreement)}% of pairs as you do (${shared} shared)`);
-  }
-
   async function next() {
     try {
-      const found = await get("/api/rank/next");
-      tell(found.progress);
-      open(found.task, null);
+      const { task: found, progress } = await get("/api/rank/next");
+      about.textContent = `${progress.done} labelled, ${progress.left} to go`;
+      open(found, null);
     } catch (error) {
       say(error.message, true);
     }
@@ -71,26 +91,37 @@ export function makeRank(panel, me) {
 
   async function submit(cannot) {
     if (!task || busy) return;
+    if (!cannot && ranking.placed < task.responses.length && !sure) {
+      sure = true;
+      say(`${ranking.placed} of ${task.responses.length} responses are ranked. Save again to leave the others out.`, true);
+      return;
+    }
     busy = save.disabled = true;
     try {
-      const verdict = ranking.verdict(task.name, submission, watch.seconds());
+      const verdict = { ...ranking.verdict(task.name, submission, watch.seconds()), note: note.value.trim() };
       if (cannot) verdict.ranking = null;
       if (replaces) verdict.replaces = replaces;
       await post("/api/rank", verdict);
+      saved.set(null);
       say("Saved.");
       await next();
     } catch (error) {
       say(`Not saved. ${error.message}`, true);
       save.disabled = false;
+      if (error.status === 409) { // answered in another tab, or by enough others
+        saved.set(null);
+        await next();
+      }
     }
     busy = false;
+    if (ranking) save.disabled = ranking.placed < 2;
   }
 
   async function onUndo() {
     try {
       const { task: found, answer } = await get("/api/rank/last");
       open(found, answer);
-      say("Your last answer: change it and save, or leave it and reload.");
+      say("Your last answer: change it and save, or cancel.");
     } catch (error) {
       say(error.message, true);
     }

@@ -1,22 +1,36 @@
 // Responses to put in order, best first: by number keys, by clicking, or by dragging; with ties, ratings and flags.
+// The cards never move. The strip has a chip per response in the order of the ranking, then a divider, then those not ranked.
 
-import { el } from "./dom.js";
+import { el, textOf } from "./dom.js";
+
+const MERITS = ["satisfies_constraint"]; // the other flags are faults
+
+// Words of a text field are no commands; a radio button or a checkbox that was clicked takes no letters.
+export function isTyping(event) {
+  return event.ctrlKey || event.metaKey || event.altKey || event.target.closest("textarea, select, input:not([type=radio], [type=checkbox])");
+}
+
+// A button that a click leaves without focus, so that Enter still saves.
+export function button(label, onclick, more = {}) {
+  return el("button", { onclick, onmousedown: (event) => event.preventDefault(), ...more }, label);
+}
 
 export class Ranking {
   constructor(responses, flags) {
     this.responses = responses;
-    this.flagNames = flags;
-    this.tiers = []; // best first; several ids in one are a tie
-    this.ratings = {};
-    this.flags = {};
-    this.list = el("ol", { class: "cards" });
-    this.draw();
+    this.flags = flags; // [name, what it means]
+    this.strip = el("ol", { class: "strip", "aria-label": "Ranking, best first" });
+    this.list = el("ol", { class: "cards", "aria-label": "Responses" });
+    this.current = responses[0].id; // what the keys for ratings and flags are about
+    this.prefix = "";
+    this.load({});
   }
 
   load({ ranking, ratings, flags }) {
-    this.tiers = (ranking ?? []).map((tier) => [...tier]);
+    this.tiers = (ranking ?? []).map((tier) => [...tier]); // best first; several ids in one are a tie
     this.ratings = { ...ratings };
-    this.flags = { ...flags };
+    this.flagged = { ...flags };
+    this.list.replaceChildren(...this.responses.map((response, i) => this.card(response, i + 1)));
     this.draw();
   }
 
@@ -24,15 +38,9 @@ export class Ranking {
     this.tiers = this.tiers.map((tier) => tier.filter((other) => other !== id)).filter((tier) => tier.length);
   }
 
-  place(id) {
+  place(id, tie = false) {
     this.remove(id);
-    this.tiers.push([id]);
-    this.draw(id);
-  }
-
-  tie(id) {
-    this.remove(id);
-    if (this.tiers.length) this.tiers.at(-1).push(id);
+    if (tie && this.tiers.length) this.tiers.at(-1).push(id);
     else this.tiers.push([id]);
     this.draw(id);
   }
@@ -50,58 +58,84 @@ export class Ranking {
     this.draw(id);
   }
 
+  show(id) {
+    this.draw(id);
+    this.cardOf(id).scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+
+  cardOf(id) {
+    return this.list.querySelector(`[data-id="${CSS.escape(id)}"]`);
+  }
+
   // A digit places that response next; with Shift it ties with the one before; Backspace takes the last place back.
+  // r and a digit rate the current response, f and a letter flag it; j and k go to the next and the one before.
   onKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("textarea, input, select")) return false;
-    const digit = /^Digit([1-9])$/.exec(event.code) ?? /^Numpad([1-9])$/.exec(event.code);
-    if (digit) {
-      const response = this.responses[Number(digit[1]) - 1];
-      if (!response) return false;
-      if (event.shiftKey) this.tie(response.id);
-      else this.place(response.id);
-      return true;
-    }
-    if (event.key === "Backspace" && this.tiers.length) {
-      this.clear(this.tiers.at(-1).at(-1));
-      return true;
-    }
-    return false;
+    if (isTyping(event)) return false;
+    const digit = Number(/^(?:Digit|Numpad)([1-9])$/.exec(event.code)?.[1] ?? 0);
+    const prefix = this.prefix;
+    this.prefix = "";
+    if (prefix === "r" && digit && digit <= 7) this.cardOf(this.current).querySelectorAll(".rating input")[digit - 1].click();
+    else if (prefix === "f" && /^[a-z]$/.test(event.key)) {
+      const box = this.cardOf(this.current).querySelectorAll(".flags input")[event.key.charCodeAt(0) - 97];
+      if (box) box.closest("details").open = true;
+      box?.click();
+    } else if (digit && this.responses[digit - 1]) this.place(this.responses[digit - 1].id, event.shiftKey);
+    else if (event.key === "Backspace" && this.tiers.length) this.clear(this.tiers.at(-1).at(-1));
+    else if (event.key === "r" || event.key === "f") this.prefix = event.key;
+    else if (event.key === "j" || event.key === "k") {
+      const at = this.responses.findIndex((r) => r.id === this.current) + (event.key === "j" ? 1 : -1);
+      if (this.responses[at]) this.show(this.responses[at].id);
+    } else return false;
+    return true;
   }
 
   get placed() {
     return this.tiers.flat().length;
   }
 
-  draw(focus) {
-    const order = this.tiers.flat();
-    const rest = this.responses.map((r) => r.id).filter((id) => !order.includes(id));
-    this.list.replaceChildren(...[...order, ...rest].map((id) => this.card(id)));
-    if (focus) this.list.querySelector(`[data-id="${CSS.escape(focus)}"] .put`)?.focus();
+  changed() {
     this.list.dispatchEvent(new CustomEvent("changed", { bubbles: true }));
   }
 
-  card(id) {
-    const number = this.responses.findIndex((r) => r.id === id) + 1;
-    const at = this.tiers.findIndex((tier) => tier.includes(id));
+  draw(current) {
+    this.current = current ?? this.current;
+    const numbers = new Map(this.responses.map((r, i) => [r.id, i + 1]));
+    const places = new Map(this.tiers.flatMap((tier, at) => tier.map((id) => [id, tier.length > 1 ? `${at + 1} (tie)` : `${at + 1}`])));
+    const chip = (id, text) => {
+      const made = el("li", { class: "chip", "data-id": id, title: `Response ${numbers.get(id)}: drag, or click to see it` }, text);
+      made.addEventListener("pointerdown", (event) => this.drag(event, made));
+      return made;
+    };
+    this.strip.replaceChildren(
+      ...this.tiers.flatMap((tier) => tier.map((id, i) => chip(id, `${i ? "= " : ""}${numbers.get(id)}`))),
+      el("li", { class: "divider" }, places.size ? "not ranked:" : "drag here the best · not ranked:"),
+      ...this.responses.filter((r) => !places.has(r.id)).map((r) => chip(r.id, String(numbers.get(r.id)))));
+    for (const card of this.list.children) {
+      const { id } = card.dataset, at = this.tiers.findIndex((tier) => tier.includes(id));
+      card.className = `card${at < 0 ? "" : " placed"}${id === this.current ? " current" : ""}`;
+      card.querySelector(".place").textContent = places.get(id) ?? "not ranked";
+      const [put, tie, unrank] = card.querySelectorAll(".head button");
+      put.setAttribute("aria-label", `Response ${numbers.get(id)}: ${put.textContent}`);
+      tie.classList.toggle("off", at < 1); // invisible, so that the text below does not move
+      unrank.classList.toggle("off", at < 0);
+    }
+    this.changed();
+  }
+
+  card({ id, text }, number) {
     const name = `Response ${number}`;
-    const handle = el("span", { class: "handle", title: "Drag", "aria-hidden": "true" }, "⠿");
-    const put = el("button", { class: "small put", onclick: () => this.place(id) }, at < 0 ? "Next best" : "Move to the end");
-    const card = el("li", { class: at < 0 ? "card" : "card placed", "data-id": id },
-      el("div", { class: "head" }, handle, el("strong", {}, name), put,
-        at > 0 ? el("button", { class: "small", onclick: () => this.tieUp(id) }, "Tie with above") : null,
-        at >= 0 ? el("button", { class: "small", onclick: () => this.clear(id) }, "Unrank") : null,
-        el("span", { class: "place" }, at < 0 ? "not ranked" : this.tiers[at].length > 1 ? `${at + 1} (tie)` : `${at + 1}`)),
-      el("p", { class: "text" }, this.responses[number - 1].text || "(nothing)"),
-      this.rating(id, name), this.flagBox(id, name));
-    put.setAttribute("aria-label", `${name}: ${put.textContent}`);
-    handle.addEventListener("pointerdown", (event) => this.drag(event, card, handle));
-    return card;
+    return el("li", { "data-id": id, onclick: () => { if (this.current !== id) this.draw(id); } },
+      el("div", { class: "head" }, el("strong", {}, name), el("span", { class: "place" }),
+        button("Next best", () => this.place(id), { class: "small put" }),
+        button("Tie with above", () => this.tieUp(id), { class: "small" }),
+        button("Unrank", () => this.clear(id), { class: "small" })),
+      textOf(text || "(nothing)"), this.rating(id, name), this.flagBox(id, name));
   }
 
   rating(id, name) {
     const choices = [1, 2, 3, 4, 5, 6, 7].map((value) => {
       const input = el("input", { type: "radio", name: `rating-${id}`, value, checked: this.ratings[id] === value,
-        onchange: () => { this.ratings[id] = value; } });
+        onchange: () => { this.ratings[id] = value; this.changed(); } });
       input.setAttribute("aria-label", `${name}: quality ${value} of 7`);
       return el("label", {}, input, el("span", {}, String(value)));
     });
@@ -109,49 +143,62 @@ export class Ranking {
   }
 
   flagBox(id, name) {
-    const chosen = new Set(this.flags[id] ?? []);
-    const boxes = this.flagNames.map((flag) => el("label", {}, el("input", { type: "checkbox", checked: chosen.has(flag),
-      onchange: (event) => {
+    const chosen = new Set(this.flagged[id] ?? []);
+    const box = ([flag, meaning], i) => [MERITS.includes(flag), el("label", { title: meaning },
+      el("input", { type: "checkbox", checked: chosen.has(flag), onchange: (event) => {
         if (event.target.checked) chosen.add(flag);
         else chosen.delete(flag);
-        this.flags[id] = [...chosen];
-      } }), ` ${flag.replaceAll("_", " ")}`));
+        this.flagged[id] = [...chosen];
+        this.changed();
+      } }), " ", el("kbd", {}, String.fromCharCode(97 + i)), ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning))];
+    const boxes = this.flags.map(box);
     const summary = el("summary", {}, "Flags");
     summary.setAttribute("aria-label", `${name}: flags`);
-    return el("details", { open: chosen.size > 0 }, summary, el("div", { class: "flags" }, ...boxes));
+    return el("details", { open: chosen.size > 0 }, summary, el("div", { class: "flags" },
+      el("strong", {}, "Faults"), ...boxes.filter(([merit]) => !merit).map(([, made]) => made),
+      el("strong", {}, "Merits"), ...boxes.filter(([merit]) => merit).map(([, made]) => made)));
   }
 
-  // The card follows the pointer among the others; where it is let go, it has a place of its own, as has what is above it.
-  drag(event, card, handle) {
+  // The other chips move past the dragged one: an element that is put into the document anew loses the pointer. Let go before the
+  // divider it has a place of its own, or between tied ones theirs; after the divider it is not ranked.
+  drag(event, chip) {
     event.preventDefault();
-    handle.setPointerCapture(event.pointerId);
-    card.classList.add("dragged");
-    const move = (moved) => {
-      const others = [...this.list.children].filter((other) => other !== card);
-      const below = others.find((other) => {
+    chip.setPointerCapture(event.pointerId);
+    chip.classList.add("dragged");
+    const { id } = chip.dataset;
+    let moved = false;
+    chip.onpointermove = ({ clientX, clientY }) => {
+      const others = [...this.strip.children].filter((other) => other !== chip);
+      const at = others.findIndex((other) => {
         const box = other.getBoundingClientRect();
-        return moved.clientY < box.top + box.height / 2;
+        return clientY < box.top || (clientY < box.bottom && clientX < box.left + box.width / 2);
       });
-      if (below ? card.nextElementSibling !== below : this.list.lastElementChild !== card) this.list.insertBefore(card, below ?? null);
+      const before = others[at] ?? null;
+      if (chip.nextElementSibling === before) return;
+      moved = true;
+      chip.before(...others.slice(0, before ? at : others.length));
+      if (before) chip.after(...others.slice(at));
     };
-    const drop = () => {
-      handle.removeEventListener("pointermove", move);
-      const shown = [...this.list.children].map((other) => other.dataset.id);
-      const id = card.dataset.id;
-      const above = shown.slice(0, shown.indexOf(id));
+    chip.onpointerup = () => {
+      if (!moved) { this.show(id); return; }
+      const shown = [...this.strip.children].map((other) => other.dataset.id); // the divider has none
+      const at = shown.indexOf(id);
       this.remove(id);
-      const ranked = new Set(this.tiers.flat());
-      for (const other of above) if (!ranked.has(other)) this.tiers.push([other]);
-      const at = this.tiers.findLastIndex((tier) => tier.some((other) => above.includes(other)));
-      this.tiers.splice(at + 1, 0, [id]);
+      if (at < shown.indexOf(undefined)) {
+        const tier = this.tiers.findIndex((ids) => ids.includes(shown[at - 1]));
+        if (tier >= 0 && this.tiers[tier].includes(shown[at + 1])) this.tiers[tier].push(id);
+        else this.tiers.splice(tier + 1, 0, [id]);
+      }
       this.draw(id);
     };
-    handle.addEventListener("pointermove", move);
-    handle.addEventListener("pointerup", drop, { once: true });
-    handle.addEventListener("pointercancel", drop, { once: true });
+    chip.onpointercancel = () => this.draw();
+  }
+
+  get state() {
+    return { ranking: this.tiers, ratings: this.ratings, flags: this.flagged };
   }
 
   verdict(name, submission, seconds) {
-    return { name, submission, ranking: this.tiers, ratings: this.ratings, flags: this.flags, seconds };
+    return { name, submission, ...this.state, seconds };
   }
 }

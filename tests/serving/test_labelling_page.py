@@ -1,0 +1,211 @@
+"""The labelling page in a headless Chromium, without models: whose tab it is, dragging, keys, and that nothing is lost."""
+
+import json
+import os
+from contextlib import nullcontext
+
+import pytest
+
+from tests.serving.conftest import access, make_labelling, serving
+
+pytestmark = pytest.mark.timeout(600)
+SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
+SIZES = [(1280, "light"), (390, "dark")]
+RANKED = "#rank .strip .chip:not(.divider ~ .chip)"
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A server with twenty tasks of three responses and no model: its address, and its labelling."""
+    from rlhf.serving.app import make_app
+    from rlhf.serving.models import ModelThread
+
+    labelling = make_labelling(tmp_path / "labels.jsonl", count=20)
+    thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
+    for address in serving(make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")):
+        yield address, labelling
+    thread.stop()
+
+
+@pytest.fixture
+def visit(browser, site):
+    """Opens a labeler's link, in the same browser unless a new one is asked for; no console error, no request outside."""
+    contexts, problems = [], []
+
+    def open_page(name, width=1280, scheme="light", new=True):
+        if new or not contexts:
+            size = {"width": width, "height": 850}
+            contexts.append(browser.new_context(viewport=size, color_scheme=scheme, has_touch=width < 500))
+        page = contexts[-1].new_page()
+        refused = "Failed to load resource: the server responded"  # of requests that a test wants refused
+        page.on("console", lambda m: m.type == "error" and refused not in m.text and problems.append(m.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(site[0]) or problems.append(f"outside: {r.url}"))
+        page.goto(f"{site[0]}/#{SECRETS[name]}" if name else f"{site[0]}/")
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        for page in context.pages:
+            assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+        context.close()
+    assert problems == []
+
+
+def rows(labelling):
+    return [json.loads(line) for line in labelling.file.path.read_text().splitlines()]
+
+
+def task_of(page):
+    page.wait_for_selector("#rank .card")
+    return page.get_attribute("#rank [data-task]", "data-task")
+
+
+def save(page, name="Save"):
+    """Press a button and wait until the page shows another task, or that none is left."""
+    before = task_of(page)
+    page.get_by_role("button", name=name, exact=True).click()
+    page.wait_for_function(
+        "before => !document.querySelector('#rank .card') || document.querySelector('#rank [data-task]').dataset.task !== before",
+        arg=before,
+    )
+
+
+def drag(page, source, x, y, touch):
+    box = source.bounding_box()
+    path = [(box["x"] + 10, box["y"] + 10), (x + 30, y), (x, y)]
+    if not touch:
+        page.mouse.move(*path[0])
+        page.mouse.down()
+        page.mouse.move(*path[1], steps=4)
+        page.mouse.move(*path[2], steps=2)
+        page.mouse.up()
+        return
+    session = page.context.new_cdp_session(page)
+    for kind, point in zip(("touchStart", "touchMove", "touchMove"), path, strict=True):
+        points = [{"x": point[0], "y": point[1]}]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+def test_twenty_rankings_by_drag_alone(visit, site, width, scheme):
+    """Mouse on a desktop and touch on a phone: nothing but the drags sets the ranks, in the order of each task's ids."""
+    page = visit("anna", width, scheme)
+    for _ in range(20):
+        task_of(page)
+        for place, name in enumerate("cab"):
+            chip, divider = page.locator(f"#rank .chip[data-id={name}]"), page.locator("#rank .divider").bounding_box()
+            drag(page, chip, divider["x"] + 1, divider["y"] + 5, touch=width < 500)
+            assert page.locator(RANKED).count() == place + 1
+        save(page)
+    page.get_by_text("Nothing is left").wait_for()
+    assert [row["ranking"] for row in rows(site[1])] == [[["c"], ["a"], ["b"]]] * 20
+
+
+def test_a_chip_is_dragged_between_others_into_a_tie_and_out_of_the_ranking(visit):
+    page = visit("anna")
+    task_of(page)
+    numbers = {page.locator(".chip").nth(i).get_attribute("data-id"): i + 1 for i in range(3)}
+
+    def shown():
+        return [chip.get_attribute("data-id") for chip in page.locator(RANKED).all()]
+
+    def move(name, onto):
+        box = onto.bounding_box()
+        drag(page, page.locator(f"#rank .chip[data-id={name}]"), box["x"] + 2, box["y"] + 5, False)
+
+    for name in "ab":
+        page.keyboard.press(str(numbers[name]))
+    move("c", page.locator(".chip[data-id=b]"))
+    assert shown() == ["a", "c", "b"]
+    page.keyboard.press("Backspace")
+    page.keyboard.press(f"Shift+Digit{numbers['b']}")  # b ties with c
+    move("a", page.locator(".chip[data-id=c]"))
+    assert (
+        sorted(shown()) == ["a", "b", "c"] and page.locator(".card.placed .place").all_inner_texts() == ["1 (tie)"] * 3
+    )
+    box = page.locator("#rank .divider").bounding_box()
+    drag(page, page.locator(".chip[data-id=c]"), box["x"] + box["width"] + 30, box["y"] + 5, False)
+    assert sorted(shown()) == ["a", "b"] and page.locator(".card.placed").count() == 2
+
+
+def test_a_tab_belongs_to_one_labeler(visit, site):
+    """Two links in one browser: each tab saves under its own name, and a tab whose session has gone saves nothing."""
+    anna = visit("anna")
+    ben = visit("ben", new=False)
+    for page, name in ((anna, "anna"), (ben, "ben"), (anna, "anna")):
+        for key in "123":
+            page.keyboard.press(key)
+        save(page)
+        assert rows(site[1])[-1]["labeler"] == name and page.locator("#who").inner_text() == name
+    anna.reload()
+    assert task_of(anna) and anna.locator("#who").inner_text() == "anna"
+    anna.context.clear_cookies(name="rlhf_session.anna")
+    for key in "123":
+        anna.keyboard.press(key)
+    anna.get_by_role("button", name="Save", exact=True).click()
+    anna.get_by_text("this tab belongs to anna").wait_for()
+    assert len(rows(site[1])) == 3
+
+
+def test_labelers_see_no_model_no_score_and_no_agreement(visit):
+    page = visit("anna")
+    assert [tab.inner_text() for tab in page.get_by_role("tab").all()] == ["Rank", "Demonstrate"]
+    for _ in range(2):
+        for key in "123":
+            page.keyboard.press(key)
+        save(page)
+    assert page.locator(".bar .name").inner_text() == "2 labelled, 18 to go"
+    for path in ("/v1/score", "/v1/chat/completions", "/api/compare", "/api/next"):
+        status = "path => fetch(path, {method: 'POST', headers: {'content-type': 'application/json'}, body: '{}'}).then(a => a.status)"
+        assert page.evaluate(status, path) == 403
+
+
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+def test_nothing_is_lost_silently(visit, site, width, scheme):
+    page = visit("anna", width, scheme)
+    first = task_of(page)
+    page.keyboard.press("2")
+    page.keyboard.press("1")
+    page.keyboard.press("r")
+    page.keyboard.press("6")
+    page.get_by_label("Note").fill("half done")
+    page.reload()  # the draft survives
+    assert task_of(page) == first and page.locator(RANKED).all_inner_texts() == ["2", "1"]
+    assert (
+        page.get_by_label("Response 1: quality 6 of 7").is_checked()
+        and page.get_by_label("Note").input_value() == "half done"
+    )
+    page.get_by_role("button", name="Save", exact=True).click()  # a partial ranking asks first
+    page.get_by_text("2 of 3 responses are ranked").wait_for()
+    assert rows(site[1]) == []
+    save(page)
+    second, [row] = task_of(page), rows(site[1])
+    assert [len(tie) for tie in row["ranking"]] == [1, 1] and list(row["ratings"].values()) == [6]
+    assert row["metadata"]["note"] == "half done"
+    page.keyboard.press("3")
+    page.get_by_role("button", name="Undo the last").click()  # can be cancelled, and the draft is there again
+    page.get_by_text("Your last answer").wait_for()
+    assert task_of(page) == first
+    page.get_by_role("button", name="Cancel").click()
+    page.wait_for_selector(f"#rank [data-task={second}]")
+    assert page.locator(RANKED).all_inner_texts() == ["3"] and len(rows(site[1])) == 1
+    other = visit("anna", new=False)  # a second tab of the same labeler moves on
+    for one in (page, other):
+        for key in "123":
+            one.keyboard.press(key)
+    save(other)
+    save(page)
+    page.get_by_text("you have labelled this task").wait_for()
+    assert task_of(page) == task_of(other) and len(rows(site[1])) == 2
+    moved = site[1].file.path.with_name("moved.jsonl")
+    os.rename(site[1].file.path, moved)  # the file of labels goes: nothing is acknowledged until it is back
+    for key in "123":
+        page.keyboard.press(key)
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.get_by_text("was moved or removed while serving").wait_for()
+    os.rename(moved, site[1].file.path)
+    save(page)
+    assert len(rows(site[1])) == 3
