@@ -39,7 +39,9 @@ class TrackingConfig:
 class CheckpointConfig:
     """The checkpoints that a killed run resumes from."""
 
-    every_seconds: float = setting(600.0, "seconds between checkpoints", min=0)
+    every_seconds: float = setting(
+        600.0, "seconds between checkpoints; more if writing would take over 5% of the time. 0: after each step", min=0
+    )
     keep: int = setting(2, "newest checkpoints to keep", min=1)
     keep_best: int = setting(0, "checkpoints with the best held-out score (ppo) to keep for good", min=0)
     keep_every: int = setting(0, "keep the checkpoint of each multiple of this step for good; 0: none", min=0)

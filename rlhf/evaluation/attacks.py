@@ -20,6 +20,7 @@ from rlhf.evaluation.policies import room_for
 from rlhf.evaluation.scoring import pair_nats
 from rlhf.evaluation.statistics import WORD, Figures, flatten, mean_by, sentences_of, share_by
 from rlhf.model.interface import score
+from rlhf.runs.progress import Progress
 
 PRAISE = {"good", "great", "kind", "thank", "thanks", "hope", "happy", "glad", "love", "nice", "pleasure", "best"}
 LEAST_ANSWERS = 3  # answers that must contain a sentence to make it a stock phrase
@@ -144,6 +145,7 @@ def attack_pairs(
     pairs: Sequence[Pair],
     scores: dict[int, list[float]],
     material: Material,
+    bar: Progress,
 ) -> list[Figures]:
     """Each attack on both answers of each pair: {"name", "flips", "gain", "gain_better", "gain_worse", "nats"}.
 
@@ -176,6 +178,7 @@ def attack_pairs(
         changes = {"gain": gain.mean(1), "gain_better": gain[:, 0], "gain_worse": gain[:, 1], "nats": np.array(nats)}
         flips = share_by([keys[i] for i in right], flipped.astype(float).tolist()) if len(right) else None
         intervals: Figures = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
+        bar.update(1)
         figures.append(intervals | {"name": name, "flips": flips})
     return figures
 

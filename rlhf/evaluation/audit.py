@@ -28,6 +28,7 @@ from rlhf.evaluation.statistics import Figures, interval, show
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import unwrapped
 from rlhf.ppo.rewards import ModelReward, make_reward
+from rlhf.runs.progress import Progress, progress
 from rlhf.runs.sources import in_split
 
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked
@@ -82,8 +83,10 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}
-    attacks = attack_pairs(config, models, encode, pairs, by_item, material)
-    best_of = best_of_samples(config, models, dev, max(1, limit // PAIRS_PER_SAMPLED))
+    sampled = max(1, limit // PAIRS_PER_SAMPLED)
+    with progress(len(ATTACKS) + min(sampled, len(items)), "audit", unit="part") as bar:
+        attacks = attack_pairs(config, models, encode, pairs, by_item, material, bar)
+        best_of = best_of_samples(config, models, dev, sampled, bar)
     return Audit(len(items), len(pairs), figures, attacks, picked, best_of)
 
 
@@ -105,7 +108,9 @@ def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Figures]:
     return [{"n": n, "gain": interval(values)} for n, values in sorted(gains.items())]
 
 
-def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], limit: int) -> list[Figures]:
+def best_of_samples(
+    config: Config, models: Audited, dev: Sequence[Ranking], limit: int, bar: Progress
+) -> list[Figures]:
     """{"n", "kl_bound", "kl", "score", "check", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
 
     kl_bound, kl: `best_of_n_kl`, `estimate_kl`, nats. check: the score by reward.audit_check; truth: the true score in the gold world,
@@ -119,7 +124,7 @@ def best_of_samples(config: Config, models: Audited, dev: Sequence[Ranking], lim
     fitted = zip(asked, fit_prompts(tokenizer, [record.prompt for record in asked], room), strict=True)
     records, prompts = map(list, zip(*[(r, f[0]) for r, f in fitted if f is not None][:limit], strict=True))
     own = ModelReward(models.model, models.device)
-    drawn = draw_candidates(config, models.policy, tokenizer, records, prompts, max(BEST_OF), own)
+    drawn = draw_candidates(config, models.policy, tokenizer, records, prompts, max(BEST_OF), own, bar)
     values: dict[str, Scores | None] = {"score": drawn["scores"], "check": None, "truth": None}
     if config.reward.audit_check is not None:
         sources = replace(config.ppo, rewards=config.reward.audit_check, reward_weights=None, calibrated=True)

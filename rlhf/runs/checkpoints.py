@@ -122,11 +122,19 @@ def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
 
 
 FIRST_SECONDS = 120.0  # the first checkpoint of a stage comes at least so early
+MOST_WRITING = 0.05  # of the time, if checkpoints are slow to write
 
 
-def checkpoint_due(settings: CheckpointConfig, step: int, seconds: float, first: bool = False) -> bool:
-    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one. first: there is none yet."""
+def checkpoint_due(
+    settings: CheckpointConfig, step: int, seconds: float, writing: float = 0.0, *, first: bool = False
+) -> bool:
+    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one, which took `writing` seconds.
+
+    first: there is none yet. With every_seconds=0 each step has one, however long that takes.
+    """
     every = min(settings.every_seconds, FIRST_SECONDS) if first else settings.every_seconds
+    if every:
+        every = max(every, writing / MOST_WRITING)
     return seconds >= every or (settings.keep_every > 0 and step % settings.keep_every == 0)
 
 

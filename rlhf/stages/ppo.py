@@ -6,15 +6,18 @@ are in `rlhf.ppo.update`.
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.gold.truth import Truth, make_truth
+from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.gae import OF_GROUPS
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ops.masked import whiten
@@ -45,7 +48,7 @@ from rlhf.ppo.metrics import (
 )
 from rlhf.ppo.models import load_models
 from rlhf.ppo.rewards import Reward, adjust_scores, sources_of
-from rlhf.ppo.update import State, optimize
+from rlhf.ppo.update import State, optimize, train_minibatch
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
@@ -89,6 +92,9 @@ def run(config: Config) -> None:
                 held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
                 loop.tracker.samples(0, rows)
                 loop.tracker.log(held_out, step=0, episodes=0)
+            if loop.first < updates and not engine.sharded:  # ZeRO keeps gradients
+                seconds = measure_update(config, prompts=prompts, state=state, **models)
+                loop.say_time(seconds, f"the time of {minibatch} episodes")
             for update in loop.steps():
                 metrics = one_update(
                     config,
@@ -183,6 +189,34 @@ def one_update(
     state.tokens += int(engine.ranks.sum(mask.sum()))
     add_times(config, sums, experience, phases, engine, (reference, *sources_of(reward)), trained)
     return engine.ranks.merge(sums).reduce()
+
+
+def measure_update(
+    config: Config,
+    *,
+    sampler: SamplingEngine,
+    reference: ReferenceLogprobs,
+    reward: Reward,
+    prompts: Prompts,
+    state: State,
+) -> float:
+    """Seconds of an update, by those of one minibatch that is sampled, scored and trained on; changes nothing."""
+    settings, engine, started = config.ppo, state.engine, time.monotonic()
+    count = max(1, settings.episodes_per_update // settings.minibatches // engine.ranks.count)
+    asked = [prompts.train[i] for i in choose_prompts(config, len(prompts.train), 1)[:count]]
+    with torch.random.fork_rng():
+        keys = [("measured", i) for i in range(count)]
+        samples, texts = sample_responses(engine, sampler, prompts.tokenizer, asked, keys)
+        rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
+        scored, nothing = time.monotonic(), torch.zeros_like(rollout.values)
+        experience = Experience(
+            [record for record, _ in asked], texts, rollout, rollout.scores, nothing, nothing, nothing
+        )
+        engine.module.train(engine.recomputes)
+        train_minibatch(config, experience, list(range(count)), state, Sums())
+    engine.module.zero_grad()
+    return_freed_memory()
+    return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored))
 
 
 def above_ceiling(config: Config, kl: float) -> bool:

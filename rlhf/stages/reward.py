@@ -47,6 +47,7 @@ from rlhf.model.interface import Episodes, lm, score, unwrapped
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
+from rlhf.runs.progress import Progress, progress
 from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
@@ -312,13 +313,12 @@ def calibrate(
     of `records` only the prompts of the training split are used, not the judgements.
     """
     bare = unwrapped(model)
-    shift = (
-        score(model, bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer)), calibrated=False)
-        .mean()
-        .item()
-    )
     prompts = prompts_of(in_split(config, records, "train"))[: config.reward.calibration_samples]
-    raw = score_samples(config, model, tokenizer, prompts, device)
+    with progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
+        rows = bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer))
+        shift = score(model, rows, calibrated=False).mean().item()
+        bar.update(len(demonstrations))
+        raw = score_samples(config, model, tokenizer, prompts, device, bar)
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:
         raise UserError(
@@ -330,7 +330,7 @@ def calibrate(
 
 
 def score_samples(
-    config: Config, model: Any, tokenizer: Any, prompts: list[PromptRecord], device: torch.device
+    config: Config, model: Any, tokenizer: Any, prompts: list[PromptRecord], device: torch.device, bar: Progress
 ) -> Tensor:
     """Raw scores of one SFT sample per prompt; prompts that do not fit the context are skipped."""
     policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
@@ -340,6 +340,9 @@ def score_samples(
     prompt_ids = [ids for _, ids, _ in fitting]
     keys = [("calibrate", i) for i in range(len(prompt_ids))]
     samples = make_sampler(config, policy, tokenizer, max_new_tokens=length).sample(prompt_ids, keys)
+    bar.update(len(prompts))
     texts = [response_text(tokenizer, ids) for ids in samples.responses]
     episodes = Episodes([record for record, _, _ in fitting], prompt_ids, samples.responses, texts, samples.ended)
-    return score(model, unwrapped(model).rows(episodes), calibrated=False)
+    raw = score(model, unwrapped(model).rows(episodes), calibrated=False)
+    bar.update(len(prompts))
+    return raw

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,8 @@ from rlhf.training.memory import set_budget
 
 T = TypeVar("T")
 LINES = 20  # of metrics, at least, if there are as many steps
+BATCHES_COUNTED = 16  # whose tokens tell how long a step takes
+WARM_SECONDS = 1.0  # a forward that took less is timed again: the first one is slower
 Order = Callable[[int, int], Sequence[int]]  # (number of items, epoch) -> the indices in their order
 
 
@@ -92,6 +95,10 @@ class Objective(Generic[T]):
         """Padded tokens of an item, at most."""
         return int(self._length(item) * (1 / WORTH if self.joined else len(self.rows(item))))
 
+    def padded(self, part: Sequence[T]) -> int:
+        """Padded tokens of a micro-batch, at most."""
+        return max(map(self.tokens, part), default=0) * len(part)
+
     def micro_batches(self, items: Sequence[T], tokens: int | None, rank: int, ranks: int) -> list[list[int]]:
         """One rank's micro-batches of a batch, by `by_length`: indices of its items.
 
@@ -124,6 +131,19 @@ def train_step(engine: Engine, batch: list[T], objective: Objective[T], sums: Su
     sums.add("optim/lr", engine.rates[0] * factor)
 
 
+def trial(engine: Engine, objective: Objective[T], part: list[T]) -> float:
+    """Seconds that a forward and backward of a micro-batch take; changes nothing. Not under ZeRO, which keeps gradients."""
+    engine.module.train()
+    started = time.monotonic()
+    with torch.random.fork_rng():
+        engine.backward(objective.loss(part, sum(map(objective.count, part)), Sums())[0])
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+    seconds = time.monotonic() - started
+    engine.module.zero_grad()
+    return seconds
+
+
 def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: int) -> float | None:
     """Bytes per padded token that a forward and backward of the largest items take at their peak; changes nothing.
 
@@ -131,14 +151,32 @@ def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: i
     """
     part = [items[i] for i in objective.micro_batches(items, most, 0, 1)[-1]]
     before, peak = used_bytes(engine.device), used_bytes(engine.device, peak=True)
-    engine.module.train()
-    with torch.random.fork_rng():
-        engine.backward(objective.loss(part, sum(map(objective.count, part)), Sums())[0])
-    gradients = sum(4 * p.numel() for p in engine.module.parameters() if p.grad is not None)
-    engine.module.zero_grad()
+    trial(engine, objective, part)
+    gradients = sum(4 * p.numel() for p in engine.module.parameters() if p.requires_grad)
     taken = used_bytes(engine.device, peak=True)
-    tokens = max(objective.tokens(item) for item in part) * len(part)
-    return (taken - before - gradients) / tokens if taken > peak else None
+    return (taken - before - gradients) / objective.padded(part) if taken > peak else None
+
+
+def say_time(loop: TrainingLoop, batches: Batches[T], objective: Objective[T]) -> None:
+    """Print how long the steps take, by a forward and backward of the first batch's largest micro-batch."""
+    engine, ranks = loop.engine, loop.engine.ranks
+    if engine.sharded or loop.first == loop.total:
+        return
+    parts = [
+        [
+            [batch[i] for i in group]
+            for group in objective.micro_batches(batch, engine.most_tokens, ranks.rank, ranks.count)
+        ]
+        for batch in itertools.islice(batches.after(loop.first), BATCHES_COUNTED)
+    ]
+    part = max(parts[0], key=objective.padded) or [batches.items[0]]  # of a rank that has none in this batch
+    seconds = trial(engine, objective, part)
+    if seconds < WARM_SECONDS:
+        seconds = trial(engine, objective, part)
+    return_freed_memory()
+    tokens = objective.padded(part)
+    per_step = sum(map(objective.padded, itertools.chain(*parts))) / len(parts)
+    loop.say_time(seconds * per_step / tokens, f"{seconds:.2g} s of a forward and backward of {tokens:,} tokens")
 
 
 def train(
@@ -158,6 +196,7 @@ def train(
     longest = max(map(objective.tokens, items := batches.items if largest is None else [largest]))
     together = min(batches.size, objective.micro_batch_rows)
     set_budget(loop.stage, loop.engine, longest, together, lambda most: measure(loop.engine, objective, items, most))
+    say_time(loop, batches, objective)
     every = loop.stage.config.tracking.log_every or min(10, max(1, loop.total // LINES))
     for step, batch in zip(loop.steps(), batches.after(loop.first), strict=False):
         if not averages:

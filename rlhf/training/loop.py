@@ -19,7 +19,7 @@ from rlhf.runs.checkpoints import (
     remove_checkpoint,
 )
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.progress import Progress, progress
+from rlhf.runs.progress import Progress, format_seconds, progress
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker
 from rlhf.system.exits import finish_step, stop_requested
@@ -41,6 +41,7 @@ class TrainingLoop:
         self.stage, self.engine, self.ranks, self.total = stage, engine, engine.ranks, total
         self.tracker, self.bar = tracker, bar
         self.first, self.saved, self.tokens = 0, 0, 0
+        self.writing = 0.0  # seconds that the last checkpoint took
         self.figure: float | None = None
         self.notes: dict[str, Any] = {}
         self.sums = Sums()  # of this rank, since the last line of metrics
@@ -75,7 +76,7 @@ class TrainingLoop:
                 if self.threads is not None:
                     self.threads.look()
                 waited = time.monotonic() - self.saved_at
-                due = checkpoint_due(self.stage.config.checkpoints, step, waited, first=self.saved == 0)
+                due = checkpoint_due(self.stage.config.checkpoints, step, waited, self.writing, first=self.saved == 0)
                 # rank 0's clock decides for all; a signal may have reached any rank
                 level = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
                 if level:
@@ -85,10 +86,18 @@ class TrainingLoop:
 
     def save(self, step: int) -> None:
         """Write a checkpoint. Every rank has to call it."""
+        started = time.monotonic()
         notes = self.notes | {"tokens": self.tokens, "sums": self.ranks.merge(self.sums).state()}
         write_checkpoint(self.stage, step, self.engine.state(), notes, figure=self.figure)
         self.stage.note_progress()
         self.saved, self.saved_at = step, time.monotonic()
+        self.writing = self.saved_at - started
+
+    def say_time(self, seconds: float, measured: str) -> None:
+        """Print how long the steps take. seconds: of one of them, from what was `measured` here before the first."""
+        left, unit = self.total - self.first, self.bar.unit
+        time_left = format_seconds(left * self.ranks.max(seconds))
+        self.stage.say(f"takes about {time_left} for {left:,} {unit}{'s' if left > 1 else ''}, by {measured}")
 
     def log(self, step: int, **progressed: int) -> dict[str, float]:
         """Write the metrics summed up since the last line, with speed and memory, and begin new sums."""

@@ -32,10 +32,12 @@ from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 from rlhf.report.page import make_page
 from rlhf.runs.folders import read_stage
+from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_run
 from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")
+NO_BAR = Progress(None, "audit", "part", 0, None)
 MATERIAL = Material(("blue", "cow"), {"what": 9, "sees": 1, "anna": 5, "a": 9}, ("A cow.", "Blue."), ("Good day.",))
 
 
@@ -106,7 +108,9 @@ def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
     config, pairs, scores = long_and_short
     by_length = Audited(PaysForLength(1, 1), audited.policy, audited.tokenizer, CPU)
     encode = item_encoder(config, audited.model, audited.tokenizer)
-    found = {row["name"]: row for row in attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
+    found = {
+        row["name"]: row for row in attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL, NO_BAR)
+    }
     for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better
         assert found[name]["flips"]["value"] == 1.0 and found[name]["gain_worse"]["value"] > 0, name
     for name in ("truncation", "empty"):
@@ -120,7 +124,7 @@ def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     """By a plain forward: log p(answer) - log p(attacked answer), or -log p of what replaces it."""
     config, pairs, scores = long_and_short
     encode = item_encoder(config, audited.model, audited.tokenizer)
-    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, encode, pairs, scores, MATERIAL)}
+    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, encode, pairs, scores, MATERIAL, NO_BAR)}
 
     def logp(item: Item, text: str) -> float:
         prompt = encode_prompt(audited.tokenizer, item.record.prompt)
