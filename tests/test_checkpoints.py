@@ -138,6 +138,13 @@ def test_the_first_checkpoint_comes_early():
     assert checkpoint_due(CheckpointConfig(every_seconds=5.0), 1, 6, first=True)
 
 
+def test_writing_checkpoints_takes_at_most_a_twentieth_of_the_time():
+    settings = CheckpointConfig(every_seconds=600.0)
+    assert checkpoint_due(settings, 1, 601, writing=30.0)
+    assert [checkpoint_due(settings, 1, seconds, writing=60.0) for seconds in (601, 1199, 1201)] == [False, False, True]
+    assert checkpoint_due(CheckpointConfig(every_seconds=0.0), 1, 0.1, writing=60.0), "asked for after each step"
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
     checkpoint(tmp_path, 10)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,10 @@ from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.runs.sources import read_comparisons, read_demonstrations
 from rlhf.system import memory
+from rlhf.training import batches
+from rlhf.training.batches import Batches, Objective
 from rlhf.training.engine import make_engine
+from rlhf.training.loop import TrainingLoop
 from rlhf.training.memory import kept_per_token, set_budget
 from rlhf.training.next_token import NextToken
 from tests.presets import preset
@@ -155,6 +159,42 @@ def test_a_resumed_stage_keeps_a_measured_limit(engine):
     resumed.memory = dict(stage.memory)
     set_budget(resumed, engine, 100, 10**6, lambda most: None)
     assert resumed.memory["tokens"] == stage.memory["tokens"]
+
+
+def make_loop(engine, total: int):
+    said: list[str] = []
+    loop = SimpleNamespace(
+        engine=engine, ranks=engine.ranks, first=2, total=total, bar=SimpleNamespace(unit="step"), said=said
+    )
+    loop.stage, loop.say_time = SimpleNamespace(say=said.append), partial(TrainingLoop.say_time, loop)
+    return loop
+
+
+def row_objective(engine) -> Objective:
+    def loss_of(part, count, sums):
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in part], batch_first=True)
+        return engine(tokens, count, input_ids=tokens), {}
+
+    return Objective(lambda row: [row], loss_of, micro_batch_rows=2, count=len)
+
+
+def test_a_stage_says_how_long_its_steps_take_by_what_it_has_measured(engine, monkeypatch):
+    """Steps of 4 rows, in micro-batches of 2 and 2: 2 * 10 + 2 * 40 = 100 padded tokens. The largest takes 4 s: 5 s per step."""
+    loop, rows = make_loop(engine, total=12), [[5] * 10, [5] * 8, [5] * 40, [5] * 30]
+    monkeypatch.setattr(batches, "trial", lambda engine, objective, part: 4.0)
+    batches.say_time(loop, Batches(rows, 4, lambda count, epoch: range(count)), row_objective(engine))
+    assert loop.said == ["takes about 50 s for 10 steps, by 4 s of a forward and backward of 80 tokens"]
+
+
+def test_measuring_changes_nothing(engine):
+    before = {name: x.clone() for name, x in engine.module.state_dict().items()}
+    random, loop = torch.get_rng_state(), make_loop(engine, total=3)
+    engine.module.model.model.dropout.p = 0.1
+    items = Batches([[5, 6, 7]] * 4, 4, lambda count, epoch: range(count))
+    batches.say_time(loop, items, row_objective(engine))
+    assert len(loop.said) == 1 and torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in engine.module.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in engine.module.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,6 @@ class PlanConfig(Config):
     gpu_memory_gb: float = setting(80.0, "memory of one GPU, in 10^9 bytes", above=0)
     dtype: str = setting("bf16", "bf16: mixed precision", choices=("bf16", "fp32"))
     fused_attention: bool = setting(True, "false: the attention probabilities are kept")
-    sequence: int | None = setting(None, "tokens of the longest row; none: model.context_length", min=1)
     memory_margin: float = setting(0.1, "fraction of a GPU's memory kept free", min=0, below=1)
     mfu: float = setting(0.4, "fraction of the peak rate that training reaches", above=0, max=1)
     peak_tflops: float | None = setting(None, "peak TFLOP/s of a GPU; none: an A100's, 312 or 19.5 (fp32)", above=0)

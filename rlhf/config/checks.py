@@ -99,8 +99,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
                 f"{json.dumps(fits)}",
             )
     if isinstance(config, PlanConfig) and context is not None:  # else the plan reads the model's own configuration
-        longest = config.sequence or context
-        yield longest > context, f"sequence={longest}: want at most model.context_length={context}"
+        longest = min(context, data.max_tokens)
         yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
 
 

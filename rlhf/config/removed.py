@@ -12,6 +12,7 @@ SETTINGS: dict[str, str] = {
     "--figures": "use report.figures=<folder>",
     "processes": "`rlhf import` reads with one process: leave it out",
     "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
+    "sequence": "use data.max_tokens, which the stages use too",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
     **dict.fromkeys(
         (

@@ -3,11 +3,11 @@
 Adds up the closed forms of `shapes`, `formulas` and `scaling` as the stages use them.
 """
 
-import itertools
 from dataclasses import asdict, replace
 from typing import Any
 
 from rlhf.config import DEEPSPEED, PlanConfig
+from rlhf.config.checks import check_config
 from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import formulas, scaling
@@ -27,15 +27,9 @@ def planned_shape(config: PlanConfig) -> Shape:
     return make_shape(config.model, config.tokenizer.vocab_size)
 
 
-def sequence_of(config: PlanConfig) -> int:
-    """Tokens of the longest row of SFT, reward model and PPO.
-
-    Raises: UserError for more than the model's context, or too few for a prompt and an answer.
-    """
-    context, answer = planned_shape(config).context_length, config.rollout.max_new_tokens
-    longest = config.sequence or context
-    if longest > context:
-        raise UserError(f"sequence={longest}: want at most the model's context of {context} tokens")
+def longest_row(config: PlanConfig) -> int:
+    """Most tokens of a row of SFT, reward model and PPO. Raises: UserError for too few for a prompt and an answer."""
+    longest, answer = min(planned_shape(config).context_length, config.data.max_tokens), config.rollout.max_new_tokens
     if answer >= longest:
         raise UserError(f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens: lower it")
     return longest
@@ -102,7 +96,7 @@ def trained_and_frozen(config: PlanConfig, stage: str) -> tuple[int, list[tuple[
 
 def row_bytes(config: PlanConfig, stage: str) -> int:
     """Bytes that a row of the stage's longest takes in one forward: its activations, in a rollout its cache."""
-    shape, longest, dtype = planned_shape(config), sequence_of(config), config.dtype
+    shape, longest, dtype = planned_shape(config), longest_row(config), config.dtype
     if stage == "ppo rollout":
         return formulas.kv_cache_bytes(shape, 1, longest - 1, dtype)
     if stage == "ppo score":  # no gradients: one block's activations
@@ -123,7 +117,7 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     """
     shape, dtype, gpus, rows = planned_shape(config), config.dtype, config.gpus, planned_rows(config)[stage]
     zero, offload = DEEPSPEED[config.deepspeed]
-    longest, row = sequence_of(config), row_bytes(config, stage)
+    longest, row = longest_row(config), row_bytes(config, stage)
     answer = min(longest, config.rollout.max_new_tokens)
     trained, frozen = trained_and_frozen(config, stage)
     parts = {**dict.fromkeys(BYTE_PARTS, 0), **formulas.model_state_bytes(trained, gpus, zero, dtype, offload=offload)}
@@ -205,37 +199,46 @@ def fewest_gpus(config: PlanConfig) -> int | None:
 
 
 def suggest(config: PlanConfig) -> list[str]:
-    """Overrides that would fit: on the same GPUs those that cost least speed, adapters; else the fewest GPUs.
+    """Overrides that fit and that the checks accept: on the same GPUs those that cost least speed, in full and with adapters; else the
+    fewest GPUs.
 
     Adapters under ZeRO need float32 (`add_adapters`).
     """
     names = [n for n in DEEPSPEED if n == "none" or not config.lora.rank or config.dtype == "fp32"]
-    ladder = [
-        replace(config, deepspeed=name, gradient_checkpointing=checkpointing)
-        for checkpointing in ((True,) if config.gradient_checkpointing else (False, True))
-        for name in names
-    ]
-    ladder.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
-    found = [as_overrides(one) for one in ladder if largest(one)[1] <= room(config)][:1]
-    if not config.lora.rank:
-        for share, checkpointing in itertools.product((False, True), (config.gradient_checkpointing, True)):
-            lora = replace(config.lora, rank=16, share_trunk=share)
-            one = replace(config, lora=lora, deepspeed="none", gradient_checkpointing=checkpointing)
-            if largest(one)[1] <= room(config):
-                found.append(as_overrides(one) + " lora.rank=16" + " lora.share_trunk=true" * share)
-                break
-    if found:
-        return found
-    counts = [(count, one) for one in ladder if (count := fewest_gpus(one)) is not None]
+    recomputing = (True,) if config.gradient_checkpointing else (False, True)
+    as_given = [replace(config, deepspeed=n, gradient_checkpointing=c) for c in recomputing for n in names]
+    as_given.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
+    loras = [replace(config.lora, rank=config.lora.rank or 16, share_trunk=share) for share in (False, True)]
+    adapted = [replace(config, deepspeed="none", gradient_checkpointing=c, lora=x) for x in loras for c in recomputing]
+    found = [next(filter(works, ladder), None) for ladder in (as_given, adapted)]
+    if any(found):
+        return list(dict.fromkeys(as_overrides(one, config) for one in found if one is not None))
+    counts = [(count, one) for one in as_given if accepted(one) and (count := fewest_gpus(one)) is not None]
     if not counts:
         return []
     count, one = min(counts, key=lambda pair: pair[0])
-    return [as_overrides(replace(one, gpus=count))]
+    return [as_overrides(replace(one, gpus=count), config)]
 
 
-def as_overrides(config: PlanConfig) -> str:
+def works(config: PlanConfig) -> bool:
+    """Whether every stage fits, by settings that go together."""
+    return largest(config)[1] <= room(config) and accepted(config)
+
+
+def accepted(config: PlanConfig) -> bool:
+    try:
+        check_config(config, "plan")
+    except UserError:
+        return False
+    return True
+
+
+def as_overrides(config: PlanConfig, given: PlanConfig) -> str:
+    """GPUs and deepspeed, and what else differs from the given configuration."""
     text = f"gpus={config.gpus} deepspeed={config.deepspeed}"
-    return text + (" gradient_checkpointing=true" if config.gradient_checkpointing else "")
+    text += " gradient_checkpointing=true" if config.gradient_checkpointing else ""
+    text += f" lora.rank={config.lora.rank}" if config.lora.rank != given.lora.rank else ""
+    return text + (" lora.share_trunk=true" if config.lora.share_trunk > given.lora.share_trunk else "")
 
 
 def peak_tflops(config: PlanConfig) -> float:
@@ -245,7 +248,7 @@ def peak_tflops(config: PlanConfig) -> float:
 
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     """FLOPs and hours of pretraining and of PPO by phase, at the stated MFU; decoding by the roofline."""
-    shape, context, longest = planned_shape(config), block_tokens(config), sequence_of(config)
+    shape, context, longest = planned_shape(config), block_tokens(config), longest_row(config)
     flops_a_gpu = config.mfu * 1e12 * peak_tflops(config)
     speed = config.gpus * flops_a_gpu
     pretrain = formulas.TRAINING_PASSES * formulas.shape_flops(shape, pretraining_tokens(config), context)

@@ -38,7 +38,7 @@ class Progress:
     def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO | None) -> None:
         self.total, self.label, self.unit, self.initial, self.done = total, label, unit, initial, initial
         self._stream, self._figures = stream, dict[str, str]()
-        self._started, self._printed_at, self._printed = time.monotonic(), -math.inf, initial
+        self.started, self._printed_at, self._printed = time.monotonic(), -math.inf, initial
         self._bar: Any = None
         if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
             from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
@@ -73,7 +73,7 @@ class Progress:
         self._printed, self._printed_at = self.done, time.monotonic()
         if self._stream is None:
             return
-        seconds = self._printed_at - self._started
+        seconds = self._printed_at - self.started
         rate = (self.done - self.initial) / seconds if seconds > 0 else 0.0
         remaining = f"{format_seconds(seconds)} taken"
         if self.total is not None and self.done < self.total:

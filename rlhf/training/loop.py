@@ -70,6 +70,7 @@ class TrainingLoop:
 
         Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint.
         """
+        self.bar.started = time.monotonic()  # what came before took no step
         with finish_step(self.stage.name):
             for step in range(self.first + 1, self.total + 1):
                 yield step

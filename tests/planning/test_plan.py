@@ -1,6 +1,7 @@
 """The plan as a whole: parts that add up, the fewest GPUs, suggestions that hold, hours by hand."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -129,7 +130,7 @@ def test_more_gpus_never_need_more_a_gpu_and_the_fewest_is_the_fewest(model, dee
             for model in ("gpt3-xl", "gpt3-13b")
             for zero in ("none", "zero3")
         ),
-        ["model=gpt2-xl", "gpu_memory_gb=24", "sequence=512", "gold.enabled=false"],
+        ["model=gpt2-xl", "gpu_memory_gb=24", "data.max_tokens=512", "gold.enabled=false"],
         ["model=gpt2-xl", "gpu_memory_gb=24", "lora.rank=16"],
         ["model=gpt2-xl", "gpu_memory_gb=6", "lora.rank=16", "lora.share_trunk=true"],
     ],
@@ -142,6 +143,47 @@ def test_what_is_suggested_fits(overrides, monkeypatch):
     assert plan["fits"] or plan["suggestions"]
     for text in plan["suggestions"]:
         assert make_plan(planned(*overrides, *text.split()))["fits"], text
+
+
+# The configurations of three published models (Qwen2.5-1.5B, Llama-3.2-1B and Llama-3.1-8B), and the GB of a GPU.
+QWEN = {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}  # fmt: skip
+LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
+PUBLISHED = [
+    (QWEN, 24, 1_543_714_304, ["gpus=1 deepspeed=zero3_offload", "gpus=1 deepspeed=none lora.rank=16"], []),
+    (LLAMA_1B, 80, 1_235_814_400, [], []),
+    (LLAMA_8B, 80, 8_030_261_248, ["gpus=1 deepspeed=zero3_offload", "gpus=1 deepspeed=none lora.rank=16"], []),
+]
+
+
+def adopting(folder, shape: dict, gigabytes: int) -> list[str]:
+    described = shape | {"hidden_act": "silu", "max_position_embeddings": 131072}
+    (folder / "config.json").write_text(json.dumps(described))
+    return ["experiment=align", f"model.pretrained='{folder}'", f"gpu_memory_gb={gigabytes}"]
+
+
+@pytest.mark.parametrize(("shape", "gigabytes", "parameters", "in_full", "with_adapters"), PUBLISHED)
+def test_a_published_model_fits_its_gpu_by_what_the_plan_proposes(
+    tmp_path, shape, gigabytes, parameters, in_full, with_adapters
+):
+    given = adopting(tmp_path, shape, gigabytes)
+    for more, suggestions in (([], in_full), (["lora.rank=16"], with_adapters)):
+        plan = make_plan(planned(*given, *more))
+        assert plan["shape"]["context_length"] == 131072, "rows are cut to data.max_tokens, not to this"
+        assert plan["parameters"]["policy"] == parameters
+        assert plan["suggestions"] == suggestions and plan["fits"] == (not suggestions)
+        for text in suggestions:
+            assert make_plan(planned(*given, *more, *text.split()))["fits"], text
+
+
+def test_adapters_that_do_not_fit_share_one_trunk(tmp_path):
+    given = [*adopting(tmp_path, QWEN, 12), "lora.rank=16"]
+    [text] = make_plan(planned(*given))["suggestions"]
+    assert text.endswith("lora.share_trunk=true")
+    assert make_plan(planned(*given, *text.split()))["fits"]
 
 
 def test_flops_and_hours_by_hand():
@@ -172,7 +214,7 @@ BAD = {
     "dtype=fp16": "dtype=fp16: want one of bf16, fp32",
     "mfu=40": "mfu=40.0: want more than 0 and at most 1",
     "memory_margin=1": "memory_margin=1.0: want 0 or more and less than 1",
-    "sequence=4096": "sequence=4096: want at most model.context_length=1024",
+    "sequence=4096": "use data.max_tokens",
     "rollout.max_new_tokens=1024": "leaves no room for a prompt",
     "model.n_kv_head=5": "model.n_kv_head=5: want a divisor of model.n_head=12",
     "model.mlp_width=0": "model.mlp_width=0: want 1 or more",

@@ -135,6 +135,15 @@ def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
         assert changed(policy, trainer.actor_critic.policy)
 
 
+def test_measuring_an_update_changes_nothing(trainer):
+    before, random = weights(trainer.actor_critic), torch.get_rng_state()
+    names = ("sampler", "reference", "reward", "prompts", "state")
+    seconds = ppo.measure_update(trainer.config, **{name: getattr(trainer, name) for name in names})
+    assert seconds > 0 and torch.equal(torch.get_rng_state(), random)
+    assert not changed(before, trainer.actor_critic)
+    assert all(p.grad is None for p in trainer.actor_critic.parameters())
+
+
 def test_the_learning_rates_rise_and_then_fall_on_a_line():
     settings = PpoConfig(episodes=80, episodes_per_update=8, warmup_updates=2, final_lr_fraction=0.5)
     rates = [ppo_update.rate_factor(settings, update, first=2) for update in range(1, 11)]

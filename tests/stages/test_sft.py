@@ -1,6 +1,7 @@
 """SFT: what its loss counts, how long it trains, and what it runs on."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ def test_rows_have_at_most_max_tokens_and_what_was_cut_is_counted(copy_until, ca
     """SFT, PPO's prompts, the reward model and its scores; a demonstration has about 30 tokens."""
     run = copy_until("sft")
     counts = read_stage(run.stage("sft", "data.max_tokens=20", *STILL))["counts"]
-    assert counts["truncated_responses"] > 0 and "at most 20 tokens; " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert counts["truncated_responses"] > 0 and "at most 20 tokens; " in said
+    assert re.search(r"sft: takes about \d+ s for \d+ steps, by .* s of a forward and backward of ", said)
     tokenizer = run.tokenizer()
     prompts, _ = load_ppo_prompts(run.config("data.max_tokens=20", "rollout.max_new_tokens=8"), tokenizer, print)
     assert 10 < max(len(ids) for _, ids in prompts) <= 12 and "cut from the left" in capsys.readouterr().out
