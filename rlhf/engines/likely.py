@@ -45,13 +45,14 @@ def response_logprobs(
     with_entropy: bool = False,
     entropy_gradient: bool = False,
     hidden: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
     Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
-    states (N, D) before the tokens in mask (B, A), if already computed.
+    states (N, D) before the tokens in mask (B, A), if already computed; before: `before_responses`, likewise.
     """
-    before = before_responses(prompt_lengths, tokens.shape[1], mask)
+    before = before_responses(prompt_lengths, tokens.shape[1], mask) if before is None else before
     chosen, model = tokens.flatten()[before + 1], lm(policy)
     if model.logits_are == "own":
         logits = model.logits(tokens, before)  # (N, V)

@@ -39,10 +39,12 @@ class GPTPreTrainedModel(PreTrainedModel):
     def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Last hidden states (N, D) of the tokens in `kept` (N,), row * T + position, of right-padded tokens (B, T).
 
-        A common prefix of several rows is read only once, if that saves time.
+        A common prefix of several rows is read only once on a CPU, if that saves time. On a GPU joining would wait for the tokens,
+        and its mask rules out flash attention.
         """
         trunk: Any = self.base_model
-        if len(tokens) > 1 and len(kept) and self.config.window is None:  # a window counts distances within the row
+        # a window counts distances within the row
+        if len(tokens) > 1 and len(kept) and self.config.window is None and not tokens.is_cuda:
             rows, positions = kept // tokens.shape[1], kept % tokens.shape[1]
             if (joined := join_rows(tokens, rows, positions, self.config.width)) is not None:
                 given = {"attention_mask": joined.mask, "position_ids": joined.positions}

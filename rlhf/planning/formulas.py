@@ -13,7 +13,7 @@ ELEMENT = {"bf16": 2, "fp32": 4}
 # A forward and a backward take as many operations as this many forwards (Chowdhery et al. 2022, appendix B).
 TRAINING_PASSES = 3.0
 # 10^12 operations per second of one GPU, dense, by a part of its name: in bfloat16, in float32. The first match counts.
-# Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40S and B200.
+# Source: NVIDIA's data sheets of the A100, H100, H200, L4, L40, L40S and B200.
 PEAK_TFLOPS = {
     "H100 PCIE": (756.0, 51.0),
     "H100": (989.0, 67.0),
@@ -21,6 +21,7 @@ PEAK_TFLOPS = {
     "B200": (2250.0, 75.0),
     "A100": (312.0, 19.5),
     "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),
 }
 

@@ -7,6 +7,7 @@ one token earlier, at position prompt_length + t - 1.
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -56,8 +57,9 @@ class Rollout(NamedTuple):
 
     def rows(self, index: list[int]) -> "Rollout":
         """The episodes of `index`, cut to their own longest row and response."""
-        picked = Rollout(*(field[index] for field in self))
-        width, answer = int(picked.lengths.max()), int(picked.response_mask.sum(1).max())
+        where = torch.tensor(index, device=self.tokens.device)
+        picked = Rollout(*(field[where] for field in self))
+        width, answer = torch.stack((picked.lengths.max(), picked.response_mask.sum(1).max())).tolist()
         by_token = ("response_mask", "logp_sampled", "logp_old", "logp_ref", "values", "token_scores")
         cut = {name: getattr(picked, name)[:, :answer] for name in by_token}
         return picked._replace(tokens=picked.tokens[:, :width], **cut)
@@ -78,9 +80,10 @@ class Experience(NamedTuple):
     def rows(self, index: list[int]) -> "Experience":
         """The episodes of `index`, cut as `Rollout.rows` cuts them."""
         rollout = self.rollout.rows(index)
-        by_token = (x[index, : rollout.response_mask.shape[1]] for x in (self.rewards, self.advantages, self.returns))
+        where, answer = torch.tensor(index, device=self.scores.device), rollout.response_mask.shape[1]
+        by_token = (x[where, :answer] for x in (self.rewards, self.advantages, self.returns))
         records, texts = [self.records[i] for i in index], [self.texts[i] for i in index]
-        return Experience(records, texts, rollout, self.scores[index], *by_token)
+        return Experience(records, texts, rollout, self.scores[where], *by_token)
 
     def without_tokens(self) -> "Experience":
         """The same episodes, in which no token counts."""
@@ -177,11 +180,11 @@ def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums)
     if kind == "auto":
         kind = "truncate" if total > MOST_MISMATCH * tokens else "none"
     weights = sampler_weights(rollout.logp_old, rollout.logp_sampled, mask, kind)
-    sums.add("rollout/mismatch", gaps.abs().sum().item(), count)
-    sums.add("rollout/mismatch_p99", gaps.abs().quantile(0.99).item())
-    sums.add("rollout/mismatch_outside", ((ratios < 0.8) | (ratios > 1.25)).sum().item(), count)
-    sums.add("rollout/mismatch_ess", ratios.sum().square().item() / ratios.square().sum().item(), count)
-    sums.add("rollout/corrected", (weights[mask] != 1).sum().item(), count)
+    sums.add("rollout/mismatch", gaps.abs().sum(), count)
+    sums.add("rollout/mismatch_p99", gaps.abs().kthvalue(math.ceil(0.99 * count)).values)
+    sums.add("rollout/mismatch_outside", ((ratios < 0.8) | (ratios > 1.25)).sum(), count)
+    sums.add("rollout/mismatch_ess", ratios.sum().square() / ratios.square().sum(), count)
+    sums.add("rollout/corrected", ((weights != 1) & mask).sum(), count)
     return weights
 
 

@@ -64,7 +64,7 @@ class ActorCritic(nn.Module):
         logp = entropies = values = None
         if with_policy:
             where = tokens, starts, mask
-            logp, entropies = response_logprobs(self.policy, *where, with_entropy, entropy_gradient, hidden)
+            logp, entropies = response_logprobs(self.policy, *where, with_entropy, entropy_gradient, hidden, before)
         if with_values and hidden is not None:
             # without the policy only the head trains: the shared trunk belongs to the policy
             values = self.critic(hidden if with_policy else hidden.detach()).squeeze(-1).float()

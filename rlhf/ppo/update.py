@@ -136,7 +136,7 @@ def micro_batch_loss(
     passes: which models run, arguments of `ActorCritic.evaluate`.
     """
     settings, rollout, mask = config.ppo, part.rollout, part.rollout.response_mask
-    count = int(mask.sum())
+    count = mask.sum()
     logp, entropies, values = state.engine(
         rollout.tokens, rollout.prompt_lengths, mask, **passes, entropy_gradient=settings.entropy_coef > 0
     )
@@ -147,8 +147,8 @@ def micro_batch_loss(
         )
         default = SHARED_VALUE_COEF if settings.shared_critic else 1.0
         loss = (default if settings.value_coef is None else settings.value_coef) * critic_loss
-        sums.add("loss/value_avg", float(statistics["loss"]) * tokens, count)
-        sums.add("val/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
+        sums.add("loss/value_avg", statistics["loss"].double() * tokens, count)
+        sums.add("val/clipfrac_avg", statistics["clipfrac"].double() * tokens, count)
     if logp is not None:
         clip_range = settings.clip_range or math.inf
         surrogate, statistics = policy_loss(
@@ -160,11 +160,11 @@ def micro_batch_loss(
         if config.kl.penalty == "loss":
             k3 = torch.where(mask, kl_estimate(logp, rollout.logp_ref, kind="k3"), 0.0).sum() / tokens
             loss = loss + state.kl.coef * k3
-        sums.add("loss/policy_avg", float(statistics["loss"]) * tokens, count)
-        sums.add("policy/approxkl_avg", float(statistics["approxkl"]) * tokens, count)
-        sums.add("policy/clipfrac_avg", float(statistics["clipfrac"]) * tokens, count)
-        sums.add("policy/ratio_max", float(statistics["ratio_max"]))
-        sums.add("policy/entropy_avg", float(entropies.detach().sum()), count)
+        sums.add("loss/policy_avg", statistics["loss"].double() * tokens, count)
+        sums.add("policy/approxkl_avg", statistics["approxkl"].double() * tokens, count)
+        sums.add("policy/clipfrac_avg", statistics["clipfrac"].double() * tokens, count)
+        sums.add("policy/ratio_max", statistics["ratio_max"])
+        sums.add("policy/entropy_avg", entropies.detach().sum(), count)
         if checked is not None and count:
             logp_old, clipped = rollout.logp_old[mask], float(statistics["clipfrac"]) * tokens
             gaps = logp.detach()[mask] - logp_old

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +213,31 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
+        self._added: list[tuple[str, list[Any]]] = []  # not in the sums yet
 
-    def add(self, name: str, *sums: float) -> None:
-        """Adds one micro-batch's sums. Raises: ValueError if the table lacks `name` or its reduction takes other sums."""
+    def add(self, name: str, *sums: Any) -> None:
+        """Adds one micro-batch's sums: numbers, or tensors of one element, which are read together later: each read waits for a GPU.
+
+        Raises: ValueError if the table lacks `name` or its reduction takes other sums.
+        """
         check_names([name])
         reduction = _reduction_of(name)
         wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):
             raise ValueError(f"{name}: reduction {reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums")
-        before, new = self._sums.get(name), [float(value) for value in sums]
+        self._added.append((name, [value.detach() if hasattr(value, "detach") else value for value in sums]))
+
+    def _read(self) -> dict[str, list[float]]:
+        """The sums with all that was added."""
+        tensors = [value for _, sums in self._added for value in sums if hasattr(value, "detach")]
+        numbers = iter(_numbers(tensors))
+        for name, sums in self._added:
+            self._merge(name, [next(numbers) if hasattr(value, "detach") else float(value) for value in sums])
+        self._added = []
+        return self._sums
+
+    def _merge(self, name: str, new: list[float]) -> None:
+        before, reduction = self._sums.get(name), _reduction_of(name)
         if before is None or reduction == "last":
             self._sums[name] = new
         elif reduction == "max":
@@ -232,7 +248,7 @@ class Sums:
 
     def state(self) -> dict[str, list[float]]:
         """The sums so far, for sending to other ranks."""
-        return {name: list(sums) for name, sums in self._sums.items()}
+        return {name: list(sums) for name, sums in self._read().items()}
 
     def merge(self, state: Mapping[str, Sequence[float]]) -> None:
         """Adds another rank's `state()`."""
@@ -241,8 +257,17 @@ class Sums:
 
     def reduce(self) -> dict[str, float]:
         """One number per metric, in the order in which the metrics were first added."""
-        closed = {name: _close(_reduction_of(name), sums) for name, sums in self._sums.items()}
+        closed = {name: _close(_reduction_of(name), sums) for name, sums in self._read().items()}
         return {name: value for name, value in closed.items() if value is not None}
+
+
+def _numbers(tensors: list[Any]) -> list[float]:
+    """The values of tensors of one element of one device."""
+    if not tensors:
+        return []
+    import torch
+
+    return torch.stack([x.reshape(()).double() for x in tensors]).tolist()
 
 
 def _reduction_of(name: str) -> str:

@@ -40,7 +40,8 @@ class NonFinite(Exception):
 
 def check_finite(values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
     """Invariant 8: a value that is not finite ends the stage before the optimizer step. Raises: NonFinite."""
-    bad = [name for name, value in values.items() if not torch.isfinite(torch.as_tensor(value)).all()]
+    finite = [torch.isfinite(torch.as_tensor(value)).all() for value in values.values()]
+    bad = [name for name, good in zip(values, torch.stack(finite).tolist(), strict=True) if not good]
     if bad:
         raise NonFinite(bad, batch)
 
@@ -71,8 +72,9 @@ class Engine:
         self.whole_state: Any = PlainState(module, optimizer)
         self.ema: Ema | None = None
         self.averaged = ""  # the part whose weights `ema` averages
-        self.batch: Mapping[str, Tensor] = {}  # the last micro-batch; the first whose loss is not finite
-        self.loss_is_finite = True
+        # of the micro-batches since the last step: whether the loss is finite, read once per step, and the tensors
+        self.losses: list[tuple[Tensor, Mapping[str, Tensor]]] = []
+        self.batch: Mapping[str, Tensor] = {}  # the last micro-batch of a step; the first whose loss is not finite
         # `set_budget` sets the first and can set the second
         self.most_tokens: int | None = None  # padded tokens of a forward with gradients
         self.recomputes = False  # whether activations are computed again in the backward pass: gradient_checkpointing
@@ -97,8 +99,7 @@ class Engine:
 
     def backward(self, loss: Tensor, batch: Mapping[str, Tensor] | None = None) -> None:
         """Add a micro-batch's gradient. batch: its tensors, which are kept if the loss is not finite."""
-        if self.loss_is_finite:
-            self.batch, self.loss_is_finite = batch or {}, bool(torch.isfinite(loss.detach()).all())
+        self.losses.append((torch.isfinite(loss.detach()).all(), batch or {}))
         self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
@@ -123,8 +124,12 @@ class Engine:
         Raises: NonFinite on every rank, before the step, if a loss or a gradient of any rank is not finite.
         """
         factors = factors if isinstance(factors, Mapping) else dict.fromkeys(self.parts, factors)
-        if self.ranks.max(not self.loss_is_finite):
-            raise NonFinite(["loss"], {} if self.loss_is_finite else self.batch)
+        finite = torch.stack([flag for flag, _ in self.losses]).tolist() if self.losses else []
+        bad = finite.index(False) if False in finite else None
+        self.batch = self.losses[-1 if bad is None else bad][1] if finite else {}
+        self.losses = []
+        if self.ranks.max(bad is not None):
+            raise NonFinite(["loss"], {} if bad is None else self.batch)
         for group, name, rate in zip(self.optimizer.param_groups, self.names, self.rates, strict=True):
             group["lr"] = rate * factors.get(name, 0.0)
         norms = self._step(factors)
@@ -145,8 +150,10 @@ class Engine:
                 nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norms[name])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        parts = {f"optim/{name}_grad_norm": norm.item() for name, norm in norms.items() if name}
-        return {"optim/grad_norm": torch.stack(list(norms.values())).norm().item()} | parts
+        whole, *each = torch.stack([torch.stack(list(norms.values())).norm(), *norms.values()]).tolist()
+        return {"optim/grad_norm": whole} | {
+            f"optim/{name}_grad_norm": x for name, x in zip(norms, each, strict=True) if name
+        }
 
     @contextlib.contextmanager
     def whole(self, part: nn.Module) -> Iterator[nn.Module]:

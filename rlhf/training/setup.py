@@ -54,6 +54,8 @@ def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no GPU here: use device=auto or device=cpu")
     wants_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
+    if wants_gpu:  # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda" if wants_gpu else "cpu")
 
 

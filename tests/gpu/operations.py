@@ -115,7 +115,7 @@ class Kernels(TorchDispatchMode):
     def __init__(self, where, log):
         super().__init__()
         self.where, self.log = where, log
-        self.forced = self.quiet = 0
+        self.forced = self.quiet = self.inside = 0
         self.capture = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -124,15 +124,22 @@ class Kernels(TorchDispatchMode):
             return self.call(func, args, kwargs)
 
     def call(self, func, args, kwargs):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on = [t for t in tensors if t in self.where]
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            self.inside += bool(on)
+            try:
+                with self:
+                    result = func.decompose(*args, **kwargs)
+            finally:
+                self.inside -= bool(on)
+            if result is not NotImplemented:
+                return result
         if not (on or self.forced):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if self.inside and not tensors and isinstance(out, Tensor):  # made "like" its composite's tensors
+                self.where.add(out)
+            return out
         if any(t.device.type == "meta" for t in tensors):
             return func(*args, **kwargs)
         name = func._schema.name.split("::")[1]

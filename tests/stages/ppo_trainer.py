@@ -139,7 +139,7 @@ def restored(opened: Trainer) -> Iterator[Trainer]:
     try:
         yield replace(opened, config=config, state=State(engine, ppo.make_kl(config)))
     finally:
-        engine.module.policy, engine.bfloat16, engine.loss_is_finite = policy, False, True
+        engine.module.policy, engine.bfloat16, engine.losses = policy, False, []
         engine.recomputes = False
         engine.module.load_state_dict(before)
         engine.optimizer.state.clear()

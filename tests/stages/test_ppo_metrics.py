@@ -332,7 +332,7 @@ def mismatch_wanted(rollout: Rollout) -> dict[str, float]:
     ratios = np.exp(gaps)
     return {
         "rollout/mismatch": np.abs(gaps).mean(),
-        "rollout/mismatch_p99": np.quantile(np.abs(gaps), 0.99),
+        "rollout/mismatch_p99": np.quantile(np.abs(gaps), 0.99, method="inverted_cdf"),
         "rollout/mismatch_outside": ((ratios < 0.8) | (ratios > 1.25)).mean(),
         "rollout/mismatch_ess": ratios.sum() ** 2 / (ratios**2).sum() / len(ratios),
         "rollout/corrected": (ratios != 1).mean(),
