@@ -1,13 +1,11 @@
-"""Curves drawn by matplotlib: as small inline SVG pictures that take their colours from the page, and as separate files.
+"""Curves drawn by matplotlib: as inline SVG pictures that take their colours from the page, and as separate files.
 
-An inline picture shows values on hover without a script: vertical strips over it show the values under the pointer. Stand-in
-colours become CSS variables, so that one picture serves light and dark pages. `pictures.py` decides what is drawn.
+`pictures.py` decides what is drawn.
 """
 
 import html
 import io
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,26 +17,15 @@ SIZE, HALF_SIZE = (380.0, 190.0), (580.0, 230.0)
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
-MAX_POINTS, MAX_HOVERS, TABLE_POINTS = 400, 48, 12
-SERIES_COLOURS = 6
-HOVER_LINE = 13.0  # pixels from one value to the next
+MAX_POINTS, TABLE_POINTS = 400, 12
 # The series of one colour: solid, dashed, dotted.
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.2, 2)))
-
-
-class Palette(NamedTuple):
-    """The colours of a picture."""
-
-    series: tuple[str, ...]
-    grid: str
-    axis: str
-    muted: str
-
-
-# The light page's colours, for pictures in separate files.
-PAPER = Palette(("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e"), "#ecece7", "#b9bcb8", "#6f7782")
-# Colours that occur nowhere else in a picture, each replaced by a CSS variable of the page.
-STAND_INS = Palette(tuple(f"#0000{i + 1:02x}" for i in range(SERIES_COLOURS)), "#000010", "#000011", "#000012")
+# The light page's colours. Inside the page each becomes the CSS variable --s0 … --s5 or of its own name, so that one picture
+# serves light and dark pages.
+SERIES = ("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e")
+GRID, AXIS, MUTED = "#ecece7", "#b9bcb8", "#6f7782"
+VARIABLES = {colour: f"s{i}" for i, colour in enumerate(SERIES)} | {GRID: "grid", AXIS: "axis", MUTED: "muted"}
+SERIES_COLOURS = len(SERIES)
 
 
 @dataclass(slots=True)
@@ -188,8 +175,8 @@ def drawing_settings() -> Any:
     return matplotlib.rc_context(options)
 
 
-def make_axes(picture: Picture, width: float, height: float, palette: Palette, log: bool = False) -> tuple[Any, Any]:
-    """matplotlib's figure and axes with everything but the dots. Raises: ValueError if no series has a point."""
+def make_axes(picture: Picture, width: float, height: float, log: bool = False) -> tuple[Any, Any]:
+    """matplotlib's figure and axes. Raises: ValueError if no series has a point."""
     series = [one for one in picture.series if one.xs]
     if not series:
         raise ValueError("a picture needs at least one point")
@@ -202,18 +189,18 @@ def make_axes(picture: Picture, width: float, height: float, palette: Palette, l
     share_wide, share_high = 1 - (LEFT + RIGHT) / width, 1 - (TOP + BOTTOM) / height
     axes: Any = figure.add_axes((LEFT / width, BOTTOM / height, share_wide, share_high))
     axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.spines["bottom"].set_color(palette.axis)
-    axes.tick_params(length=0, labelsize=10, labelcolor=palette.muted, pad=5)
-    axes.grid(axis="y", color=palette.grid, linewidth=1, clip_on=False)
+    axes.spines["bottom"].set_color(AXIS)
+    axes.tick_params(length=0, labelsize=10, labelcolor=MUTED, pad=5)
+    axes.grid(axis="y", color=GRID, linewidth=1, clip_on=False)
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     axes.margins(0.0, 0.07)
     for mark in picture.marks:
-        axes.axhline(mark.y, color=palette.muted, linewidth=1, dashes=(3, 3), clip_on=False)
+        axes.axhline(mark.y, color=MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        axes.annotate(mark.label, (1, mark.y), (0, 3), color=palette.muted, fontsize=9, ha="right", **place)
+        axes.annotate(mark.label, (1, mark.y), (0, 3), color=MUTED, fontsize=9, ha="right", **place)
     for one in series:
-        _plot(axes, one, palette.series[one.colour % SERIES_COLOURS], picture.bars)
+        _plot(axes, one, picture.bars)
     whole, steps = all(float(x).is_integer() for one in series for x in one.xs), [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
@@ -228,7 +215,8 @@ def make_axes(picture: Picture, width: float, height: float, palette: Palette, l
     return figure, axes
 
 
-def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
+def _plot(axes: Any, one: Series, bars: bool) -> None:
+    colour = SERIES[one.colour % SERIES_COLOURS]
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
     strong = style | {"linestyle": DASHES[one.dash % len(DASHES)], "linewidth": 1.6, "label": one.label}
     if one.lows:
@@ -236,7 +224,9 @@ def _plot(axes: Any, one: Series, colour: str, bars: bool) -> None:
     if bars:
         axes.plot(one.xs, one.ys, drawstyle="steps-mid", **strong)
         axes.fill_between(one.xs, one.ys, step="mid", color=colour, alpha=0.14, linewidth=0)
-    elif one.dots or not is_noisy(one.ys):
+    elif one.dots or len(one.xs) == 1:
+        axes.plot(one.xs, one.ys, marker="o", markersize=4.4, markeredgewidth=0, **strong)
+    elif not is_noisy(one.ys):
         axes.plot(*thin(one.xs, one.ys), **strong)
     else:
         axes.plot(*thin(one.xs, one.ys), linewidth=1, alpha=0.3, **style)
@@ -250,21 +240,15 @@ def save_picture(picture: Picture, path: Path) -> Path:
     """
     with drawing_settings():
         title = f"{picture.stage}: {picture.title}".removeprefix(": ")
-        figure, axes = make_axes(picture, 640.0, 360.0, PAPER)
+        figure, axes = make_axes(picture, 640.0, 360.0)
         axes.set_position((0.1, 0.14, 0.87, 0.72))
         axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
-        axes.set_xlabel(picture.x_name, color=PAPER.muted)
-        axes.set_ylabel(picture.y_name, color=PAPER.muted)
-        for one in picture.series:
-            if one.dots:
-                axes.plot(one.xs, one.ys, "o", markersize=4, color=PAPER.series[one.colour % SERIES_COLOURS])
+        axes.set_xlabel(picture.x_name, color=MUTED)
+        axes.set_ylabel(picture.y_name, color=MUTED)
         if len(picture.series) > 1:
             axes.legend(frameon=False, fontsize=9, labelcolor="#1c2127")
         figure.savefig(path, format=path.suffix.removeprefix("."), dpi=144, facecolor="#ffffff", metadata={})
     return path
-
-
-# --- inside the page ----------------------------------------------------------------------------------------
 
 
 def draw_svg(picture: Picture, log: bool = False) -> str:
@@ -275,73 +259,22 @@ def draw_svg(picture: Picture, log: bool = False) -> str:
     """
     out, (width, height) = io.StringIO(), HALF_SIZE if picture.half else SIZE
     with drawing_settings():
-        figure, axes = make_axes(picture, width, height, STAND_INS, log)
+        figure, _ = make_axes(picture, width, height, log)
         figure.savefig(out, format="svg", transparent=True)
-    series = [one for one in picture.series if one.xs]
-    places = [[(float(x), height - float(y)) for x, y in axes.transData.transform([*zip(one.xs, one.ys, strict=True)])]
-              for one in series]  # fmt: skip
-    dots = [
-        _circle(place, one, 2.2)
-        for one, its in zip(series, places, strict=True)
-        if one.dots or len(its) == 1
-        for place in zip(*thin([x for x, _ in its], [y for _, y in its], MAX_HOVERS), strict=True)
-    ]
-    label = f"{picture.title}: {', '.join(one.label for one in series)}{', logarithmic' if log else ''}"
-    box = f'viewBox="0 0 {width:g} {height:g}"'
-    strips = _hovers(picture, series, places, width, height)
-    return f'<svg {box} role="img" aria-label="{html.escape(label, quote=True)}">{_inline(out.getvalue())}{"".join(dots + strips)}</svg>'
-
-
-def _inline(svg: str) -> str:
-    """The content of matplotlib's document without ids, metadata and comments."""
+    svg = out.getvalue()
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S)
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
     svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
-    svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg)
+    svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda found: _round(found.group()), svg)
-    for i, colour in enumerate(STAND_INS.series):
-        svg = svg.replace(colour, f"var(--s{i})")
-    for name in ("grid", "axis", "muted"):
-        svg = svg.replace(getattr(STAND_INS, name), f"var(--{name})")
-    return re.sub(r"\s*\n\s*", " ", svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg)
+    for colour, name in VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    label = f"{picture.title}: {', '.join(one.label for one in picture.series)}{', logarithmic' if log else ''}"
+    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(label, quote=True)}"'
+    return f"<svg {box}>{svg}</svg>"
 
 
 def _round(attribute: str) -> str:
     return re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found.group()):.1f}".removesuffix(".0"), attribute)
-
-
-def _circle(place: tuple[float, float], one: Series, radius: float) -> str:
-    colour = f"var(--s{one.colour % SERIES_COLOURS})"
-    return f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius:g}" fill="{colour}"/>'
-
-
-def _hovers(picture: Picture, series: list[Series], places: Any, width: float, height: float) -> list[str]:
-    """Upright strips that tile the picture; the one under the pointer shows its x and the nearest value of each curve in it."""
-    import numpy as np
-
-    at = {x: place[0] for one, its in zip(series, places, strict=True) for x, place in zip(one.xs, its, strict=True)}
-    xs = sorted(at)
-    xs = [xs[i] for i in np.unique(np.linspace(0, len(xs) - 1, min(len(xs), MAX_HOVERS)).round().astype(int))]
-    middles = [-math.inf, *((a + b) / 2 for a, b in itertools.pairwise(xs)), math.inf]
-    edges = [0.0, *((at[a] + at[b]) / 2 for a, b in itertools.pairwise(xs)), width]
-    columns = [np.array(one.xs) for one in series]
-    strips = []
-    for i, x in enumerate(xs):
-        dots, texts = [], [(f"{picture.x_name} {x:,.6g}", "")]
-        for one, column, its in zip(series, columns, places, strict=True):
-            near = len(column) - 1 - int(np.abs(column[::-1] - x).argmin())  # of several at the same x the last
-            if middles[i] <= column[near] <= middles[i + 1]:
-                dots.append(_circle(its[near], one, 3.2))
-                name, colour = (f"{one.label} ", f"c{one.colour % SERIES_COLOURS}") if len(series) > 1 else ("", "")
-                texts.append((name + one.describe(near), colour))
-        side, gap = ("l", -6) if at[x] > width / 2 else ("r", 6)  # the side of the strip that has space
-        words = "".join(
-            f'<text class="{side} {colour}" x="{at[x] + gap:.1f}" y="{12 + HOVER_LINE * n:g}">{html.escape(text)}</text>'
-            for n, (text, colour) in enumerate(texts)
-        )
-        strips.append(
-            f'<g class="at"><rect x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}" height="{height:g}"/>'
-            f'<path d="M{at[x]:.1f} {TOP:g}V{height - BOTTOM:g}"/>{"".join(dots)}{words}</g>'
-        )
-    return strips

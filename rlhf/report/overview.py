@@ -1,4 +1,4 @@
-"""The report's first screens: one sentence, the main numbers, and the pipeline as a picture with its lineage."""
+"""The report's first screens: one sentence, the main numbers, and the stages with what each was built on."""
 
 import itertools
 from collections.abc import Iterator
@@ -135,72 +135,27 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
 
 # --- the pipeline -------------------------------------------------------------------------------------------
 
-# Pixels of the picture: a box, the distance from one to the next, and how much higher an arrow over one more stage goes.
-BOX_WIDTH, BOX_HEIGHT, APART, LIFT = 116, 104, 142, 13
-
 
 def make_pipeline(run: RunFiles) -> dict[str, Any]:
-    """The stages as boxes and the arrows from what each was built on; the template's macro `flow` draws them.
-
-    A box has its state, its cost, and whether its parents are those of this run now.
-    """
-    stages = run.stages
-    boxes: list[dict[str, Any]] = []
-    slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in stages.values()), default=0.0)
-    for name, stage in stages.items():
-        seconds, peak = number_at(stage.record, "seconds"), number_at(stage.record, "peak_rss_mb")
-        step = stage.last_step or None  # an evaluation has no steps
-        parents = []
+    """The stages with their state and cost, and whether what each was built on is what this run has now."""
+    rows: list[dict[str, Any]] = []
+    slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in run.stages.values()), default=0.0)
+    for name, stage in run.stages.items():
+        seconds, parents = number_at(stage.record, "seconds"), []
         for parent, digest in entries(stage.record, "parents"):
-            here = entry_at(stages[parent].record, "hash") if parent in stages else None
-            state = "elsewhere" if here is None else "same" if here == digest else "changed"
-            parents.append({"name": visible(parent, 100), "hash": visible(str(digest)[:8]), "state": state})
-        last = "" if step is None else f"step {step:,.0f}"
-        # An earlier labelling round, `run-round-1/ppo`, is always another run.
-        if wrong := [p for p in parents if p["state"] != "same" and "/" not in p["name"]]:
-            last = f"{wrong[0]['name']} changed" if wrong[0]["state"] == "changed" else f"another {wrong[0]['name']}"
-        lines = [] if stage.status == "not started" else [duration(seconds), memory(peak), last]
-        boxes.append(
+            here = entry_at(run.stages[parent].record, "hash") if parent in run.stages else None
+            state = " of another run" if here is None else "" if here == digest else " changed since"
+            parents.append((visible(parent, 100), visible(str(digest)[:8]), state))
+        rows.append(
             {
                 "name": name,
                 "status": stage.status,
                 "seconds": seconds,
-                "memory": peak,
-                "lines": lines,
-                "step": step,
+                "memory": number_at(stage.record, "peak_rss_mb"),
+                "step": stage.last_step or None,  # an evaluation has no steps
                 "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
                 "parents": parents,
                 "hash": visible(str(entry_at(stage.record, "hash") or "")[:8]),
             }
         )
-    index = {name: i for i, name in enumerate(stages)}
-    pairs = [(index[p["name"]], b, p) for b, box in enumerate(boxes) for p in box["parents"]
-             if index.get(p["name"], b) < b]  # fmt: skip
-    top = 8 + LIFT * max((b - a for a, b, _ in pairs), default=0)
-    far = [(a, b) for a, b, _ in pairs if b - a > 1]
-    return {
-        "run": run.name,
-        "boxes": boxes,
-        "links": [(arrow(a, b, top, far), boxes[b]["name"], parent) for a, b, parent in pairs],
-        "seconds": sum(box["seconds"] or 0.0 for box in boxes),
-        "top": top,
-        "width": len(boxes) * APART - APART + BOX_WIDTH,
-        "sizes": (BOX_WIDTH, BOX_HEIGHT, APART),
-    }
-
-
-def arrow(a: int, b: int, top: int, far: list[tuple[int, int]]) -> str:
-    """The path from box a to box b: straight to the next one, else in an arc over those between, as all those of `far`."""
-    if b - a == 1:
-        y = top + BOX_HEIGHT / 2
-        end = b * APART - 2
-        return f"M{a * APART + BOX_WIDTH} {y:g}H{end}M{end - 5} {y - 4:g}L{end} {y:g}L{end - 5} {y + 4:g}"
-    # Arrows start and end side by side, with the nearest stage innermost.
-    out, into = sorted(y for x, y in far if x == a), sorted(x for x, y in far if y == b)
-    x1 = a * APART + BOX_WIDTH * (0.62 + 0.3 * (len(out) - out.index(b)) / (len(out) + 1))
-    x2 = b * APART + BOX_WIDTH * (0.08 + 0.5 * (len(into) - into.index(a)) / (len(into) + 1))
-    peak = top - 6 - LIFT * (b - a - 1)
-    return (
-        f"M{x1:.1f} {top}V{peak + 6:g}Q{x1:.1f} {peak:g} {x1 + 6:.1f} {peak:g}H{x2 - 6:.1f}Q{x2:.1f} {peak:g} "
-        f"{x2:.1f} {peak + 6:g}V{top - 2}M{x2 - 3:.1f} {top - 6}L{x2:.1f} {top - 1}L{x2 + 3:.1f} {top - 6}"
-    )
+    return {"run": run.name, "rows": rows, "seconds": sum(row["seconds"] or 0.0 for row in rows)}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlhf.report.drawing import (
-    MAX_HOVERS,
     Mark,
     Picture,
     Series,
@@ -54,17 +53,9 @@ def test_a_picture_is_wellformed_and_takes_the_pages_colours() -> None:
     sparse = Series("dev", [0.0, 250.0, 499.0], [1.0, 2.0, 3.0], colour=1, dots=True)
     svg = draw_svg(Picture("t", [noisy, sparse], [Mark("ceiling & co", 5.0)]))
     root = ElementTree.fromstring(svg)
-    assert not re.search(r"#[0-9a-f]{6}|url\(|href|<script|<style| id=|http", svg)
+    assert not re.search(r"#[0-9a-f]{6}\b|url\(|<script|<style|http", svg)
     assert "var(--s0)" in svg and "var(--s1)" in svg and "var(--grid)" in svg
-    strips = root.findall("g[@class='at']")
-    assert 10 < len(strips) <= MAX_HOVERS
-    told = [[text.text for text in strip.findall("text")] for strip in strips]
-    # 499 mod 7 = 2; where most curves have a value is preferred. Each value stands in its curve's colour.
-    assert told[-1] == ["step 499", "a <b> 2", "dev 3"]
-    assert [text.get("class") for text in strips[-1].findall("text")] == ["l ", "l c0", "l c1"]
-    # The strips tile the whole width: the pointer always finds one.
-    widths = [float(strip.find("rect").get("width")) for strip in strips]  # type: ignore[union-attr,arg-type]
-    assert sum(widths) == pytest.approx(380, abs=5)
+    assert len(root.findall(".//use")) == 3, "a dot per point of a sparse curve"
 
 
 def test_odd_ranges_can_be_drawn() -> None:
@@ -138,14 +129,6 @@ def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
     assert for_log(Picture("t", [Series("x", xs, [-1.0, 1.0, -2.0, 2.0, -3.0, 3.0])])) is None
     assert for_log(Picture("t", [Series("x", xs, [1.0] * 6)])) is None  # nothing to see
     assert for_log(Picture("t", [Series("x", xs, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])], bars=True)) is None
-
-
-def test_values_under_the_pointer_are_the_nearest_of_each_curve() -> None:
-    curve = Picture("t", [Series("a", [0.0, 10.0, 20.0], [1.0, 2.0, 3.0]), Series("b", [9.0, 9.0], [5.0, 6.0])])
-    strips = ElementTree.fromstring(draw_svg(curve)).findall("g[@class='at']")
-    told = [[text.text for text in strip.findall("text")] for strip in strips]
-    # x = 9 is a strip of its own up to 9.5; of two points at the same x the last
-    assert told == [["step 0", "a 1"], ["step 9", "b 6"], ["step 10", "a 2"], ["step 20", "a 3"]]
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])

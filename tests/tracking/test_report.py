@@ -157,7 +157,7 @@ def test_a_complete_run_shows_its_numbers(complete: tuple[Path, str]) -> None:
     run, text = complete
     assert (run / "report.html").is_file() and not list(run.glob(".report*"))
     page = check_page(text)
-    assert page.tags["svg"] >= 9
+    assert page.tags["svg"] >= 8
     for shown in ("78.3%", "75.1% to 81.3%", "83.4%", "67.5%", "79.1%", "51.5%", "80.1%", "73.5%", "3.02",
                   "0.468", "0.884", "+0.304", "7:06 min",
                   "after demo-round-1, a labelling round of 1:00 min", "1.50 GB", "6 of 6 stages complete", "seed 7",
@@ -203,11 +203,10 @@ def test_a_half_done_run(tmp_path: Path) -> None:
     (run / "sft/metrics.jsonl").write_text('{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo')
     text = page_of(run)
     for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40",
-                  "pretrain changed", "which has changed since", "changed since</span>", "of another run", "another world",
+                  "changed since</span>", "of another run",
                   "Not evaluated yet", "No samples yet", "sft: unfinished, at step 1.", "ppo: not started.",
                   "world and label: not in this run"):  # fmt: skip
         assert shown in text, shown
-    assert "another half-round-1" not in text, "the round before is another run by its nature"
 
 
 def page_of(*runs: Path) -> str:
