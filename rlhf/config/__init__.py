@@ -28,7 +28,6 @@ class TrackingConfig:
     )
     project: str = setting("rlhf", "W&B project")
     entity: str | None = setting(None, "W&B user or team of the dashboard; none: the key's own")
-    artifacts: bool = setting(False, "log models and data sets to W&B as artifacts with their lineage")
     log_every: int | None = setting(
         None, "optimizer steps between lines (pretraining and SFT); none: 10, fewer for 20 lines in a short run", min=1
     )

@@ -13,6 +13,7 @@ SETTINGS: dict[str, str] = {
     "processes": "`rlhf import` reads with one process: leave it out",
     "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
     "sequence": "use data.max_tokens, which the stages use too",
+    "tracking.artifacts": "W&B gets metrics, configuration and tables; upload a finished model with `wandb artifact put`",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
     **dict.fromkeys(
         (

@@ -160,10 +160,6 @@ class Stage:
             self.folder, self.replaces = self.replaces, None
         else:
             shutil.rmtree(beside(self.folder), ignore_errors=True)
-        if self.config.tracking.artifacts and self.config.tracking.kind == "wandb":
-            from rlhf.runs.wandb_run import publish
-
-            publish(self.folder, record, self.config.tracking.project)
         if written := checkpoints(self.checkpoints):  # those of checkpoints.keep_best and keep_every stay
             prune_checkpoints(self.checkpoints, checkpoint_step(written[-1]), replace(self.config.checkpoints, keep=0))
         if not checkpoints(self.checkpoints):

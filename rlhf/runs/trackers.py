@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TextIO, get_args
 
 from rlhf.errors import UserError
 from rlhf.runs.metric_table import CHARTS, check_names, metric_pattern
-from rlhf.runs.run_files import encode_line, read_jsonl, truncate_jsonl
+from rlhf.runs.run_files import encode_line, truncate_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -256,12 +256,9 @@ def make_tracker(
             return Background("TensorBoard", start, TENSORBOARD_TIMEOUT)
         from rlhf.runs import wandb_run
 
-        # read before this process appends to the files
-        metrics = [row for row in read_jsonl(folder / "metrics.jsonl") if isinstance(row.get("progress/step"), int)]
-        samples = [row for row in read_jsonl(folder / "samples.jsonl") if isinstance(row.get("step"), int)]
         return Background(
             "Weights & Biases",
-            lambda: wandb_run.WandbRun(folder, run, stage, config, project, (metrics, samples)),
+            lambda: wandb_run.WandbRun(folder, run, stage, config, project),
             # a stage may end before W&B has started, so the wait covers both
             wandb_run.init_timeout() + wandb_run.finish_timeout() + FINISH_MARGIN,
         )

@@ -1,30 +1,25 @@
-"""One stage as one W&B run: the run's id, its configuration, its axes, its tables, its artifact. Training never waits for it.
+"""One stage as one W&B run: the run's id, its configuration, its axes, its tables. Training never waits for it.
 
-`trackers.Background` runs it in a thread of its own. The run is published from metrics.jsonl and samples.jsonl: a resumed stage
-keeps its run id and logs again what these files contain. Offline that makes a new folder under wandb/, and the one before is
-removed; online only the steps that the server lacks are sent.
+`trackers.Background` runs it in a thread of its own. A resumed stage keeps its run id: online it continues the run, offline it
+begins a second folder of the same run.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.runs.metric_table import TABLES, X_AXES
-from rlhf.runs.trackers import Background, SampleRows, tracking_config
+from rlhf.runs.trackers import SampleRows
 
 logger = logging.getLogger(__name__)
 
-KeptRows = tuple[SampleRows, SampleRows]  # of metrics.jsonl and samples.jsonl
 # Only in samples.jsonl, for the report: a list per row is not a column.
 NOT_COLUMNS = ("tokens", "kl_tokens")
-ARTIFACT_TYPES = {"world": "dataset", "label": "dataset", "tokenizer": "tokenizer", "evaluate": "results"}
 
 
 def seconds_allowed(name: str, default: float) -> float:
@@ -35,24 +30,18 @@ def seconds_allowed(name: str, default: float) -> float:
         return default
 
 
-# Seconds after which the stage continues without W&B: starting online, sending the rest, uploading a model.
+# Seconds after which the stage continues without W&B: starting online, sending the rest.
 init_timeout = partial(seconds_allowed, "RLHF_WANDB_INIT_SECONDS", 20.0)
 finish_timeout = partial(seconds_allowed, "RLHF_WANDB_FINISH_SECONDS", 30.0)
-upload_timeout = partial(seconds_allowed, "RLHF_WANDB_UPLOAD_SECONDS", 600.0)
 
 
 class WandbRun:
     """A W&B run, written by `trackers.Background`, which handles the errors of wandb that it raises."""
 
-    def __init__(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, kept: KeptRows | None
-    ) -> None:
-        """kept: the lines of metrics.jsonl and samples.jsonl that a stage continues; None opens a finished run again."""
-        self._folder, self._stage, self._name = folder, stage, run
+    def __init__(self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str) -> None:
         self._table: Any = None
         self._columns: list[str] = []
         self._step = 0  # of the last line: a table is logged at the same step
-        self._first_step = 0  # the first one that the server lacks
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as until_finish:
@@ -62,30 +51,13 @@ class WandbRun:
             if not run_id:
                 run_id = secrets.token_hex(4)
                 id_file.write_text(run_id + "\n", encoding="ascii")
-            # W&B names folders by the second, so the next name may be the same.
-            for old in home.glob(f"offline-run-*-{run_id}") if kept is not None else ():
-                old.rename(old.with_name(f"replaced-{old.name}"))
             self._run = start_run(folder, run_id, run, stage, config, project)
-            if kept is not None:
-                self._publish(*kept)
-                for old in home.glob(f"replaced-offline-run-*-{run_id}"):
-                    shutil.rmtree(old, ignore_errors=True)
+            for axis in ("progress/step", "progress/episodes", "progress/tokens"):
+                self._run.define_metric(axis)
+            self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
             self._until_finish = until_finish.pop_all()
-
-    def _publish(self, metrics: SampleRows, samples: SampleRows) -> None:
-        """Define the axes and log the kept lines."""
-        for axis in ("progress/step", "progress/episodes", "progress/tokens"):
-            self._run.define_metric(axis)
-        self._run.define_metric("*", step_metric=X_AXES.get(self._stage, "progress/step"))
+        # The first step that the server lacks: one that was killed had sent some after its checkpoint.
         self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
-        at: dict[int, SampleRows] = {}
-        for row in samples:
-            at.setdefault(row["step"], []).append(row)
-        for row in metrics:
-            step = row["progress/step"]
-            if step in at:
-                self.samples(at.pop(step), step)
-            self.log({name: value for name, value in row.items() if value is not None}, step)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._step = step
@@ -114,29 +86,9 @@ class WandbRun:
     def summary(self, values: Mapping[str, float]) -> None:
         self._run.summary.update(dict(values))
 
-    def artifact(self, record: Mapping[str, Any]) -> None:
-        """The files of a complete stage with their lineage in the metadata; `record` is its stage.json.
-
-        Online, parents and data are inputs of the run too, so that W&B draws the graph; offline it allows no inputs.
-        """
-        import wandb
-
-        if not self._run.offline:
-            for parent, digest in record["parents"].items():
-                self._run.use_artifact(f"{self._name}-{parent}:{digest[:8]}")
-            for name, digest in record["data"].items():
-                self._run.use_artifact(data_artifact(name, digest))
-        lineage = {key: record[key] for key in ("stage", "hash", "parents", "data", "seed", "settings")}
-        kind = ARTIFACT_TYPES.get(self._stage, "model")
-        made = wandb.Artifact(f"{self._name}-{self._stage}", type=kind, metadata=lineage)
-        for name in record["files"]:
-            made.add_file(str(self._folder / name), name=name)
-        self._run.log_artifact(made, aliases=["latest", record["hash"][:8]])
-
     def finish(self, failed: bool) -> None:
         with self._until_finish:
             self._run.finish(exit_code=int(failed))
-        shutil.rmtree(self._folder / "wandb" / "artifacts" / "staging", ignore_errors=True)  # empty by now
 
 
 @contextlib.contextmanager
@@ -152,29 +104,6 @@ def environment(home: Path) -> Iterator[None]:
         for name, value in added.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
-
-
-def publish(folder: Path, record: Mapping[str, Any], project: str) -> None:
-    """A complete stage's output as a W&B artifact: only with tracking.artifacts, since models are large.
-
-    If W&B fails, a warning is printed and the stage continues. stage.json stays the record.
-    """
-    run, stage, config = str(record["run"]), str(record["stage"]), tracking_config(record)
-    limit = init_timeout() + upload_timeout()
-    view = Background("Weights & Biases", lambda: WandbRun(folder, run, stage, config, project, None), limit)
-    view.call("artifact", record)
-    view.finish(False)
-
-
-def data_artifact(name: str, digest: str) -> Any:
-    """A data file of the user as an artifact with its hash, not its content: data may be private or large."""
-    import wandb
-
-    short = hashlib.sha256(name.encode()).hexdigest()[:8]
-    made = wandb.Artifact(f"data-{short}", type="dataset", metadata={"file": name, "sha256": digest})
-    with made.new_file("sha256.txt", encoding="utf-8") as file:
-        file.write(f"{digest}  {name}\n")
-    return made
 
 
 def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str, Any], project: str) -> Any:

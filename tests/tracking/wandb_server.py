@@ -1,6 +1,6 @@
 """A server on the loopback address that stands where W&B's would be, and misbehaves in a chosen way.
 
-`answers` answers GraphQL as far as wandb 0.31 needs it to start a run; `error` says 500 to everything; `hang` takes the
+`answers` answers GraphQL as far as wandb 0.31 needs it to start a run; `hang` takes the
 request and says nothing; `dies` answers until the first history arrives, then closes every connection.
 """
 
@@ -49,9 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.dead = True
             self.close_connection = True
             return
-        if self.server.mode == "error":
-            self.answer(500, {})
-        elif "file_stream" in self.path:
+        if "file_stream" in self.path:
             self.answer(200, {"exitcode": None, "limits": {}})
         else:
             self.answer(200, {"data": graphql(sent)})
