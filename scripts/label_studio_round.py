@@ -35,7 +35,6 @@ from rlhf.gold.world import task_from_metadata
 from rlhf.runs.progress import progress
 
 INTERFACES = ("pairwise", "ranker")
-EXPORTS = {"export.json": "JSON", "export-min.json": "JSON_MIN", "export.csv": "CSV"}
 CLOSE = 0.8  # utilities that differ by less look equally good; the gold score's range is 10
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
@@ -253,9 +252,8 @@ def main() -> None:
                 intended = annotate(people, made, known.seed)
                 text = "".join(json.dumps(one) + "\n" for one in intended)
                 (out / interface / "intended.jsonl").write_text(text, encoding="utf-8")
-                for name, form in EXPORTS.items():
-                    exported = owner.request("GET", f"/api/projects/{project}/export?exportType={form}")
-                    (out / interface / name).write_bytes(exported)
+                exported = owner.request("GET", f"/api/projects/{project}/export?exportType=JSON")
+                (out / interface / "export.json").write_bytes(exported)
                 print(f"server: {interface}: {len(made)} tasks, {len(intended)} annotations by {len(people)} people")
     print("server: stopped", flush=True)
 

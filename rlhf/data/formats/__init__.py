@@ -56,7 +56,7 @@ _TABLE: dict[Any, dict[str, str]] = {
         "oasst_messages": "keys message_id, parent_id, text, role, rank: one message of a tree per row; "
         "rows are counted as trees",
     },
-    argilla: {"argilla": "keys fields and responses, or questions with user_id, value and status"},
+    argilla: {"argilla": "keys fields and responses, or question.responses with question.responses.users"},
     label_studio: {
         "label_studio": "keys data and annotations (an export), or data (a task)",
         "tasks_csv": "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",

@@ -1,8 +1,8 @@
 """Argilla's exports: fields that annotators saw, and each annotator's answers to the questions about them.
 
-Two forms are read: records with `fields` and `responses` (versions 1 and 2), and the flat rows of its data sets ({question:
-[{user_id, value, status}]}, or the columns `question.responses`, `question.responses.users`, `question.responses.status`). An
-export states neither the role of a field nor the kind of a question, so their names decide:
+Two forms are read: records with `fields` and `responses`, and the flat rows of its data sets, with the columns
+`question.responses`, `question.responses.users`, `question.responses.status`. An export states neither the role of a field
+nor the kind of a question, so their names decide:
 
 - fields named response, reply, answer, completion, output, generation or summary, perhaps followed by a number or a letter,
   are the responses; a field with a chat is the prompt's turns, and its last answer the response if no field is one; all
@@ -27,7 +27,6 @@ from rlhf.data.formats.shapes import (
     fits_scale,
     id_and_rest,
     is_chat,
-    is_list,
     is_text,
     judged,
     last_answer,
@@ -45,28 +44,22 @@ _RESPONSE = re.compile(
 _CHOICE = re.compile(r"best|better|choose|choice|prefer|chosen", re.I)
 _COMMENT = re.compile(r"comment|feedback|expla|reason|rationale|note|correct|critique|text", re.I)
 _OWN = ("id", "external_id", "_server_id", "status", "metadata", "vectors", "suggestions", "inserted_at", "updated_at")
-_PARTS = {"user_id", "value", "status"}  # of a flat answer
 
 
 def flat_answers(row: Values, key: str) -> list[dict[str, Any]] | None:
     """The answers under one key of a flat row; None if the key is no question."""
-    value: Any = row[key]
-    if key.endswith(".responses") and f"{key}.users" in row and isinstance(value, list):
-        value = {
-            "value": value,
-            "user_id": row[f"{key}.users"],
-            "status": row.get(f"{key}.status") or [None] * len(value),
-        }
-    columns: list[Any] = list(value.values()) if isinstance(value, dict) and value.keys() >= _PARTS else [None]
-    if all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
-        return [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
-    return value if is_list(value, dict) and all(one.keys() >= _PARTS for one in value) else None
+    values = row[key]
+    if not key.endswith(".responses") or f"{key}.users" not in row or not isinstance(values, list):
+        return None
+    status = row.get(f"{key}.status") or [None] * len(values)
+    columns = zip(values, row[f"{key}.users"], status, strict=True)
+    return [{"value": value, "user_id": user, "status": stated} for value, user, stated in columns]
 
 
 def has_answers(row: Values) -> bool:
     if isinstance(row.get("fields"), dict) and isinstance(row.get("responses"), list | dict):
         return True
-    return any(flat_answers(row, key) for key in row)
+    return any(key.endswith(".responses") and f"{key}.users" in row for key in row)
 
 
 def _read(row: Values) -> tuple[dict[str, Any], list[tuple[str, list[Any]]], dict[str, Any]]:

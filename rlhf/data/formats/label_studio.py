@@ -1,5 +1,5 @@
-"""Results of labelling rounds: Label Studio's exports (JSON, JSON-MIN, CSV) and task files, with pairwise, ranker, rating
-and choices interfaces; and the tasks that `rlhf sample` wrote as CSV and that labelers filled in (tasks_csv).
+"""Results of labelling rounds: Label Studio's JSON exports and task files, with pairwise, ranker, rating and choices
+interfaces; and the tasks that `rlhf sample` wrote as CSV and that labelers filled in (tasks_csv).
 
 One annotation is one record; a skipped one is no judgement. A task without any annotation is a ranking still to be made.
 Tasks that `rlhf sample` wrote keep their ids; in other tasks the prompt and the responses are found by the names of their
@@ -33,8 +33,6 @@ from rlhf.data.formats.shapes import (
 from rlhf.data.records import shown
 from rlhf.data.tasks import unguarded
 
-_FLAT = ("annotation_id", "annotator", "lead_time")  # the keys of an annotation in a flat export (JSON-MIN, CSV)
-_OWN_KEYS = ("item", "prompt", "dialogue", "about", "metadata", "responses", "left", "right", "left_id", "right_id")
 _PROMPTS = (
     "prompt", "instruction", "question", "query", "input", "user_input", "request", "context", "messages", "dialogue",
     "conversation", "source", "article", "task", "text",
@@ -43,7 +41,6 @@ _ANSWER = re.compile(
     "(response|answer|completion|output|text|generation|candidate|reply|summary|option)[ _-]?([0-9]+|[a-z])", re.I
 )
 _TEXTS = ("body", "text", "content", "response", "html", "title")  # of one response in a list
-_VALUES = ("selected", "ranker", "rating", "number", "choices")  # keys of a result's value
 
 
 # --- a task's prompt and responses -----------------------------------------------------------------------------------
@@ -239,9 +236,9 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
     records is a reject.
     Predictions are kept in the metadata and judge nothing.
     """
-    if row.keys() >= set(_FLAT):
-        row = _unflattened(row)
-    elif not isinstance(row.get("data"), dict):  # a task file without the wrapping `data`
+    if "annotation_id" in row:  # JSON-MIN or CSV, which mix an annotation with its task
+        raise BadRow("", "got a row of a flat export, want one with data and annotations: export as JSON")
+    if not isinstance(row.get("data"), dict):  # a task file without the wrapping `data`
         row = {"data": other_keys(row, "id")} | ({"id": row["id"]} if "id" in row else {})
     task = task_fields(row["data"])
     about = without_empty(other_keys(row, "data", "annotations"))
@@ -267,30 +264,6 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
         raise BadRow("annotations", f"got {len(skipped)} that were skipped or left empty, want {wanted}")
     for annotation, said in judgements:
         yield _record(task, said, annotation, {"task": about, "skipped_by": skipped, "unread": unread})
-
-
-def _unflattened(row: Values) -> dict[str, Any]:
-    """A row of JSON-MIN or CSV, whose keys mix one annotation's controls with the task's data, as a row of JSON.
-
-    A control is a list of objects as {"selected": "left"}, or a text that says which response is better. CSV writes lists
-    as JSON text.
-    """
-    values = {key: as_json(value) for key, value in row.items()}
-    data = without_empty(other_keys(values, "id", *_FLAT, "created_at", "updated_at"))
-    results = {
-        key: value[0]
-        for key, value in data.items()
-        if is_list(value, dict) and "id" not in value[0] and value[0].keys() & set(_VALUES)
-    }
-    task = task_fields(other_keys(data, *results))
-    for key, value in other_keys(data, *_OWN_KEYS, *task.keys, *results, *_PROMPTS).items():
-        if isinstance(value, str) and _preferred(value, task) is not None:
-            results[key] = {"choices": [value]}
-    require(bool(results), "", list(row), "a judgement (left or right, an order, a rating, a choice): export as JSON")
-    annotation = {"completed_by": values["annotator"], "id": values["annotation_id"], "lead_time": values["lead_time"]}
-    annotation |= {key: values.get(key) for key in ("created_at", "updated_at")}
-    annotation["result"] = [{"from_name": key, "value": value} for key, value in results.items()]
-    return {"id": values.get("id"), "data": other_keys(data, *results), "annotations": [annotation]}
 
 
 # --- tasks of `rlhf sample` as CSV -------------------------------------------------------------------------------------

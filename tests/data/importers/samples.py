@@ -181,20 +181,6 @@ ARGILLA_2 = {
     "vectors": {},
     "_server_id": "s-2",
 }
-ARGILLA_FLAT_1 = {
-    "instruction": "Name a colour.",
-    "response-1": "Blue.",
-    "response-2": "Tree.",
-    "choose-best": [{"user_id": None, "value": 1, "status": "submitted"}],
-    "choose-best-suggestion": 2,
-    "external_id": None,
-    "metadata": '{"batch": 3}',
-}
-ARGILLA_FLAT_COLUMNS = {
-    "question": "Name a colour.",
-    "answer": "Blue.",
-    "quality": {"user_id": ["u-1"], "value": [6], "status": ["submitted"]},
-}
 ARGILLA_FLAT_2 = {
     "id": "rec-3",
     "status": "completed",
@@ -270,7 +256,5 @@ SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds o
     ("mt_bench", {"question_id": 81, "category": "c", "turns": ["Say a.", "Say b."]}, ["prompt"]),
     ("argilla", ARGILLA_1, ["ranking", "ranking"]),
     ("argilla", ARGILLA_2, ["ranking", "ranking"]),
-    ("argilla", ARGILLA_FLAT_1, ["ranking"]),
-    ("argilla", ARGILLA_FLAT_COLUMNS, ["ranking"]),
     ("argilla", ARGILLA_FLAT_2, ["ranking", "ranking"]),
 ]  # fmt: skip

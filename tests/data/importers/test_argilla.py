@@ -1,13 +1,11 @@
-"""Argilla's exports: every annotator's answer, in the nested and the flat forms of both versions."""
+"""Argilla's exports: every annotator's answer, in the nested and the flat form."""
 
 import pytest
 
 from tests.data.importers.samples import (
     ARGILLA_1,
     ARGILLA_2,
-    ARGILLA_FLAT_1,
     ARGILLA_FLAT_2,
-    ARGILLA_FLAT_COLUMNS,
     USER,
     answer,
 )
@@ -49,16 +47,7 @@ def test_ratings_and_flags_of_one_response(load):
     assert first.pair_list() == [] and first.ranking is None
 
 
-def test_flat_rows_of_version_1(load):
-    [record] = load("argilla", ARGILLA_FLAT_1)
-    assert record.ranking == [["response-1"], ["response-2"]] and record.labeler is None
-    assert turns(record) == [("user", "Name a colour.")]
-    assert record.metadata["record"] == {"choose-best-suggestion": 2, "metadata": '{"batch": 3}'}
-    [record] = load("argilla", ARGILLA_FLAT_COLUMNS)
-    assert record.ratings == {"answer": 6} and record.labeler == "u-1"
-
-
-def test_flat_rows_of_version_2(load):
+def test_flat_rows(load):
     first, second = load("argilla", ARGILLA_FLAT_2)
     assert first.ranking == [["reply_b"], ["reply_a"]] and (first.labeler, second.labeler) == ("u-1", "u-2")
     assert second.ranking == [["reply_a", "reply_b"]]  # tie
