@@ -29,6 +29,8 @@ def load(run: str | Path, device: str = "auto", precision: str = "auto") -> "Loa
 
     Raises: UserError if no stage of the recipe is finished there.
     """
+    if not isinstance(run, str | Path):
+        raise UserError(f"run={run!r}: want the folder of a run, such as runs/demo")
     return LoadedRun(Path(run), device, precision)
 
 
@@ -36,9 +38,7 @@ class LoadedRun:
     """The models of one run folder, as `rlhf.load` returns them."""
 
     def __init__(self, folder: Path, device: str = "auto", precision: str = "auto"):
-        for name, given in (("device", device), ("precision", precision)):
-            if problem := settings_in(Config)[name].problem(name, given):
-                raise UserError(problem)
+        _check(device=("device", device), precision=("precision", precision))
         self.folder = folder
         self._config = Config(run=folder.name, runs_dir=str(folder.parent), device=device, precision=precision)
         records = [read_stage(stage) or {} for stage in stages_of(folder).values()]
@@ -112,12 +112,16 @@ class LoadedRun:
 
         Raises: UserError if a prompt does not fit the context.
         """
+        length = self.max_new_tokens(stage) if max_new_tokens is None else max_new_tokens
+        _check(seed=("seed", seed), temperature=("chat.temperature", temperature))
+        _check(max_new_tokens=("rollout.max_new_tokens", length))
+        dialogues = _dialogues(prompts)
         from rlhf.engines.sampling import make_sampler
         from rlhf.evaluation.policies import draw_answers, fit_prompts, room_for
 
         policy, tokenizer = self.policy(stage), self.tokenizer
-        length, room = room_for(tokenizer.model_max_length, max_new_tokens or self.max_new_tokens(stage))
-        fitted = fit_prompts(tokenizer, [_messages(prompt) for prompt in prompts], room)
+        length, room = room_for(tokenizer.model_max_length, length)
+        fitted = fit_prompts(tokenizer, dialogues, room)
         missing = [i for i, fit in enumerate(fitted) if fit is None]
         if missing:
             raise UserError(
@@ -136,6 +140,9 @@ class LoadedRun:
 
         Raises: UserError if the lengths differ, or a prompt does not fit the context.
         """
+        dialogues = _dialogues(prompts)
+        if isinstance(responses, str) or not all(isinstance(response, str) for response in responses):
+            raise UserError("score: responses: want a list of texts, one for each prompt")
         if len(prompts) != len(responses):
             raise UserError(
                 f"score: {len(prompts)} prompts for {len(responses)} responses: give one response per prompt"
@@ -150,8 +157,8 @@ class LoadedRun:
         recorded = (self.record("reward").get("config") or {}).get("data") or {}
         self._config.data.max_tokens = recorded.get("max_tokens", self._config.data.max_tokens)
         encode = item_encoder(self._config, model, self.tokenizer, counts)
-        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            encoded = encode(_messages(prompt), [(response, True)])
+        for i, (prompt, response) in enumerate(zip(dialogues, responses, strict=True)):
+            encoded = encode(prompt, [(response, True)])
             if encoded is None:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += encoded[0]
@@ -178,9 +185,25 @@ class LoadedRun:
         return recorded or self._config.rollout.max_new_tokens
 
 
-def _messages(prompt: Prompt) -> list[Any]:
-    """A prompt as a list of messages."""
-    from rlhf.data.records import Message
+def _check(**given: tuple[str, Any]) -> None:
+    """Raises: UserError for an argument, {name: (setting, value)}, that its setting would refuse."""
+    for name, (key, value) in given.items():
+        stated = settings_in(Config)[key]
+        kinds: Any = (int, float) if isinstance(stated.default, float) else type(stated.default)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise UserError(f"{name}={value!r}: want {stated.wanted()}")
+        if problem := stated.problem(name, value):
+            raise UserError(problem)
 
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [Message.model_validate(turn) for turn in turns]
+
+def _dialogues(prompts: Sequence[Prompt]) -> list[list[Any]]:
+    """Prompts as lists of messages. Raises: UserError for one that is no prompt."""
+    from rlhf.data.records import PromptRecord
+    from rlhf.system.schemas import check_value
+
+    if isinstance(prompts, str):
+        raise UserError("prompts: got one text: want a list of prompts")
+    rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
+    return [
+        check_value(row, PromptRecord, f"prompt {row['id']}", "want a text, or a list of turns").prompt for row in rows
+    ]

@@ -17,13 +17,13 @@ def reading(what: str, remedy: str) -> Iterator[None]:
     """Raises: UserError "<what> (<reason>): <remedy>" for any error within, since a damaged file can raise many kinds."""
     try:
         yield
-    except (UserError, MemoryError):
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # a panic of tokenizers is no Exception
         raise UserError(f"{what} ({reason_of(error)}): {remedy}") from error
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Why a library could not load a model or a tokenizer, in one line."""
     if "trust_remote_code" in str(error):
         return "it needs code of its own (auto_map in its config.json), which is never run"

@@ -54,7 +54,7 @@ def start(stage: str, home: Path, overrides: list[str]) -> int:
         os.dup2(out, 2)
         from rlhf.cli import main
 
-        main([stage, *SMALL, "runs_dir=runs", "run=small", *overrides])
+        main([stage, "--shared-settings", *SMALL, "runs_dir=runs", "run=small", *overrides])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

@@ -19,7 +19,7 @@ from rlhf.runs.run_files import read_run, truncate_jsonl
 
 GOOD = {
     "stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "files": {}, "hash": "0" * 64,
-    "seconds": 1.0,
+    "seconds": 1.0, "run": "x", "versions": {},
 }  # fmt: skip
 DAMAGE: dict[str, bytes | None] = {
     "without files": json.dumps({k: v for k, v in GOOD.items() if k != "files"}).encode(),

@@ -42,6 +42,7 @@ def write_record(folder: Path, **changes: object) -> None:
         "parents": {},
         "data": {},
         "run": "x",
+        "versions": {},
         "seconds": 1.0,
     }
     record |= {"files": {}} | changes

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf.data.records import Ranking, shown
+from rlhf.data.records import Ranking
 from rlhf.data.splits import hash64
+from rlhf.system.schemas import shown
 
 if TYPE_CHECKING:
     import pandas as pd

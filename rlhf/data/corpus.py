@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Reject, Source, open_bytes, resolve_sources
 from rlhf.data.reading import read_rows
-from rlhf.data.records import shown
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
+from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 if TYPE_CHECKING:

@@ -27,11 +27,12 @@ from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
 from rlhf.data.inputs import ROW_SUFFIXES, Reading, Reject, Row, Source, has_suffix, open_bytes, reject_row, row_bytes
 from rlhf.data.reading import FileInfo, read
-from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements, shown
+from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row, write_assignments
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
+from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20

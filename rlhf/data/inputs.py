@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from rlhf.config.setting import listed
-from rlhf.data.records import first_repeat, shown
+from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
+from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 TEXT_SUFFIXES = (".txt",)

@@ -32,21 +32,12 @@ from rlhf.data.inputs import (
     reject_row,
     resolve_sources,
 )
-from rlhf.data.records import (
-    KINDS,
-    Demonstration,
-    PromptRecord,
-    Ranking,
-    Record,
-    RecordType,
-    first_problem,
-    shown,
-    without_replaced,
-)
+from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, RecordType, without_replaced
 from rlhf.data.splits import given_split, prompt_key
 from rlhf.data.storage import check_whole, read_records, verify
 from rlhf.data.tables import read_columns, read_delimited, read_sheet
 from rlhf.errors import UserError
+from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line, say
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together

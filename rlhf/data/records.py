@@ -16,13 +16,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-
-from rlhf.system.terminal import one_line
 
 _MOST_TURNS = 1000  # turns of a dialogue: encoding it takes time that grows with their square
 _SHOWN_NAMES = 30  # of responses, in a message
@@ -228,7 +225,7 @@ def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
     replaced = {
         (old, getattr(record, "labeler", None))
         for record in known
-        if (old := record.metadata.get("replaces")) is not None
+        if isinstance(old := record.metadata.get("replaces"), str)
     }
     return [one for one in known if (one.id, getattr(one, "labeler", None)) not in replaced] if replaced else known
 
@@ -237,31 +234,6 @@ def first_repeat(names: Iterable[str]) -> str | None:
     """The first name that appears twice; None if all are different."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
-
-
-def shown(value: Any, limit: int = 60) -> str:
-    """A value as shown in an error message: on one line, printable, cut short."""
-    try:
-        text = repr(value[: limit + 1] if isinstance(value, str) else value)
-    except (RecursionError, ValueError):  # nested too deeply, or an integer of thousands of digits
-        text = f"a {type(value).__name__} too large to show"
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def first_problem(error: ValidationError) -> tuple[str, str]:
-    """The first problem of a record: its field, and a message `got …, want …`."""
-    detail: Any = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in detail["loc"])
-    wanted = detail["msg"].removeprefix("Input should be ")
-    if detail["type"] == "record":
-        field, message = detail["ctx"]["field"], detail["msg"]
-    elif detail["type"] == "missing":
-        message = f"{field}: missing"
-    elif detail["type"] == "string_unicode":
-        message = f"{field}: got a lone surrogate (half of a character), want text that UTF-8 can hold"
-    else:
-        message = f"{field}: got {shown(detail['input'])}, want {wanted[0].lower()}{wanted[1:]}"
-    return one_line(field, 200), one_line(message)
 
 
 Node = TypeVar("Node", bound=Hashable)

@@ -14,15 +14,16 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from rlhf.data.inputs import MANIFEST, is_deep, is_import
-from rlhf.data.records import KINDS, Record, first_problem
+from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, sync_folder, write_json
+from rlhf.system.schemas import Count, Digest, Inside, Schema, read_checked
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -163,37 +164,30 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
 # --- the manifest and reading ---------------------------------------------------------------------------------------
 
 
-class _File(BaseModel):
-    sha256: str
-    bytes: int
+class _File(Schema):
+    sha256: Digest
+    bytes: Count
 
 
-class _Manifest(BaseModel):
+class _Manifest(Schema):
     """dataset.json: which files belong to an import, and how it was made."""
-
-    model_config = ConfigDict(extra="allow")
 
     rlhf_import: int  # the version
     status: Literal["complete", "partial"]
-    files: dict[str, _File]
-    splits: dict[str, Any] = Field(default_factory=dict)
+    files: Annotated[dict[Inside, _File], Field(min_length=1)]
+    splits: dict[str, Any] = Field({})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of an import. Raises: UserError if it is none, or one that a later version wrote."""
     again = "run `rlhf import` again"
     path = folder / MANIFEST
-    if not is_import(folder):
+    manifest = read_checked(path, _Manifest, again) if is_import(folder) else None
+    if manifest is None:
         raise UserError(f"{folder}: no finished import there (it has no {MANIFEST}): {again}")
-    try:
-        manifest = _Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{path}: damaged ({first_problem(error)[1]}): {again}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if manifest.rlhf_import != VERSION:
-        raise UserError(f"{path}: got version {manifest.rlhf_import}, want {VERSION}: {again} with this rlhf")
-    return manifest.model_dump()
+    if manifest["rlhf_import"] != VERSION:
+        raise UserError(f"{path}: got version {manifest['rlhf_import']}, want {VERSION}: {again} with this rlhf")
+    return manifest
 
 
 def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> None:
@@ -238,10 +232,11 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
 
 def read_records(folder: Path) -> Iterator[Record]:
     """The records of an import by kind and split, each with the split of its file, mapped into memory."""
+    files = read_manifest(folder)["files"]
     for kind in KINDS:
         for split in SPLITS:
             path = folder / kind / f"{split}.arrow"
-            if path.is_file():
+            if path.relative_to(folder).as_posix() in files:
                 for row in read_arrow(path):
                     yield with_split(from_row(kind, row), split)
 

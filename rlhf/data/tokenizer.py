@@ -5,9 +5,13 @@ import json
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from rlhf.errors import UserError, reading
+from rlhf.system.files import check_regular
+from rlhf.system.schemas import Schema, check_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -129,7 +133,8 @@ def _encode(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], as_text:
         backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
         backend.no_padding()
         try:
-            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            with reading("the tokenizer cannot encode a text", "restore tokenizer.json"):
+                return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         finally:
             backend.encode_special_tokens = before
 
@@ -161,6 +166,26 @@ def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None
     return [0 if i in special else len(backend.id_to_token(i) or "") for i in range(len(tokenizer))]
 
 
+class Loaded(Schema):
+    """What the package reads of a loaded tokenizer. Its files may state the lengths as decimal numbers, such as 1e30."""
+
+    model_max_length: Annotated[float, Field(ge=1)]
+    chat_template: str | dict[str, str] | None
+
+
+def open_tokenizer(loader: Any, what: str, remedy: str, **source: Any) -> Any:
+    """`loader.from_pretrained(…)`, which must encode a word. Raises: UserError "<what> (…): <remedy>"."""
+    if (folder := Path(source["pretrained_model_name_or_path"])).is_dir():
+        for path in folder.iterdir():
+            check_regular(path)
+    with reading(what, remedy):
+        tokenizer = loader.from_pretrained(trust_remote_code=False, **source)
+        tokenizer("a word, and 1 more.\n", add_special_tokens=True)
+    check_value({name: getattr(tokenizer, name, None) for name in Loaded.model_fields}, Loaded, what, remedy)
+    tokenizer.model_max_length = int(tokenizer.model_max_length)
+    return tokenizer
+
+
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """Read a tokenizer from a folder that `save_pretrained` wrote.
 
@@ -174,8 +199,10 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     if not (folder / "tokenizer.json").is_file():
         came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
-    with reading(f"{folder}/tokenizer.json: not a readable tokenizer", "make it again"):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    source = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    tokenizer = open_tokenizer(
+        PreTrainedTokenizerFast, f"{folder}/tokenizer.json: not a readable tokenizer", "make it again", **source
+    )
     if tokenizer.pad_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no pad token: adopt it with model.pretrained, which gives it one")
     return tokenizer

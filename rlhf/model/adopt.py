@@ -10,14 +10,24 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
-from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES
+from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
-from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_tensors, download, load_whole, read_checkpoint
+from rlhf.model.checkpoint import (
+    RESTORE,
+    UNSTATED_CONTEXT,
+    Checkpoint,
+    Ids,
+    check_tensors,
+    download,
+    load_whole,
+    read_checkpoint,
+)
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
-from rlhf.system.files import read_json, sha256_file
+from rlhf.system.files import sha256_file
+from rlhf.system.schemas import read_checked
 from rlhf.system.terminal import say
 
 Native = Literal["auto"] | bool
@@ -88,10 +98,11 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
 
     Pad may be the end token: masks come from lengths.
     """
-    with reading(
-        f"model.pretrained={checkpoint.source}: no readable tokenizer", "give a checkpoint with its tokenizer"
-    ):
-        tokenizer: Any = AutoTokenizer.from_pretrained(**checkpoint.arguments(), trust_remote_code=False)
+    what, wanted = (
+        f"model.pretrained={checkpoint.source}: no readable tokenizer",
+        "give a checkpoint with its tokenizer",
+    )
+    tokenizer = open_tokenizer(AutoTokenizer, what, wanted, **checkpoint.arguments())
     if not tokenizer.is_fast:
         raise UserError(
             f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
@@ -118,7 +129,8 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         notes.append(f"no chat template: given ours, with the new tokens {' '.join([*ROLES.values(), END])}")
     stated = [checkpoint.config.eos_token_id]
     if checkpoint.gguf_file is None:
-        stated.insert(0, read_json(checkpoint.folder / "generation_config.json").get("eos_token_id"))
+        generation = read_checked(checkpoint.folder / "generation_config.json", Ids, RESTORE) or {}
+        stated.insert(0, generation.get("eos_token_id"))
     known = [i for value in stated for i in (value if isinstance(value, list) else [value]) if i is not None]
     turn = find_end_of_turn(tokenizer)
     if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:

@@ -2,24 +2,74 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors import safe_open
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
+from rlhf.system.files import check_regular
+from rlhf.system.schemas import INTEGERS, Finite, Schema, Size, check_value, read_checked
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 UNSTATED_CONTEXT = 2048  # tokens, of a model that does not state it
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+MOST_TENSORS = 500_000
+# A configuration could name kernels of the hub here, which are code; every load and every construction passes these.
+CHOSEN_HERE = {"attn_implementation": None, "experts_implementation": None}
 LAYER = re.compile(r"\.\d+\.")  # in the name of a weight that belongs to a numbered layer
 # The files of a hub repository that are read before its weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
+
+
+Id = Annotated[int, Field(ge=-1, lt=INTEGERS)]
+RESTORE = "restore the file"
+
+
+class Ids(Schema):
+    """The ids in config.json and in generation_config.json."""
+
+    bos_token_id: Id | None = None
+    eos_token_id: Id | list[Id] | None = None
+    pad_token_id: Id | None = None
+
+
+class Described(Ids):
+    """A configuration under transformers' names, as far as transformers and this package do not check it elsewhere."""
+
+    architectures: list[str] | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = None
+    hidden_size: Size | None = None
+    vocab_size: Size | None = None
+    num_attention_heads: Size | list[Size] | None = None
+    num_labels: Size | None = None
+    return_dict: Literal[True] | None = None
+    tie_word_embeddings: bool | None = None
+    is_encoder_decoder: bool | None = None
+    initializer_range: Finite | None = None
+    gain: Finite | None = None
+    shift: Finite | None = None
+    read_tokens: Size | None = None
+    dropouts: dict[str, bool | Annotated[float, Field(ge=0, le=1)]]
+
+
+class Context(Schema):
+    """Of causal language models; other models may have none, which some write as -1."""
+
+    max_position_embeddings: Size | None = None
+
+
+class Index(Schema):
+    """The index of weights in several files."""
+
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+\.(safetensors|bin)$")]]
 
 
 @dataclass(slots=True)
@@ -87,6 +137,8 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     if gguf is None:
         _check_folder(source, folder)
     config = _read_config(source, folder, gguf)
+    if gguf is None:
+        check_fits(f"model.pretrained={source}", config, folder)
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return Checkpoint(
         source=source,
@@ -136,12 +188,11 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
                 f"model.pretrained={source}: needs the package gguf: pip install 'rlhf-recipe[gguf]'"
             ) from None
     wanted = "give a checkpoint of an architecture that transformers knows"
-    with reading(f"model.pretrained={source}: no readable configuration", wanted):
-        more = {} if gguf is None else {"gguf_file": gguf}
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **more)
-    check_sizes(config, f"model.pretrained={source}", "max_position_embeddings")
-    kinds = config.architectures or []
-    classifier = next((kind for kind in kinds if str(kind).endswith("Classification")), None)
+    more = {} if gguf is None else {"gguf_file": gguf}
+    config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)
+    positions = {name: getattr(config, name, None) for name in Context.model_fields}
+    check_value(positions, Context, f"{source}: config.json", RESTORE)
+    classifier = next((kind for kind in config.architectures or [] if kind.endswith("Classification")), None)
     if classifier or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
         raise UserError(
             f"model.pretrained={source}: a {classifier or config.model_type} writes no text: give a causal language model, or "
@@ -160,7 +211,7 @@ def count_parameters(source: str, config: Any) -> int:
     """Number of parameters of the causal language model, tied matrices counted once; nothing is allocated."""
     what = f"model.pretrained={source}: no causal language model can be made of this {config.model_type}"
     with reading(what, "give one that generates text"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **CHOSEN_HERE)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -188,9 +239,20 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
     new_head: weights outside the trunk's layers may be missing, since they will be trained; headless: only the trunk
     is loaded, and a head in the file is ignored. No code of the folder is run.
 
-    Raises: UserError if weights are missing, left over, of another shape, or not finite.
+    Raises: UserError if weights are missing, left over, of another shape, or not finite, or if a file cannot be read.
     """
-    model, info = loader.from_pretrained(source, output_loading_info=True, trust_remote_code=False, **keywords)
+    gguf = {name: keywords[name] for name in ("gguf_file",) if name in keywords}
+    if keywords.get("config") is None:
+        keywords["config"] = read_config(source, f"{source}: no readable configuration", RESTORE, **gguf)
+    if Path(source).is_dir() and not gguf:
+        check_fits(source, keywords["config"], Path(source))
+    with reading(f"{source}: not readable weights", RESTORE):
+        model, info = loader.from_pretrained(
+            source, output_loading_info=True, trust_remote_code=False, **CHOSEN_HERE, **keywords
+        )
+    generation = getattr(model, "generation_config", None)
+    ends = {name: getattr(generation, name, None) for name in Ids.model_fields}
+    check_value(ends, Ids, f"{source}: generation_config.json", RESTORE)
     missing, left = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if new_head:
         missing = [name for name in missing if LAYER.search(name) and name.startswith(model.base_model_prefix)]
@@ -219,24 +281,16 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently, and
     for fewer numbers than config.json describes.
     """
-    numbers = 0
-    for path in checkpoint.weight_files():
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            kinds = {name: part.get_dtype() for name, part in slices.items()}
-            wrong = {name: kind for name, kind in kinds.items() if kind[0] in "CIUB" and kind != "BF16"}
-            numbers += sum(math.prod(part.get_shape()) for part in slices.values())
-        else:
-            tensors = torch.load(path, map_location="meta", weights_only=True)
-            wrong = {name: x.dtype for name, x in tensors.items() if not x.is_floating_point()}
-            numbers += sum(x.numel() for x in tensors.values())
-        for name, kind in wrong.items():  # buffers of masks and positions may be integers
-            if name.endswith("weight") or "c" in str(kind).lower().removeprefix("torch.")[:1]:
-                raise UserError(
-                    f"model.pretrained={checkpoint.source}: {name} in {path.name} is {kind}: want floating point numbers: "
-                    "give the checkpoint in full precision"
-                )
+    tensors = stored_tensors(checkpoint.weight_files())
+    for name, (kind, _, file) in tensors.items():
+        short = kind.removeprefix("torch.").upper()
+        # buffers of masks and positions may be integers
+        if short[0] == "C" or (short[0] in "IUB" and short[:2] != "BF" and name.endswith("weight")):
+            raise UserError(
+                f"model.pretrained={checkpoint.source}: {name} in {file} is {kind}: want floating point numbers: "
+                "give the checkpoint in full precision"
+            )
+    numbers = sum(count for _, count, _ in tensors.values())
     if numbers < checkpoint.parameters:
         raise UserError(
             f"model.pretrained={checkpoint.source}: weights are missing: config.json describes {checkpoint.parameters:,} "
@@ -244,14 +298,57 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_sizes(config: Any, source: str, *more: str) -> None:
-    """Raises: UserError for sizes that no model has and whose construction would take all time and memory.
+def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[str, int, str]]:
+    """{name: (dtype, numbers, file)} by the files' headers; nothing is allocated. Raises: UserError for more than MOST_TENSORS."""
+    tensors: dict[str, tuple[str, int, str]] = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                names = list(file.keys())
+                if len(names) > MOST_TENSORS:
+                    raise UserError(f"{path}: has {len(names):,} tensors, want at most {MOST_TENSORS:,}: restore it")
+                slices = {name: file.get_slice(name) for name in names}
+            tensors |= {n: (x.get_dtype(), math.prod(x.get_shape()), path.name) for n, x in slices.items()}
+        else:
+            loaded = torch.load(path, map_location="meta", weights_only=True)
+            tensors |= {n: (str(x.dtype), x.numel(), path.name) for n, x in loaded.items()}
+    return tensors
 
-    more: further settings of transformers' configuration that are at least 1.
+
+def read_config(source: str, what: str, remedy: str, **more: Any) -> Any:
+    """transformers' configuration of a folder or hub id. Raises: UserError "<what> (…): <remedy>"."""
+    if (folder := Path(source)).is_dir():
+        check_files(folder)
+    with reading(what, remedy):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **more)
+    for one in (config, getattr(config, "trunk", None) or config):
+        values = {name: getattr(one, name, None) for name in Described.model_fields}
+        values["dropouts"] = {n: x for n, x in vars(one).items() if "drop" in n and isinstance(x, int | float)}
+        check_value(values, Described, f"{source}: config.json", RESTORE)
+    return config
+
+
+def check_files(folder: Path) -> None:
+    """Raises: UserError for a file that is no regular one, and for an index of weights that names files elsewhere."""
+    for path in folder.iterdir():
+        check_regular(path)
+        if path.name.endswith(".index.json"):
+            read_checked(path, Index, RESTORE)
+
+
+def check_fits(what: str, config: Any, folder: Path) -> None:
+    """Compare the sizes in a configuration with the headers of a folder's weights, before a model is built.
+
+    Raises: UserError if the files are too small for it, so that building it could take all time and memory.
     """
-    for name in (*SIZES, *more):
-        size = getattr(config, name, None)
-        if isinstance(size, int) and size < 1:
-            raise UserError(f"{source}: config.json says {name}={size}, want 1 or more: restore it")
-        if isinstance(size, int) and name == SIZES[0] and size > MOST_LAYERS:
-            raise UserError(f"{source}: config.json says {size:,} layers, want at most {MOST_LAYERS:,}: restore it")
+    with reading(f"{what}: not readable weights", "restore them"):
+        tensors = stored_tensors(sorted(folder.glob("*.safetensors")))
+    numbers = sum(count for _, count, _ in tensors.values())
+    for one in (config, getattr(config, "trunk", None) or config) if tensors else ():
+        for name in SIZES:
+            size = getattr(one, name, None)
+            if isinstance(size, int) and size > (len(tensors) if name == SIZES[0] else numbers):
+                raise UserError(
+                    f"{what}: weights are missing: config.json says {name}={size:,}, the files have {len(tensors):,} tensors of "
+                    f"{numbers:,} numbers: restore both"
+                )

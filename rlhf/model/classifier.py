@@ -17,17 +17,27 @@ from typing import Any
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.chat_template import encode_scored
 from rlhf.data.encoding import Answer, Encode
 from rlhf.data.records import Demonstration, Message
+from rlhf.data.tokenizer import open_tokenizer
 from rlhf.errors import UserError, reading
-from rlhf.model.checkpoint import check_sizes, load_whole
+from rlhf.model.checkpoint import CHOSEN_HERE, load_whole, read_config
 from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes
+from rlhf.system.schemas import Finite, Schema, read_checked
 
+AGAIN = "run `rlhf reward overwrite=true` again"
 LEAST_PROMPT = 4  # a long response leaves the prompt at least one token in this many
+
+
+class Calibration(Schema):
+    """text_reward.json."""
+
+    gain: Finite
+    shift: Finite
 
 
 @dataclass(slots=True)
@@ -295,9 +305,8 @@ class TextRewardModel(nn.Module):
                     "train it with reward.model, or give a classifier with one label"
                 )
             return cls(_read_network(str(source), config, tokenizer), tokenizer).eval()
-        with reading(f"{record}: not readable", "run `rlhf reward overwrite=true` again"):
-            calibration = json.loads(record.read_text(encoding="utf-8"))
-            gain, shift = float(calibration["gain"]), float(calibration["shift"])
+        calibration = read_checked(record, Calibration, AGAIN) or {}
+        gain, shift = calibration["gain"], calibration["shift"]
         network = _read_network(str(source), config, tokenizer, saved_here=True)
         return cls(network, tokenizer, gain, shift).eval()
 
@@ -308,20 +317,20 @@ def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel |
     Raises: UserError if it cannot be read.
     """
     path = Path(folder)
-    with reading(f"{path}: not a readable reward model", "run `rlhf reward overwrite=true` again"):
-        ours = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type") == "rlhf_reward"
-        if ours:
-            return load_whole(RewardModel, str(path), local_files_only=True).eval().to(device)
+    described = read_checked(path / "config.json", Schema, AGAIN)
+    if described is None:
+        raise UserError(f"{path}: not a readable reward model (it has no config.json): {AGAIN}")
+    if described.get("model_type") == "rlhf_reward":
+        return load_whole(RewardModel, str(path), local_files_only=True).eval().to(device)
     return TextRewardModel.from_pretrained(path).to(device)
 
 
 def _read_config(source: str) -> tuple[Any, Any]:
     """Configuration, with every dropout at 0, and tokenizer."""
     wanted = "want a folder or hub name of a transformers classifier"
-    with reading(f"reward.model={source}: no readable model and tokenizer", wanted):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        check_sizes(config, f"reward.model={source}")
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    what = f"reward.model={source}: no readable model and tokenizer"
+    config = read_config(source, what, wanted)
+    tokenizer = open_tokenizer(AutoTokenizer, what, wanted, pretrained_model_name_or_path=source)
     without_dropout(config)
     for name in ("use_cache", "use_mems_eval", "use_mems_train"):
         if hasattr(config, name):
@@ -339,7 +348,7 @@ def _read_network(source: str, config: Any, tokenizer: Any, saved_here: bool = F
     wanted = "want a transformers model for which there is a sequence classifier"
     with reading(f"{source}: not a readable text classifier", wanted):
         if config.is_encoder_decoder and saved_here:
-            network: Any = EncoderClassifier(AutoModel.from_config(config, trust_remote_code=False))
+            network: Any = EncoderClassifier(AutoModel.from_config(config, trust_remote_code=False, **CHOSEN_HERE))
             load_model(network, str(Path(source) / "model.safetensors"))
         elif config.is_encoder_decoder:
             network = EncoderClassifier(

@@ -17,11 +17,12 @@ from rlhf.data.encoding import Encode, encode_demonstrations, token_encoder
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
-from rlhf.model.checkpoint import LAYER, load_whole
+from rlhf.model.checkpoint import CHOSEN_HERE, LAYER, load_whole
 from rlhf.model.fused_loss import chosen_logprobs
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
-from rlhf.system.files import read_json, write_json
+from rlhf.system.files import write_json
+from rlhf.system.schemas import Schema, read_checked
 
 
 class ScalarHead(Float32Linear):
@@ -121,7 +122,7 @@ class RewardModel(PreTrainedModel):
 
     def __init__(self, config: RewardConfig):
         super().__init__(config)
-        self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False)
+        self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False, **CHOSEN_HERE)
         self.head = ScalarHead(config.trunk.hidden_size)
         # of the language model's loss, frozen and not saved; empty: the embeddings
         self.unembedding: tuple[nn.Module, ...] = ()
@@ -245,6 +246,11 @@ class RewardModel(PreTrainedModel):
         return self
 
 
+class HeadRecord(Schema):
+    classes: list[str]
+    choices: bool
+
+
 HEAD, RECORD = "label_head.safetensors", "label_head.json"  # next to the language model in its folder
 
 
@@ -285,7 +291,9 @@ class LabelModel(nn.Module):
     @classmethod
     def with_head(cls, lm: Any, folder: Path) -> LabelModel:
         """A language model with the head that `save_head` wrote."""
-        record = read_json(folder / RECORD)
+        record = read_checked(folder / RECORD, HeadRecord, "run `rlhf classify overwrite=true` again")
+        if record is None:
+            raise UserError(f"{folder}: no {RECORD}: want the model of `rlhf classify`")
         model = cls(lm, record["classes"], record["choices"])
         model.head.weight.data.copy_(load_file(str(folder / HEAD))["weight"])
         return model.eval()

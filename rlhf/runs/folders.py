@@ -26,7 +26,7 @@ from rlhf.config.removed import replacement
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
-from rlhf.system.files import beside, check_regular, sha256_file
+from rlhf.system.files import beside, sha256_file
 
 Kind = Literal["stage", "manifest", "results"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -122,31 +122,39 @@ REMEDY: dict[Kind, str] = {
 def _schemas() -> dict[str, Any]:
     from typing import Annotated, Self
 
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+    from pydantic import Field, JsonValue, model_validator
 
-    def inside(name: str) -> str:
-        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError("a file outside the folder")
-        return name
+    from rlhf.system.schemas import Count, Digest, Finite, Inside, Schema, Size
 
-    Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    Files = dict[Annotated[str, AfterValidator(inside)], Digest]
+    Files = dict[Inside, Digest]
 
-    class Record(BaseModel):
-        model_config = ConfigDict(extra="allow", strict=True)
+    class Lengths(Schema):
+        max_tokens: Size | None = None
+        max_new_tokens: Size | None = None
 
-    class StageRecord(Record):
+    class Settings(Schema):
+        """The run's configuration, as far as other commands read it."""
+
+        parents: dict[str, str | None] = Field({})
+        data: Lengths = Lengths()
+        rollout: Lengths = Lengths()
+
+    class StageRecord(Schema):
         """stage.json. `files` and `hash` are present once the stage is complete."""
 
         stage: str
         status: Literal["running", "complete"]
+        run: str
         settings: dict[str, JsonValue]
         parents: dict[str, str]
         data: dict[str, str]
-        seconds: float = 0.0
-        steps: int | None = None
-        config: dict[str, JsonValue] = Field(default_factory=dict)
-        summary: dict[str, float | None] = Field(default_factory=dict)
+        versions: dict[str, str]
+        seconds: Annotated[Finite, Field(ge=0)] = 0.0
+        steps: Count | None = None
+        memory: dict[str, Finite | None] = Field({})
+        counts: dict[str, Count] = Field({})
+        config: Settings = Settings()
+        summary: dict[str, float | None] = Field({})
         files: Files | None = None
         hash: Digest | None = None
 
@@ -156,21 +164,21 @@ def _schemas() -> dict[str, Any]:
                 raise ValueError("complete, but without files or hash")
             return self
 
-    class Manifest(Record):
+    class Manifest(Schema):
         """manifest.json of a checkpoint."""
 
         files: Annotated[Files, Field(min_length=1)]
         figure: float | None = None
 
-    class Interval(Record):
+    class Interval(Schema):
         value: float
         ci95: tuple[float, float] = Field(strict=False)
 
-    class Gold(Record):
+    class Gold(Schema):
         win_rate_vs_sft: Interval
         win_rate_greedy: Interval
 
-    class Results(Record):
+    class Results(Schema):
         """evaluate/results.json, as far as other commands read it."""
 
         kl_to_sft_nats: float
@@ -181,25 +189,9 @@ def _schemas() -> dict[str, Any]:
 
 def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
     """The contents of a run file, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
-    check_regular(path)
-    try:
-        text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except IsADirectoryError as error:
-        raise UserError(f"{path}: is a folder, want a file: {REMEDY[kind]}") from error
-    from pydantic import ValidationError
+    from rlhf.system.schemas import read_checked
 
-    try:
-        value = json.loads(text)
-        _schemas()[kind].model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][:3])
-        raise UserError(f"{path}: damaged ({where + ': ' if where else ''}{first['msg']}): {REMEDY[kind]}") from None
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
-        raise UserError(f"{path}: damaged ({str(error).splitlines()[0]}): {REMEDY[kind]}") from None
-    return value
+    return read_checked(path, _schemas()[kind], REMEDY[kind])
 
 
 def hash_of(record: dict) -> str:

@@ -18,20 +18,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, ValidationError
 
-from rlhf.data.records import (
-    KINDS,
-    Demonstration,
-    RankedResponse,
-    Ranking,
-    Record,
-    Text,
-    first_problem,
-    without_replaced,
-)
+from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, Text, without_replaced
 from rlhf.errors import UserError
 from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import disk_error, writing
+from rlhf.system.schemas import first_problem
 
 ASSIGNED_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
 MOST_COMPARISONS = 1000  # comparisons kept until they are judged
@@ -115,7 +107,7 @@ class LabelFile:
             try:
                 row = json.loads(line)
                 self._add(KINDS[row["kind"]].model_validate(row))
-            except (ValueError, KeyError, TypeError) as error:  # ValidationError is a ValueError
+            except (ValueError, KeyError, TypeError, RecursionError) as error:  # ValidationError is a ValueError
                 known = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
                 raise refuse(number, known) from None
         if not any(start.startswith(rest[: len(start)]) for start in STARTS):
@@ -175,8 +167,9 @@ class Labelling:
 
     def _count(self, record: Any) -> None:
         table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
-        if (by_labeler := table.get(record.metadata.get("task"))) is not None and record.labeler is not None:
-            by_labeler[record.labeler] = record
+        task = record.metadata.get("task")
+        if isinstance(task, str) and task in table and record.labeler is not None:
+            table[task][record.labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
 

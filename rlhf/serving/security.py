@@ -21,8 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rlhf.data.records import first_problem
 from rlhf.errors import UserError
+from rlhf.system.schemas import first_problem
 from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"

@@ -100,10 +100,9 @@ def fail(message: str) -> NoReturn:
 
 
 def report(message: str) -> None:
-    """Print one line on standard error, if it is open."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            say(f"rlhf: error: {one_line(message, 4000)}", sys.stderr)
+    """Print one line on standard error."""
+    with contextlib.suppress(OSError):
+        say(f"rlhf: error: {one_line(message, 4000)}", sys.stderr)
 
 
 def let_first_rank_report() -> None:
@@ -129,8 +128,7 @@ def leave(code: int) -> NoReturn:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except OSError:  # drop what cannot be written: the interpreter would report it again when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -5,6 +5,7 @@ overrides and zero-width characters make a name look like another one. `printabl
 since it looks at one character at a time, it does not matter how a sequence is split over tokens or calls.
 """
 
+import os
 import sys
 import unicodedata
 from typing import TextIO
@@ -39,7 +40,7 @@ def say(text: object = "", stream: TextIO | None = None) -> None:
 def write(text: str, stream: TextIO | None = None) -> None:
     """Print trusted or already `printable` text unchanged. Raises: OSError as `say` does."""
     target = stream or sys.stdout
-    if target is None:  # the process was started with standard output closed
+    if target is None:  # standard output was closed when Python started
         return
     try:
         target.write(text)
@@ -50,7 +51,11 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def accept_any_text() -> None:
-    """Make standard output and error escape characters that their encoding lacks, such as "…" in an ASCII locale."""
+    """Make standard output and error escape characters that their encoding lacks, such as "…" in an ASCII locale.
+
+    One with which the process was started closed discards what is written.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -14,8 +14,8 @@ import transformers
 
 from rlhf.config import Config
 from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
-from rlhf.errors import UserError, reading
-from rlhf.model.checkpoint import load_whole
+from rlhf.errors import UserError
+from rlhf.model.checkpoint import load_whole, read_config
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.fast import keep_freed_memory
 from rlhf.runs.stage import Stage
@@ -80,12 +80,12 @@ def load_policy(folder: Path, dropout: float | None = None) -> Any:
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
     be_quiet()
-    with reading(f"{folder}: not a readable model", "run the stage that writes it again"):
-        loader = transformers.AutoModelForCausalLM
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        if dropout is not None and hasattr(config, "dropout"):
-            config.dropout = dropout
-        model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
+    what, remedy = f"{folder}: not a readable model", "run the stage that writes it again"
+    config = read_config(str(folder), what, remedy, local_files_only=True)
+    if dropout is not None and hasattr(config, "dropout"):
+        config.dropout = dropout
+    loader = transformers.AutoModelForCausalLM
+    model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
     return model.eval()
 
 

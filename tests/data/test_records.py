@@ -6,16 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhf.data.records import (
-    CycleError,
-    Demonstration,
-    Message,
-    PromptRecord,
-    Ranking,
-    find_cycle,
-    first_problem,
-    join_judgements,
-)
+from rlhf.data.records import CycleError, Demonstration, Message, PromptRecord, Ranking, find_cycle, join_judgements
+from rlhf.system.schemas import first_problem
 
 RANKING = {
     "kind": "ranking",

@@ -245,8 +245,8 @@ def test_mistakes_are_told_in_one_line(tmp_path):
     for path, reason in (
         (empty, "not a readable reward model"),
         (tmp_path / "nowhere", "not a readable reward model"),
-        (tmp_path / "record", "not readable"),
-        (tmp_path / "weights", "not a readable text classifier"),
+        (tmp_path / "record", r"text_reward.json: damaged \(gain: got 'x'"),
+        (tmp_path / "weights", "not readable weights"),
         (tmp_path / "foreign", "belong together"),
     ):
         with pytest.raises(UserError, match=reason) as told:

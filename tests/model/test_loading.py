@@ -119,5 +119,5 @@ def test_a_config_of_endless_layers_is_refused_before_they_are_built(policy, tmp
 def test_sizes_that_no_model_has_are_refused(tmp_path, name, size):
     LlamaConfig().save_pretrained(tmp_path)
     edit(tmp_path, **{name: size})
-    with pytest.raises(UserError, match=rf"config.json says {name}={size}, want 1 or more"):
+    with pytest.raises(UserError, match=rf"config.json \({name}: got {size}, want greater than or equal to 1\)"):
         _read_config("llama", tmp_path, None)

@@ -169,8 +169,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
             adopt(tmp_path, say=lambda _: None)
         assert "\n" not in str(error.value)
 
-    refuse("weights are missing: config.json describes", num_hidden_layers=3, architectures=[1])
-    refuse(r"describes 3,\d+,\d+,\d+ parameters, the files have", vocab_size=50_000_000, hidden_size=32)
+    refuse("weights are missing: config.json describes", num_hidden_layers=3)
+    refuse(r"config.json says vocab_size=50,000,000, the files have", vocab_size=50_000_000, hidden_size=32)
     refuse("weights", hidden_size=16)
     refuse("weights", intermediate_size=24)
     refuse("weights are not in the model of config.json", num_hidden_layers=1)

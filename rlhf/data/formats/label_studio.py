@@ -30,8 +30,8 @@ from rlhf.data.formats.shapes import (
     response_named,
     without_empty,
 )
-from rlhf.data.records import shown
 from rlhf.data.tasks import unguarded
+from rlhf.system.schemas import shown
 
 _PROMPTS = (
     "prompt", "instruction", "question", "query", "input", "user_input", "request", "context", "messages", "dialogue",

@@ -23,7 +23,8 @@ from rlhf.data.formats.shapes import (
     require_text,
 )
 from rlhf.data.inputs import Reject, Row, reject_row
-from rlhf.data.records import CycleError, join_judgements, shown
+from rlhf.data.records import CycleError, join_judgements
+from rlhf.system.schemas import shown
 
 Made = Iterator[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.data.inputs import Reject, Row, is_deep
-from rlhf.data.records import shown
+from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 ROLES = dict.fromkeys(("user", "human", "prompter"), "user") | {"system": "system"}

@@ -44,8 +44,9 @@ from rlhf.data.formats.shapes import (
     user_turn,
     with_system,
 )
-from rlhf.data.records import first_repeat, shown
+from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
+from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 MISSING = object()  # no such path; an existing null is None

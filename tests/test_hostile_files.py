@@ -1,0 +1,232 @@
+"""Files of others whose values have the wrong type, size or kind: one line each, before anything large is built or read."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import rlhf
+from rlhf.cli import main
+from rlhf.data.reading import load_all
+from rlhf.data.tokenizer import encode_text, load_tokenizer
+from rlhf.errors import UserError
+from rlhf.model.adopt import adopt
+from rlhf.model.checkpoint import MOST_TENSORS
+from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.heads import RewardModel
+from rlhf.system import schemas
+from rlhf.training.setup import load_policy
+from tests.model.test_pretrained import save
+
+from .tiny_stages import write_record
+
+
+def edit(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(call, said: str) -> None:
+    with pytest.raises(UserError, match=said) as told:
+        call()
+    assert "\n" not in str(told.value)
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+CONFIGS = {
+    "architectures": 5, "attention_dropout": 5, "return_dict": False, "vocab_size": 2**31, "hidden_size": "32", "eos_token_id": [[1]],
+    "num_hidden_layers": 9_999, "tie_word_embeddings": "yes", "pad_token_id": 1e30, "initializer_range": float("nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoints_config_of_wrong_types_and_sizes_is_one_line(tmp_path, name):
+    edit(save(tmp_path) / "config.json", **{name: CONFIGS[name]})
+    refused(lambda: adopt(tmp_path, say=quiet), "config.json|configuration")
+
+
+def test_a_config_cannot_name_kernels_of_the_hub(tmp_path):
+    """transformers would download and run them."""
+    for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
+        edit(save(tmp_path) / "config.json", **{name: "somebody/kernel"})
+        adopt(tmp_path, say=quiet, native=False)
+        load_policy(tmp_path)
+    policy = GPTForCausalLM(GPTConfig(vocab_size=32, n_layer=1, n_head=2, width=16, context_length=16))
+    RewardModel.from_causal_lm(policy).save_pretrained(str(tmp_path / "reward"))
+    config = tmp_path / "reward" / "config.json"
+    edit(config, trunk=json.loads(config.read_text())["trunk"] | {"attn_implementation": "somebody/kernel"})
+    load_reward_model(tmp_path / "reward", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("ends", [[[1]], "2", {"a": 1}, 1.5])
+def test_end_tokens_that_are_no_ids_are_one_line(tmp_path, ends):
+    edit(save(tmp_path) / "generation_config.json", eos_token_id=ends)
+    refused(lambda: adopt(tmp_path, say=quiet), r"generation_config.json.*eos_token_id.*got")
+
+
+@pytest.mark.parametrize("length", ["512", float("nan"), 0, -1, [5], None])
+def test_a_tokenizers_length_that_is_no_number_of_tokens_is_one_line(tmp_path, length):
+    edit(save(tmp_path) / "tokenizer_config.json", model_max_length=length)
+    if length is None:  # transformers takes it for no limit
+        return adopt(tmp_path, say=quiet)
+    for load in (lambda: adopt(tmp_path, say=quiet), lambda: load_tokenizer(tmp_path)):
+        refused(load, "model_max_length: got|readable tokenizer")
+
+
+def test_a_tokenizers_expression_that_panics_is_one_line(tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    edit(save(tmp_path) / "tokenizer.json", pre_tokenizer=split)
+    refused(lambda: encode_text(load_tokenizer(tmp_path), "x" * 60), "tokenizer cannot encode a text .*retry-limit")
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "inner/a.safetensors", "weights.dat"])
+def test_an_index_names_weights_of_its_own_folder_only(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    for load in (lambda: adopt(tmp_path, say=quiet), lambda: load_policy(tmp_path)):
+        refused(load, "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "extra.jinja"]
+)
+def test_a_model_folders_pipes_and_devices_are_not_opened(tmp_path, name):
+    save(tmp_path)
+    loaders = (
+        lambda: adopt(tmp_path, say=quiet),
+        lambda: load_policy(tmp_path),
+        lambda: TextRewardModel.from_pretrained(tmp_path),
+    )
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (tmp_path / name).unlink(missing_ok=True)
+        make(tmp_path / name)
+        for load in loaders:
+            refused(load, f"{name}: not a regular file|no config.json")
+
+
+def test_more_tensors_than_any_model_has_are_refused_by_the_header(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf.model.checkpoint.MOST_TENSORS", 50)
+    save(tmp_path)
+    save_file({f"t{i}": torch.zeros(1) for i in range(51)}, tmp_path / "more.safetensors")
+    refused(lambda: adopt(tmp_path, say=quiet), "more.safetensors: has 51 tensors, want at most 50")
+    assert MOST_TENSORS >= 100_000  # mixtures of experts have as many
+
+
+def test_sizes_that_no_file_holds_take_no_memory(tmp_path):
+    """9,999 layers and 2^31 tokens are refused before modules are built: within a gigabyte more than the imports take."""
+    for name, size in (("num_hidden_layers", 9_999), ("vocab_size", 2**31)):
+        edit(save(tmp_path) / "config.json", **{name: size})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for load in (lambda: adopt(tmp_path, say=quiet), lambda: load_policy(tmp_path)):
+            refused(load, f"weights are missing: config.json says {name}={size:,}")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+RECORDS = {
+    "run": None,
+    "versions": {"rlhf": [1]},
+    "steps": -1,
+    "seconds": "1",
+    "memory": [],
+    "config": {"rollout": {"max_new_tokens": "9"}},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_of_wrong_types_is_one_line_in_every_command(tmp_path, capsys, name):
+    folder = tmp_path / "runs" / "x" / "sft"
+    folder.mkdir(parents=True)
+    write_record(folder, **{name: RECORDS[name]})
+    for command, more in (("export", []), ("next", ["next.text=a"])):
+        with pytest.raises(SystemExit) as ended:
+            main([command, f"{command}.stage=sft", f"runs_dir={tmp_path}/runs", "run=x", *more])
+        [line] = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and f"stage.json: damaged ({name}" in line
+    refused(lambda: rlhf.load(tmp_path / "runs" / "x"), f"stage.json: damaged .{name}")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"../x": {"sha256": "0" * 64, "bytes": 1}},
+        {"a": {"sha256": "0" * 64, "bytes": -1}},
+        {"a": {"sha256": "x", "bytes": 1}},
+    ],
+)
+def test_an_imports_manifest_names_files_of_its_folder(tmp_path, files):
+    (tmp_path / "dataset.json").write_text(json.dumps({"rlhf_import": 1, "status": "complete", "files": files}))
+    (tmp_path / "ranking").mkdir()
+    (tmp_path / "ranking" / "train.arrow").write_bytes(b"no Arrow")
+    refused(lambda: load_all(str(tmp_path)), r"dataset.json: damaged \(files")
+
+
+def test_a_labels_file_may_nest_and_name_what_it_likes(tmp_path):
+    row = {
+        "kind": "ranking",
+        "id": "r",
+        "prompt": "a",
+        "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
+        "ranking": [["a"], ["b"]],
+    }
+    for metadata in (
+        {"task": ["t"]},
+        {"replaces": [1]},
+        {"replaces": {"a": 1}},
+        {"group": [1]},
+        {"split": [1]},
+        {"user": [1]},
+    ):
+        (tmp_path / "labels.jsonl").write_text(json.dumps(row | {"metadata": metadata}) + "\n")
+        assert len(load_all(str(tmp_path / "labels.jsonl"))[0]) == 1
+    for inside in ("[" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
+        (tmp_path / "labels.jsonl").write_text(json.dumps(row)[:-1] + ', "metadata": {"a": ' + inside + "}}\n")
+        refused(lambda: load_all(str(tmp_path / "labels.jsonl")), "labels.jsonl:1")
+
+
+def test_a_file_of_gigabytes_is_no_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(schemas, "MAX_BYTES", 100)
+    (tmp_path / "stage.json").write_text(" " * 101)
+    refused(lambda: schemas.read_checked(tmp_path / "stage.json", schemas.Schema, "restore it"), "more than 0 MiB")
+
+
+WRONG_CALLS = {
+    "a run that is a number": lambda run: rlhf.load(5), "a device": lambda run: rlhf.load(run, device=5),
+    "a stage": lambda run: rlhf.load(run).policy(["ppo"]), "prompts as one text": lambda run: rlhf.load(run).sample("hello", "sft"),
+    "a prompt that is a number": lambda run: rlhf.load(run).sample([5], "sft"),
+    "a turn without content": lambda run: rlhf.load(run).sample([[{"role": "user"}]], "sft"),
+    "a temperature": lambda run: rlhf.load(run).sample(["a"], "sft", temperature=-1),
+    "a temperature as text": lambda run: rlhf.load(run).sample(["a"], "sft", temperature="hot"),
+    "a length": lambda run: rlhf.load(run).sample(["a"], "sft", max_new_tokens=0),
+    "a length as text": lambda run: rlhf.load(run).sample(["a"], "sft", max_new_tokens="9"),
+    "a seed": lambda run: rlhf.load(run).sample(["a"], "sft", seed="x"),
+    "a response that is a number": lambda run: rlhf.load(run).score(["a"], [5]),
+    "responses as one text": lambda run: rlhf.load(run).score(["a"], "b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_loaded_run_refuses_wrong_types_in_one_line(tmp_path, name):
+    (tmp_path / "x" / "sft" / "model").mkdir(parents=True)
+    save(tmp_path / "x" / "sft" / "model")
+    write_record(tmp_path / "x" / "sft")
+    refused(lambda: WRONG_CALLS[name](tmp_path / "x"), "want")
+
+
+def test_watch_ends_quietly_when_its_streams_are_closed(tmp_path):
+    (tmp_path / "runs" / "x" / "sft").mkdir(parents=True)
+    write_record(tmp_path / "runs" / "x" / "sft")
+    environment = os.environ | {"PYTHONPATH": str(Path(rlhf.__file__).parents[1])}
+    for closed in (">&-", "2>&-", ">&- 2>&-", "<&- >&-"):
+        shell = ["sh", "-c", f'"$0" -m rlhf watch run=x watch.wait=false {closed}', sys.executable]
+        done = subprocess.run(shell, cwd=tmp_path, capture_output=True, env=environment)
+        assert done.returncode == 0 and b"Traceback" not in done.stdout + done.stderr, done
