@@ -61,11 +61,13 @@ def test_every_stage_runs_in_bfloat16_and_ppo_waits_little(tmp_path, monkeypatch
             waits.append(Pretended.current.log.since(before)["syncs"])
 
     monkeypatch.setattr(update, "train_minibatch", count)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     for stage in STAGES:
         with Pretended() as gpu:
             module_of(stage).run(compose_config([*GOLD, f"runs_dir={tmp_path}"]))
         logs[stage] = gpu.log
     assert logs["pretrain"].kernels["varlen_attn"] > 0 and logs["ppo"].replays > 20
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert logs["ppo"].captures <= 3 and logs["evaluate"].captures <= 14
     # a micro-batch: two indices, a pair of widths, the places of response tokens for policy and critic; two micro-batches, and
     # four waits for the number of tokens and the lengths of rows
