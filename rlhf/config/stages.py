@@ -165,8 +165,11 @@ class PpoConfig:
         False, "each token earns its own term of a mean score (reward.read_tokens); false: the last one earns all"
     )
     rewards: Any = setting(
-        None, "reward sources: runs, folders, classifiers, functions; none: the run's own reward model", kind="rewards"
+        None,
+        "reward sources: runs, folders, classifiers, functions, addresses of `rlhf serve`; none: the run's own reward model",
+        kind="rewards",
     )
+    reward_key: str | None = setting(None, "environment variable with the token of a server in ppo.rewards")
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     sampler_correction: str = setting(
         "auto",

@@ -5,23 +5,15 @@ The endpoint judges both orders of the two answers. A prompt counts 1, 1/2 or 0 
 for a position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
 """
 
-import asyncio
 import hashlib
 import json
-import os
-import random
 import re
-import threading
-import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
 import torch
 
 from rlhf.config import Config
@@ -35,7 +27,8 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.runs.run_files import read_jsonl
-from rlhf.system.terminal import one_line, say
+from rlhf.system.endpoint import FIRST_WAIT, Client
+from rlhf.system.terminal import say
 
 INSTRUCTION = (
     "You compare two answers to the same request. Judge how well each does what was asked: correctness and completeness first, then "
@@ -46,72 +39,36 @@ VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
 
-ATTEMPTS = 5
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
-TIMEOUT = 120.0  # seconds of one request, from connecting to the end of the reply
-LARGEST_REPLY = 2**20  # bytes
 MOST_TOKENS = 10**9  # a larger number in a reply's usage is ignored
-TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# No reply, or a malformed one.
-NO_REPLY = (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError)
-
 
 # --- the endpoint --------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Endpoint:
-    """A client of an OpenAI-style chat endpoint, with retries and a cache on disk. `ask` may be called from several threads.
+class Endpoint(Client):
+    """A client of an OpenAI-style chat endpoint, with a cache on disk. `ask` may be called from several threads."""
 
-    The key is read from an environment variable when a request is sent, and never written. Redirects are not followed,
-    since they would send the key to another host.
-    """
-
-    url: str  # base URL, such as https://host/v1
-    model: str
-    cache: Path  # JSON lines: key (hash of URL and request), reply, usage
-    key_variable: str | None = None
-    first_wait: float = FIRST_WAIT
-    # requests, cached, retries, failures, prompt_tokens, completion_tokens
-    counts: Counter[str] = field(default_factory=Counter)
-    reached: bool = False  # whether any HTTP server has answered
-    _known: dict[str, str] = field(default_factory=dict)
-    _lock: Any = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        """Raises: UserError for an invalid URL, an unset key, or a key that would be sent unencrypted."""
-        try:
-            parts = httpx.URL(self.url)
-        except httpx.InvalidURL:
-            parts = httpx.URL()
-        if parts.scheme not in ("http", "https") or not parts.host or " " in self.url or (parts.port or 1) > 65535:
-            raise UserError(f"evaluate.judge={self.url}: want a base URL such as https://host/v1")
-        if self.key_variable is not None:
-            key = os.environ.get(self.key_variable, "").strip()
-            if not (key and key.isascii() and key.isprintable()):  # else errors would show it
-                variable = f"evaluate.judge_key={self.key_variable}: this environment variable"
-                raise UserError(f"{variable} is not set to one line of ASCII: set it to the key")
-            if parts.scheme == "http" and parts.host not in LOOPBACK:
-                raise UserError(f"evaluate.judge={self.url}: would send the key unencrypted: use https")
-        if self.cache.exists() and not self.cache.is_file():
-            raise UserError(f"{self.cache}: not a regular file: remove it, so that replies can be stored there")
-        known = ((row.get("key"), row.get("reply")) for row in read_jsonl(self.cache))
+    def __init__(
+        self, url: str, model: str, cache: Path, key_variable: str | None = None, first_wait: float = FIRST_WAIT
+    ):
+        """cache: JSON lines: key (hash of URL and request), reply, usage. Raises: UserError."""
+        super().__init__("evaluate.judge", url, "evaluate.judge_key", key_variable, first_wait)
+        self.model, self.cache = model, cache
+        if cache.exists() and not cache.is_file():
+            raise UserError(f"{cache}: not a regular file: remove it, so that replies can be stored there")
+        known = ((row.get("key"), row.get("reply")) for row in read_jsonl(cache))
         self._known = {key: reply for key, reply in known if isinstance(key, str) and isinstance(reply, str)}
 
     def ask(self, messages: list[dict[str, str]]) -> str | None:
         """The reply's text; None if the request failed permanently, which is counted. Raises: UserError if the settings are wrong."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 16}
         key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
-        with self._lock:
+        with self.lock:
             if key in self._known:
                 self.counts["cached"] += 1
                 return self._known[key]
-        answered = self._request(body)
-        with self._lock:
+        answered = self.post("chat/completions", body, read_reply)
+        with self.lock:
             if answered is None:
-                self.counts["failures"] += 1
                 return None
             reply, usage = answered
             self.counts.update(usage)
@@ -120,51 +77,6 @@ class Endpoint:
             with self.cache.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "reply": reply, "usage": usage}) + "\n")
         return reply
-
-    def _request(self, body: dict[str, Any]) -> tuple[str, dict[str, int]] | None:
-        """Reply and usage, after at most ATTEMPTS attempts."""
-        address, trouble = f"{self.url.rstrip('/')}/chat/completions", ""
-        key = os.environ.get(self.key_variable or "", "").strip()
-        headers = {"Authorization": f"Bearer {key}"} if self.key_variable else {}
-        for attempt in range(ATTEMPTS):
-            with self._lock:
-                self.counts.update(requests=1, retries=int(attempt > 0))
-            wait = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.5, 1.5)
-            try:
-                status, reply_headers, content = asyncio.run(self._post(address, body, headers))
-                if status == 200:
-                    return read_reply(content)
-            except NO_REPLY as error:
-                trouble = one_line(str(error) or "no reply in time", 200)
-            else:
-                asked = reply_headers.get("Retry-After", "")  # in seconds
-                if status in WRONG_SETTINGS:
-                    wrong = f"evaluate.judge={self.url}: {WRONG_SETTINGS[status]} (HTTP {status})"
-                    raise UserError(f"{wrong}: check the URL, evaluate.judge_model and evaluate.judge_key")
-                if status not in TEMPORARY:
-                    return None
-                wait = max(wait, min(LONGEST_WAIT, float(asked) if asked.isdecimal() else 0.0))
-            if attempt < ATTEMPTS - 1:
-                time.sleep(wait)
-        if not self.reached:
-            failed = f"evaluate.judge={self.url}: no answer in {ATTEMPTS} attempts ({trouble})"
-            raise UserError(f"{failed}: check the URL and the network")
-        return None
-
-    async def _post(
-        self, address: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> tuple[int, httpx.Headers, bytes]:
-        """Status, headers and body of a reply. Raises: TimeoutError if it has not arrived whole after TIMEOUT seconds."""
-        async with (
-            asyncio.timeout(TIMEOUT),
-            httpx.AsyncClient(timeout=TIMEOUT) as client,
-            client.stream("POST", address, json=body, headers=headers) as answer,
-        ):
-            self.reached, content = True, b""
-            async for part in answer.aiter_bytes():
-                if len(content := content + part) > LARGEST_REPLY:
-                    raise ValueError("the reply is too long")
-            return answer.status_code, answer.headers, content
 
 
 def read_reply(content: bytes) -> tuple[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Reward sources of PPO: reward models, text classifiers and Python functions, alone or combined.
+"""Reward sources of PPO: reward models here or on a server, text classifiers and Python functions, alone or combined.
 
 A source is called with `Episodes` and returns scores (B,) float32. It may have `by_token`, see `score_by_token`.
 """
@@ -17,9 +17,10 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
+from rlhf.ppo.reward_server import ServerReward
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
-from rlhf.system.plugins import is_function, load_named
+from rlhf.system.plugins import is_address, is_function, load_named
 from rlhf.training.adapters import load_adapters, share_weights
 from rlhf.training.setup import check_tokenizer
 
@@ -142,6 +143,10 @@ def make_reward(
     sources: dict[str, Reward] = {}
     first: Any = None
     for name in names:
+        if name is not None and is_address(name):
+            sources[f"server_{len(sources)}"] = ServerReward(name, config.ppo.reward_key, device)
+            say(f"rewards come from {name}")
+            continue
         if name is not None and is_function(name):
             sources[f"function_{len(sources)}"] = FunctionReward(name, device)
             say(f"rewards come from the function {name}")

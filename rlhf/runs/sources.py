@@ -18,7 +18,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
 from rlhf.system.files import read_json, sha256_file
-from rlhf.system.plugins import is_function, source_sha256
+from rlhf.system.plugins import is_address, is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # on the hub: owner/name, optionally @revision
@@ -161,9 +161,14 @@ def reward_model_folder(folder: Path) -> Path:
 
 
 def hash_rewards(config: Config) -> dict[str, str]:
-    """Hashes of the reward sources except the run's own reward model: other runs' models, files of classifiers and functions."""
+    """Hashes of the reward sources except the run's own reward model: other runs' models, files of classifiers and functions.
+
+    What a server scores with cannot be hashed.
+    """
     hashes: dict[str, str] = {}
     for name in filter(None, reward_sources(config)[0]):
+        if is_address(name):
+            continue
         if is_function(name):
             key = f"reward:{name}"
             if key in hashes:  # functions given from Python may share a name, such as <lambda>

@@ -126,7 +126,7 @@ class CompletionRequest(Sampling):
 class ScoreRequest(Strict):
     """Responses to one prompt, for the reward model of a run."""
 
-    model: Id
+    model: Id | None = None  # the first one that is served
     prompt: Text | Messages
     responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
 
@@ -207,7 +207,7 @@ def make_router(thread: ModelThread) -> APIRouter:
 
     @router.post("/score")
     async def score(asked: ScoreRequest) -> Body:
-        model = thread.find(asked.model)
+        model = thread.find(asked.model or next(iter(thread.models)))
         run, prompt = model.run, records_of(asked.prompt)
         refuse_long(model, [message.content for message in prompt], "prompt")
         for response in asked.responses:

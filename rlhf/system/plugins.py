@@ -41,8 +41,12 @@ def source_sha256(what: str, name: str) -> str | None:
 
 
 def is_function(name: str) -> bool:
-    """Whether a name is that of a Python function `module:name` rather than a file, a folder or a hub id."""
-    return ":" in name and not Path(name).exists()
+    """Whether a name is that of a Python function `module:name` rather than a file, a folder, a hub id or an address."""
+    return ":" in name and not is_address(name) and not Path(name).exists()
+
+
+def is_address(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 def source_file(what: str, name: str) -> Path | None:

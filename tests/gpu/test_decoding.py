@@ -141,13 +141,14 @@ def test_a_servers_batch_records_and_gives_the_samplers_tokens(half):
 
 
 def test_a_cache_that_grew_has_new_graphs():
-    model = make()
-    wanted = [sample(model, PROMPTS, **SETTINGS | {"max_new_tokens": n}) for n in (12, 70, 12)]
+    """In rows, then in columns; the shapes of smaller batches come again."""
+    model, calls = make(), ((1, 12), (2, 12), (1, 12), (1, 70), (1, 12))
+    wanted = [sample(model, PROMPTS * copies, **SETTINGS | {"max_new_tokens": n}) for copies, n in calls]
     with Pretended() as gpu:
         engine = sampler_for(model.to("cuda"), Sampling(**SETTINGS))
-        for want, steps in zip(wanted, (12, 70, 12), strict=True):
-            check_equal(engine.sample(PROMPTS, max_new_tokens=steps), want)
-        assert engine.lasting.columns >= 78
+        for want, (copies, steps) in zip(wanted, calls, strict=True):
+            check_equal(engine.sample(PROMPTS * copies, max_new_tokens=steps), want)
+        assert engine.lasting.rows == 16 and engine.lasting.columns >= 78
         captures = gpu.log.captures
         engine.sample(PROMPTS)
         assert gpu.log.captures == captures

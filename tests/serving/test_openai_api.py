@@ -7,13 +7,17 @@ from functools import partial
 import httpx
 import openai
 import pytest
+import torch
 
 from rlhf.commands.generate import run as generate
+from rlhf.errors import UserError
+from rlhf.model.interface import Episodes
+from rlhf.ppo.reward_server import ServerReward
 from rlhf.serving import openai_api
 from rlhf.serving.app import make_app
 from rlhf.serving.models import ModelThread, served_models
 from rlhf.serving.openai_api import doubts
-from tests.serving.conftest import access, emptied, make_labelling
+from tests.serving.conftest import access, emptied, make_labelling, serving
 
 pytestmark = pytest.mark.anyio
 PROMPT = "what is red ?"
@@ -226,6 +230,28 @@ def test_scores_are_the_reward_models(server, gold_run):
     assert [row["score"] for row in answer["data"]] == pytest.approx(expected, abs=1e-5)
     assert [row["flags"] for row in answer["data"]][:2] == [[], ["empty"]]
     assert "repetition" in answer["data"][2]["flags"]
+
+
+def test_ppo_is_rewarded_by_a_server_with_a_token(thread, gold_run, tmp_path, monkeypatch):
+    """One request per prompt; the scores are those of the same model here; a wrong token and a refusal are one line."""
+    import rlhf
+    from rlhf.data.records import Message, PromptRecord
+
+    asked = ["what is red ?", "name a color"]
+    records = [PromptRecord(id=text, prompt=[Message(role="user", content=text)]) for text in asked]
+    texts = ["it is red .", "red", "blue .", "it is blue ."]
+    episodes = Episodes([records[0], records[1], records[1], records[0]], [], [], texts, torch.ones(4))
+    expected = rlhf.load(gold_run.folder, "cpu").score([record.prompt[0].content for record in episodes.records], texts)
+    monkeypatch.setenv("REWARD_TOKEN", "t" * 24)
+    monkeypatch.setenv("OTHER_TOKEN", "u" * 24)
+    for url in serving(make_app(thread, access(token="t" * 24), make_labelling(tmp_path / "labels.jsonl"))):
+        found = ServerReward(url, "REWARD_TOKEN", torch.device("cpu"))(episodes)
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(UserError, match=r"the key is refused \(HTTP 401\): check the URL and ppo.reward_key"):
+            ServerReward(url, "OTHER_TOKEN", torch.device("cpu"))(episodes)
+        long = episodes._replace(texts=["red " * 10_000] * 4)
+        with pytest.raises(UserError, match="refused to score prompt"):
+            ServerReward(url, "REWARD_TOKEN", torch.device("cpu"))(long)
 
 
 async def test_in_bfloat16_the_server_answers_as_generate_does_up_to_rounding(gold_run, tmp_path):

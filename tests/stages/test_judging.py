@@ -16,6 +16,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation import judging
 from rlhf.evaluation.judging import Endpoint
 from rlhf.evaluation.statistics import describe
+from rlhf.system import endpoint
 
 from .conftest import Run
 
@@ -139,7 +140,7 @@ def test_an_endpoint_that_nobody_answers_at_is_given_up_at_once(server, tmp_path
 
 
 def test_a_reply_that_drips_is_given_up_after_a_time(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "TIMEOUT", 0.2)
+    monkeypatch.setattr(endpoint, "TIMEOUT", 0.2)
     server.trouble = ["drip", "drip", "A"]
     one = client(server, tmp_path)
     started = time.monotonic()
@@ -156,10 +157,10 @@ def test_what_is_no_url_is_one_line(tmp_path, url):
 
 
 def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
-    server.trouble = [500] * judging.ATTEMPTS + [400] + [302]
+    server.trouble = [500] * endpoint.ATTEMPTS + [400] + [302]
     one = client(server, tmp_path)
     assert [one.ask(MESSAGES) for _ in range(3)] == [None, None, None]  # the last is a redirect, which is not followed
-    assert one.counts["failures"] == 3 and one.counts["requests"] == judging.ATTEMPTS + 2
+    assert one.counts["failures"] == 3 and one.counts["requests"] == endpoint.ATTEMPTS + 2
     assert not (tmp_path / "cache.jsonl").exists()
 
 
