@@ -252,6 +252,18 @@ def make_attention_mask(
     return mask[:, None]
 
 
+def as_bias(mask: Mask | None, x: Tensor) -> Mask | None:
+    """On a CPU in float32 a bool mask as what is added to the scores: torch would make that in each layer and keep it for backward."""
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dtype != torch.bool
+        or x.device.type != "cpu"
+        or computed_in(x) != torch.float32
+    ):
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+
+
 def narrow(mask: Mask | None, window: int, queries: int, past: int, device: torch.device) -> Mask | None:
     """The mask of a layer in which `queries` tokens after `past` cached ones attend to the last `window` keys.
 

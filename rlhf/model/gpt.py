@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from rlhf.model.attention import QKNorm, Rope, Sinusoids, make_attention_mask, make_positions, narrow, rotary_factors
+from rlhf.model.attention import (
+    QKNorm,
+    Rope,
+    Sinusoids,
+    as_bias,
+    make_attention_mask,
+    make_positions,
+    narrow,
+    rotary_factors,
+)
 from rlhf.model.batching import join_rows
 from rlhf.model.blocks import BLOCKS, Block, balance_loss, make_norm
 from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
@@ -139,7 +148,8 @@ class GPTModel(GPTPreTrainedModel):
         varlen = self.config.head_dim % 8 == 0 and not drops  # that kernel has no dropout
         mask = make_attention_mask(x, attention_mask, position_ids, seq_idx, past_key_values, past, varlen)
         window = self.config.window
-        banded = mask if window is None else narrow(mask, window, x.shape[1], past, x.device)
+        banded = None if window is None else as_bias(narrow(mask, window, x.shape[1], past, x.device), x)
+        mask = as_bias(mask, x)
         x, rope = self.embed(x, make_positions(x, attention_mask, position_ids, past))
 
         hidden_states = [x] if output_hidden_states else None
