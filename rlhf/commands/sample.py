@@ -3,15 +3,20 @@
 `rlhf import` reads the export of the labelers' tool.
 """
 
+import random
 from pathlib import Path
+from typing import Any
 
 from rlhf.commands.generate import fit_records
 from rlhf.config import Config
+from rlhf.config.commands import SampleConfig
 from rlhf.config.precision import inference
-from rlhf.data.records import PromptRecord, RankedResponse, Ranking
+from rlhf.config.setting import listed
+from rlhf.data.records import PromptRecord, RankedResponse, Ranking, first_repeat
 from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
+from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts
@@ -29,6 +34,13 @@ def run(config: Config) -> None:
     Raises: UserError if the output exists, the model is missing, or no prompt is left to label.
     """
     settings = config.sample
+    stages = listed(settings.stages)
+    if stages and (
+        len(stages) < 2 or (settings.stage, settings.responses) != (SampleConfig().stage, SampleConfig().responses)
+    ):
+        raise UserError(
+            f"sample.stages={','.join(stages)}: want two or more, without sample.stage and sample.responses: each gives one response"
+        )
     if not 2 <= settings.responses <= MOST_RESPONSES:
         raise UserError(
             f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}, since one response cannot be ranked"
@@ -37,13 +49,13 @@ def run(config: Config) -> None:
     refuse_inside_stage(out, "sample.out")
     with held(out):
         check_free(out, config.overwrite)
-        folder = stage_folder(config, settings.stage)
-        made = check_output(folder)
-        policy_id = f"{made['run']}/{settings.stage}@{made['hash'][:8]}"
+        policies = [find_policy(config, name) for name in stages or [settings.stage]]
+        if twice := first_repeat(policy_id for policy_id, _ in policies):
+            raise UserError(f"sample.stages: {twice} is named twice: name each policy once")
         prompts, labelled = choose_prompts(config)
 
         # 1. Sample
-        tasks, alike, too_long = draw_tasks(config, folder, prompts, policy_id)
+        tasks, alike, too_long = draw_tasks(config, policies, prompts)
         if not tasks:
             raise UserError(
                 f"sample: {alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context, which "
@@ -64,10 +76,11 @@ def run(config: Config) -> None:
                 "too_long": too_long,
             }
             record = {
-                "policy": policy_id,
+                "policy": ", ".join(policy_id for policy_id, _ in policies),
                 "seed": config.seed,
                 "max_new_tokens": config.rollout.max_new_tokens,
-                **{name: getattr(settings, name) for name in ("temperature", "split", "responses", "tool")},
+                **{name: getattr(settings, name) for name in ("temperature", "split", "tool")},
+                "responses": len(policies) if stages else settings.responses,
                 "interface": settings.interface if settings.tool != "native" else None,
                 "counts": counts | {"already_labelled": labelled},
                 "files": {name: sha256_file(temporary / name) for name in files},
@@ -110,7 +123,7 @@ def check_free(out: Path, overwrite: bool) -> None:
 def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     """Up to `sample.prompts` prompts of the split in the order of the data, and how many were skipped as labelled.
 
-    A prompt is labelled if the run's comparisons rank responses to it.
+    A prompt is labelled if the run's comparisons rank responses to it. To judge policies (sample.stages), such a prompt will do.
 
     Raises: UserError if none is left.
     """
@@ -121,7 +134,11 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
     source = data_source(config, "comparisons")
     labelled: set[str] = set()
-    if source is not None and (config.data.comparisons is not None or Path(source).is_file()):
+    if (
+        source is not None
+        and not config.sample.stages
+        and (config.data.comparisons is not None or Path(source).is_file())
+    ):
         ranked = [r for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None]
         labelled = {prompt_key(record.prompt) for record in ranked}
     fresh = [record for record in candidates if prompt_key(record.prompt) not in labelled]
@@ -132,38 +149,71 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     return fresh[: config.sample.prompts], len(candidates) - len(fresh)
 
 
+def find_policy(config: Config, name: str) -> tuple[str, Path]:
+    """The id and folder of a stage of the run, or of another run as run/stage. Raises: UserError if it is not complete."""
+    run_name, _, stage = name.rpartition("/")
+    if stage not in POLICY_STAGES:
+        raise UserError(f"sample.stages: {name!r}: want a stage, or run/stage, of {', '.join(POLICY_STAGES)}")
+    folder = Path(config.runs_dir) / run_name / stage if run_name else stage_folder(config, stage)
+    made = check_output(folder)
+    return f"{made['run']}/{stage}@{made['hash'][:8]}", folder
+
+
 def draw_tasks(
-    config: Config, folder: Path, prompts: list[PromptRecord], policy_id: str
+    config: Config, policies: list[tuple[str, Path]], prompts: list[PromptRecord]
 ) -> tuple[list[Ranking], int, int]:
-    """Tasks of K distinct responses (at least 2); the number of prompts with fewer, and the number that do not fit the context."""
+    """Tasks of K distinct responses (at least 2) of one policy, or of one response of each of several; the number of prompts with
+    fewer, and the number that do not fit the context.
+    """
+    alone = len(policies) == 1
+    count = config.sample.responses + SPARE if alone else 1
+    drawn = [draw(config, folder, prompts, count, () if alone else (name,)) for name, folder in policies]
+    tasks: list[Ranking] = []
+    seen: dict[str, int] = {}
+    whole = [i for i in range(len(prompts)) if all(i in answers for answers in drawn)]
+    for i in whole:
+        record = prompts[i]
+        seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
+        hashes = "+".join(policy_id.rsplit("@", 1)[-1] for policy_id, _ in policies)
+        task_id = f"{record.id}@{hashes}" + (f"#{number}" if number > 1 else "")
+        given = [(one.text, one.ended, name) for (name, _), by in zip(policies, drawn, strict=True) for one in by[i]]
+        if alone:  # a labeler sees only the text
+            distinct: dict[str, tuple[str, bool, str]] = {}
+            for one in given:
+                distinct.setdefault(one[0], one)
+            given = list(distinct.values())[: config.sample.responses]
+        else:  # equal ones are a tie; letters in the order of the policies would tell who wrote what
+            random.Random(f"letters-{config.seed}-{task_id}").shuffle(given)
+        if len(given) >= 2:
+            responses = [
+                RankedResponse(id=chr(ord("a") + place), text=text, policy=name, metadata={"ended": ended})
+                for place, (text, ended, name) in enumerate(given)
+            ]
+            metadata = dict(record.metadata) | {"prompt_id": record.id}
+            metadata |= {} if record.user is None else {"user": record.user}
+            task = Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata)
+            tasks.append(shuffle_responses(task, config.seed))
+    return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
+
+
+def draw(
+    config: Config, folder: Path, prompts: list[PromptRecord], count: int, key: tuple[str, ...]
+) -> dict[int, list[Any]]:
+    """`count` answers of one policy to each prompt that fits its context, by the prompt's place. key: makes policies independent."""
     from rlhf.engines.sampling import make_sampler
     from rlhf.evaluation.policies import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)
     tokenizer, asked, how = fit_records(config, folder, prompts, config.sample.temperature)
+    places = {id(record): i for i, record in enumerate(prompts)}
     # A prompt that was cut is left out: a labeler would judge an answer to what the model had seen only in part.
-    whole = [(record, ids) for record, ids, cut in asked if not cut]
-    keyed = [(ids, ("sample", record.id)) for record, ids in whole]
+    whole = [(places[id(record)], ids, ("sample", record.id, *key)) for record, ids, cut in asked if not cut]
     engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
-    tasks: list[Ranking] = []
-    seen: dict[str, int] = {}
+    answers: dict[int, list[Any]] = {}
     with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
-        drawn = draw_in_turn(engine, tokenizer, keyed, config.sample.responses + SPARE)
-        for (record, _), answers in zip(whole, drawn, strict=True):
-            seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
-            task_id = f"{record.id}@{policy_id.rsplit('@', 1)[-1]}" + (f"#{number}" if number > 1 else "")
-            distinct: dict[str, bool] = {}
-            for answer in answers:
-                distinct.setdefault(answer.text, answer.ended)  # a labeler sees only the text
-            if len(distinct) >= 2:
-                responses = [
-                    RankedResponse(id=chr(ord("a") + i), text=text, policy=policy_id, metadata={"ended": ended})
-                    for i, (text, ended) in enumerate(list(distinct.items())[: config.sample.responses])
-                ]
-                metadata = dict(record.metadata) | {"prompt_id": record.id}
-                metadata |= {} if record.user is None else {"user": record.user}
-                task = Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata)
-                tasks.append(shuffle_responses(task, config.seed))
+        drawn = draw_in_turn(engine, tokenizer, [(ids, key) for _, ids, key in whole], count)
+        for (place, _, _), row in zip(whole, drawn, strict=True):
+            answers[place] = row
             bar.update()
-    return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
+    return answers

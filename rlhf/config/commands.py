@@ -70,6 +70,7 @@ class SampleConfig:
     """`rlhf sample`: the next labelling round."""
 
     stage: str = setting("sft", "stage whose model answers", choices=POLICY_STAGES)
+    stages: Any = setting(None, "policies to compare, as sft or run/ppo: tasks with one response of each", kind="names")
     split: str = setting("train", "split of the prompts", choices=("train", "dev", "test"))
     prompts: int = setting(100, "prompts to sample responses for", min=1)
     responses: int = setting(4, "responses per prompt, K", min=1, max=100)

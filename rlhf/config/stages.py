@@ -243,6 +243,10 @@ class EvaluateConfig:
     )
     pairs: Any = setting(None, "preference files on which a reward model is measured", kind="paths")
     pairs_model: str | None = setting(None, "their model: a run, folder or classifier; none: the run's")
+    labels: Any = setting(
+        None, "people's rankings of several policies' responses: win rates, ratings, flags", kind="paths"
+    )
+    labels_model: str | None = setting(None, "a run, folder or classifier that judges all tasks of evaluate.labels too")
     instructions: Any = setting(None, "prompts with checkable answers, such as data/instructions.jsonl", kind="paths")
     shots: Any = setting(None, "numbers of solved examples of classify.data in a prompt, as [0,1,2]", kind="counts")
     overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)")

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -85,6 +85,31 @@ def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
 def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Figures:
     """How often a response beats the baseline's: all pairs of samples to a prompt, ties half; the mean over prompts."""
     return interval(list(map(fmean, pair_points(scores, baseline))))
+
+
+def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float]) -> Figures:
+    """The mean of people's values, corrected by a judge's values on the same keys (prompts) and on many more.
+
+        theta = mean(Y) + weight (mean of F without labels - mean of F with them),  weight = cov(Y, F) / ((1 + n / N) var(F))
+
+    With the judge's correlation rho to the people, n labelled keys and N others the interval has sqrt(1 - rho^2 N / (n + N)) of the
+    width of the people's own. labelled, judged: Y and F by key; keys without F are left out.
+    Source: Angelopoulos et al. 2023, "PPI++: Efficient Prediction-Powered Inference", equation 2 and section 6.
+    """
+    keys = [key for key in labelled if key in judged]
+    n, rest = len(keys), [value for key, value in judged.items() if key not in labelled]
+    people = interval([labelled[key] for key in keys]) if keys else figure(0.0, None, 0) | {"value": None}
+    if n < 3 or len(rest) < 2:
+        return {"people": people, "corrected": people, "rho": None, "judged": len(rest)}
+    y, f = np.array([labelled[key] for key in keys]), np.array([judged[key] for key in keys])
+    both = np.array([*f, *rest]).var(ddof=1)
+    covariance = float(np.cov(y, f)[0, 1])
+    weight = covariance / ((1 + n / len(rest)) * both) if both > 0 else 0.0
+    rho = covariance / math.sqrt(y.var(ddof=1) * f.var(ddof=1)) if y.var() > 0 and f.var() > 0 else None
+    value = float(y.mean() + weight * (np.mean(rest) - f.mean()))
+    half = 1.96 * math.sqrt((y - weight * f).var(ddof=1) / n + weight**2 * both / len(rest))
+    corrected = figure(value, half, n + len(rest))
+    return {"people": people, "corrected": corrected, "rho": rho and round(rho, 4), "judged": len(rest)}
 
 
 def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Sequence[float]]) -> Figures:

@@ -162,7 +162,7 @@ def rank_responses(
         responses=[
             RankedResponse(id=i, text=text, policy=policy, metadata={"ended": ended}) for i, _, (text, ended) in answers
         ],
-        ranking=[[i] for i in sorted(ids, key=lambda i: -utilities[i])],
+        ranking=[list(tie) for _, tie in itertools.groupby(sorted(ids, key=lambda i: -utilities[i]), utilities.get)],
         ratings={i: labeler.rating(utility) for i, utility in utilities.items()},
         flags={i: ["harmful"] for i, parts, (text, _) in answers if text.strip() and parts.get("safe") == 0.0},
         labeler=labeler.name,

@@ -306,11 +306,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
     tasks = dict.fromkeys(key for _, model in benchmarks for key, _ in items_of(model))
     accuracy = FORMATS["%"](entry_at(trained_judge, "held_out", "accuracy"))
     task, majority = visible(str(entry_at(shots, "task")), 60), percent(number_at(shots, "majority"))
-    judged_pairs = [
-        (visible(" over ".join(map(str, row["pair"])), 100), row)
-        for row in rows_of(trained_judge, "pairs")
-        if isinstance(row.get("pair"), list)
-    ]
+    judged_pairs = [(over(row), row) for row in rows_of(trained_judge, "pairs") if over(row)]
     by_shots = [
         [name, *cells]
         for name, of_model in shot_rows(shots)
@@ -325,6 +321,7 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
             "The reward model on preference files", "subset", [pair for pair in by_subset if isinstance(pair[1], dict)],
             {"pairs in order": "pairs %", "rows all in order": "all_right %", "length alone": "length %"},
         ),
+        *people_tables(found.get("labels")),
         table_of("By style", "pairs", items_of(pairs, "styles"), {"in order": " %"}),
         table_of(
             "Instructions that a program checks", "model", items_of(found, "instructions"),
@@ -352,6 +349,36 @@ def make_external(found: dict[str, dict[str, Any]], trained_judge: Any = None) -
         if entry_at(other, "disagrees") is True
     ]
     return {"tables": [table for table in tables if table.rows], "disagreements": disagreements}
+
+
+def people_tables(labels: Any) -> list[Table]:
+    """What people judged (evaluate.labels): win rates, ratings and flags, by group of labelers; win rates corrected by a judge."""
+    groups = [(name, group) for name, group in items_of(labels) if isinstance(group, dict)]
+    tables = []
+    for name, group in groups:
+        of, agreed = [row for _, row in items_of(group, "policies")], FORMATS["%"](entry_at(group, "agreement"))
+        flags = dict.fromkeys(key for row in of for key, _ in items_of(row) if key != "rating")
+        wins = [(over(row), entry_at(row, "win_rate")) for row in rows_of(group, "win_rates")]
+        caption = f"People, {name}: {number_at(group, 'judgements') or 0:,.0f} judgements, agreement {agreed}"
+        columns = {"rating, 1 to 7": "rating"} | {flag.replace("_", " "): f"{flag} %" for flag in flags}
+        tables.append(table_of(caption, "policies", wins, {"wins": " %"}))
+        tables.append(table_of(f"Ratings and flags, {name}", "policy", items_of(group, "policies"), columns))
+    corrected = [(over(row), row) for row in rows_of(labels, "corrected")]
+    columns = {
+        "people alone": "people %",
+        "corrected": "corrected %",
+        "correlation": "rho 3",
+        "tasks without labels": "judged #",
+    }
+    return [
+        *tables,
+        table_of("Win rates of people, corrected by a judge on more tasks", "policies", corrected, columns),
+    ]
+
+
+def over(row: Any) -> str:
+    """The two policies of a row with a `pair`."""
+    return visible(" over ".join(map(str, row["pair"])), 100) if isinstance(row.get("pair"), list) else ""
 
 
 def judge_tables(judged: Any) -> list[Table]:

@@ -24,6 +24,7 @@ from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_instruction
 from rlhf.evaluation.best_of import Asked, evaluate_best_of
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies
 from rlhf.evaluation.labelled_task import evaluate_shots
+from rlhf.evaluation.people import evaluate_people
 from rlhf.evaluation.policies import Answers, ByPolicy, interval_of, mean_of
 from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
@@ -41,6 +42,7 @@ from rlhf.training.setup import open_tracker, set_up
 # What the setting evaluate.<name> turns on.
 EVALUATIONS: dict[str, Callable[..., Figures]] = {
     "pairs": reward_report.evaluate_pairs,
+    "labels": evaluate_people,
     "instructions": evaluate_instructions,
     "benchmarks": evaluate_benchmarks,
     "shots": evaluate_shots,

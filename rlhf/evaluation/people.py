@@ -1,0 +1,148 @@
+"""People as judges of policies (`evaluate.labels`): how often each policy beats each other one, mean ratings, and shares of flags.
+
+The labels rank, rate and flag one response of each policy (`rlhf sample sample.stages=[sft,ppo]`). A prompt is the unit of every
+figure: the judgements of one prompt are averaged first. Source: Ouyang et al. 2022, section 3.6 and figures 1, 3 and 4.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+
+import torch
+
+from rlhf.config import Config
+from rlhf.data.agreement import pairwise_agreement
+from rlhf.data.encoding import Item
+from rlhf.data.reading import load_comparisons
+from rlhf.data.records import Ranking
+from rlhf.data.splits import prompt_key
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import UserError
+from rlhf.evaluation.scoring import held_out_labelers, item_encoder, score_each
+from rlhf.evaluation.statistics import Figures, interval, prediction_powered, win
+from rlhf.model.classifier import load_reward_model
+from rlhf.model.linear import hold_frozen
+from rlhf.runs.sources import reward_folder, reward_model_folder
+
+# Two policies, a prompt, and 1 if the first one's response is better, 1/2 for a tie, else 0.
+Verdict = tuple[tuple[str, str], str, float]
+Points = dict[tuple[str, str], dict[str, float]]  # by pair of policies and prompt: how often the first beats the second
+
+
+def evaluate_people(config: Config, device: torch.device) -> Figures:
+    """The figures of all labelers, and of training and held-out ones apart if there are both; with a judge, corrected win rates.
+
+    Raises: UserError if no label compares two policies.
+    """
+    records, _ = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)
+    people = [r for r in records if r.ranking is not None or r.pairs is not None or r.ratings]
+    names = policy_names(records)
+    if not (points := mean_points(verdicts(people, names))):
+        raise UserError(
+            f"evaluate.labels={config.evaluate.labels}: no label compares two policies: make tasks with `rlhf sample "
+            "sample.stages=[sft,ppo]`, and give the file of their labels"
+        )
+    held_out = held_out_labelers(config, records) & {str(record.labeler) for record in people}
+    groups = {"all labelers": people}
+    if held_out:
+        groups["training labelers"] = [record for record in people if record.labeler not in held_out]
+        groups["held-out labelers"] = [record for record in people if record.labeler in held_out]
+    figures: Figures = {name: people_figures(group, names) for name, group in groups.items() if group}
+    if config.evaluate.labels_model is not None:
+        judged = mean_points(scored(config, records, names, device))
+        figures["corrected"] = [
+            {"pair": list(pair), **prediction_powered(by_prompt, judged.get(pair, {}))}
+            for pair, by_prompt in points.items()
+        ]
+    return figures
+
+
+def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Figures:
+    """agreement, win_rates of each pair of policies, and per policy the mean rating and the share of responses with each flag."""
+    ratings: dict[str, dict[str, list[float]]] = {}
+    flags: dict[str, dict[str, dict[str, list[float]]]] = {}
+    kinds = sorted({flag for record in rankings for given in record.flags.values() for flag in given})
+    for record in rankings:
+        key = prompt_key(record.prompt)
+        for response in record.responses:
+            if (name := names.get(response.policy or "")) is None:
+                continue
+            if response.id in record.ratings:
+                ratings.setdefault(name, {}).setdefault(key, []).append(record.ratings[response.id])
+            for flag in kinds:
+                given = float(flag in record.flags.get(response.id, ()))
+                flags.setdefault(name, {}).setdefault(flag.replace(" ", "_"), {}).setdefault(key, []).append(given)
+    return {
+        "labelers": len({record.labeler for record in rankings}),
+        "judgements": len(rankings),
+        "agreement": pairwise_agreement(rankings),
+        "win_rates": [
+            {"pair": list(pair), "win_rate": within(list(by_prompt.values()), 0, 1)}
+            for pair, by_prompt in mean_points(verdicts(rankings, names)).items()
+        ],
+        "policies": {
+            name: ({"rating": within(map(fmean, ratings[name].values()), 1, 7)} if name in ratings else {})
+            | {flag: within(map(fmean, of.values()), 0, 1) for flag, of in flags.get(name, {}).items()}
+            for name in sorted(set(names.values()))
+        },
+    }
+
+
+def within(values: Iterable[float], least: float, most: float) -> Figures:
+    """`interval` of one value per prompt, its ends within the scale."""
+    made = interval(list(values))
+    return made | {"ci95": [min(float(most), max(float(least), end)) for end in made["ci95"]]}
+
+
+def policy_names(records: Iterable[Ranking]) -> dict[str, str]:
+    """What each policy is called: run/stage, with its hash if two share that name."""
+    policies = sorted({r.policy for record in records for r in record.responses if r.policy})
+    short = [policy.partition("@")[0] for policy in policies]
+    return {p: p if short.count(name) > 1 else name for p, name in zip(policies, short, strict=True)}
+
+
+def verdicts(rankings: Iterable[Ranking], names: Mapping[str, str]) -> Iterator[Verdict]:
+    """The verdicts of people on each two responses that they both ranked."""
+    for record in rankings:
+        ordered, ranks = set(record.pair_list()), record.ranks() if record.ranking is not None else None
+        told = {pair: 1.0 for pair in ordered} | {(j, i): 0.0 for i, j in ordered}
+        if ranks is not None:
+            tied = itertools.permutations(range(len(ranks)), 2)
+            told |= {(i, j): 0.5 for i, j in tied if ranks[i] == ranks[j] >= 0}
+        yield from compared(record, names, told)
+
+
+def compared(record: Ranking, names: Mapping[str, str], told: Mapping[tuple[int, int], float]) -> Iterator[Verdict]:
+    """What is told of two responses by place, if they are of different policies: for the policy whose name comes first."""
+    policies = [names.get(response.policy or "") for response in record.responses]
+    for (i, j), point in told.items():
+        if (a := policies[i]) is not None and (b := policies[j]) is not None and a < b:
+            yield (a, b), prompt_key(record.prompt), point
+
+
+def scored(
+    config: Config, records: Sequence[Ranking], names: Mapping[str, str], device: torch.device
+) -> Iterator[Verdict]:
+    """As `verdicts`, by the scores of evaluate.labels_model on every task once, labelled or not."""
+    folder = reward_model_folder(reward_folder(config, config.evaluate.labels_model, "evaluate.labels_model"))
+    model = hold_frozen(config, load_reward_model(folder, device), device)
+    encode = item_encoder(config, model, model.tokenizer if model.reads_text else load_tokenizer(folder))
+    items = []
+    for record in {
+        repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records
+    }.values():
+        answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
+        if (encoded := encode(record.prompt, answers)) is not None:
+            items.append(Item(record.id, *encoded, record))
+    for item, scores in zip(items, score_each(model, items), strict=True):
+        places = itertools.permutations(range(len(scores)), 2)
+        assert item.record is not None
+        yield from compared(item.record, names, {(i, j): win(scores[i], scores[j]) for i, j in places})
+
+
+def mean_points(told: Iterable[Verdict]) -> Points:
+    """The mean verdict of each pair of policies on each prompt."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for pair, key, point in told:
+        found.setdefault(pair, {}).setdefault(key, []).append(point)
+    return {pair: {key: fmean(row) for key, row in by.items()} for pair, by in sorted(found.items())}

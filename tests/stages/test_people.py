@@ -1,0 +1,183 @@
+"""People as judges of policies, with simulated labelers of the gold world: their figures tend to the gold measures, a judge's many
+verdicts narrow them as its correlation predicts, and tasks of several policies are blind."""
+
+import json
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rlhf.commands.sample import run as sample
+from rlhf.data.reading import load_comparisons
+from rlhf.data.records import Message
+from rlhf.errors import UserError
+from rlhf.evaluation.people import people_figures, policy_names
+from rlhf.evaluation.statistics import interval, prediction_powered, win, win_rate
+from rlhf.gold.corpus import prompt_rows
+from rlhf.gold.people import DEMONSTRATION_MIX, TASTE, Labeler, answer, make_labelers, pick_style, rank_responses
+from rlhf.gold.truth import judge
+from rlhf.gold.world import task_from_metadata
+from rlhf.stages.evaluate import run as evaluate
+
+POLICIES = {"x/a": {"good": 0.6, "plain": 0.4}, "x/b": DEMONSTRATION_MIX, "x/c": {"rude": 0.5, "wrong": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """600 prompts, each with one answer of each policy, and the gold scores of the answers."""
+    rng, found = random.Random(0), []
+    for row in prompt_rows(0, 0, {"test": 600}):
+        task = task_from_metadata(row["metadata"]["gold"])
+        texts = [answer(task, pick_style(mix, rng), rng) for mix in POLICIES.values()]
+        found.append((row["prompt"], texts, [judge(task, text) for text in texts]))
+    return found
+
+
+def labelled(answered, labelers, seed=0):
+    rng, records = random.Random(seed), []
+    for i, (prompt, texts, judged) in enumerate(answered):
+        turns = (
+            [Message(**turn) for turn in prompt] if isinstance(prompt, list) else [Message(role="user", content=prompt)]
+        )
+        labeler = rng.choice(labelers)
+        record = rank_responses(f"r{i}", turns, judged, [(text, True) for text in texts], labeler, rng, policy="")
+        for response, name in zip(record.responses, POLICIES, strict=True):
+            response.policy = f"{name}@12345678"
+        record.flags = {
+            r.id: ["wrong"] for r, parts in zip(record.responses, judged, strict=True) if parts["correct"] < 0.5
+        }
+        records.append(record)
+    return records
+
+
+def errors(answered, noise):
+    """How far people's figures are from the gold ones: of win rates, of ratings, and of the share of wrong answers."""
+    figures = people_figures(
+        records := labelled(answered, [Labeler("one", TASTE, 0.0, 0.0, noise)]), policy_names(records)
+    )
+    totals = {name: [[judged[i]["total"]] for _, _, judged in answered] for i, name in enumerate(POLICIES)}
+    gold = {(a, b): win_rate(totals[a], totals[b]) for a in POLICIES for b in POLICIES if a < b}
+    wins = {tuple(row["pair"]): row["win_rate"] for row in figures["win_rates"]}
+    assert set(wins) == set(gold)
+    ratings = [
+        figures["policies"][name]["rating"]["value"]
+        - np.mean([min(7, max(1, 1 + round(6 * x[0]))) for x in totals[name]])
+        for name in POLICIES
+    ]
+    for i, name in enumerate(POLICIES):
+        wrong = interval([float(judged[i]["correct"] < 0.5) for _, _, judged in answered])
+        assert figures["policies"][name]["wrong"]["value"] == wrong["value"]
+    return max(abs(wins[pair]["value"] - gold[pair]["value"]) for pair in gold), np.abs(ratings).max(), wins, gold
+
+
+def test_people_without_noise_give_the_gold_measures(answered):
+    """Exactly at no noise, intervals included, and the more nearly the less noise there is; ties are ties."""
+    win_errors, rating_errors = zip(*(errors(answered, noise)[:2] for noise in (4.0, 1.0, 0.1)), strict=True)
+    assert sorted(win_errors, reverse=True) == list(win_errors) and win_errors[0] > 0.05 > 0.02 > win_errors[-1]
+    assert sorted(rating_errors, reverse=True) == list(rating_errors)
+    win_error, rating_error, wins, gold = errors(answered, 0.0)
+    assert win_error == 0 and rating_error < 1e-4
+    assert all(wins[pair] == gold[pair] for pair in gold)
+
+
+def test_the_prompt_is_the_unit_by_hand(answered):
+    """Two judgements of one prompt count once: (1 + 0)/2, 1 and 1 give .8333, sd .2887, 1.96 sd / sqrt 3 = .3267."""
+    records = [record.model_copy(deep=True) for record in labelled(answered[:3], make_labelers())]
+    records.append(records[0].model_copy(update={"labeler": "another"}, deep=True))
+    for record, order in zip(records, (["a"], ["a"], ["a"], ["b"]), strict=True):
+        record.ranking = [order, ["b" if order == ["a"] else "a"], ["c"]]
+    figures = people_figures(records, policy_names(records))
+    first = figures["win_rates"][0]
+    assert first["pair"] == ["x/a", "x/b"] and first["win_rate"] == {"value": 0.8333, "ci95": [0.5067, 1.0], "n": 3}
+    assert figures["judgements"] == 4
+
+
+@pytest.mark.parametrize("judge_noise", [0.3, 2.0, 20.0])
+def test_prediction_powered_intervals_cover_and_are_as_narrow_as_the_correlation_says(answered, judge_noise):
+    """2,000 repeats (500 leave a standard error of 1%) with 200 labels and 2,000 verdicts of a biased judge: the truth is inside in
+    93 to 97%, and the width is within 5% of sqrt(1 - rho^2 N / (n + N)) of the people's own.
+    """
+    rng, n, N = random.Random(1), 200, 2000
+    people, biased = (
+        make_labelers(),
+        Labeler("judge", TASTE | {"correct": 2.0, "complete": 3.0}, 0.05, 0.5, judge_noise),
+    )
+
+    def points(labeler, texts, judged):
+        a, b = (labeler.utility(judged[i], texts[i]) + rng.gauss(0, labeler.noise) for i in (0, 1))
+        return win(a, b)
+
+    both = np.array([[points(rng.choice(people), *x[1:]), points(biased, *x[1:])] for x in answered for _ in range(20)])
+    truth, rho = both[:, 0].mean(), np.corrcoef(both.T)[0, 1]
+    draws, hits, ratios, rhos = np.random.default_rng(0), 0, [], []
+    for _ in range(2000):
+        drawn = both[draws.integers(len(both), size=n + N)]
+        found = prediction_powered(dict(enumerate(drawn[:n, 0])), dict(enumerate(drawn[:, 1])))
+        low, high = found["corrected"]["ci95"]
+        hits += low <= truth <= high
+        own = found["people"]["ci95"]
+        ratios.append((high - low) / (own[1] - own[0]))
+        rhos.append(found["rho"])
+        assert found["judged"] == N and found["people"]["n"] == n
+    predicted = math.sqrt(1 - rho**2 * N / (n + N))
+    print(
+        f"rho {rho:.3f}: coverage {hits / 2000:.3f}, width {np.mean(ratios):.3f} of the people's own, predicted {predicted:.3f}"
+    )
+    assert 0.93 <= hits / 2000 <= 0.97
+    assert np.mean(ratios) == pytest.approx(predicted, rel=0.05) and np.mean(rhos) == pytest.approx(rho, abs=0.02)
+
+
+def test_without_enough_of_a_judge_peoples_figures_stand_alone():
+    people = {"a": 1.0, "b": 0.0, "c": 0.5, "d": 1.0}
+    found = prediction_powered(people, dict.fromkeys(people, 1.0))
+    assert found["corrected"] == found["people"] == interval(list(people.values())) and found["rho"] is None
+
+
+def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_path):
+    out = tmp_path / "tasks"
+    base = [f"sample.out='{out}'", "sample.prompts=30", "sample.split=train"]
+    for wrong, message in (
+        ("sample.stages=[sft]", "want two or more"), ("sample.stages=[sft,gold/sft]", "named twice"),
+        ("sample.stages=[sft,what]", "want a stage, or run/stage"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            sample(gold_run.config(*base, wrong))
+    with pytest.raises(UserError, match="each gives one response"):
+        sample(gold_run.config(*base, "sample.stages=[sft,ppo]", "sample.responses=3"))
+    sample(gold_run.config(*base, "sample.stages=[sft,gold/ppo]"))
+    tasks, _ = load_comparisons(str(out / "tasks.jsonl"), "native")
+    assert len(tasks) == json.loads((out / "sample.json").read_text())["counts"]["items"]
+    assert all({r.policy.split("@")[0] for r in t.responses} == {"gold/sft", "gold/ppo"} for t in tasks)
+    letters = Counter(r.id for t in tasks for r in t.responses if r.policy.startswith("gold/sft"))
+    assert min(letters["a"], letters["b"]) > len(tasks) / 5, "a letter does not tell the policy"
+    rng, labels = random.Random(0), tmp_path / "labels.jsonl"
+    rows = []
+    for i, task in enumerate(tasks[:20]):
+        order = sorted(task.responses, key=lambda r: r.policy.startswith("gold/sft") == (rng.random() < 0.8))
+        more = {"ranking": [[r.id] for r in order], "labeler": f"l{i % 2}", "ratings": {order[0].id: 6, order[1].id: 2}}
+        rows.append(task.model_copy(update=more | {"id": f"r{i}", "flags": {order[1].id: ["hallucination"]}}))
+    labels.write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    run = gold_run.copy(tmp_path, None, "judged")
+    given = f"evaluate.labels=['{labels}','{out / 'tasks.jsonl'}']"
+    evaluate(run.config(given, "data.held_out_labelers=[l1]", "evaluate.labels_model=judged"))
+    found = json.loads((run.folder / "evaluations" / "labels.json").read_text())
+    everyone = found["all labelers"]
+    assert everyone["judgements"] == 20 and found["held-out labelers"]["judgements"] == 10
+    [wins] = everyone["win_rates"]
+    share = sum(r.ranking[0][0] in [x.id for x in r.responses if "ppo" in x.policy] for r in rows) / 20
+    assert wins["pair"] == ["gold/ppo", "gold/sft"] and wins["win_rate"]["value"] == pytest.approx(share)
+    of = everyone["policies"]["gold/ppo"]
+    assert of["rating"]["value"] == pytest.approx(6 * share + 2 * (1 - share)) and of["hallucination"][
+        "value"
+    ] == pytest.approx(1 - share)
+    [corrected] = found["corrected"]
+    assert corrected["people"]["n"] == 20 and corrected["judged"] == len(tasks) - 20
+    from rlhf.report.evaluation_tables import make_external
+
+    tables = {table.caption: table for table in make_external({"labels": found})["tables"]}
+    assert "People, all labelers: 20 judgements, agreement –" in tables
+    assert tables["Ratings and flags, all labelers"].columns == ["policy", "rating, 1 to 7", "hallucination"]
+    with pytest.raises(UserError, match="no label compares two policies"):
+        evaluate(run.config(f"evaluate.labels='{out / 'tasks.jsonl'}'"))
