@@ -29,8 +29,8 @@ from rlhf.config.compose import (
 )
 from rlhf.config.setting import listed, settings_in
 from rlhf.errors import UserError
-from rlhf.recipe import STAGES
-from rlhf.runs.folders import NAME
+from rlhf.recipe import POLICY_STAGES, STAGES
+from rlhf.runs.folders import NAME, lend_parents
 from rlhf.runs.remembered import GIVEN, by_key, recall
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
 from rlhf.system.plugins import load_named
@@ -100,8 +100,14 @@ def with_remembered(command: str, given: Words) -> Words:
     run, runs_dir = (stated.get(key, getattr(Config(), key)).strip("'\"") for key in ("run", "runs_dir"))
     if given.sweeps or command in SCHEMAS or given.config != config_name(command) or not NAME.fullmatch(run):
         return given
+    remembered = recall(Path(runs_dir) / run)
+    source = stated.get("ppo.policy", "").strip("'\"")
+    if (
+        not remembered and source not in POLICY_STAGES and NAME.fullmatch(source)
+    ):  # a new run that starts from another one's policy
+        run, remembered = source, recall(Path(runs_dir) / source)
     placed = stated | ({"hydra.searchpath": ""} if given.folder is not None else {})
-    kept = [f"{key}={text}" for key, text in recall(Path(runs_dir) / run).items() if key not in placed]
+    kept = [f"{key}={text}" for key, text in remembered.items() if key not in placed]
     if kept and not given.flags and (command in STAGES or command == "pipeline"):
         say(f"{command}: as run={run} was given: {' '.join(kept)}")
     overrides = [*kept, *given.overrides]
@@ -129,6 +135,8 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
             setattr(getattr(config, command), name, text)
         for plugin in listed(getattr(config, "plugins", None)):
             load_named("plugins", plugin, 0)()
+        if command in STAGES or command == "pipeline":
+            lend_parents(config)
         module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
 
     if not given.flags and ours == given.overrides:

@@ -22,6 +22,8 @@ class StageRow:
     name: str  # of the command and of the folder under runs/<run>/
     help: str  # one line for `rlhf --help`
     parents: tuple[str, ...] = ()  # the stages whose output it reads
+    if_there: tuple[str, ...] = ()  # further ones, whose output it reads if the run has it
+    starts_from: tuple[str, ...] = ()  # the stages whose policy <stage>.policy and <stage>.reference can name
     data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
     settings: tuple[str, ...] = ()  # settings that change its result: single ones or whole groups
     reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
@@ -104,16 +106,6 @@ ROWS = (
         every_round=True,
     ),
     StageRow(
-        "ppo",
-        "optimise the policy against the reward model",
-        parents=("world", "sft", "reward"),
-        data=("prompts", "demonstrations", "comparisons"),
-        settings=(*OF_MODELS, "ppo", "kl", "lora", "rollout", *PROMPTS),
-        several_processes=True,
-        every_round=True,
-        writes_policy=True,
-    ),
-    StageRow(
         "rejection",
         "fine-tune on the best of n samples by the reward model",
         parents=("world", "sft", "reward"),
@@ -148,6 +140,17 @@ ROWS = (
         writes_policy=True,
     ),
     StageRow(
+        "ppo",
+        "optimise the policy against the reward model",
+        parents=("world", "sft", "reward"),
+        starts_from=("sft", "rejection", "dpo", "rate"),
+        data=("prompts", "demonstrations", "comparisons"),
+        settings=(*OF_MODELS, "ppo", "kl", "lora", "rollout", *PROMPTS),
+        several_processes=True,
+        every_round=True,
+        writes_policy=True,
+    ),
+    StageRow(
         "classify",
         "fine-tune a base on a labelled task, and measure it (GPT-1's transfer)",
         parents=("pretrain",),
@@ -167,7 +170,8 @@ ROWS = (
     StageRow(
         "evaluate",
         "measure the models on held-out prompts and comparisons",
-        parents=("world", "pretrain", "sft", "label", "reward", "ppo", "judge"),
+        parents=("world", "pretrain", "sft", "label", "judge"),
+        if_there=("reward", "ppo"),
         data=("prompts", "demonstrations", "comparisons"),
         settings=(*OF_MODELS, "evaluate", "rate.safety", "rollout.max_new_tokens", *SCORES, *REWARD_SOURCES, *PROMPTS,
                   "data.held_out_labelers", "gold.labeler_noise"),
@@ -189,13 +193,18 @@ ROUND_STAGES = names(row for row in ROWS if row.every_round)
 POLICY_STAGES = names(row for row in ROWS if row.writes_policy)
 BASELINES = names(row for row in ROWS if row.writes_policy and row.optional)  # policies to compare with PPO's
 # Stages that others build on: `parents.<stage>` takes one from another run.
-PARENTS = names(row for row in ROWS if any(row.name in child.parents for child in ROWS))
+PARENTS = names(
+    row for row in ROWS if any(row.name in (*child.parents, *child.if_there, *child.starts_from) for child in ROWS)
+)
+# The last stages of the pipeline: no other one needs them.
+ENDS = names(row for row in ROWS if not row.optional and not any(row.name in child.parents for child in ROWS))
 
 
 def ancestors(stage: str) -> tuple[str, ...]:
     """Every stage that `stage` builds on, directly or not, in the order of the pipeline."""
-    reached = set(STAGES[stage].parents)
-    for parent in STAGES[stage].parents:
+    parents = (*STAGES[stage].parents, *STAGES[stage].if_there)
+    reached = set(parents)
+    for parent in parents:
         reached |= set(ancestors(parent))
     return names(row for row in ROWS if row.name in reached)
 

@@ -15,7 +15,8 @@ from rlhf.config import Config
 from rlhf.config.commands import SHARED_FLAG
 from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
-from rlhf.recipe import PIPELINE, ROUND_STAGES, STAGES
+from rlhf.recipe import ENDS, ROUND_STAGES, STAGES
+from rlhf.report.evaluation_tables import titled
 from rlhf.report.page import write_report
 from rlhf.runs.folders import (
     changed_settings,
@@ -25,9 +26,11 @@ from rlhf.runs.folders import (
     identity_of,
     is_complete,
     needs_parent,
+    parents_of,
     read_record,
     read_stage,
     run_folder,
+    scores_by_own,
     stage_folder,
 )
 from rlhf.runs.sources import (
@@ -55,6 +58,7 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
     """
     overrides = [o for o in overrides if not o.startswith("overwrite=")]
     folder = run_folder(config)
+    overrides += fit_to_data(config)
     check_before(config)
     started = time.monotonic()
     done: dict[str, str] = {}
@@ -77,23 +81,39 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
 def stages_to_run(config: Config, last: Sequence[str] | None = None) -> list[str]:
     """The stages that this run needs and that `parents.<stage>` does not provide, in the order of the pipeline.
 
-    last: the stages that are wanted; None: those of the pipeline, and the baselines that its evaluation compares.
+    last: the stages that are wanted; None: `stages`, or the ends of the pipeline, and the baselines that its evaluation compares.
     """
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
         if stage not in wanted and getattr(config.parents, stage, None) is None:
             wanted.add(stage)
-            for parent in STAGES[stage].parents:
-                if needs_parent(config, stage, parent):
-                    want(parent)
+            for parent in parents_of(config, stage):
+                want(parent)
 
     if last is None:
-        ends = [stage for stage in PIPELINE if not any(stage in STAGES[child].parents for child in PIPELINE)]
-        last = [*listed(config.evaluate.baselines), *ends]
+        last = listed(config.stages) or [*listed(config.evaluate.baselines), *ENDS]
     for stage in last:
         want(stage)
     return [stage for stage in STAGES if stage in wanted]
+
+
+def fit_to_data(config: Config) -> list[str]:
+    """Leave out what the data do not allow, in the configuration; returns the overrides that tell the stages, and says what and why.
+
+    Without demonstrations a pretrained model is its own SFT model. Without comparisons there is a policy to optimise only if
+    ppo.rewards scores. `++`: no run remembers it, since data that come later change it.
+    """
+    fitted = []
+    adopts = config.model.pretrained is not None and "sft" in stages_to_run(config)
+    if adopts and config.sft.epochs and data_source(config, "demonstrations") is None:
+        config.sft.epochs, fitted = 0, ["++sft.epochs=0"]
+        say("pipeline: no data.demonstrations: the pretrained model is taken as the SFT model")
+    learns = scores_by_own(config) and "reward" in stages_to_run(config)
+    if config.stages is None and learns and not fitted and data_source(config, "comparisons") is None:
+        config.stages = ["sft"]
+        say("pipeline: no data.comparisons, and no ppo.rewards: reward model, PPO and evaluation are left out")
+    return fitted
 
 
 def check_before(config: Config) -> None:
@@ -167,7 +187,15 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     earlier = earlier_run(config)
     if earlier is None:
         return {}
-    changed = ("run", "gold.rounds", "gold.comparison_prompts", "ppo.episodes", "reward.audit")
+    changed = (
+        "run",
+        "gold.rounds",
+        "gold.comparison_prompts",
+        "ppo.episodes",
+        "ppo.policy",
+        "ppo.reference",
+        "reward.audit",
+    )
     others = [o for o in overrides if not o.startswith("parents.") and o.partition("=")[0] not in changed]
     parents = asdict(earlier.parents)
     overrides = [
@@ -233,7 +261,7 @@ def show(config: Config, table: dict, seconds: float) -> None:
         low, high = sampled["ci95"]
         say()
         say(
-            f"win rate of PPO over SFT by the {gold['truth']} {sampled['value']:.3f} [{low:.3f}, {high:.3f}] at temperature 1, "
-            f"{greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
+            f"win rate of {titled(results.get('policy', 'ppo'))} over SFT by the {gold['truth']} {sampled['value']:.3f} "
+            f"[{low:.3f}, {high:.3f}] at temperature 1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
         )
     say(f"report: {table['report']}")

@@ -22,7 +22,7 @@ from rlhf.config.compose import compose_config, first_line, nearest, unknown_set
 from rlhf.config.setting import listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
-from rlhf.runs.folders import is_complete, read_stage, stage_folder
+from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder
 from rlhf.runs.remembered import GIVEN, recall, text_of
 from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import read_json, write_text
@@ -102,6 +102,7 @@ class Run:
             key: text_of(value) for key, given in self._settings.items() if not has_function(value := plain(given))
         }
         GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
+        lend_parents(config)
         for stage in stages_to_run(config, [name]):
             if stage == name or not is_complete(stage_folder(config, stage)):
                 ensure_stage(config, stage, [], run_here)

@@ -127,6 +127,13 @@ class Config:
     next: commands.NextConfig = group(commands.NextConfig, changes=NOTHING)
     export: commands.ExportConfig = group(commands.ExportConfig, changes=NOTHING)
     serve: commands.ServeConfig = group(commands.ServeConfig, changes=NOTHING)
+    # last, since it hides the module of that name from the fields after it
+    stages: Any = setting(
+        None,
+        "last stages of the pipeline, which runs what they need; none: what the data allow",
+        kind="names",
+        changes=NOTHING,
+    )
 
 
 @dataclass(slots=True)

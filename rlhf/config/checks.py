@@ -53,6 +53,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
     gold, is_gold, piped = config.gold, config.gold.enabled, command == "pipeline"
     corpus, weights = listed(data.corpus), data.corpus_weights
     unknown = [name for name in listed(config.evaluate.baselines) if name not in BASELINES]
+    no_stage = [name for name in listed(config.stages) if name not in STAGES]
     yield from [
         (model.head_dim is None and model.width % model.n_head, f"model.width={model.width}: want a multiple of "
          f"model.n_head={model.n_head}, or set model.head_dim"),
@@ -64,6 +65,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         (weights is not None and len(corpus) != len(listed(weights)), f"data.corpus_weights={weights}: want one weight for "
          f"each of the {len(corpus)} entries of data.corpus"),
         (unknown, f"evaluate.baselines: {', '.join(unknown[:1])}: want {' or '.join(BASELINES)}"),
+        (no_stage, f"stages: {', '.join(no_stage[:1])}: want some of {', '.join(STAGES)}"),
         (config.judge.model is not None and data.half is None and command in ("judge", "pipeline"),
          f"judge.model={config.judge.model}: the judge learns from comparisons that the reward model does not see: "
          "want data.half=1 or 2"),
@@ -143,6 +145,8 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
         (shares and not lora.rank, "lora.share_trunk=true: the models differ only in their adapters: set lora.rank"),
         (shares and config.ppo.critic == "random", "lora.share_trunk=true: ppo.critic=random has another trunk: want "
          "ppo.critic=reward or sft"),
+        (shares and {config.ppo.policy, config.ppo.reference} != {"sft"}, "lora.share_trunk=true: the models share the SFT "
+         "model's weights: leave out ppo.policy and ppo.reference"),
         (shares and sharded, f"lora.share_trunk=true: does not go with deepspeed={zero}: use deepspeed=none"),
         (slices and reward.lm_coef, f"reward.lm_coef={reward.lm_coef}: does not go with deepspeed={zero}: use zero2"),
         (slices and lora.rank, f"lora.rank={lora.rank}: adapters do not go with deepspeed={zero}: use zero2"),

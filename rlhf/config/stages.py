@@ -124,6 +124,10 @@ class JudgeConfig(RewardConfig):
 class PpoConfig:
     """PPO with a clipped objective (Ouyang et al. 2022, appendix C.4)."""
 
+    policy: str = setting(
+        "sft", "the policy to start from: sft, dpo, rejection, rate; ppo: of the round before; or another run"
+    )
+    reference: str = setting("sft", "the model that the KL penalty pulls towards: as ppo.policy")
     episodes: int = setting(256_000, "total episodes", min=1)
     episodes_per_update: int = setting(512, "episodes per rollout, over all devices", min=1)
     minibatches: int = setting(8, "optimizer steps per epoch", min=1)

@@ -166,6 +166,7 @@ class Asked(NamedTuple):
     tokenizer: Any
     truth: Truth | None
     gold: Any  # as `judge_by_truth` gives it
+    main: str  # the policy that is compared with best-of-n: PPO's, if there is one
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -190,7 +191,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     if truth is None:
         return results, []
     judged = judge_rows(truth, records, picked["texts"], picked["ended"])
-    scores, ppo = totals(judged), totals(asked.gold["ppo"]["samples"])
+    scores, ppo = totals(judged), totals(asked.gold[asked.main]["samples"])
     results |= {
         "gold": mean_of(scores),
         "score": interval_of(scores),
@@ -261,7 +262,7 @@ def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], devi
         name: partial(load_frozen, config, models[name], device) for name in ("rate", "sft", "ppo") if name in models
     }
     best, best_scores = pick_best(config, asked, load["sft"](), reward)
-    if "rate" not in models:
+    if not {"rate", "ppo"} <= models.keys():
         return {"best_of_n": best}
     rater = Rater(load["rate"](), asked.tokenizer, config.rate.safety, device)
     rated, ours = pick_best(config, asked, rater.model, rater)

@@ -202,15 +202,13 @@ def compare_policies(
 ) -> Figures:
     """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
 
-    Every policy is compared with SFT, PPO first, and PPO with every other one. `tokenizer` is the policies'.
+    Every policy is compared with SFT, the second of `answers` first, and that one with every other. `tokenizer` is the policies'.
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, tokenizer, device), ModelReward(judge, device)
-    scores = {
-        name: score_samples(reward, given, records) for name, given in answers.items() if not name.startswith("base")
-    }
-    others = [name for name in scores if name not in ("sft", "ppo")]
-    pairs = [("ppo", "sft"), *((name, "sft") for name in others), *(("ppo", name) for name in others)]
+    scores = {name: score_samples(reward, given, records) for name, given in answers.items()}
+    main, *others = (name for name in scores if name != "sft")
+    pairs = [(main, "sft"), *((name, "sft") for name in others), *((main, name) for name in others)]
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval_of(rows) for name, rows in scores.items()},

@@ -186,9 +186,9 @@ def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
     return interval(list(map(fmean, rows)))
 
 
-def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]]) -> dict[str, Any]:
-    """The `gold` entry of results.json."""
-    figures: dict[str, Any] = truth_win_rates(judged, "ppo") | {"truth": truth.name}
+def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]], main: str) -> dict[str, Any]:
+    """The `gold` entry of results.json. main: the policy whose win rates it states."""
+    figures: dict[str, Any] = truth_win_rates(judged, main) | {"truth": truth.name}
     for kind, suffix in (("samples", ""), ("greedy", "_greedy")):
         rows = {name: given[kind] for name, given in judged.items()}
         figures[f"mean_score{suffix}"] = {name: mean_of(totals(row)) for name, row in rows.items()}
@@ -247,11 +247,8 @@ def with_missing_eos(config: Config, answers: dict[str, Answers], scores: ByPoli
 def baseline_figures(baselines: dict[str, Path], kl: ByPolicy, optimised: ByPolicy, gold: Any) -> dict[str, Any]:
     """Of each baseline: its stage's hash, its KL, and its win rates over the SFT model."""
     return {
-        name: {
-            "stage": (read_stage(folder) or {})["hash"],
-            "kl_to_sft_nats": mean_of(kl[name]),
-            "rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"]),
-        }
+        name: {"stage": (read_stage(folder) or {})["hash"], "kl_to_sft_nats": mean_of(kl[name])}
+        | ({"rm_win_rate_vs_sft": win_rate(optimised[name], optimised["sft"])} if optimised else {})
         | ({} if gold is None else truth_win_rates(gold, name))
         for name, folder in baselines.items()
     }

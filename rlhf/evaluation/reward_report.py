@@ -39,7 +39,14 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
 from rlhf.model.linear import hold_frozen
 from rlhf.runs.folders import check_output, read_stage, stage_folder
-from rlhf.runs.sources import in_split, read_comparisons, read_demonstrations, reward_folder, reward_model_folder
+from rlhf.runs.sources import (
+    data_source,
+    in_split,
+    read_comparisons,
+    read_demonstrations,
+    reward_folder,
+    reward_model_folder,
+)
 from rlhf.system.terminal import say
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
@@ -191,7 +198,9 @@ def calibration_error(curve: Sequence[Figures]) -> float:
 
 
 def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
-    """The demonstrations that were not used for calibration, or all if none was held out; and which of the two."""
+    """The demonstrations that were not used for calibration, or all if none was held out; and which of the two. None if none are given."""
+    if data_source(config, "demonstrations") is None:
+        return [], ""
     records = read_demonstrations(config)
     unseen = in_split(config, records, "dev", "test")
     return (unseen, "held out") if unseen else (records, "train")
@@ -205,14 +214,15 @@ def score_distributions(
     samples: Sequence[Sequence[float]],
 ) -> Figures:
     """Means and deviations of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
-    written = score(
-        model, model.demonstration_rows(demonstrations[0], tokenizer, row_limit(config, tokenizer))
-    ).tolist()
+    rows = model.demonstration_rows(demonstrations[0], tokenizer, row_limit(config, tokenizer))
+    written = score(model, rows).tolist() if rows else []
     by_source: dict[str, Figures] = {
         name: {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
         for name, scores in (("sft_samples", flatten(samples)), ("demonstrations", written))
+        if scores
     }
-    by_source["demonstrations"]["split"] = demonstrations[1]
+    if written:
+        by_source["demonstrations"]["split"] = demonstrations[1]
     return by_source
 
 

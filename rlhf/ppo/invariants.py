@@ -62,16 +62,19 @@ def forwards_problem(gaps: Tensor, logprobs: Tensor, half: bool) -> str | None:
     return None if most <= TOLERANCE else f"by {most:.2e} nats on one token, want {TOLERANCE:.0e} or less"  # NaN too
 
 
-def check_first_rollout(rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool) -> None:
-    """Before the first step the policy equals the reference, and the score is on the last response token, except for
-    the parts that other tokens earn.
+def check_first_rollout(
+    rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool, from_reference: bool = True
+) -> None:
+    """Before the first step the policy equals the reference, if it starts from it, and the score is on the last response token,
+    except for the parts that other tokens earn.
 
     half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
     mask = rollout.response_mask
     if mask.any():
         check_sampler(rollout)
-        check_reference(rollout, half)
+        if from_reference:
+            check_reference(rollout, half)
     counts = mask.sum(1)
     if not (counts > 0).all():
         refuse(3, f"{int((counts == 0).sum())} responses have no token")

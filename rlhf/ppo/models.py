@@ -13,14 +13,14 @@ from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
 from rlhf.model.linear import hold_frozen
 from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of
-from rlhf.runs.folders import stage_folder
+from rlhf.runs.folders import policy_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
 from rlhf.training.next_token import NextToken
-from rlhf.training.setup import checkpoint_activations, load_policy
+from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy
 
 
 class ActorCritic(nn.Module):
@@ -90,7 +90,9 @@ def share_left(mask: Tensor) -> Tensor:
 
 
 class Reference(nn.Module):
-    """Log-probs of the SFT model: a frozen copy; with LoRA the policy's own weights without its adapters."""
+    """Log-probs of ppo.reference, the SFT model by default: a frozen copy; with LoRA, if PPO starts from it, the policy's own weights
+    without its adapters.
+    """
 
     def __init__(self, model: Any):
         super().__init__()
@@ -105,10 +107,15 @@ def load_models(
 ) -> tuple[Any, Any, nn.Module, Reward, Engine]:
     """Policy, critic, reference, reward, and the engine that trains policy and critic, the parts of its module.
 
-    The policy and the reference start from the SFT model, the critic from ppo.critic; it is None if advantages need no values.
+    The policy starts from ppo.policy, the critic from ppo.critic; it is None if advantages need no values.
     """
     settings = config.ppo
-    folder = stage_folder(config, "sft") / "model"
+    folder, reference_folder = (
+        policy_folder(config, name, setting) / "model"
+        for name, setting in ((settings.policy, "ppo.policy"), (settings.reference, "ppo.reference"))
+    )
+    if folder != reference_folder:
+        check_tokenizer(reference_folder.parent, tokenizer)
     policy = turn_off_dropout(load_policy(folder, dropout=0.0))
     shared_trunk = policy if config.lora.share_trunk else None
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
@@ -128,7 +135,8 @@ def load_models(
         else:
             source.model = shard_frozen(config, source.model, device)
     scale_values = settings.score_by_token and not end_ids(tokenizer)
-    frozen = share_weights(policy).requires_grad_(False) if config.lora.rank else None
+    shares = config.lora.rank and folder == reference_folder
+    frozen = share_weights(policy).requires_grad_(False) if shares else None
     add_adapters(policy, config, folder, device)
     if config.lora.rank and critic is not None and not settings.shared_critic:
         from_reward = reward_model is not None and settings.critic == "reward"
@@ -138,7 +146,7 @@ def load_models(
     if frozen is not None:
         reference: nn.Module = Reference(frozen).to(device)
     else:
-        reference = shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
+        reference = shard_frozen(config, Reference(load_policy(reference_folder).requires_grad_(False)), device)
     return policy, critic, reference, reward, engine
 
 

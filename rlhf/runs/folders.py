@@ -25,7 +25,7 @@ from rlhf.config.precision import precision_of
 from rlhf.config.removed import replacement
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.recipe import GOLD_STAGES, ROUND_STAGES, STAGES, ancestors
+from rlhf.recipe import GOLD_STAGES, PARENTS, POLICY_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.system.files import beside, sha256_file
 
 Kind = Literal["stage", "manifest", "results"]
@@ -100,13 +100,63 @@ def is_needed(config: Config, stage: str) -> bool:
 
 
 def needs_parent(config: Config, stage: str, parent: str) -> bool:
-    """Whether a stage reads a parent of its row. If `evaluate` does not need a reward model, it still measures a finished one."""
-    own = config.ppo.rewards is None or None in listed(config.ppo.rewards)  # the run's own reward model is a source
-    if parent == "reward" and stage in SCORED_STAGES and not own:
-        return stage == "evaluate" and is_complete(stage_folder(config, parent))
+    """Whether a stage reads a parent of its row. `evaluate` measures PPO and the reward model if the run has them."""
+    if parent in STAGES[stage].if_there and read_stage(stage_folder(config, parent)) is not None:
+        return True
+    if stage == "evaluate" and parent == "ppo":
+        return False
+    if parent == "reward" and stage in SCORED_STAGES:
+        return scores_by_own(config) and (stage != "evaluate" or needs_parent(config, stage, "ppo"))
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None
     return is_needed(config, parent)
+
+
+def scores_by_own(config: Config) -> bool:
+    """Whether the run's own reward model is a reward source."""
+    return config.ppo.rewards is None or None in listed(config.ppo.rewards)
+
+
+def parents_of(config: Config, stage: str) -> list[str]:
+    """The stages that a stage reads, in the order of the pipeline, with the policies that it starts from."""
+    row = STAGES[stage]
+    named = {config.ppo.policy, config.ppo.reference} & set(row.starts_from)
+    among = {parent for parent in (*row.parents, *row.if_there) if needs_parent(config, stage, parent)}
+    return [parent for parent in STAGES if parent in among | named]
+
+
+def policy_folder(config: Config, name: str, setting: str = "ppo.policy") -> Path:
+    """The stage that ppo.policy or ppo.reference names: one of this run, PPO's of the round before, or another run's last policy.
+
+    Raises: UserError if there is none.
+    """
+    if name in STAGES["ppo"].starts_from:
+        return stage_folder(config, name)
+    earlier = earlier_run(config)
+    if name == "ppo" and (earlier is not None or config.parents.ppo is not None):
+        return stage_folder(config, name) if earlier is None else run_folder(earlier) / name
+    for place in (Path(config.runs_dir) / name, Path(name)):
+        for folder in (place, *(place / stage for stage in reversed(POLICY_STAGES))):
+            if (read_stage(folder) or {}).get("stage") in POLICY_STAGES:
+                return folder
+    raise UserError(
+        f"{setting}={name}: want {', '.join(STAGES['ppo'].starts_from)}, or another run (or its stage, as run/stage) with a "
+        "finished policy: check the name"
+    )
+
+
+def lend_parents(config: Config) -> None:
+    """If PPO starts from another run, that run also lends what this one lacks of the stages before PPO."""
+    if config.ppo.policy in POLICY_STAGES:
+        return
+    folder = policy_folder(config, config.ppo.policy)
+    places = ((read_stage(folder) or {}).get("config") or {}).get("parents") or {}
+    lender = Config(run=folder.parent.name, runs_dir=str(folder.parent.parent))
+    lender.parents = ParentsConfig(**{stage: place for stage, place in places.items() if stage in PARENTS})
+    for stage in ancestors("ppo"):
+        missing = getattr(config.parents, stage) is None and not (run_folder(config) / stage / "stage.json").exists()
+        if missing and ((place := stage_folder(lender, stage)) / "stage.json").exists():
+            setattr(config.parents, stage, str(place))
 
 
 # --- records ------------------------------------------------------------------------------------------------
@@ -182,6 +232,7 @@ def _schemas() -> dict[str, Any]:
         """evaluate/results.json, as far as other commands read it."""
 
         kl_to_sft_nats: float
+        policy: str = "ppo"
         gold: Gold | None = None
 
     return {"stage": StageRecord, "manifest": Manifest, "results": Results}
@@ -242,20 +293,23 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
 def collect_parents(config: Config, stage: str) -> dict[str, str]:
     """{parent: hash}. Raises: UserError if a parent is missing, damaged, or was built on other grandparents."""
     records = {}
-    for parent in STAGES[stage].parents:
-        if needs_parent(config, stage, parent):
-            folder = stage_folder(config, parent)
-            if parent == "reward" and stage in SCORED_STAGES and read_stage(folder) is None:
-                raise UserError(
-                    f"{folder}: no finished reward there: run `rlhf reward` first, name one with parents.reward=…, or give "
-                    "ppo.rewards=… a finished classifier or a function"
-                )
-            records[parent] = check_output(folder, parent) | {"folder": folder}
+    for parent in parents_of(config, stage):
+        folder = stage_folder(config, parent)
+        if parent == "reward" and stage in SCORED_STAGES and read_stage(folder) is None:
+            raise UserError(
+                f"{folder}: no finished reward there: run `rlhf reward` first, name one with parents.reward=…, or give "
+                "ppo.rewards=… a finished classifier or a function"
+            )
+        records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:
         records |= {f"{earlier.run}/{name}": record for name, record in check_round(earlier).items()}
     check_fit(records)
     hashes = {parent: record["hash"] for parent, record in records.items()}
+    for key in ("policy", "reference") if stage == "ppo" else ():
+        if (name := getattr(config.ppo, key)) not in STAGES[stage].starts_from:  # of another run or round
+            folder = policy_folder(config, name, f"ppo.{key}")
+            hashes[f"{folder.parent.name}/{folder.name}"] = check_output(folder, folder.name)["hash"]
     reward = earlier_reward(config) if stage == "reward" else None
     if reward is not None:
         folders = {"reward": reward, "ppo": reward.parent / "ppo"}  # PPO's responses were ranked
@@ -314,6 +368,9 @@ def earlier_run(config: Config) -> Config | None:
     earlier.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
     earlier.gold.rounds = gold.rounds - 1
     earlier.reward.audit = 0  # its reward model is not audited
+    if earlier.gold.rounds == 1:  # no policy before it
+        earlier.ppo.policy = "sft" if config.ppo.policy == "ppo" else config.ppo.policy
+        earlier.ppo.reference = "sft" if config.ppo.reference == "ppo" else config.ppo.reference
     if gold.early_episodes is not None:
         earlier.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
     earlier.parents = ParentsConfig(

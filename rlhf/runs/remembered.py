@@ -16,7 +16,7 @@ from rlhf.system.files import read_json, write_json
 
 FILE = "settings.json"
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("given", default=())  # overrides of this command
-OF_ONE_COMMAND = ("run", "runs_dir", "overwrite")
+OF_ONE_COMMAND = ("run", "runs_dir", "overwrite", "stages")
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
@@ -42,7 +42,8 @@ def recall(run: Path) -> dict[str, str]:
 def remember(run: Path) -> None:
     """Add the settings of this command to those of the run."""
     before = recall(run)
-    now = before | {key: text for key, text in by_key(GIVEN.get()).items() if is_kept(key)}
+    given = by_key(text for text in GIVEN.get() if not text.startswith("++"))  # `++key=value` is for one command
+    now = before | {key: text for key, text in given.items() if is_kept(key)}
     if now != before:
         write_json(run / FILE, now)
 

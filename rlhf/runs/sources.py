@@ -68,7 +68,13 @@ def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
     adopts = config.model.pretrained is not None
     continues = stage == "pretrain" and pretraining_tokens(config) > 0 and data_source(config, "corpus") is not None
     corpus = config.gold.truth == "vader" if stage == "world" else not adopts or continues
-    reads = {"corpus": corpus, "demonstrations": stage != "sft" or config.sft.epochs > 0}
+    # of the others only `rate` cannot do without
+    learns = (
+        config.sft.epochs > 0
+        if stage == "sft"
+        else stage == "rate" or data_source(config, "demonstrations") is not None
+    )
+    reads = {"corpus": corpus, "demonstrations": learns}
     return tuple(kind for kind in STAGES[stage].data if reads.get(kind, True))
 
 

@@ -30,8 +30,17 @@ from rlhf.evaluation.statistics import Figures, describe, show, text_figures, wi
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
-from rlhf.recipe import BASELINES, STAGES
-from rlhf.runs.folders import check_output, is_complete, needs_parent, run_folder, stage_folder
+from rlhf.recipe import BASELINES
+from rlhf.runs.folders import (
+    check_output,
+    is_complete,
+    needs_parent,
+    parents_of,
+    policy_folder,
+    run_folder,
+    scores_by_own,
+    stage_folder,
+)
 from rlhf.runs.run_files import log_results
 from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
@@ -64,9 +73,10 @@ def asked(config: Config) -> list[str]:
 
 def stage_is_due(config: Config) -> bool:
     """Whether the evaluation stage has everything that it needs and is not complete."""
-    needed = [parent for parent in STAGES["evaluate"].parents if needs_parent(config, "evaluate", parent)]
+    needed = parents_of(config, "evaluate")
     complete = [is_complete(stage_folder(config, parent)) for parent in needed]
-    return all(complete) and not is_complete(stage_folder(config, "evaluate"))
+    tuned = "ppo" in needed or any(is_complete(stage_folder(config, name)) for name in BASELINES)
+    return tuned and all(complete) and not is_complete(stage_folder(config, "evaluate"))
 
 
 def run_external(config: Config) -> None:
@@ -85,10 +95,11 @@ def run_stage(config: Config) -> None:
     """Write runs/<run>/evaluate: results.json and samples.jsonl."""
     sources = hash_sources(config, "evaluate")
     with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:
-        tokenizer = load_tokenizer(stage_folder(config, "ppo") / "model")
+        tuned = tuned_policies(config, stage.say)  # refuses unfinished ones before anything that takes time
+        main = next(reversed(tuned))  # PPO's, if there is one
+        tokenizer = load_tokenizer(tuned[main] / "model")
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
-        baselines = finished_baselines(config, stage.say)  # refuses unfinished ones before anything that takes time
-        results: dict[str, Any] = {}
+        results: dict[str, Any] = {"policy": main}
 
         # 1. Evaluate the reward model, if the run has one
         reward_model, demonstrations = None, (list[Demonstration](), "")
@@ -102,12 +113,16 @@ def run_stage(config: Config) -> None:
 
         # 2. Responses of every policy to the test prompts
         truth = make_truth(config)
-        folders = {"sft": stage_folder(config, "sft"), "ppo": stage_folder(config, "ppo")} | baselines
+        baselines = {name: folder for name, folder in tuned.items() if name != main}
+        folders = {"sft": stage_folder(config, "sft"), main: tuned[main]} | baselines
         if truth is not None and truth.base_text(records[0]) is not None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
         answers = policies.answer_all(config, models, records, prompts, tokenizer, device, truth)
-        scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
+        scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
+        scores, rewards = {}, {}
+        if scored:
+            scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
             results["reward_model"]["scores"] = reward_report.score_distributions(
                 config, reward_model, tokenizer, demonstrations, scores["sft"]
@@ -117,24 +132,25 @@ def run_stage(config: Config) -> None:
         optimised = policies.with_missing_eos(config, answers, rewards)
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
-        results["ended"] = {name: mean_of(answers[name]["ended"]) for name in scores}
-        nats, kl = policies.nats_and_kl(
-            config, {name: answers[name] for name in scores}, models, tokenizer.pad_token_id, device
-        )
-        results["kl_to_sft_nats"] = mean_of(kl["ppo"])
+        compared = {name: given for name, given in answers.items() if not name.startswith("base")}
+        compared = {name: given for name, given in answers.items() if not name.startswith("base")}
+        results["ended"] = {name: mean_of(given["ended"]) for name, given in compared.items()}
+        nats, kl = policies.nats_and_kl(config, compared, models, tokenizer.pad_token_id, device)
+        results["kl_to_sft_nats"] = mean_of(kl[main])
         results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
-        lengths = {name: [list(map(len, row)) for row in answers[name]["ids"]] for name in scores}
-        results["text"] = {name: text_figures(answers[name]["texts"], lengths[name], nats[name]) for name in scores}
-        results["rm_win_rate_vs_sft"] = win_rate(optimised["ppo"], optimised["sft"])
+        lengths = {name: [list(map(len, row)) for row in given["ids"]] for name, given in compared.items()}
+        results["text"] = {name: text_figures(compared[name]["texts"], lengths[name], nats[name]) for name in compared}
+        if scored:
+            results["rm_win_rate_vs_sft"] = win_rate(optimised[main], optimised["sft"])
         gold = None if truth is None else policies.judge_by_truth(truth, records, answers)
         if truth is not None and gold is not None:
-            results["gold"] = policies.summarize_truth(truth, gold)
+            results["gold"] = policies.summarize_truth(truth, gold, main)
         if baselines:
             results["baselines"] = policies.baseline_figures(baselines, kl, optimised, gold)
-        if config.evaluate.best_of:
-            results |= evaluate_best_of(config, Asked(records, prompts, tokenizer, truth, gold), models, device)
+        if config.evaluate.best_of and scored:
+            results |= evaluate_best_of(config, Asked(records, prompts, tokenizer, truth, gold, main), models, device)
         if needs_parent(config, "evaluate", "judge"):
-            results["judge"] = compare_policies(config, answers, records, tokenizer, device)
+            results["judge"] = compare_policies(config, compared, records, tokenizer, device)
         results |= policies.costs(config)
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             log_results(tracker, results, scores)
@@ -163,25 +179,30 @@ def load_test_prompts(
     return [record for record, _, _ in chosen], [ids for _, ids, _ in chosen]
 
 
-def finished_baselines(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
-    """Folders of the policies to compare PPO's with: this run's complete optional stages (rejection sampling, DPO), and the PPO
-    of each run in evaluate.compare.
+def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
+    """Folders of the policies that are compared with SFT: this run's complete optional stages (rejection sampling, DPO), the last
+    policy of each run in evaluate.compare, and PPO's, which comes last.
 
-    One that was built on another SFT model than this run's is named and left out. Raises: UserError for a run without PPO.
+    One that was built on another SFT model than this run's is named and left out. Raises: UserError if no policy is left, or a run
+    has none.
     """
-    baselines = {}
+    tuned = {}
     sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
-    folders = {name: run_folder(config) / name for name in BASELINES if is_complete(run_folder(config) / name)}
-    for name in listed(config.evaluate.compare):
-        folders[name] = Path(config.runs_dir) / name / "ppo"
+    folders = {name: policy_folder(config, name, "evaluate.compare") for name in listed(config.evaluate.compare)}
+    own = {name: stage_folder(config, name) for name in BASELINES}
+    folders |= {name: folder for name, folder in own.items() if is_complete(folder)}
+    if not folders or needs_parent(config, "evaluate", "ppo"):
+        folders["ppo"] = stage_folder(config, "ppo")
     for name, folder in folders.items():
         if check_output(folder, folder.name)["parents"].get("sft") == sft:
-            baselines[name] = folder
+            tuned[name] = folder
         else:
             say(
                 f"{folder}: built on another SFT model: left out, run `rlhf {folder.name} overwrite=true` to compare it"
             )
-    return baselines
+    if not tuned:
+        raise UserError(f"{run_folder(config)}: no policy built on this run's SFT model: run `rlhf ppo` or `rlhf dpo`")
+    return tuned
 
 
 # --- the record ----------------------------------------------------------------------------------------------------
@@ -206,12 +227,13 @@ def write_samples(
 
 
 def say_results(stage: Stage, results: dict[str, Any]) -> None:
-    stage.say(f"reward {results['reward']}, KL {results['kl_to_sft_nats']:.2f} nats")
+    reward = f"reward {results['reward']}, " if results["reward"] else ""
+    stage.say(f"{reward}KL {results['kl_to_sft_nats']:.2f} nats")
     if "gold" in results:
         gold = results["gold"]
         rate, greedy = (show(gold[name]) for name in ("win_rate_vs_sft", "win_rate_greedy"))
         stage.say(
-            f"win rate over SFT by the {gold['truth']} {rate}, greedy {greedy}; mean true score {gold['mean_score']}"
+            f"win rate of {results['policy']} over SFT by the {gold['truth']} {rate}, greedy {greedy}; mean true score {gold['mean_score']}"
         )
     for name in ("baselines", "judge", "best_of_n", "generate_and_rate"):
         for line in describe(results.get(name, {}), name.replace("_", " ")):

@@ -1,4 +1,4 @@
-"""Stage 4: PPO against the reward model, with a KL penalty towards the SFT model (RECIPE: Ouyang et al. 2022, C.4).
+"""Stage 4: PPO against the reward model, with a KL penalty towards the SFT model (Ouyang et al. 2022, C.4), or another reference.
 
 `one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. The losses of step 5
 are in `rlhf.ppo.update`.
@@ -49,7 +49,7 @@ from rlhf.ppo.metrics import (
 from rlhf.ppo.models import load_models
 from rlhf.ppo.rewards import Reward, adjust_scores, sources_of
 from rlhf.ppo.update import State, optimize, train_minibatch
-from rlhf.runs.folders import stage_folder
+from rlhf.runs.folders import policy_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
@@ -61,7 +61,7 @@ from rlhf.training.loop import open_loop
 from rlhf.training.memory import set_budget
 from rlhf.training.setup import set_up
 
-ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of the SFT model, by (tokens, starts, mask)
+ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of ppo.reference, by (tokens, starts, mask)
 
 
 def run(config: Config) -> None:
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
         device, settings = set_up(config), config.ppo
         estimate, truth = load_estimator(settings.advantages), make_truth(config)
         measures = load_measures(config, truth)
-        tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
+        tokenizer = load_tokenizer(policy_folder(config, settings.policy) / "model")
         policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
         prompts = load_texts(config, tokenizer, stage.say)
         state = State(engine, make_kl(config))
@@ -169,7 +169,8 @@ def one_update(
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
         advantages = whiten(advantages, mask, engine.ranks.sum_tensor)
     if update == 1:
-        check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16)
+        same = settings.policy == settings.reference
+        check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16, from_reference=same)
     if config.rollout.engine != "native" or engine.bfloat16:  # else the sampler's log-probs are the policy's
         advantages = advantages * weigh_by_sampler(config, rollout, engine.ranks, sums)
         sums.add("time/weights_s", sampler.load_seconds)

@@ -48,7 +48,7 @@ from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, progress
-from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import data_source, hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
@@ -112,9 +112,8 @@ def train_reward_model(config: Config, name: str) -> None:
             with inference(config, device):
                 summary = held_out_figures(loop, engine, items["dev"])
             loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=steps)
-        stage.say(
-            f"calibrated: demonstrations average 0 (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})"
-        )
+        zero = "demonstrations average 0" if demonstrations else "no demonstrations: SFT samples average 0"
+        stage.say(f"calibrated: {zero} (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})")
 
         # 5. Whether it can be trusted
         if config.reward.audit:
@@ -288,7 +287,9 @@ def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> N
 
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
-    """The demonstrations of the training split. Raises: UserError if there is none to calibrate on."""
+    """The demonstrations of the training split; none if none are given. Raises: UserError if all are held out."""
+    if data_source(config, "demonstrations") is None:
+        return []
     demonstrations = in_split(config, read_demonstrations(config), "train")
     if not demonstrations:
         raise UserError(
@@ -308,17 +309,18 @@ def calibrate(
 ) -> tuple[float, float]:
     """Set gain and shift of the model; returns (gain, shift).
 
-    The shift is the mean raw score of the demonstrations (Ouyang et al. 2022, section 3.5), the gain one over
-    the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
+    The shift is the mean raw score of the demonstrations (Ouyang et al. 2022, section 3.5), without any that of SFT samples; the
+    gain one over the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
     of `records` only the prompts of the training split are used, not the judgements.
     """
     bare = unwrapped(model)
     prompts = prompts_of(in_split(config, records, "train"))[: config.reward.calibration_samples]
     with progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
         rows = bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer))
-        shift = score(model, rows, calibrated=False).mean().item()
+        written = score(model, rows, calibrated=False) if rows else None
         bar.update(len(demonstrations))
         raw = score_samples(config, model, tokenizer, prompts, device, bar)
+    shift = (raw if written is None else written).mean().item()
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:
         raise UserError(

@@ -20,7 +20,7 @@ from rlhf.runs.folders import hash_of
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_run
 from rlhf.stages import dpo
-from rlhf.stages.evaluate import finished_baselines
+from rlhf.stages.evaluate import tuned_policies
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import load_policy
 from tests.oracles import row_logprobs
@@ -214,8 +214,8 @@ def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
     other = run.record("dpo") | {"parents": {"sft": "0" * 64}}
     (run.folder / "dpo" / "stage.json").write_text(json.dumps(other | {"hash": hash_of(other)}))
     said: list[str] = []
-    assert set(finished_baselines(run.config(), said.append)) == {"rejection"}
+    assert list(tuned_policies(run.config(), said.append)) == ["rejection", "ppo"]
     assert "another SFT model" in said[0]
     (run.runs_dir / "other" / "ppo").mkdir(parents=True)
-    with pytest.raises(UserError, match="no finished ppo there"):
+    with pytest.raises(UserError, match=r"evaluate.compare=other: want .* another run"):
         run.stage("evaluate", "evaluate.compare=other", "overwrite=true")

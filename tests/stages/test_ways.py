@@ -1,0 +1,169 @@
+"""The ways through the recipe, each as one command on a tiny pretrained model: what the data allow, and from which policy."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf import cli
+from rlhf.commands import pipeline
+from rlhf.config.commands import SHARED_FLAG
+from rlhf.runs.folders import read_stage
+from rlhf.system.files import read_json
+from rlhf.training.setup import load_policy
+
+from .test_adopted import SMALL, save
+
+SHORT = ["evaluate.samples=1", "evaluate.best_of=2", "reward.audit=0", "ppo.warmup_updates=0", "ppo.critic_warmup_updates=0", "dpo.lr=1e-4",
+         "dpo.warmup_steps=0", "ppo.lr=1e-4", "rejection.samples=64", "ppo.missing_eos_rule=none"]  # fmt: skip
+REWARD = "def longer(prompts, responses, metadata):\n    return [len(text) / 10 for text in responses]\n"
+
+
+class Ways:
+    """A folder with a model, data of each kind, and the command line, whose stages run in this process."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+        self.folder, self.ran = folder, []
+        patch.setattr(pipeline, "run_stage", self.run_stage)
+
+    def run_stage(self, config, stage: str, overrides: list[str]) -> None:
+        self.ran.append(stage if config.run in overrides else f"{config.run}/{stage}")
+        cli.main([stage, SHARED_FLAG, *overrides])
+
+    def __call__(self, command: str, run: str, *words: str, fresh: bool = True) -> list[str]:
+        """Run a command; the stages that it ran."""
+        self.ran.clear()
+        given = [*SMALL, *SHORT, f"model.pretrained={self.folder / 'hf'}"] if fresh else []
+        cli.main([command, f"run={run}", f"runs_dir={self.folder / 'runs'}", *given, *words])
+        return [name.rpartition("/")[2] for name in self.ran]
+
+    def record(self, run: str, stage: str) -> dict:
+        return read_stage(self.folder / "runs" / run / stage) or {}
+
+    def results(self, run: str) -> dict:
+        return read_json(self.folder / "runs" / run / "evaluate" / "results.json")
+
+    def weights(self, run: str, stage: str) -> torch.Tensor:
+        model = load_policy(self.folder / "runs" / run / stage / "model")
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ways")
+    save(folder / "hf", "llama")
+    with (folder / "labels.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["prompt", "chosen", "rejected"])
+        table.writerows([f"Where is the {i} cat?", f"On the mat {i}.", "No " * (1 + i % 3)] for i in range(20))
+    prompts = [{"prompt": f"Say {i} words."} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    demos = [{"instruction": row["prompt"], "output": f"word {i}"} for i, row in enumerate(prompts)]
+    (folder / "demos.json").write_text(json.dumps(demos))
+    (folder / "longer.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture
+def ways(home: Path, monkeypatch: pytest.MonkeyPatch) -> Ways:
+    monkeypatch.chdir(home)
+    monkeypatch.setattr("sys.argv", ["rlhf"])
+    return Ways(home, monkeypatch)
+
+
+@pytest.fixture
+def first(ways: Ways) -> Ways:
+    """`runs/first`: preferences only."""
+    if not ways.record("first", "evaluate"):
+        ways("pipeline", "first", "data.comparisons=labels.csv")
+    return ways
+
+
+def test_preferences_only(ways, capsys):
+    assert ways("pipeline", "first", "data.comparisons=labels.csv") == [
+        "tokenizer", "pretrain", "sft", "reward", "ppo", "evaluate"
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "no data.demonstrations: the pretrained model is taken as the SFT model" in said
+    assert "no demonstrations: SFT samples average 0" in said
+    assert torch.equal(ways.weights("first", "sft"), ways.weights("first", "pretrain"))
+    assert ways.results("first")["policy"] == "ppo" and ways.results("first")["kl_to_sft_nats"] != 0
+    assert ways("pipeline", "first", fresh=False) == []  # the run remembers its settings, and they fit
+    cli.main(["export", "run=first", "runs_dir=runs", "export.out=exported"])
+    loaded = AutoModelForCausalLM.from_pretrained("exported")
+    assert sum(p.numel() for p in loaded.parameters()) > 0
+
+
+def test_a_reward_function_and_prompts_only(ways):
+    ran = ways("pipeline", "function", "ppo.rewards=longer.py:longer", "data.prompts=prompts.jsonl", "ppo.critic=sft")
+    assert ran == ["tokenizer", "pretrain", "sft", "ppo", "evaluate"]
+    assert "reward_model" not in ways.results("function") and "rm_win_rate_vs_sft" in ways.results("function")
+
+
+def test_dpo_only_and_its_evaluation(ways):
+    assert ways("pipeline", "dpo", "data.comparisons=labels.csv", "stages=dpo") == [
+        "tokenizer",
+        "pretrain",
+        "sft",
+        "dpo",
+    ]
+    assert ways("pipeline", "dpo", "stages=[dpo,evaluate]", fresh=False) == ["evaluate"]
+    results = ways.results("dpo")
+    assert results["policy"] == "dpo" and set(results["kl"]) == {"dpo"} and "best_of_n" not in results
+
+
+def test_demonstrations_only_end_with_sft(ways, capsys):
+    assert ways("pipeline", "demos", "data.demonstrations=demos.json") == ["tokenizer", "pretrain", "sft"]
+    assert (
+        "no data.comparisons, and no ppo.rewards: reward model, PPO and evaluation are left out"
+        in capsys.readouterr().out
+    )
+    # what comes later is not left out
+    assert ways("pipeline", "demos", "data.comparisons=labels.csv", fresh=False) == ["reward", "ppo", "evaluate"]
+
+
+def test_no_data_at_all_is_one_line(ways, capsys):
+    with pytest.raises(SystemExit) as stop:
+        ways("pipeline", "nothing")
+    assert stop.value.code == 2 and "data.comparisons not set" in capsys.readouterr().err
+
+
+def test_a_finished_reward_model(first):
+    ran = first("pipeline", "taken", "data.demonstrations=demos.json", "ppo.rewards=first")
+    assert ran == ["tokenizer", "pretrain", "sft", "ppo", "evaluate"]
+    assert first.record("taken", "ppo")["data"]["reward:first"] == first.record("first", "reward")["hash"]
+
+
+@pytest.mark.parametrize("policy", ["dpo", "rejection"])
+def test_ppo_starts_from_another_policy(first, policy):
+    words = ["data.comparisons=labels.csv", f"ppo.policy={policy}", "rejection.prompts=9"]
+    words += [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft", "reward")]
+    assert first("pipeline", f"on-{policy}", *words) == [policy, "ppo", "evaluate"]
+    record = first.record(f"on-{policy}", "ppo")
+    assert record["parents"][policy] == first.record(f"on-{policy}", policy)["hash"]
+    lines = (first.folder / "runs" / f"on-{policy}" / "ppo" / "metrics.jsonl").read_text().splitlines()
+    kl = next(row["objective/kl"] for row in map(json.loads, lines) if "objective/kl" in row)
+    assert abs(kl) > 1e-4  # of the first rollout to SFT, from which it did not start
+    assert first.results(f"on-{policy}")["baselines"].keys() == {policy}
+
+
+def test_a_finished_stage_is_continued_as_a_new_one(first):
+    """Iterated PPO: one command, with the settings of the run that it goes on from."""
+    assert first("pipeline", "second", "ppo.policy=first", "ppo.lr=1e-12", fresh=False) == ["ppo", "evaluate"]
+    record = first.record("second", "ppo")
+    assert record["parents"]["first/ppo"] == first.record("first", "ppo")["hash"]
+    assert record["parents"]["sft"] == first.record("first", "sft")["hash"]
+    torch.testing.assert_close(first.weights("second", "ppo"), first.weights("first", "ppo"), atol=1e-6, rtol=0)
+    assert first("pipeline", "second", fresh=False) == []
+    first("ppo", "third", "ppo.policy=second", "ppo.reference=first", fresh=False)
+    assert {"first/ppo", "second/ppo"} <= first.record("third", "ppo")["parents"].keys()
+
+
+def test_an_unknown_policy_is_one_line(first, capsys):
+    with pytest.raises(SystemExit) as stop:
+        first("ppo", "wrong", "ppo.policy=frist", fresh=False)
+    assert stop.value.code == 2
+    assert "ppo.policy=frist: want sft, rejection, dpo, rate, or another run" in capsys.readouterr().err
