@@ -34,7 +34,7 @@ from rlhf.runs.folders import NAME, lend_parents
 from rlhf.runs.remembered import GIVEN, by_key, recall
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
 from rlhf.system.plugins import load_named
-from rlhf.system.processes import disconnect, launch_problem
+from rlhf.system.processes import disconnect, launch_problem, process_count
 from rlhf.system.terminal import accept_any_text, say, write
 
 
@@ -137,6 +137,11 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
             load_named("plugins", plugin, 0)()
         if command in STAGES or command == "pipeline":
             lend_parents(config)
+        several = command in STAGES and STAGES[command].several_processes
+        if several and config.launcher.processes > 1 and process_count() == 1:
+            from rlhf.commands.pipeline import run_stage
+
+            return run_stage(config, command, [*places, *overrides])
         module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
 
     if not given.flags and ours == given.overrides:

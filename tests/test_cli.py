@@ -294,7 +294,7 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, ppo, dpo do: leave it out"),
+        (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, dpo, ppo do: leave it out"),
         (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
         (["ppo", "rollout.temperature=2"], "unknown setting 'rollout.temperature': PPO samples at temperature 1"),
         (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),

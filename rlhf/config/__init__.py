@@ -48,7 +48,7 @@ class CheckpointConfig:
 
 @dataclass(slots=True)
 class LauncherConfig:
-    """How `rlhf pipeline` starts the stages that train."""
+    """How stages are started."""
 
     processes: int = setting(1, "processes per stage, on this machine", min=1, max=MAX_PROCESSES)
 

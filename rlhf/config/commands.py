@@ -59,7 +59,12 @@ def uses(command: str, key: str) -> bool:
         return True
     if command in STAGES:
         row = STAGES[command]
-        read = (*row.settings, *row.reads, *_EVERY_STAGE, *(("sharding", "memory") if row.several_processes else ()))
+        read = (
+            *row.settings,
+            *row.reads,
+            *_EVERY_STAGE,
+            *(("sharding", "memory", "launcher") if row.several_processes else ()),
+        )
     else:
         read = (*HELP_GROUPS[command], *_ALSO_READ.get(command, ()))
     return key in read or key.partition(".")[0] in read
