@@ -138,6 +138,7 @@ def test_evaluate_compares_generate_and_rate_at_equal_samples(dialogue_run):
     assert {row["win_rate_vs_sft"]["n"] for row in found["picked"].values()} == {12}
     assert set(found["over"]) == {"best_of_n", "ppo", "ppo_best_of_n"}
     assert "rate" in results["baselines"] and 0 <= found["dropped"] <= 1
-    tables = {table.caption: table for table in make_evaluation(read_run(dialogue_run.folder))["tables"]}
+    sections = make_evaluation(read_run(dialogue_run.folder))["sections"]
+    tables = {table.caption: table for section in sections for table in section.tables}
     policies = [row[0] for row in tables["PPO and its baselines, held-out prompts"].rows]
     assert policies[-4:] == ["best of 4", "generate and rate 4", "sft rated 4", "ppo best of n 4"]

@@ -56,7 +56,7 @@ def test_planted_prompts_are_found_in_the_corpus_of_a_run(gold_run, tmp_path, ca
     assert {row["id"] for row in longest} <= set(found["near_duplicate_prompts"])
     assert len(found["near_duplicate_prompts"]) - len(clean["test prompts"]["near_duplicate_prompts"]) <= 5
     assert f"overlap: test prompts: n {found['n']}, " in capsys.readouterr().out
-    tables = make_evaluation(read_run(run.folder))["external"]["tables"]
+    tables = make_evaluation(read_run(run.folder))["sections"][-1].tables
     assert tables[0].caption == "Overlap with the pretraining text" and tables[0].rows[0][0] == "test prompts"
 
 

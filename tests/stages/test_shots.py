@@ -77,7 +77,7 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     assert two["accuracy"]["value"] == round(right / 24, 4)
     files = read_run(run.folder)
     assert "In-context learning" in [picture.title for picture in make_pictures([files])]
-    (table,) = make_evaluation(files)["external"]["tables"]
+    (table,) = make_evaluation(files)["sections"][-1].tables
     assert [row[:3] for row in table.rows] == [["pretrain", "0", "0"], ["pretrain", "2", f"{two['shown']:g}"]]
 
 
