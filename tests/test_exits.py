@@ -61,20 +61,6 @@ def test_a_reader_that_leaves_ends_it_quietly():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [("watch",), ("import", "path=a", "out=b")])
-def test_a_deleted_working_directory_is_one_line(tmp_path, arguments):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    code = (
-        "import os, sys; os.rmdir(os.getcwd()); sys.path[:0] = [sys.argv.pop(1)]; from rlhf.cli import main; "
-        "main(sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT), *arguments], cwd=gone, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert_one_line(done, "the working directory was deleted: change to one that exists")
-
-
 # Root may read everything: without its capabilities (none effective) it is held to the file's mode like anybody else.
 UNPRIVILEGED = """
 import ctypes, os, sys
@@ -119,7 +105,6 @@ def call(monkeypatch, capsys, error: BaseException) -> tuple[int, str]:
 @pytest.mark.parametrize(("error", "said"), [
     (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied: give this user the right to read and write it"),
     (IsADirectoryError(21, "Is a directory", "a/b"), "a/b: Is a directory: check it"),
-    (OSError(24, "Too many open files"), "Too many open files: raise the limit on open files (ulimit -n)"),
     (UnicodeDecodeError("utf-8", b"ab\xff", 2, 3, "invalid start byte"), "text that is not utf-8 (byte 0xff at 2): convert"),
     (UnicodeEncodeError("ascii", "…", 0, 1, "ordinal"), "cannot write U+2026 as ascii: set a UTF-8 locale"),
     (MemoryError(), "out of memory (the system gave no more): set memory.budget_gb to less"),

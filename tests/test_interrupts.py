@@ -46,19 +46,6 @@ def test_the_first_signal_asks_and_the_loop_decides(number: int, capfd: pytest.C
     assert told.count("ppo: stopping after this step, with a checkpoint") == 1
 
 
-def test_without_a_signal_nothing_happens() -> None:
-    with finish_step("sft"):
-        pass
-    assert not stop_requested()
-
-
-def test_an_error_in_the_loop_comes_through() -> None:
-    with pytest.raises(ValueError, match="shapes"), finish_step("sft"):
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise ValueError("shapes")
-    assert not stop_requested()
-
-
 def test_another_process_of_the_launch_may_have_been_asked() -> None:
     with pytest.raises(KeyboardInterrupt), finish_step("sft"):
         request_stop()
@@ -145,17 +132,6 @@ def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
     _, told = process.communicate(timeout=10)
     assert process.returncode == 130
     assert told == "\nrlhf: interrupted\n", "there is nothing that watching could resume"
-
-
-def test_two_signals_at_once_are_one() -> None:
-    """Ctrl-C twice in quick succession: the second must not break into the end that the first began."""
-    process = start(SLOW_END, "0.5")
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    _, told = process.communicate(timeout=20)
-    assert process.returncode in (130, -signal.SIGINT), "the latter from the interpreter's last moments"
-    assert told == "\nrlhf: interrupted\n"
 
 
 def test_a_later_signal_ends_at_once() -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,18 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 import rlhf
-from rlhf import cli
-from rlhf.commands import chat, pipeline
-from rlhf.commands.watch import follow
-from rlhf.config import Config, compose
+from rlhf.commands import chat
+from rlhf.config import compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
 from rlhf.engines import sampling
-from rlhf.errors import UserError
-from rlhf.runs.folders import check_output
-from rlhf.system.exits import fail
 from rlhf.system.terminal import one_line, printable, say
-
-from .tiny_stages import write_record
 
 # A title and the clipboard by OSC, a cursor by CSI, the same with C1's single characters, a right-to-left override, an
 # isolate, a zero-width space, a byte order mark, a tag, a soft hyphen, DEL, a bell, a line separator, a carriage return.
@@ -55,58 +47,6 @@ def test_a_line_that_is_said_is_one_line(capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1 and out.startswith("one\\ntwo\\rthree")
     assert_clean(out)
-
-
-@pytest.mark.parametrize("arguments", [
-    (f"data.corpus='{HOSTILE}'", "pretrain"), (f"path='{HOSTILE}'", "import"), (f"{HOSTILE}=1", "ppo"), ("run=none", HOSTILE),
-], ids=["a file", "a source", "a key", "a command"])  # fmt: skip
-def test_a_command_line_is_answered_without_controls(capsys, tmp_path, monkeypatch, arguments):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        cli.main([arguments[1], *([f"out={tmp_path}/out"] if arguments[1] == "import" else []), arguments[0]])
-    shown = capsys.readouterr()
-    assert stop.value.code == 2 and not shown.out
-    assert_clean(shown.err)
-
-
-def test_records_of_others_are_quoted_without_controls(capsys, tmp_path):
-    """stage.json's contents, in an error line and in the pipeline's table."""
-    (tmp_path / "sft").mkdir()
-    write_record(tmp_path / "sft", stage=HOSTILE)
-    with pytest.raises(UserError, match="was written by") as refusal:
-        check_output(tmp_path / "sft")
-    with pytest.raises(SystemExit):
-        fail(str(refusal.value))
-    assert_clean(capsys.readouterr().err)
-    row = {"seconds": 1.0, "peak_rss_mb": 2.0, "summary": {f"a/{HOSTILE}": 1.0}, "state": "done"}
-    table = {"stages": {"sft": row, f"x-{HOSTILE}/ppo": row}, "report": f"{HOSTILE}.html"}
-    pipeline.show(Config(runs_dir=str(tmp_path)), table, 1.0)
-    assert_clean(capsys.readouterr().out)
-
-
-def test_an_import_names_labelers_and_files_without_controls(capsys, tmp_path):
-    rows: list[dict] = [{"prompt": f"p{i}", "chosen": "x", "rejected": "y", "labeler": HOSTILE} for i in range(3)]
-    rows.append({"prompt": HOSTILE, "chosen": {HOSTILE: HOSTILE}, "rejected": "y", "labeler": HOSTILE})
-    path = tmp_path / f"labels{HOSTILE.replace('/', '')}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SystemExit):
-        cli.main(["import", f"path={tmp_path}", f"out={tmp_path / 'out'}"])
-    shown = capsys.readouterr()
-    assert not LETTERS.search(shown.err)
-    assert_clean(shown.out)
-
-
-def test_watch_shows_a_run_without_controls(tmp_path):
-    run = tmp_path / f"x{HOSTILE.replace('/', '')}"
-    (run / "ppo").mkdir(parents=True)
-    record = {"stage": HOSTILE, "status": HOSTILE, "steps": 9, "seconds": HOSTILE}
-    (run / "ppo" / "stage.json").write_text(json.dumps(record))
-    (tmp_path / f"{run.name}-round-1" / "ppo").mkdir(parents=True)
-    (tmp_path / f"{run.name}-round-1" / "ppo" / "stage.json").write_text(json.dumps(record))
-    out = io.StringIO()
-    follow(run, 0.01, False, out, True)
-    drawn = re.sub(r"\x1b\[(\d+A|2K|0J|\?25[lh])", "", out.getvalue())  # what the live screen itself draws with
-    assert not LETTERS.search(drawn), ascii(drawn)
 
 
 def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys, monkeypatch):

@@ -29,8 +29,6 @@ REMEDIES = {
     errno.EROFS: "name a place that can be written",
     errno.ENOSPC: "free space, or write elsewhere",
     errno.EDQUOT: "free space, or write elsewhere",
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENAMETOOLONG: "choose a shorter name",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed, or its connection lost
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
@@ -82,11 +80,6 @@ def describe(error: Exception) -> str | None:
         return f"{one_line(str(error), 500)}: correct this YAML file"
     if not isinstance(error, OSError):
         return None
-    if isinstance(error, FileNotFoundError):
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            return "the working directory was deleted: change to one that exists (cd), then run the same command again"
     where = f"{error.filename}: " if error.filename else ""
     remedy = REMEDIES.get(error.errno or 0, "check it, then run the same command again")
     return f"{where}{error.strerror or error}: {remedy}"

@@ -17,15 +17,11 @@ import torch
 from rlhf.cpu.products import by_torch_alone
 from rlhf.engines.choosing import Choice, make_uniforms
 from rlhf.engines.decoder import Decoder
-from rlhf.engines.likely import response_logprobs
 from rlhf.engines.local import Sampling
 from rlhf.engines.native import packed
 from rlhf.engines.sampling import sample
 from rlhf.engines.transformers_generate import GenerateEngine
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.model.interface import lm
-from rlhf.ops.logprobs import entropy, token_logprobs
-from tests.model.test_ragged import ragged_loss
 from tests.presets import preset
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
@@ -116,53 +112,6 @@ def test_packed_weights_beat_plain_ones_where_rows_are_few():
             steps()
 
     assert speed_up(steps, fast, rounds=8) > FEW_ROWS_BOUND
-
-
-def test_response_positions_beat_full_logits(model):
-    tokens = torch.randint(2, 2048, (16, 128), generator=torch.Generator().manual_seed(0))
-    starts, mask = torch.full((16,), 96), torch.ones(16, 32, dtype=torch.bool)
-
-    def plain() -> None:
-        logits = model(tokens, use_cache=False).logits[:, :-1]
-        logp, _ = token_logprobs(logits, tokens[:, 1:]), entropy(logits.detach())
-        logp[:, 95:].sum().backward()
-
-    def fast() -> None:
-        response_logprobs(model, tokens, starts, mask, with_entropy=True)[0].sum().backward()
-
-    assert speed_up(plain, fast) > 1.15
-
-
-def test_hidden_states_of_the_last_tokens_beat_those_of_all():
-    """What a reward model reads: the last block's MLP then works on one token per row."""
-    torch.manual_seed(0)
-    shallow = GPTForCausalLM(preset("tiny", n_layer=2, vocab_size=1024)).model  # the last block is half of it
-    tokens = torch.randint(2, 1024, (32, 128), generator=torch.Generator().manual_seed(0))
-    last = torch.arange(32) * 128 + 127
-
-    def plain() -> None:
-        hidden = shallow(input_ids=tokens, use_cache=False).last_hidden_state
-        hidden.flatten(0, 1).index_select(0, last).sum().backward()
-
-    def fast() -> None:
-        lm(shallow).hidden(tokens, last).sum().backward()
-
-    assert speed_up(plain, fast) > 1.12
-
-
-def test_a_ragged_batch_beats_a_padded_one(model):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([16] * 24 + [128] * 8)
-    tokens = torch.randint(2, 2048, (32, 128), generator=generator)
-    labels = torch.where(torch.arange(128) < lengths[:, None], tokens, -100)
-
-    def plain() -> None:
-        model(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
-
-    def fast() -> None:
-        ragged_loss(model, tokens, labels, lengths).backward()
-
-    assert speed_up(plain, fast) > 1.5
 
 
 @pytest.mark.long  # a process of its own, which imports the libraries

@@ -24,9 +24,6 @@ from .imports import PROMPT, RANKING, imported, rejects_of, write
 
 DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}  # its id is its place
 
-# --- byte-identical --------------------------------------------------------------------------------------------------
-
-
 # --- hostile rows ----------------------------------------------------------------------------------------------------
 
 
@@ -95,15 +92,6 @@ def test_names_out_of_a_file_cannot_write_to_the_terminal(tmp_path, capsys):
     shown = [line for line in out.splitlines() if "reject: " in line]
     assert code == 2 and len(shown) == 4 and all(len(line) < 1200 for line in shown)
     assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", out) and "\\x1b[2J \\u202eyyy" in out
-
-
-def test_a_screen_that_knows_ascii_only_is_enough(tmp_path):
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, *[json.dumps({"kind": "é"}, ensure_ascii=False)] * 30])
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "RLHF_PROGRESS": "off"}
-    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={tmp_path / 'out'}", "max_rejects=99"]
-    done = subprocess.run(command, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert b"kind: got '\\xe9', want" in done.stdout and (tmp_path / "out" / "dataset.json").exists()
 
 
 def test_a_line_of_odd_white_space_is_no_blank_line(tmp_path, capsys):
@@ -238,21 +226,3 @@ def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(p
 def partial_hashes(config: Config, stage: str):
     """What a stage does first of all, before it trains."""
     return lambda: hash_sources(config, stage)
-
-
-def test_no_stage_reads_labels_without_saying_whether_a_partial_import_will_do():
-    """Every call of a loader in the stages hands on data.allow_partial; the gold world's own files need it not.
-
-    Most stages read through rlhf/runs/sources.py, which calls the loaders under another name.
-    """
-    calls = re.compile(r"load_(?:all|kind|prompts|comparisons|demonstrations)\((?!\))(?:[^()]|\([^()]*\))*\)")
-    found = []
-    rlhf = Path(sample.__file__).parents[1]
-    for path in sorted({*rlhf.rglob("*.py")} - {*(rlhf / "data").rglob("*.py")}):
-        found += [(path.name, call[0]) for call in calls.finditer(path.read_text()) if "def " not in call[0]]
-    forgotten = [one for one in found if "allow_partial" not in one[1]]
-    assert (
-        "load(need_source(config, kind), config.data.format, config.data.allow_partial)"
-        in (rlhf / "runs" / "sources.py").read_text()
-    )
-    assert len(found) >= 5 and not forgotten, forgotten

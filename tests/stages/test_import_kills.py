@@ -1,14 +1,12 @@
 """`rlhf import` that is killed, locked out or stopped by a full disk: what it leaves, and what the next one does."""
 
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -80,55 +78,6 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert child.returncode == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
     assert "cannot write: File too large: raise the limit on the size of files" in err
     assert [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("replacing", [False, True])
-def test_a_kill_at_any_moment_leaves_the_old_import_or_the_new_one(tmp_path, capsys, replacing):
-    """Five kills each, at moments spread over the import and the renames at its end."""
-    path = write(tmp_path / "new.jsonl", [RANKING | {"prompt": f"q {i} " + "word " * 150} for i in range(9000)])
-    small, out = write(tmp_path / "old.jsonl", [DEMONSTRATION]), tmp_path / "out"
-    command = [sys.executable, "-m", "rlhf", "import", f"path={path}", f"out={out}", "overwrite=true"]
-    # The whole project is on the path; working in tmp_path, workers can be told from other processes.
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RLHF_PROGRESS": "off"}
-    assert imported(capsys, f"path={small}", f"out={out}")[0] == 0
-    old = bytes_of(out)
-    started = time.monotonic()
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
-    whole = time.monotonic() - started
-    new = bytes_of(out)
-    moments = random.Random(0)
-    seen = set()
-    for kill in range(5):
-        shutil.rmtree(out)
-        if replacing:
-            assert imported(capsys, f"path={small}", f"out={out}")[0] == 0
-        child = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(whole * (kill + moments.random()) / 5)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        for left in tmp_path.glob(".out.*"):
-            if not (left / "dataset.json").exists():
-                with pytest.raises(UserError):
-                    load_all(str(left))
-        if out.exists():
-            load_all(str(out))  # whole: every file has the hash that the manifest names
-            now = {name: content for name, content in bytes_of(out).items() if name == "demonstration/train.arrow"}
-            seen.add("old" if now else "new")
-            assert not now or bytes_of(out) == old
-        else:
-            seen.add("nothing")
-            assert not replacing or (tmp_path / ".out.old").exists(), "the old one is there under its other name"
-        # The next import cleans up, says so, and is not disturbed.
-        left = (tmp_path / ".out.new").exists()
-        code, said, _ = imported(capsys, f"path={path}", f"out={out}", "overwrite=true")
-        assert code == 0 and ("which a killed command left behind" in said or not left)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["new.jsonl", "old.jsonl", "out"]
-        if not replacing:
-            assert bytes_of(out)["ranking/train.arrow"] == new["ranking/train.arrow"]
-    assert seen & {"old" if replacing else "nothing"}, "no kill came in time"
 
 
 def test_a_replaced_partial_import_that_was_killed_is_restored(tmp_path, capsys):
