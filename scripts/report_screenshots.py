@@ -60,15 +60,10 @@ def shoot(page_path: Path, folder: Path) -> list[str]:
 
 
 def use(page: Any) -> list[str]:
-    """Use the page: choose dark colours and a logarithmic axis, open values by keyboard; returns problems."""
+    """Use the page: choose a logarithmic axis, open values by keyboard; returns problems."""
     if page.locator("figure").count() == 0:
         return []  # a run without curves
     problems = []
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.locator("#dark").check()
-    if page.evaluate("getComputedStyle(document.body).backgroundColor") == light:
-        problems.append("the dark colours change nothing")
-    page.locator("#auto").check()
     logs = page.locator("figure .over-log")
     if logs.count():
         box = page.locator("figure .log input").first

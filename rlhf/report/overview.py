@@ -1,6 +1,5 @@
 """The report's first screens: one sentence, the main numbers, and the stages with what each was built on."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,26 +20,6 @@ from rlhf.runs.run_files import (
 )
 
 
-class Bar(NamedTuple):
-    """A number on a scale up to 1, with its interval and the levels to compare with."""
-
-    low: float
-    value: float
-    ci_low: float | None
-    ci_high: float | None
-    ticks: list[tuple[float, str]]
-
-    def place(self, value: float) -> str:
-        """The position of `value` on the scale, as a CSS length."""
-        return f"{100 * min(max((value - self.low) / (1.0 - self.low), 0.0), 1.0):.2f}%"
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the ticks' labels would overlap on one line."""
-        levels = sorted(level for level, _ in self.ticks)
-        return any(b - a < 0.42 * (1.0 - self.low) for a, b in itertools.pairwise(levels))
-
-
 class Tile(NamedTuple):
     """One headline number."""
 
@@ -48,7 +27,6 @@ class Tile(NamedTuple):
     value: str
     unit: str
     note: str
-    bar: Bar | None = None
 
 
 def make_overview(run: RunFiles) -> dict[str, Any]:
@@ -106,20 +84,16 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
 
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = entry_at(results, "gold", key)
-        value, low, high = with_interval(tree)
+        value = with_interval(tree)[0]
         if value is not None:
-            bar = Bar(0.0, value, low, high, [(0.5, "even")])
-            yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"), bar)
+            yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"))
     tree = entry_at(results, "reward_model", "accuracy")
-    value, low, high = with_interval(tree)
-    value, note = latest("reward", "accuracy", value, span_note(tree, "pairs"))
+    value, note = latest("reward", "accuracy", with_interval(tree)[0], span_note(tree, "pairs"))
     if value is not None:
-        levels = (("length_baseline", "length only"), ("noise_ceiling", "ceiling"))
-        known = [(number_at(results, "reward_model", key), label) for key, label in levels]
-        ticks = [(level, label) for level, label in known if level is not None] or [(0.5, "chance")]
-        least = min([0.5, value, *(level for level, _ in ticks)])
-        bar = Bar(min(0.4, least - 0.05), value, low, high, ticks)
-        yield Tile("Reward model", percent(value), "of pairs", note, bar)
+        for key, label in (("length_baseline", "length only"), ("noise_ceiling", "ceiling")):
+            if (level := number_at(results, "reward_model", key)) is not None:
+                note += f"; {label} {percent(level)}"
+        yield Tile("Reward model", percent(value), "of pairs", note)
     kl, note = latest("ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
