@@ -90,10 +90,8 @@ def test_a_row_and_a_file_add_a_stage(toy: Path, gold_run: Run, tmp_path: Path):
         return done.stdout
 
     assert "\n  survey     count the tokens of the demonstrations\n" in rlhf("--help")
-    assert "\n  data.demonstrations=null" in rlhf("survey", "--help")
     whole = [*run.overrides, f"runs_dir='{run.runs_dir}'", f"run={run.name}"]
     first = rlhf("pipeline", *whole)
     assert "evaluate: complete, skipped\n" in first and "survey: complete in" in first
     assert '"survey"' in (run.folder / "pipeline.json").read_text()
     assert "survey" in (run.folder / "report.html").read_text()
-    assert "survey: complete" in rlhf("watch", "--shared-settings", *whole, "watch.wait=false")

@@ -111,7 +111,7 @@ def test_packed_weights_beat_plain_ones_where_rows_are_few():
         with packed(wide, 16):
             steps()
 
-    assert speed_up(steps, fast, rounds=8) > FEW_ROWS_BOUND
+    assert speed_up(steps, fast) > FEW_ROWS_BOUND
 
 
 @pytest.mark.long  # a process of its own, which imports the libraries

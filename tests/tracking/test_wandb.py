@@ -100,7 +100,7 @@ SCRIPT = """
 import logging, sys, time
 from pathlib import Path
 from rlhf.runs import trackers
-trackers.FINISH_MARGIN = float(sys.argv[4])
+trackers.FINISH_MARGIN = 20.0
 logging.basicConfig(format="%(message)s")
 config = {"stage": "sft", "parents": {"pretrain": "ab12"}}
 started = time.monotonic()
@@ -109,27 +109,25 @@ with trackers.make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sf
         writer.log({"sft/loss": 1 / step}, step=step)
         if step == 20 and sys.argv[2] != "answers":
             writer.samples(step, [{"id": "p", "prompt": "a", "response": "b"}])
-        time.sleep(float(sys.argv[3]))
     print("trained", time.monotonic() - started)
 """
 
 
 def test_a_server_gets_what_is_logged_and_one_that_misbehaves_stops_nothing(tmp_path: Path) -> None:
-    """With a key, against a server that answers, says nothing, or dies after the first lines; all at once."""
+    """With a key, against a server that answers and one that says nothing, at once."""
     with ExitStack() as stack:
         servers, processes = {}, {}
-        for mode in ("answers", "hang", "dies"):
+        for mode in ("answers", "hang"):
             servers[mode] = stack.enter_context(serve(mode))
             environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | {
                 "WANDB_BASE_URL": servers[mode].url,
                 "WANDB_API_KEY": "0" * 40,
-                "RLHF_WANDB_INIT_SECONDS": {"answers": "20", "dies": "4"}.get(mode, "1.5"),
+                "RLHF_WANDB_INIT_SECONDS": "20" if mode == "answers" else "1.5",
                 "RLHF_WANDB_FINISH_SECONDS": "20" if mode == "answers" else "1",
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             }
-            limits = ("0.1", "1") if mode == "dies" else ("0", "20")  # pause per step, and what finishing may take
             processes[mode] = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(tmp_path / mode), mode, *limits],
+                [sys.executable, "-c", SCRIPT, str(tmp_path / mode), mode],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """A server on the loopback address that stands where W&B's would be, and misbehaves in a chosen way.
 
 `answers` answers GraphQL as far as wandb 0.31 needs it to start a run; `hang` takes the
-request and says nothing; `dies` answers until the first history arrives, then closes every connection.
+request and says nothing.
 """
 
 import base64
@@ -19,7 +19,6 @@ class Server(ThreadingHTTPServer):
     def __init__(self, mode: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.mode = mode
-        self.dead = False
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.release = threading.Event()
@@ -43,10 +42,6 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(sent)
         if self.server.mode == "hang":
             self.server.release.wait(120)
-            self.close_connection = True
-            return
-        if self.server.mode == "dies" and ("file_stream" in self.path or self.server.dead):
-            self.server.dead = True
             self.close_connection = True
             return
         if "file_stream" in self.path:
