@@ -174,10 +174,10 @@ def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_pat
     ] == pytest.approx(1 - share)
     [corrected] = found["corrected"]
     assert corrected["people"]["n"] == 20 and corrected["judged"] == len(tasks) - 20
-    from rlhf.report.evaluation_tables import make_external
+    from rlhf.report.evaluation_tables import people_tables
 
-    tables = {table.caption: table for table in make_external({"labels": found})["tables"]}
+    tables = {table.caption: table for table in people_tables(found)}
     assert "People, all labelers: 20 judgements, agreement –" in tables
-    assert tables["Ratings and flags, all labelers"].columns == ["policy", "rating, 1 to 7", "hallucination"]
+    assert tables["Ratings and flags, all labelers"].columns == ("policy", "rating, 1 to 7", "hallucination")
     with pytest.raises(UserError, match="no label compares two policies"):
         evaluate(run.config(f"evaluate.labels='{out / 'tasks.jsonl'}'"))
