@@ -129,8 +129,11 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
         if stage == "ppo rollout":
             if zero == 3:  # the policy is gathered whole once per rollout
                 parts["gathered"] = formulas.ELEMENT[dtype] * shape.language_model
+            if config.rollout.engine == "vllm":  # weights, cache and work
+                parts["kv_cache"] = int(config.rollout.vllm_memory * config.gpu_memory_gb * GB)
+                return parts
             left = room(config) - peak_bytes(parts)
-            parts["kv_cache"] = within(left / 4, row, rows)
+            parts["kv_cache"] = within(left / 8, row, rows)
             rows = -(-parts["kv_cache"] // row)
             parts["logits"] = formulas.sampling_logit_bytes(rows, shape.vocab_size, dtype)
             work = (longest - answer) * formulas.working_bytes(shape, dtype)
@@ -310,6 +313,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "setup": {
             "gpus": config.gpus,
             "deepspeed": config.deepspeed,
+            "engine": config.rollout.engine,
             "checkpointing": config.gradient_checkpointing,
             "lora": f"lora.rank={config.lora.rank}" if config.lora.rank else "all weights",
             **{name: getattr(config, name) for name in ("dtype", "gpu_memory_gb", "memory_margin", "mfu")},

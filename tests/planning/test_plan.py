@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf.commands.plan import plan_lines
 from rlhf.config import DEEPSPEED, PlanConfig, compose
 from rlhf.config import command_line as words
 from rlhf.config.checks import check_config
@@ -236,3 +237,15 @@ def test_defaults_are_the_papers_and_any_experiment_can_be_planned():
     for name in ("gold", "real"):
         plan = make_plan(planned(f"experiment={name}", "deepspeed=zero1", "gpus=2"))
         assert plan["fits"] and plan["shape"]["vocab_size"] in (1024, 4096)
+
+
+def test_the_plan_names_the_engine_its_memory_and_the_share_of_rollouts():
+    native, vllm = (
+        list(plan_lines(make_plan(planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", f"rollout.engine={engine}"))))
+        for engine in ("native", "vllm")
+    )
+    said = "rollouts by rollout.engine=vllm: 32.0 GB per GPU of weights and key-value cache; an estimated "
+    assert any(line.startswith(said) and line.endswith("% of PPO's time") for line in vllm)
+    assert any(line.startswith("rollouts by rollout.engine=native: ") for line in native)
+    config = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "rollout.engine=vllm", "rollout.vllm_memory=0.99")
+    assert not make_plan(config)["fits"]
