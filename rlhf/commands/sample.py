@@ -128,6 +128,8 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     Raises: UserError if none is left.
     """
     records = read_prompts(config)
+    if config.sample.turn == "random":
+        records = [cut_at_random(record, config.seed) for record in records]
     split = config.sample.split
     candidates = in_split(config, records, split)
     if not candidates:
@@ -147,6 +149,13 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
             f"sample.split={split}: all {len(candidates)} prompts of it are labelled already: give new ones with data.prompts=…"
         )
     return fresh[: config.sample.prompts], len(candidates) - len(fresh)
+
+
+def cut_at_random(record: PromptRecord, seed: int) -> PromptRecord:
+    """A dialogue up to one of its user's turns, drawn by (seed, id)."""
+    ends = [i for i, message in enumerate(record.prompt, 1) if message.role == "user"]
+    end = random.Random(f"turn-{seed}-{record.id}").choice(ends)
+    return record.model_copy(update={"prompt": record.prompt[:end]})
 
 
 def find_policy(config: Config, name: str) -> tuple[str, Path]:

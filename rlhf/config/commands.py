@@ -78,6 +78,7 @@ class SampleConfig:
     stages: Any = setting(None, "policies to compare, as sft or run/ppo: tasks with one response of each", kind="names")
     split: str = setting("train", "split of the prompts", choices=("train", "dev", "test"))
     prompts: int = setting(100, "prompts to sample responses for", min=1)
+    turn: str = setting("last", "turn of a dialogue that is answered", choices=("last", "random"))
     responses: int = setting(4, "responses per prompt, K", min=1, max=100)
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
     tool: str = setting("native", "tool the tasks are written for", choices=("native", "label_studio", "csv"))

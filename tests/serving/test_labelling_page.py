@@ -163,6 +163,32 @@ def test_labelers_see_no_model_no_score_and_no_agreement(visit):
         assert page.evaluate(status, path) == 403
 
 
+def test_a_demonstration_that_is_not_saved_survives_a_reload(visit, site):
+    from playwright.sync_api import expect
+
+    page = visit("anna", 390, "dark")
+    for before, typed in (("", "It"), ("It", "It is"), ("It is", "It is red")):
+        page.get_by_role("tab", name="Demonstrate").click()
+        page.locator("#demonstrate .turn").first.wait_for()
+        expect(page.get_by_label("The ideal response")).to_have_value(before)
+        page.get_by_label("The ideal response").fill(typed)
+        if typed != "It is red":
+            page.reload()
+    page.get_by_label("The ideal response").press("Control+Enter")
+    page.get_by_text("Saved.").wait_for()
+    assert rows(site[1])[0]["response"] == "It is red" and page.get_by_label("The ideal response").input_value() == ""
+
+
+def test_texts_show_code_and_bold_words_and_run_nothing(visit, site):
+    text = "Use **this** `x < y`:\n```py\nif x:\n  <b>y</b>\n```\n<img src=x onerror=alert(1)> 2 ** 3 ** 4"
+    site[1].tasks["t0"].responses[0].text = text
+    page = visit("anna")
+    card = page.locator("#rank .card[data-id=a] .text")
+    assert card.locator("strong").all_inner_texts() == ["this"] and card.locator("code").all_inner_texts() == ["x < y"]
+    assert card.locator("pre").inner_text().strip() == "if x:\n  <b>y</b>" and card.locator("b, img").count() == 0
+    assert "2 ** 3 ** 4" in card.inner_text()
+
+
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
 def test_nothing_is_lost_silently(visit, site, width, scheme):
     page = visit("anna", width, scheme)

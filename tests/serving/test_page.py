@@ -68,8 +68,42 @@ def test_chat_streams_edits_and_shades(browser, place, width, scheme):
     page.get_by_label("Shade tokens by").select_option("kl")
     page.locator(".token").first.wait_for()
     assert "".join(page.locator(".token").all_inner_texts()).startswith(first[:10])
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Edit").first.click()
     assert page.get_by_label("Message").input_value() == "what is <b>red</b> ?" and page.locator(".turn").count() == 0
+    visit.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_dialogue_is_written_ranked_and_saved_as_a_demonstration(browser, place, width, scheme):
+    """Any turn can be written or edited; other answers to it are ranked in Compare; the saved dialogue trains SFT."""
+    visit = Visit(browser, place[0], SECRETS["anna"], width, scheme)
+    page = visit.page
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_label("Message").fill("what is red ?")
+    page.get_by_role("button", name="Send, and write").click()
+    page.get_by_label("The answer").fill("It is a color .")
+    page.get_by_label("Message").fill("and blue ?")
+    page.keyboard.press("Control+Enter")
+    page.get_by_role("button", name="Regenerate").nth(1).wait_for()
+    page.locator("#chat .turn.assistant").nth(1).get_by_role("button", name="Edit").click()
+    page.get_by_label("The answer").fill("It is one too .")
+    page.get_by_label("Message").focus()
+    assert "(edited)" in page.locator("#chat .turn.assistant .name").nth(1).inner_text()
+    page.get_by_role("button", name="Save as a demonstration").click()
+    page.get_by_text("Saved as a demonstration.").wait_for()
+    written = json.loads(place[1].read_text().splitlines()[-1])
+    assert [turn["content"] for turn in written["prompt"]] == ["what is red ?", "It is a color .", "and blue ?"]
+    assert written["response"] == "It is one too ." and written["labeler"] == "anna"
+    page.get_by_role("button", name="Rank 4 answers").last.click()
+    page.get_by_role("button", name="Save the judgement").wait_for()
+    page.wait_for_selector("#compare .strip .chip")
+    assert page.locator("#compare .turn").count() == 3 and page.locator("#compare .card").count() == 4
+    for key in "1234":
+        page.keyboard.press(key)
+    page.keyboard.press("Enter")
+    page.get_by_text("Who wrote what").wait_for()
+    judged = json.loads(place[1].read_text().splitlines()[-1])
+    assert judged["kind"] == "ranking" and len(judged["ranking"]) == 4 and len(judged["prompt"]) == 3
     visit.close()
 
 

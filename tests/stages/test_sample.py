@@ -55,6 +55,27 @@ def test_prompts_are_of_the_split_and_not_labelled_yet(gold_run, tasks, tmp_path
     assert {task.metadata["split"] for task in dev} == {"dev"}
 
 
+def test_a_turn_of_a_dialogue_is_drawn(gold_run, tmp_path):
+    """Of dialogues with three turns of the user, about a third end at each."""
+    turns = [
+        {"role": role, "content": f"what is {n} ?"} for n, role in enumerate(("user", "assistant") * 2 + ("user",))
+    ]
+    rows = [{"kind": "demonstration", "id": f"d{i}", "response": "red .", "split": "train",
+             "prompt": [{"role": "user", "content": f"{i} ?"}, *turns[1:]]} for i in range(60)]  # fmt: skip
+    (tmp_path / "saved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved = [
+        f"data.prompts='{tmp_path / 'saved.jsonl'}'",
+        "sample.prompts=60",
+        "sample.stages=[sft,ppo]",
+        "sample.responses=4",
+    ]
+    lengths = {}
+    for turn in ("last", "random"):
+        found = sampled(gold_run, tmp_path / turn, *saved, f"sample.turn={turn}", "sample.responses=4")
+        lengths[turn] = [sum(m.role == "user" for m in task.prompt) for task in found]
+    assert set(lengths["last"]) == {3} and all(lengths["random"].count(n) > 8 for n in (1, 2, 3))
+
+
 def test_the_same_seed_gives_the_same_tasks_and_another_does_not(gold_run, tasks, tmp_path):
     _, found = tasks
     assert sampled(gold_run, tmp_path / "small", "rollout.batch_size=3") == found

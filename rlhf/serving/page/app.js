@@ -28,6 +28,11 @@ function select(name) {
   panels[name]?.show?.();
 }
 
+function compare(messages, models) {
+  select("compare");
+  panels.compare.start(messages, models);
+}
+
 function onTabKey(event) {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
@@ -47,7 +52,7 @@ async function start() {
       NAMES = ["rank", "demonstrate"];
       for (const name of Object.keys(MAKERS)) document.getElementById(`tab-${name}`).hidden = document.getElementById(name).hidden = !NAMES.includes(name);
     }
-    for (const name of NAMES) panels[name] = MAKERS[name](document.getElementById(name), me);
+    for (const name of NAMES) panels[name] = MAKERS[name](document.getElementById(name), me, compare);
     for (const name of NAMES) document.getElementById(`tab-${name}`).addEventListener("click", () => select(name));
     document.getElementById("tabs").addEventListener("keydown", onTabKey);
     select(me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);

@@ -1,8 +1,10 @@
 // Chat with any loaded model: streamed, with regenerate, edit, and shading of tokens by log-prob or KL.
 
-import { ask, el, events, field, post, say } from "./dom.js";
+import { ask, el, events, field, post, say, submissionId } from "./dom.js";
 
-export function makeChat(panel, me) {
+const RANKED = 4; // answers to one turn that are ranked
+
+export function makeChat(panel, me, compare) {
   const model = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
   model.value = me.models.at(-1);
   const system = el("textarea", { rows: 1 });
@@ -17,15 +19,17 @@ export function makeChat(panel, me) {
   text.setAttribute("aria-label", "Message");
   const send = el("button", { class: "main", onclick: onSend }, "Send");
   const stop = el("button", { onclick: () => running?.abort(), disabled: true }, "Stop");
+  const write = el("button", { onclick: onWrite }, "Send, and write the answer myself");
   const clear = el("button", { onclick: onClear }, "New dialogue");
+  const save = el("button", { onclick: onSave }, "Save as a demonstration");
   panel.append(
     el("div", { class: "row" }, field("Model", model), field("Seed", seed), field("Temperature", temperature),
       field("Shade tokens by", shading), field("Reference", reference)),
     el("details", {}, el("summary", {}, "System prompt"), field("System prompt", system)),
-    list, text, el("div", { class: "row" }, send, stop, clear, el("span", { class: "name" }, "Ctrl+Enter sends")));
+    list, text, el("div", { class: "row" }, send, stop, write, clear, save, el("span", { class: "name" }, "Ctrl+Enter sends")));
 
   let turns = []; // {role, content, ids}
-  let running = null;
+  let running = null, saving = null;
 
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSend();
@@ -39,6 +43,39 @@ export function makeChat(panel, me) {
     turns.push({ role: "user", content: said });
     text.value = "";
     answer();
+  }
+
+  function onWrite() {
+    const said = text.value.trim();
+    if (!said || running) return;
+    turns.push({ role: "user", content: said }, { role: "assistant", content: "", ids: [], model: "you", finish: "stop" });
+    text.value = "";
+    draw();
+    onRewrite(turns.at(-1));
+  }
+
+  // The turn becomes a box until it is left.
+  function onRewrite(turn) {
+    const box = el("textarea", { rows: 4, value: turn.content, onblur: () => {
+      if (box.value !== turn.content) Object.assign(turn, { content: box.value, ids: [], shades: null, edited: true });
+      draw();
+    } });
+    box.setAttribute("aria-label", "The answer");
+    turn.place.replaceWith(box);
+    box.focus();
+  }
+
+  async function onSave() {
+    const last = turns.findLastIndex((turn) => turn.role === "assistant" && turn.content.trim());
+    if (last < 0 || running) { say("There is no answer to save.", true); return; }
+    saving ??= submissionId(); // sent again after a failure, it is saved once
+    try {
+      await post("/api/demonstrate", { messages: messages(last), response: turns[last].content.trim(), submission: saving });
+      saving = null;
+      say("Saved as a demonstration.");
+    } catch (error) {
+      say(`Not saved. ${error.message}`, true);
+    }
   }
 
   function onClear() {
@@ -100,13 +137,15 @@ export function makeChat(panel, me) {
   }
 
   function draw() {
+    saving = null;
     list.replaceChildren(...turns.map((turn, index) => {
       turn.place = el("p", { class: "text" }, turn.content);
       if (turn.role === "assistant" && turn.finish && shading.value && turn.ids.length) shade(turn);
       const tools = turn.role === "user"
         ? [el("button", { onclick: () => onEdit(index) }, "Edit")]
-        : [el("button", { onclick: () => onRegenerate(index) }, "Regenerate")];
-      const name = turn.role === "user" ? "you" : turn.model + (turn.finish === "length" ? " (cut at the length limit)" : "");
+        : [el("button", { onclick: () => onRegenerate(index) }, "Regenerate"), el("button", { onclick: () => onRewrite(turn) }, "Edit"),
+          el("button", { onclick: () => compare(messages(index), Array(RANKED).fill(model.value)) }, `Rank ${RANKED} answers`)];
+      const name = turn.role === "user" ? "you" : turn.model + (turn.edited ? " (edited)" : "") + (turn.finish === "length" ? " (cut at the length limit)" : "");
       return el("div", { class: `turn ${turn.role}` }, el("div", { class: "name" }, name), turn.place,
         el("div", { class: "tools" }, ...(turn.role === "assistant" && !turn.finish ? [] : tools)));
     }));

@@ -1,43 +1,52 @@
 // One prompt to several models, side by side; the models are named after the judgement.
 
-import { ask, el, events, field, post, say, submissionId, Watch } from "./dom.js";
-import { Ranking } from "./ranking.js";
+import { ask, el, events, field, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { button, isTyping, Ranking } from "./ranking.js";
 
 export function makeCompare(panel, me) {
   const prompt = el("textarea", { rows: 3 });
   const boxes = me.models.map((name, i) => el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }));
   const temperature = el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
   const draw = el("button", { class: "main", onclick: onDraw }, "Ask all");
+  const asked = el("div", { class: "ask" });
   const place = el("div");
-  const save = el("button", { class: "main", disabled: true, onclick: onSave }, "Save the judgement");
+  const strip = el("div");
+  const save = button("Save the judgement", onSave, { class: "main", disabled: true });
   const told = el("div");
   panel.append(field("Prompt", prompt, true),
     el("div", { class: "row" }, ...boxes.map((box) => el("label", { class: "inline" }, box, box.value)), field("Temperature", temperature), draw),
-    place, el("div", { class: "row" }, save), told);
+    asked, place, el("div", { class: "bar" }, strip, el("div", { class: "row" }, save)), told);
   let name = null, ranking = null, submission = null;
   const watch = new Watch();
 
   document.addEventListener("keydown", (event) => {
-    if (!panel.hidden && ranking && !save.hidden && ranking.onKey(event)) event.preventDefault();
+    if (panel.hidden || !ranking || save.hidden || isTyping(event)) return;
+    if (ranking.onKey(event)) event.preventDefault();
+    else if (event.key === "Enter" && !event.target.closest("button, summary") && !save.disabled) onSave();
   });
 
-  async function onDraw() {
+  function onDraw() {
     const models = boxes.filter((box) => box.checked).map((box) => box.value);
     if (models.length < 2 || !prompt.value.trim()) {
       say("Write a prompt, and choose two models or more.", true);
       return;
     }
+    return start([{ role: "user", content: prompt.value.trim() }], models);
+  }
+
+  async function start(messages, models) {
+    asked.replaceChildren(...(messages.length > 1 ? turnsOf(messages) : []));
     draw.disabled = true;
     say("The models answer …");
     told.replaceChildren();
     try {
-      const messages = [{ role: "user", content: prompt.value.trim() }];
       const drawn = await follow(await ask("/api/compare", { messages, models, temperature: Number(temperature.value) }), models.length);
       name = drawn.name;
       submission = submissionId();
       ranking = new Ranking(drawn.responses, me.flags);
       ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; });
       place.replaceChildren(ranking.list);
+      strip.replaceChildren(ranking.strip);
       save.hidden = false;
       save.disabled = true;
       watch.restart();
@@ -53,6 +62,7 @@ export function makeCompare(panel, me) {
     const texts = Array.from({ length: count }, () => el("p", { class: "text" }));
     ranking = null;
     save.disabled = true;
+    strip.replaceChildren();
     place.replaceChildren(el("ol", { class: "cards" }, ...texts.map((text, i) =>
       el("li", { class: "card" }, el("strong", {}, `Response ${i + 1}`), text))));
     for await (const event of events(reply)) {
@@ -78,5 +88,5 @@ export function makeCompare(panel, me) {
       save.disabled = false;
     }
   }
-  return {};
+  return { start };
 }

@@ -1,6 +1,6 @@
 // Write the ideal response to a prompt: of the next task, or one's own. The task's responses can be edited.
 
-import { el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
 
 export function makeDemonstrate(panel, me) {
   const shown = el("div");
@@ -15,6 +15,14 @@ export function makeDemonstrate(panel, me) {
     shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
   let task = null, messages = null, edited = null, submission = submissionId();
   const watch = new Watch();
+  const saved = draft(me, "demonstration");
+  panel.addEventListener("input", keep);
+  panel.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSave(); });
+
+  function keep() {
+    const typed = own.value || response.value;
+    saved.set(typed ? { task, messages, edited, own: own.value, response: response.value } : null);
+  }
 
   function open(name, turns, responses) {
     task = name;
@@ -39,6 +47,7 @@ export function makeDemonstrate(panel, me) {
     }
     response.value = one.text;
     edited = one.id;
+    keep();
     response.focus();
   }
 
@@ -46,6 +55,11 @@ export function makeDemonstrate(panel, me) {
     try {
       const found = await get("/api/demonstrate/next");
       open(found.task, found.messages, found.responses);
+      const before = saved.get();
+      if (before && (before.task === task || before.task === null)) { // what was typed before a reload
+        if (before.task === null) open(null, before.messages, []);
+        [own.value, response.value, edited] = [before.own, before.response, before.edited];
+      }
     } catch (error) {
       say(error.message, true);
     }
@@ -64,6 +78,7 @@ export function makeDemonstrate(panel, me) {
       if (edited) body.edited = edited;
       await post("/api/demonstrate", body);
       response.value = own.value = "";
+      saved.set(null);
       say("Saved.");
       await next();
     } catch (error) {

@@ -73,8 +73,13 @@ export async function post(path, body) {
   return (await ask(path, body)).json();
 }
 
+// A text with its blocks of code (```), code in a line (`), and bold words (**) shown as such; all else is as written.
 export function textOf(text) {
-  return el("p", { class: "text" }, text);
+  return el("div", { class: "text" }, ...text.split(/(^```[^\n]*\n[^]*?^```$|`[^`\n]+`|\*\*(?=\S)[^*\n]+(?<=\S)\*\*)/m).map((part, i) => {
+    if (i % 2 === 0) return part;
+    if (part.startsWith("```")) return el("pre", {}, part.slice(part.indexOf("\n") + 1, -3));
+    return part.startsWith("`") ? el("code", {}, part.slice(1, -1)) : el("strong", {}, part.slice(2, -2));
+  }));
 }
 
 export function turnsOf(messages) {
