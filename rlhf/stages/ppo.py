@@ -215,7 +215,7 @@ def measure_update(
         )
         engine.module.train(engine.recomputes)
         train_minibatch(config, experience, list(range(count)), state, Sums())
-    engine.module.zero_grad()
+    engine.discard()
     return_freed_memory()
     return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored))
 

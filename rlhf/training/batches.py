@@ -140,7 +140,7 @@ def trial(engine: Engine, objective: Objective[T], part: list[T]) -> float:
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
     seconds = time.monotonic() - started
-    engine.module.zero_grad()
+    engine.discard()
     return seconds
 
 

@@ -105,6 +105,11 @@ class Engine:
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def discard(self) -> None:
+        """Forget the gradients since the last step, of something that was only measured. Not under ZeRO."""
+        self.module.zero_grad()
+        self.losses.clear()
+
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> float:
         """The norm of the gradient over all ranks; changes no gradient."""
         return nn.utils.get_total_norm(self._summed(list(parameters))).item()
