@@ -155,6 +155,7 @@ def test_a_resumed_stage_keeps_a_measured_limit(engine):
     budget = 1.05 * stage.memory["needs_gb"]
     stage = make_stage(budget)
     set_budget(stage, engine, 100, 10**6, lambda most: kept_per_token(engine) / 2)
+    assert {type(value) for value in stage.memory.values()} == {int, float}, "stage.json's schema has numbers here"
     resumed = make_stage(budget)
     resumed.memory = dict(stage.memory)
     set_budget(resumed, engine, 100, 10**6, lambda most: None)

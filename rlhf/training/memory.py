@@ -100,7 +100,7 @@ def set_budget(
     engine.most_tokens = budget.tokens
     stage.memory = {"tokens": budget.tokens, "needs_gb": budget.needs / GB, "budget_gb": most / GB}
     if measured:  # bytes per token
-        stage.memory |= {"measured": measured, "recomputes": engine.recomputes}
+        stage.memory |= {"measured": measured, "recomputes": float(engine.recomputes)}
     stage.note_progress()
     stage.say(
         f"needs {budget.needs / GB:.1f} of {most / GB:.1f} GB: {held / GB:.1f} for weights, gradients and optimizer; up to "
