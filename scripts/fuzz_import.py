@@ -105,7 +105,7 @@ def check(files: list[File], out: Path, code: int, said: str, tally: Counter[str
     originals: dict[str, list[bytes]] = {name: [] for name in by_name}
     for number, line in enumerate((written_to / "rejects.jsonl").read_bytes().split(b"\n")[:-1], start=1):
         problems += check_reject(f"{written_to}/rejects.jsonl:{number}", line, by_name, originals)
-    written = {marker for path in written_to.rglob("*.arrow") for marker in MARKER.findall(path.read_bytes())}
+    written = {marker for path in written_to.glob("*/*.jsonl") for marker in MARKER.findall(path.read_bytes())}
     for file in files if strict else ():
         named = set(MARKER.findall(file.content))
         assert named >= file.markers

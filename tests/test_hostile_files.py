@@ -164,9 +164,9 @@ def test_a_record_of_wrong_types_is_one_line_in_every_command(tmp_path, capsys, 
     ],
 )
 def test_an_imports_manifest_names_files_of_its_folder(tmp_path, files):
-    (tmp_path / "dataset.json").write_text(json.dumps({"rlhf_import": 1, "status": "complete", "files": files}))
+    (tmp_path / "dataset.json").write_text(json.dumps({"rlhf_import": 2, "status": "complete", "files": files}))
     (tmp_path / "ranking").mkdir()
-    (tmp_path / "ranking" / "train.arrow").write_bytes(b"no Arrow")
+    (tmp_path / "ranking" / "train.jsonl").write_bytes(b"no record")
     refused(lambda: load_all(str(tmp_path)), r"dataset.json: damaged \(files")
 
 

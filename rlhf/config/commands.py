@@ -24,7 +24,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "serve": ("rlhf.commands.serve", "serve models: an OpenAI-style API, and a page to chat, compare, rank and demonstrate",
               ("serve",)),
     "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
-    "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records in Arrow",
+    "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records",
                ("columns", "words")),
     "sample": ("rlhf.commands.sample", "draw K responses per prompt and write the tasks of a labelling round",
                ("sample", "data")),
@@ -194,7 +194,7 @@ class WordsConfig:
 
 @dataclass(slots=True)
 class ImportConfig:
-    """`rlhf import`: converts files of other formats to records in Arrow and accounts for every row."""
+    """`rlhf import`: converts files of other formats to records and accounts for every row."""
 
     path: Any = setting(None, "a file, a folder, a hub id, or a list of these", kind="paths")
     format: str = setting("auto", "name of the format, auto, or a function as module:name or file.py:name")

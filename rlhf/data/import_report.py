@@ -34,8 +34,8 @@ class Statistics:
         self.sizes: Counter[int] = Counter()  # responses of a ranking
         self.lengths = {name: array("Q") for name in _LENGTHS}
 
-    def add(self, record: Record, facts: Facts) -> int:
-        """Add a kept record; returns its characters."""
+    def add(self, record: Record, facts: Facts) -> None:
+        """Add a kept record."""
         prompts = [turn.content for turn in record.prompt]
         texts: list[str] = []
         if record.kind == "demonstration":
@@ -50,12 +50,10 @@ class Statistics:
             self.labelers.update([record.labeler] if record.labeler is not None else [])
             self.unnamed += record.labeler is None
         self.pii.update(facts.pii)
-        characters = sum(map(len, prompts))
-        self.lengths["prompt_characters"].append(characters)
+        self.lengths["prompt_characters"].append(sum(map(len, prompts)))
         self.lengths["prompt_words"].append(sum(len(text.split()) for text in prompts))
         self.lengths["response_characters"].extend(map(len, texts))
         self.lengths["response_words"].extend(len(text.split()) for text in texts)
-        return characters + sum(map(len, texts))
 
     def report(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""The import loop: rows of all files -> checked records -> cleaning -> splits -> Arrow, with every row accounted for.
+"""The import loop: rows of all files -> checked records -> cleaning -> splits -> files, with every row accounted for.
 
 Only hashes of the records stay in memory, and until the end of a file its judgements that are joined. The records are
 written at once, without a split, and divided after the last one, since all prompts of a user get one split. Folders and
@@ -16,8 +16,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
 
-import numpy as np
-
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.data.agreement import AgreementCounter
@@ -29,7 +27,7 @@ from rlhf.data.inputs import ROW_SUFFIXES, Reading, Reject, Row, Source, has_suf
 from rlhf.data.reading import FileInfo, read
 from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
-from rlhf.data.storage import ArrowWriter, json_text, schemas, to_row, write_assignments
+from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.schemas import shown
@@ -69,7 +67,7 @@ class Importer:
         self.unknown_splits: Counter[str] = Counter()
         self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
         self._prompts: set[tuple[int, int]] = set()  # key and hash of each kept prompt
-        self._writers: dict[str, ArrowWriter] = {}
+        self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects: TextIO | None = None
 
     # --- reading ---
@@ -96,10 +94,10 @@ class Importer:
                 self.progress(done)
         if len(failures) == len(sources):
             raise failures[0]
-        for writer in self._writers.values():
-            writer.close()
+        for file in self._files.values():
+            close(file)
         write_assignments(self.folder, self.assigner.decide())
-        records = {kind: self._divide(kind) for kind in KINDS if kind in self._writers}
+        records = {kind: self._divide(kind) for kind in KINDS if kind in self._files}
         if records:
             (self.folder / "unsplit").rmdir()
         report = self._report(records)
@@ -153,8 +151,8 @@ class Importer:
         about |= {"format": info.format, "why": info.why, "sha256": sha256}
         about["records"] = dict(sorted(info.records.items()))
 
-    def _check(self, record: Record, format: str | None) -> tuple[Record, dict[str, Any]]:
-        """A record and its row in Arrow. An unknown split of a foreign file becomes `metadata.source_split`.
+    def _check(self, record: Record, format: str | None) -> tuple[Record, str]:
+        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`.
 
         Raises: BadRow for such a split in our own format, and if the metadata is not JSON.
         """
@@ -166,11 +164,11 @@ class Importer:
             metadata = {key: value for key, value in record.metadata.items() if key != "split"}
             record = record.model_copy(update={"metadata": metadata | {"source_split": given}})
         try:
-            return record, to_row(record)
+            return record, to_line(record)
         except ValueError as error:
             raise BadRow("metadata", str(error)) from error
 
-    def _take(self, record: Record, stored: dict[str, Any], own_id: bool, info: FileInfo) -> int:
+    def _take(self, record: Record, line: str, own_id: bool, info: FileInfo) -> int:
         """Clean a record, and write it if it is kept."""
         facts = facts_of(record, own_id, self.config.prefix_characters, self.config.seed)
         result = self.cleaner.judge(record.kind, facts)
@@ -178,11 +176,11 @@ class Importer:
         if result != KEPT:
             return result
         if facts.pii and self.config.pii == "flag" and "pii" not in record.metadata:
-            stored["metadata"] = json_text(record.metadata | {"pii": list(facts.pii)})
-        if record.kind not in self._writers:
-            path = self.folder / "unsplit" / f"{record.kind}.arrow"
-            self._writers[record.kind] = ArrowWriter(path, schemas()[record.kind])
-        self._writers[record.kind].add(stored, self.statistics.add(record, facts))
+            line = to_line(record.model_copy(update={"metadata": record.metadata | {"pii": list(facts.pii)}}))
+        if record.kind not in self._files:
+            self._files[record.kind] = create(self.folder / "unsplit" / f"{record.kind}.jsonl")
+        self._files[record.kind].write(line)
+        self.statistics.add(record, facts)
         info.records[record.kind] += 1
         if isinstance(record, Ranking):
             self.agreement.add(record)
@@ -208,7 +206,7 @@ class Importer:
         for (item, labeler), members in items.items():
             try:
                 joined = join_rankings_of_item([one.record for one in members])
-                result = self._take(joined, to_row(joined), members[0].own_id, info)
+                result = self._take(joined, to_line(joined), members[0].own_id, info)
                 for one in members:
                     results[one.at] = min(results[one.at], result)
             except BadRow as error:
@@ -221,23 +219,18 @@ class Importer:
     # --- splitting and the report ---
 
     def _divide(self, kind: str) -> dict[str, int]:
-        """Rewrite the records of a kind, one file per split."""
-        import pyarrow as pa
-
-        source = self._writers[kind].path
-        splits = np.array([self.assigner.splits[key] for key in self._keys[kind]], np.int8)
-        writers = {split: ArrowWriter(self.folder / kind / f"{split}.arrow", schemas()[kind]) for split in SPLITS}
-        begin = 0
-        with pa.memory_map(str(source)) as mapped:
-            for batch in pa.ipc.open_stream(mapped):
-                mine = splits[begin : begin + batch.num_rows]
-                begin += batch.num_rows
-                for index, split in enumerate(SPLITS):
-                    writers[split].write(batch.filter(pa.array(mine == index)))
-        for writer in writers.values():
-            writer.close()
+        """Move the records of a kind to one file per split; returns the number of each."""
+        source, files, counts = self.folder / "unsplit" / f"{kind}.jsonl", dict[str, TextIO](), dict.fromkeys(SPLITS, 0)
+        for key, line in zip(self._keys[kind], read_lines(source), strict=True):
+            split = SPLITS[self.assigner.splits[key]]
+            if split not in files:
+                files[split] = create(self.folder / kind / f"{split}.jsonl")
+            files[split].write(line)
+            counts[split] += 1
+        for file in files.values():
+            close(file)
         source.unlink()
-        return {split: writer.rows for split, writer in writers.items()}
+        return counts
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
         self._note_large_prefix()

@@ -32,6 +32,7 @@ _PACKED = ("", ".gz", ".zst")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
 _SAVED = ("dataset_info.json", "state.json")  # in a folder that `Dataset.save_to_disk` of the library datasets wrote
+_OF_IMPORT = ("report.json", "rejects.jsonl")  # in a folder that `rlhf import` wrote, beside the manifest
 _SAVED_SPLITS = "dataset_dict.json"  # in one that `DatasetDict.save_to_disk` wrote, a folder per split beside it
 
 
@@ -223,7 +224,7 @@ def _files_below(
     if real in above:
         return
     inside = _saved(folder) or sorted(folder.iterdir())
-    if imports and any(folder.glob("*/train.arrow")):
+    if imports and all((folder / name).is_file() for name in _OF_IMPORT):
         raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
     for path in inside:
         if path.name.startswith(".") or not (has_suffix(path, suffixes) or path.is_dir()):

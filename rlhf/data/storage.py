@@ -1,20 +1,18 @@
-"""Records in Arrow: the folder that `rlhf import` writes and that training reads.
+"""The folder that `rlhf import` writes and that training reads: records in their own form, JSON Lines.
 
-    out/<kind>/<split>.arrow   stream files, which `datasets.Dataset.from_file` maps into memory
+    out/<kind>/<split>.jsonl   the records of a kind and split
         rejects.jsonl  report.json
-        assignments.arrow      which prompts and users belong to which split, for later imports
+        assignments.jsonl      which prompts and users belong to which split, for later imports
         dataset.json           the manifest: sha256 of every file; written last, so that without it nothing is trusted
 
-Parts without a fixed form (metadata, ratings, flags, further keys of a message) are JSON text in a column. `importer.py`
-writes such a folder, `reading.py` reads it.
+`importer.py` writes such a folder, `reading.py` reads it.
 """
 
 import json
 import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import Field
 
@@ -25,129 +23,50 @@ from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, sync_folder, write_json
 from rlhf.system.schemas import Count, Digest, Inside, Schema, read_checked
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-VERSION = 1
-ASSIGNMENTS = "assignments.arrow"
-BATCH_ROWS = 1000  # of one Arrow batch
-BATCH_BYTES = 4 << 20
+VERSION = 2
+ASSIGNMENTS = "assignments.jsonl"
 MAX_KEPT_DEPTH = 200  # of free-form parts: pydantic writes no record that nests more than 255 levels
 
 
-@cache
-def schemas() -> "dict[str, pa.Schema]":
-    """The Arrow schema of each kind of record."""
-    import pyarrow as pa
+def to_line(record: Record) -> str:
+    """A record as one line of JSON.
 
-    text = pa.string()
-    prompt = pa.list_(pa.struct([("role", text), ("content", text), ("extra", text)]))
-    responses = pa.list_(pa.struct([("id", text), ("text", text), ("policy", text), ("metadata", text)]))
-    names = pa.list_(pa.list_(text))
-    fields: dict[str, list[tuple[str, Any]]] = {
-        "demonstration": [("id", text), ("prompt", prompt), ("response", text), ("labeler", text), ("source", text),
-                          ("split", text), ("metadata", text)],
-        "ranking": [("id", text), ("prompt", prompt), ("responses", responses), ("ranking", names), ("ratings", text),
-                    ("pairs", names), ("flags", text), ("labeler", text), ("seconds", pa.float64()), ("created", text),
-                    ("metadata", text)],
-        "prompt": [("id", text), ("prompt", prompt), ("user", text), ("metadata", text)],
-    }  # fmt: skip
-    return {kind: pa.schema(columns) for kind, columns in fields.items()}
-
-
-JSON_COLUMNS = ("metadata", "ratings", "flags")
-
-
-def json_text(value: Any) -> str:
-    """A free-form part as JSON.
-
-    Raises: ValueError if it holds what JSON has not (NaN, lone surrogates), or nests more than MAX_KEPT_DEPTH levels.
+    Raises: ValueError if its free-form parts hold what JSON has not (NaN, lone surrogates), or nest more than MAX_KEPT_DEPTH
+    levels.
     """
     try:
+        value = record.model_dump()
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"got a value that JSON has not ({error}), want strings, numbers, lists, objects") from error
-    if text.count("[") + text.count("{") > MAX_KEPT_DEPTH and is_deep(value, MAX_KEPT_DEPTH):
+    if text.count("[") + text.count("{") > MAX_KEPT_DEPTH and is_deep(value, MAX_KEPT_DEPTH + 1):
         raise ValueError(f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out")
-    return text
+    return text + "\n"
 
 
-def to_row(record: Record) -> dict[str, Any]:
-    """A record as a row of its kind's schema.
-
-    Raises: ValueError if a free-form part cannot be JSON.
-    """
-    row = vars(record) | {name: json_text(vars(record)[name]) for name in JSON_COLUMNS if name in vars(record)}
-    row["prompt"] = [{**vars(m), "extra": json_text(m.model_extra) if m.model_extra else None} for m in record.prompt]
-    if record.kind == "ranking":
-        row["responses"] = [vars(r) | {"metadata": json_text(r.metadata)} for r in record.responses]
-    return row
-
-
-def from_row(kind: str, row: dict[str, Any]) -> Record:
-    """The record that `to_row` made into this row."""
-    values = row | {name: json.loads(row[name]) for name in JSON_COLUMNS if name in row}
-    values["prompt"] = [
-        {"role": m["role"], "content": m["content"], **(json.loads(m["extra"]) if m["extra"] else {})}
-        for m in row["prompt"]
-    ]
-    if "responses" in row:
-        values["responses"] = [r | {"metadata": json.loads(r["metadata"])} for r in row["responses"]]
-    return KINDS[kind].model_validate(values)
+def from_line(line: str) -> Record:
+    """The record that `to_line` made into this line."""
+    value = json.loads(line)
+    return KINDS[value["kind"]].model_validate(value)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-class ArrowWriter:
-    """Rows of one schema into one stream file, written in batches; the file exists once there is a row."""
+def create(path: Path) -> TextIO:
+    """A new file of lines, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w", encoding="utf-8", newline="\n")
 
-    def __init__(self, path: Path, schema: "pa.Schema"):
-        self.path, self.schema = path, schema
-        self.rows = 0
-        self._waiting: list[dict[str, Any]] = []
-        self._size = 0
-        self._file: Any = None
-        self._stream: Any = None
 
-    def add(self, row: dict[str, Any], size: int) -> None:
-        """Add a row of about `size` bytes."""
-        self._waiting.append(row)
-        self._size += size
-        if len(self._waiting) == BATCH_ROWS or self._size > BATCH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        if self._waiting:
-            self.write(pa.RecordBatch.from_struct_array(pa.array(self._waiting, pa.struct(self.schema))))
-        self._waiting, self._size = [], 0
-
-    def write(self, batch: "pa.RecordBatch") -> None:
-        """Write a batch of rows. Raises: OSError."""
-        import pyarrow as pa
-
-        if batch.num_rows == 0:
-            return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb")
-            self._stream = pa.ipc.new_stream(self._file, self.schema)
-        self._stream.write_batch(batch)
-        self.rows += batch.num_rows
-
-    def close(self) -> None:
-        """Finish the file, and make sure that it is on disk."""
-        self._flush()
-        if self._file is not None:
-            self._stream.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+def close(file: TextIO) -> None:
+    """Finish a file, and make sure that it is on disk."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
@@ -231,22 +150,18 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
 
 
 def read_records(folder: Path) -> Iterator[Record]:
-    """The records of an import by kind and split, each with the split of its file, mapped into memory."""
-    files = read_manifest(folder)["files"]
+    """The records of an import by kind and split, each with the split of its file."""
     for kind in KINDS:
         for split in SPLITS:
-            path = folder / kind / f"{split}.arrow"
-            if path.relative_to(folder).as_posix() in files:
-                for row in read_arrow(path):
-                    yield with_split(from_row(kind, row), split)
+            for line in read_lines(folder / kind / f"{split}.jsonl"):
+                yield with_split(from_line(line), split)
 
 
-def read_arrow(path: Path, rows: int = 1000) -> Iterator[dict[str, Any]]:
-    """The rows of a stream file, memory-mapped, made into Python objects one batch at a time."""
-    import datasets
-
-    for batch in datasets.Dataset.from_file(str(path)).with_format("arrow").iter(batch_size=rows):
-        yield from batch.to_pylist()
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a file that `create` opened; none if there is no such file."""
+    if path.is_file():
+        with path.open(encoding="utf-8", newline="\n") as file:
+            yield from file
 
 
 def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
@@ -258,18 +173,15 @@ def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
             f"set prefix_characters={made_with}, or do without that earlier import"
         )
     assignments = Assignments()
-    for row in read_arrow(folder / ASSIGNMENTS, 10_000) if (folder / ASSIGNMENTS).exists() else ():
+    for row in map(json.loads, read_lines(folder / ASSIGNMENTS)):
         (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])
     return assignments
 
 
 def write_assignments(folder: Path, assignments: Assignments) -> None:
     """Every prompt and user with its split, sorted, so that the order of the rows that were read does not matter."""
-    import pyarrow as pa
-
-    schema = pa.schema([("what", pa.string()), ("key", pa.uint64()), ("split", pa.string())])
-    writer = ArrowWriter(folder / ASSIGNMENTS, schema)
+    file = create(folder / ASSIGNMENTS)
     for what, known in (("prompt", assignments.prompts), ("user", assignments.users)):
         for key in sorted(known):
-            writer.add({"what": what, "key": key, "split": SPLITS[known[key]]}, 32)
-    writer.close()
+            file.write(json.dumps({"what": what, "key": key, "split": SPLITS[known[key]]}) + "\n")
+    close(file)

@@ -1,17 +1,15 @@
-import json
 import math
 from itertools import pairwise
 
 import datasets
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.data.reading import load_all, load_kind
-from rlhf.data.records import Demonstration, Message, PromptRecord, RankedResponse, Ranking
+from rlhf.data.records import KINDS, Demonstration, Message, PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import with_split
-from rlhf.data.storage import ArrowWriter, from_row, json_text, read_arrow, read_records, schemas, seal, to_row, verify
+from rlhf.data.storage import create, from_line, read_records, seal, to_line, verify
 from rlhf.errors import UserError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -62,36 +60,30 @@ def records(draw):
 @given(st.lists(records(), min_size=1, max_size=5), st.sampled_from(["train", "dev", "test"]))
 def test_records_come_back_as_they_were_written(tmp_path_factory, written, split):
     folder = tmp_path_factory.mktemp("import")
-    for kind, schema in schemas().items():
-        of_kind = [to_row(record) for record in written if record.kind == kind]
-        writer = ArrowWriter(folder / kind / f"{split}.arrow", schema)
-        for row in of_kind:
-            writer.add(row, 1)
-        writer.close()
-        assert (folder / kind / f"{split}.arrow").exists() == bool(of_kind)
+    for record in written:
+        path = folder / record.kind / f"{split}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text((path.read_text() if path.exists() else "") + to_line(record))
     seal(folder, "complete", {})
-    wanted = [with_split(record, split) for kind in schemas() for record in written if record.kind == kind]
-    assert list(read_records(folder)) == wanted
-    assert [from_row(record.kind, to_row(record)) for record in written] == written
-
-
-PLAIN = st.text() | st.integers() | st.booleans() | st.none()
+    assert list(read_records(folder)) == [
+        with_split(record, split) for kind in KINDS for record in written if record.kind == kind
+    ]
+    assert [from_line(to_line(record)) for record in written] == written
 
 
 def test_what_json_cannot_hold_is_said():
-    assert json_text({}) == "{}" and json.loads(json_text({"é": [2**90, 1.5, None]})) == {"é": [2**90, 1.5, None]}
     deep: list = []
     for _ in range(100_000):
         deep = [deep]
     for value, message in (
-        ({"a": math.nan}, "got a value that JSON has not"),
-        ({"a": 1e400}, "got a value that JSON has not"),
-        ({"a": "\ud800"}, "lone surrogate"),
-        ({"a": deep}, "got a value that JSON has not"),
-        ({"a": object()}, "got a value that JSON has not"),
+        (math.nan, "got a value that JSON has not"),
+        (1e400, "got a value that JSON has not"),
+        ("\ud800", "lone surrogate"),
+        (object(), "got a value that JSON has not"),
+        (deep, "got a value that JSON has not"),
     ):
         with pytest.raises(ValueError, match=message):
-            json_text(value)
+            to_line(PromptRecord(id="p", prompt="Hi", metadata={"a": value}))
     del deep
 
 
@@ -104,20 +96,16 @@ RANKING = Ranking(
 @pytest.fixture
 def folder(tmp_path):
     for record, split in ((DEMONSTRATION, "train"), (RANKING, "test")):
-        writer = ArrowWriter(tmp_path / "out" / record.kind / f"{split}.arrow", schemas()[record.kind])
-        writer.add(to_row(record), 1)
-        writer.close()
+        with create(tmp_path / "out" / record.kind / f"{split}.jsonl") as file:
+            file.write(to_line(record))
     seal(tmp_path / "out", "complete", {"records": {}})
     return tmp_path / "out"
 
 
-def test_the_files_are_arrow_that_datasets_maps_into_memory(folder):
-    data = datasets.Dataset.from_file(str(folder / "demonstration" / "train.arrow"))
-    assert data[0]["response"] == "Hello" and data[0]["prompt"] == [{"role": "user", "content": "Hi", "extra": None}]
-    assert data.cache_files, "mapped, not read into memory"
-    with pa.memory_map(str(folder / "ranking" / "test.arrow")) as mapped:
-        assert pa.ipc.open_stream(mapped).read_all().num_rows == 1
-    assert [row["id"] for row in read_arrow(folder / "ranking" / "test.arrow")] == ["r"]
+def test_the_files_are_json_lines_that_other_programs_read(folder):
+    data = datasets.load_dataset("json", data_files=str(folder / "ranking" / "test.jsonl"), split="train")
+    assert data[0]["ranking"] == [["a"], ["b"]] and data[0]["prompt"] == [{"role": "user", "content": "Hi"}]
+    assert load_kind(str(folder / "ranking" / "test.jsonl"), "native", Ranking)[0] == [RANKING]
 
 
 def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):
@@ -136,21 +124,21 @@ def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):
 @pytest.mark.parametrize("harm", ["changed", "missing", "version", "torn", "no status"])
 def test_a_damaged_import_is_refused(folder, harm):
     manifest = folder / "dataset.json"
-    data = folder / "demonstration" / "train.arrow"
+    data = folder / "demonstration" / "train.jsonl"
     if harm == "changed":
         data.write_bytes(data.read_bytes().replace(b"Hello", b"Jello"))
-        message = r"train.arrow: changed since it was imported: run `rlhf import` again"
+        message = r"train.jsonl: changed since it was imported: run `rlhf import` again"
     elif harm == "missing":
         data.unlink()
-        message = "train.arrow: missing from the import"
+        message = "train.jsonl: missing from the import"
     elif harm == "version":
-        manifest.write_text(manifest.read_text().replace('"rlhf_import": 1', '"rlhf_import": 2'))
-        message = "got version 2, want 1"
+        manifest.write_text(manifest.read_text().replace('"rlhf_import": 2', '"rlhf_import": 1'))
+        message = "got version 1, want 2"
     elif harm == "torn":
         manifest.write_text(manifest.read_text()[:-20])
         message = "dataset.json: damaged"
     else:
-        manifest.write_text('{"rlhf_import": 1}')
+        manifest.write_text('{"rlhf_import": 2}')
         message = "damaged .status: missing"
     with pytest.raises(UserError, match=message) as caught:
         load_all(str(folder))
@@ -167,7 +155,7 @@ def test_a_damaged_import_is_refused(folder, harm):
     ],
 )
 def test_a_manifest_of_another_shape_is_refused_in_one_line(folder, part, message):
-    (folder / "dataset.json").write_text('{"rlhf_import": 1, "status": "complete", ' + part + "}")
+    (folder / "dataset.json").write_text('{"rlhf_import": 2, "status": "complete", ' + part + "}")
     with pytest.raises(UserError, match=rf"dataset.json: damaged [^\n]*{message}") as caught:
         load_all(str(folder))
     assert len(str(caught.value)) < 400
