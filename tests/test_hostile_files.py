@@ -13,14 +13,18 @@ from safetensors.torch import save_file
 
 import rlhf
 from rlhf.cli import main
+from rlhf.config.compose import compose_config
 from rlhf.data.reading import load_all
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
+from rlhf.evaluation.labelled_task import columns_of, load_task
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import MOST_TENSORS
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
+from rlhf.report.details import make_skipped
+from rlhf.runs.run_files import read_run
 from rlhf.system import schemas
 from rlhf.training.setup import load_policy
 from tests.model.test_pretrained import save
@@ -220,6 +224,40 @@ def test_a_loaded_run_refuses_wrong_types_in_one_line(tmp_path, name):
     save(tmp_path / "x" / "sft" / "model")
     write_record(tmp_path / "x" / "sft")
     refused(lambda: WRONG_CALLS[name](tmp_path / "x"), "want")
+
+
+def test_one_id_forty_times_is_said(tmp_path):
+    row = {"kind": "demonstration", "id": "d1", "prompt": "a", "response": "b"}
+    others = [json.dumps(row | {"id": "d2", "labeler": name}) + "\n" for name in ("ann", "ben")]
+    (tmp_path / "demos.jsonl").write_text("".join([(json.dumps(row) + "\n") * 40, *others]))
+    [line] = load_all(str(tmp_path / "demos.jsonl"))[1].describe()
+    assert line.endswith("42 rows: 42 demonstration records; the id 'd1' 40 times")
+
+
+def test_a_test_file_that_was_trained_on_is_said(tmp_path, capsys):
+    rows = [f"text {i},{'ab'[i % 2]}\n" for i in range(10)]
+    (tmp_path / "train.csv").write_text("".join(["text,label\n", *rows]))
+    (tmp_path / "test.csv").write_text("".join(["text,label\n", *rows[:3], "other,a\n"]))
+    place, columns = f"{tmp_path}/train.csv", ["classify.text=text", "classify.label=label"]
+    for test, said in ((place, "10 of its 10"), (f"{tmp_path}/test.csv", "3 of its 4")):
+        config = compose_config([f"classify.data={place}", f"classify.test={test}", *columns])
+        load_task(config, columns_of(config), tmp_path)
+        assert f"classify.test: {said} examples are in classify.data too" in capsys.readouterr().out
+
+
+def test_lines_added_to_metrics_are_said(tmp_path):
+    folder = tmp_path / "x" / "sft"
+    folder.mkdir(parents=True)
+    write_record(folder, steps=3)
+    rows = "".join(json.dumps({"progress/step": step, "sft/loss": 1.0}) + "\n" for step in (1, 2, 3, 3))
+    for more, count in (
+        (rows[:0], 0),
+        (rows[: rows.index("\n") + 1], 1),
+        (json.dumps({"progress/step": 9, "sft/loss": 0.0}), 1),
+    ):
+        (folder / "metrics.jsonl").write_text(rows + more)
+        notes = [note for note in make_skipped(read_run(tmp_path / "x")) if "were added to it" in note]
+        assert len(notes) == count
 
 
 def test_watch_ends_quietly_when_its_streams_are_closed(tmp_path):

@@ -124,6 +124,7 @@ class FileInfo:
     why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
+    repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class SourceInfo:
         return [
             f"{f.name}: {f.format} ({f.why}), {f.rows} rows: "
             + (", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items())) or "no record")
+            + "".join(f"; the id {shown(name)} {count} times" for name, count in f.repeats.most_common(1))
             for f in self.files
         ]
 
@@ -246,6 +248,8 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
                 )
             made = without_replaced(made)
         about.records.update(record.kind for record in made)
+        named = Counter((record.kind, record.id, getattr(record, "labeler", None)) for record in made)
+        about.repeats.update({name: count for (_, name, _), count in named.items() if count > 1})
         records += made
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])

@@ -21,6 +21,7 @@ from rlhf.gold.labelled import CHOICES, TASKS, write_task
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress
 from rlhf.system.files import sha256_file
+from rlhf.system.terminal import say
 
 GOLD = "gold:"
 GOLD_EXAMPLES = 2000
@@ -84,6 +85,11 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
         train, held_out = divide(examples, settings.held_out, config.data.split_seed)
     else:
         train, held_out = examples, load_examples("classify.test", settings.test, columns, config.data.encoding)
+        known = {repr(one.rows) for one in train}
+        if seen := sum(repr(one.rows) in known for one in held_out):
+            say(
+                f"classify.test: {seen:,} of its {len(held_out):,} examples are in classify.data too: the accuracy is too high"
+            )
     classes = classes_of(train + held_out, columns)
     if settings.examples is not None and settings.examples < len(train):
         train = random.Random(f"examples-{config.seed}").sample(train, settings.examples)

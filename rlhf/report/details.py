@@ -196,6 +196,10 @@ def make_skipped(run: RunFiles) -> list[str]:
             notes.append(
                 f"{name}: {stage.unreadable:,} lines of metrics.jsonl cannot be read and are missing from its curves."
             )
+        if stage.misplaced:
+            notes.append(
+                f"{name}: {stage.misplaced:,} lines of metrics.jsonl were added to it: its curves are not the stage's alone."
+            )
         if stage.gaps:
             notes.append(f"{name}: {stage.gaps:,} values that were not finite are gaps in its curves.")
     notes += [visible(text, 300) for text in run.damage]

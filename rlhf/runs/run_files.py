@@ -8,6 +8,7 @@ import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -97,6 +98,7 @@ class StageFiles:
     config: str = ""
     gaps: int = 0  # values that were not finite
     unreadable: int = 0  # lines of metrics.jsonl without values
+    misplaced: int = 0  # lines of metrics.jsonl of a step before the last one's, or after the stage's last step
     damage: str | None = None  # of stage.json
 
     @property
@@ -153,6 +155,8 @@ def read_stage_files(folder: Path) -> StageFiles:
     record, damage = read_what_is_there(folder / "stage.json", "stage")
     config = folder / "config.yaml"
     rows = list(read_jsonl(folder / "metrics.jsonl"))
+    steps = [step for row in rows if is_figure(step := row.get("progress/step"))]
+    last = number_at(record, "steps") or float("inf")
     return StageFiles(
         name,
         "complete" if record.get("status") == "complete" else "unfinished",
@@ -162,6 +166,7 @@ def read_stage_files(folder: Path) -> StageFiles:
         config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         sum(value is None for row in rows for value in row.values()),
         count_unreadable(folder / "metrics.jsonl"),
+        sum(step > last for step in steps) + sum(after < step for step, after in pairwise(steps)),
         damage,
     )
 

@@ -15,16 +15,19 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, round_frozen
 from rlhf.system.processes import Ranks, connect_alone
+from rlhf.system.terminal import say
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
 from rlhf.training.state import PlainState, State, ZeroState, gathered, group_numbers
@@ -309,9 +312,29 @@ def import_deepspeed(device: torch.device) -> Any:
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     connect_alone(device)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        remove_stale_locks()
     with contextlib.redirect_stdout(io.StringIO()):  # it prints compiler messages
         deepspeed.init_distributed(verbose=False)
     return deepspeed
+
+
+def remove_stale_locks() -> None:
+    """Remove the locks of DeepSpeed's compilations that no process has open: the process was killed, and a launch would wait for ever.
+
+    Locks of other users, whose processes cannot be seen, are left alone.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = {path.resolve() for depth in ("*", "*/*") for path in root.glob(f"{depth}/lock")}
+    handles = Path("/proc").glob("[0-9]*/fd/*") if locks else ()
+    for handle in handles:
+        with contextlib.suppress(OSError):
+            locks.discard(handle.readlink())
+    for path in locks if Path("/proc/self/fd").is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                path.unlink()
+                say(f"{path}: removed, since the process that compiled there was killed")
 
 
 def empty(module: nn.Module) -> nn.Module:
