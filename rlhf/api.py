@@ -189,8 +189,7 @@ def _check(**given: tuple[str, Any]) -> None:
     """Raises: UserError for an argument, {name: (setting, value)}, that its setting would refuse."""
     for name, (key, value) in given.items():
         stated = settings_in(Config)[key]
-        kinds: Any = (int, float) if isinstance(stated.default, float) else type(stated.default)
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        if not isinstance(value, (int, float) if isinstance(stated.default, float) else type(stated.default)):
             raise UserError(f"{name}={value!r}: want {stated.wanted()}")
         if problem := stated.problem(name, value):
             raise UserError(problem)

@@ -166,10 +166,8 @@ def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None
     return [0 if i in special else len(backend.id_to_token(i) or "") for i in range(len(tokenizer))]
 
 
-class Loaded(Schema):
-    """What the package reads of a loaded tokenizer. Its files may state the lengths as decimal numbers, such as 1e30."""
-
-    model_max_length: Annotated[float, Field(ge=1)]
+class Loaded(Schema):  # what the package reads of a tokenizer
+    model_max_length: Annotated[float, Field(ge=1)]  # many files say 1e30
     chat_template: str | dict[str, str] | None
 
 
@@ -199,10 +197,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     if not (folder / "tokenizer.json").is_file():
         came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
-    source = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
-    tokenizer = open_tokenizer(
-        PreTrainedTokenizerFast, f"{folder}/tokenizer.json: not a readable tokenizer", "make it again", **source
-    )
+    what, path = f"{folder}/tokenizer.json: not a readable tokenizer", {"pretrained_model_name_or_path": str(folder)}
+    tokenizer = open_tokenizer(PreTrainedTokenizerFast, what, "make it again", local_files_only=True, **path)
     if tokenizer.pad_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no pad token: adopt it with model.pretrained, which gives it one")
     return tokenizer

@@ -13,21 +13,11 @@ from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
-from rlhf.model.checkpoint import (
-    RESTORE,
-    UNSTATED_CONTEXT,
-    Checkpoint,
-    Ids,
-    check_tensors,
-    download,
-    load_whole,
-    read_checkpoint,
-)
+from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_weights, download, load_whole, read_checkpoint
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
 from rlhf.system.files import sha256_file
-from rlhf.system.schemas import read_checked
 from rlhf.system.terminal import say
 
 Native = Literal["auto"] | bool
@@ -98,11 +88,8 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
 
     Pad may be the end token: masks come from lengths.
     """
-    what, wanted = (
-        f"model.pretrained={checkpoint.source}: no readable tokenizer",
-        "give a checkpoint with its tokenizer",
-    )
-    tokenizer = open_tokenizer(AutoTokenizer, what, wanted, **checkpoint.arguments())
+    what = f"model.pretrained={checkpoint.source}: no readable tokenizer"
+    tokenizer = open_tokenizer(AutoTokenizer, what, "give a checkpoint with its tokenizer", **checkpoint.arguments())
     if not tokenizer.is_fast:
         raise UserError(
             f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
@@ -127,11 +114,12 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
         tokenizer.chat_template = CHAT_TEMPLATE
         notes.append(f"no chat template: given ours, with the new tokens {' '.join([*ROLES.values(), END])}")
-    stated = [checkpoint.config.eos_token_id]
-    if checkpoint.gguf_file is None:
-        generation = read_checked(checkpoint.folder / "generation_config.json", Ids, RESTORE) or {}
-        stated.insert(0, generation.get("eos_token_id"))
-    known = [i for value in stated for i in (value if isinstance(value, list) else [value]) if i is not None]
+    known = [
+        i
+        for value in checkpoint.stated_ends()
+        for i in (value if isinstance(value, list) else [value])
+        if i is not None
+    ]
     turn = find_end_of_turn(tokenizer)
     if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:
         if turn is None and not known:
@@ -158,9 +146,10 @@ def load_weights(checkpoint: Checkpoint) -> Any:
                 break
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
     formats = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {"use_safetensors": safe}
-    with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
-        if not checkpoint.gguf_file:
-            check_tensors(checkpoint)
+    what = f"model.pretrained={checkpoint.source}"
+    if not checkpoint.gguf_file:
+        check_weights(what, checkpoint.config, checkpoint.weight_files(), checkpoint.parameters)
+    with reading(f"{what}: not readable weights", "download them again"):
         model: Any = load_whole(
             AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
         )

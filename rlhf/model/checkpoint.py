@@ -20,7 +20,6 @@ from rlhf.system.schemas import INTEGERS, Finite, Schema, Size, check_value, rea
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 UNSTATED_CONTEXT = 2048  # tokens, of a model that does not state it
-SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 MOST_TENSORS = 500_000
 # A configuration could name kernels of the hub here, which are code; every load and every construction passes these.
 CHOSEN_HERE = {"attn_implementation": None, "experts_implementation": None}
@@ -33,9 +32,7 @@ Id = Annotated[int, Field(ge=-1, lt=INTEGERS)]
 RESTORE = "restore the file"
 
 
-class Ids(Schema):
-    """The ids in config.json and in generation_config.json."""
-
+class Ids(Schema):  # in config.json and in generation_config.json
     bos_token_id: Id | None = None
     eos_token_id: Id | list[Id] | None = None
     pad_token_id: Id | None = None
@@ -52,6 +49,7 @@ class Described(Ids):
     num_labels: Size | None = None
     return_dict: Literal[True] | None = None
     tie_word_embeddings: bool | None = None
+    max_position_embeddings: Size | Literal[-1] | None = None
     is_encoder_decoder: bool | None = None
     initializer_range: Finite | None = None
     gain: Finite | None = None
@@ -60,15 +58,7 @@ class Described(Ids):
     dropouts: dict[str, bool | Annotated[float, Field(ge=0, le=1)]]
 
 
-class Context(Schema):
-    """Of causal language models; other models may have none, which some write as -1."""
-
-    max_position_embeddings: Size | None = None
-
-
-class Index(Schema):
-    """The index of weights in several files."""
-
+class Index(Schema):  # of weights in several files
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+\.(safetensors|bin)$")]]
 
 
@@ -87,12 +77,19 @@ class Checkpoint:
 
     @property
     def context(self) -> int | None:
-        return getattr(self.config, "max_position_embeddings", None)
+        stated = getattr(self.config, "max_position_embeddings", None)
+        return None if stated == -1 else stated
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of every from_pretrained."""
         gguf = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
         return {"pretrained_model_name_or_path": str(self.folder), **gguf}
+
+    def stated_ends(self) -> list[Any]:
+        """What generation_config.json and config.json state as end tokens. Raises: UserError if it is no ids."""
+        path = self.folder / "generation_config.json"
+        generation = None if self.gguf_file else read_checked(path, Ids, RESTORE)
+        return [(generation or {}).get("eos_token_id"), self.config.eos_token_id]
 
     def weight_files(self) -> list[Path]:
         """The weight files. Raises: UserError if there are none in a format that is safe to read."""
@@ -138,7 +135,7 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
         _check_folder(source, folder)
     config = _read_config(source, folder, gguf)
     if gguf is None:
-        check_fits(f"model.pretrained={source}", config, folder)
+        check_weights(f"model.pretrained={source}", config, folder.glob("*.safetensors"))
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return Checkpoint(
         source=source,
@@ -190,8 +187,6 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
     wanted = "give a checkpoint of an architecture that transformers knows"
     more = {} if gguf is None else {"gguf_file": gguf}
     config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)
-    positions = {name: getattr(config, name, None) for name in Context.model_fields}
-    check_value(positions, Context, f"{source}: config.json", RESTORE)
     classifier = next((kind for kind in config.architectures or [] if kind.endswith("Classification")), None)
     if classifier or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
         raise UserError(
@@ -245,7 +240,7 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
     if keywords.get("config") is None:
         keywords["config"] = read_config(source, f"{source}: no readable configuration", RESTORE, **gguf)
     if Path(source).is_dir() and not gguf:
-        check_fits(source, keywords["config"], Path(source))
+        check_weights(source, keywords["config"], Path(source).glob("*.safetensors"))
     with reading(f"{source}: not readable weights", RESTORE):
         model, info = loader.from_pretrained(
             source, output_loading_info=True, trust_remote_code=False, **CHOSEN_HERE, **keywords
@@ -273,29 +268,6 @@ def check_finite(model: Any, source: str) -> None:
     for name, weight in model.named_parameters():
         if weight.numel() and not all(map(torch.isfinite, torch.aminmax(weight.detach()))):
             raise UserError(f"{source}: {name} has values that are not finite: use an earlier or another model")
-
-
-def check_tensors(checkpoint: Checkpoint) -> None:
-    """What can be known of the weights before any is allocated.
-
-    Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently, and
-    for fewer numbers than config.json describes.
-    """
-    tensors = stored_tensors(checkpoint.weight_files())
-    for name, (kind, _, file) in tensors.items():
-        short = kind.removeprefix("torch.").upper()
-        # buffers of masks and positions may be integers
-        if short[0] == "C" or (short[0] in "IUB" and short[:2] != "BF" and name.endswith("weight")):
-            raise UserError(
-                f"model.pretrained={checkpoint.source}: {name} in {file} is {kind}: want floating point numbers: "
-                "give the checkpoint in full precision"
-            )
-    numbers = sum(count for _, count, _ in tensors.values())
-    if numbers < checkpoint.parameters:
-        raise UserError(
-            f"model.pretrained={checkpoint.source}: weights are missing: config.json describes {checkpoint.parameters:,} "
-            f"parameters, the files have {numbers:,} numbers: restore both"
-        )
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[str, int, str]]:
@@ -336,19 +308,24 @@ def check_files(folder: Path) -> None:
             read_checked(path, Index, RESTORE)
 
 
-def check_fits(what: str, config: Any, folder: Path) -> None:
-    """Compare the sizes in a configuration with the headers of a folder's weights, before a model is built.
+def check_weights(what: str, config: Any, files: Iterable[Path], parameters: int = 0) -> None:
+    """What can be known of the weights by their headers, before a model is built or anything is allocated.
 
-    Raises: UserError if the files are too small for it, so that building it could take all time and memory.
+    Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently, and
+    for files too small for the sizes in the configuration or for so many parameters.
     """
     with reading(f"{what}: not readable weights", "restore them"):
-        tensors = stored_tensors(sorted(folder.glob("*.safetensors")))
-    numbers = sum(count for _, count, _ in tensors.values())
-    for one in (config, getattr(config, "trunk", None) or config) if tensors else ():
-        for name in SIZES:
-            size = getattr(one, name, None)
-            if isinstance(size, int) and size > (len(tensors) if name == SIZES[0] else numbers):
-                raise UserError(
-                    f"{what}: weights are missing: config.json says {name}={size:,}, the files have {len(tensors):,} tensors of "
-                    f"{numbers:,} numbers: restore both"
-                )
+        tensors = stored_tensors(files)
+    for name, (kind, _, file) in tensors.items():
+        short = kind.removeprefix("torch.").upper()
+        # buffers of masks and positions may be integers
+        if short[0] == "C" or (short[0] in "IUB" and short[:2] != "BF" and name.endswith("weight")):
+            wanted = "want floating point numbers: give the checkpoint in full precision"
+            raise UserError(f"{what}: {name} in {file} is {kind}: {wanted}")
+    numbers, trunk = sum(count for _, count, _ in tensors.values()), getattr(config, "trunk", None) or config
+    stated = [(f"{name}=", getattr(trunk, name, None) or 0, numbers) for name in ("hidden_size", "vocab_size")]
+    stated += [("num_hidden_layers=", getattr(trunk, "num_hidden_layers", None) or 0, len(tensors))]
+    for name, size, most in [*stated, ("parameters: ", parameters, numbers)] if tensors else ():
+        if size > most:
+            came = f"config.json says {name}{size:,}, the files have {len(tensors):,} tensors of {numbers:,} numbers"
+            raise UserError(f"{what}: weights are missing: {came}: restore both")

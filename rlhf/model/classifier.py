@@ -33,9 +33,7 @@ AGAIN = "run `rlhf reward overwrite=true` again"
 LEAST_PROMPT = 4  # a long response leaves the prompt at least one token in this many
 
 
-class Calibration(Schema):
-    """text_reward.json."""
-
+class Calibration(Schema):  # text_reward.json
     gain: Finite
     shift: Finite
 

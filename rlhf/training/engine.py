@@ -13,6 +13,8 @@ import importlib.util
 import io
 import logging
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -272,7 +274,8 @@ def make_engine(
             f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install 'rlhf-recipe[deepspeed]', or set deepspeed=none"
         )
     module.to(device)
-    optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
+    with compiling() if offloads(config) else contextlib.nullcontext():
+        optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
     bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
         engine: Engine = ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
@@ -312,29 +315,40 @@ def import_deepspeed(device: torch.device) -> Any:
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     connect_alone(device)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        remove_stale_locks()
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints compiler messages
+    with contextlib.redirect_stdout(io.StringIO()), compiling():  # it prints compiler messages
         deepspeed.init_distributed(verbose=False)
     return deepspeed
 
 
-def remove_stale_locks() -> None:
-    """Remove the locks of DeepSpeed's compilations that no process has open: the process was killed, and a launch would wait for ever.
-
-    Locks of other users, whose processes cannot be seen, are left alone.
+@contextlib.contextmanager
+def compiling(seconds: float = 2.0) -> Iterator[None]:
+    """Within it, locks of this user's compilations that no process has open are removed: DeepSpeed would wait for ever for an owner
+    that was killed. A lock must look so twice, since its owner closes it just before it removes it.
     """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    locks = {path.resolve() for depth in ("*", "*/*") for path in root.glob(f"{depth}/lock")}
-    handles = Path("/proc").glob("[0-9]*/fd/*") if locks else ()
-    for handle in handles:
-        with contextlib.suppress(OSError):
-            locks.discard(handle.readlink())
-    for path in locks if Path("/proc/self/fd").is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_uid == os.getuid():
-                path.unlink()
-                say(f"{path}: removed, since the process that compiled there was killed")
+    root, ended = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), threading.Event()
+
+    def watch() -> None:
+        suspects: set[tuple[str, int]] = set()
+        while not ended.wait(seconds):
+            free = set()
+            with contextlib.suppress(OSError):  # a lock was removed meanwhile
+                found = [(path, path.stat()) for depth in ("*", "*/*") for path in root.glob(f"{depth}/lock")]
+                free = {(str(path.resolve()), stat.st_ino) for path, stat in found if stat.st_uid == os.getuid()}
+            for handle in Path("/proc").glob("[0-9]*/fd/*") if free else ():
+                with contextlib.suppress(OSError):
+                    held = os.readlink(handle)
+                    free = {one for one in free if one[0] != held}
+            for path, _ in free & suspects:
+                Path(path).unlink(missing_ok=True)
+                say(f"{path}: removed, since the process that compiled there was killed", sys.stderr)
+            suspects = free
+
+    if os.environ.get("LOCAL_RANK", "0") == "0" and Path("/proc/self/fd").is_dir():
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def empty(module: nn.Module) -> nn.Module:

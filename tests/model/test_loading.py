@@ -114,10 +114,10 @@ def test_a_config_of_endless_layers_is_refused_before_they_are_built(policy, tmp
 @pytest.mark.parametrize(
     ("name", "size"),
     [("num_hidden_layers", -1), ("num_hidden_layers", 0), ("hidden_size", 0), ("vocab_size", 0), ("max_position_embeddings", 0),
-     ("max_position_embeddings", -1)],
+     ("max_position_embeddings", -2)],
 )  # fmt: skip
 def test_sizes_that_no_model_has_are_refused(tmp_path, name, size):
     LlamaConfig().save_pretrained(tmp_path)
     edit(tmp_path, **{name: size})
-    with pytest.raises(UserError, match=rf"config.json \({name}: got {size}, want greater than or equal to 1\)"):
+    with pytest.raises(UserError, match=rf"config.json \({name}[^:]*: got {size}, want greater than or equal to 1\)"):
         _read_config("llama", tmp_path, None)

@@ -169,7 +169,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
             adopt(tmp_path, say=lambda _: None)
         assert "\n" not in str(error.value)
 
-    refuse("weights are missing: config.json describes", num_hidden_layers=3)
+    refuse("weights are missing: config.json says", num_hidden_layers=3)
     refuse(r"config.json says vocab_size=50,000,000, the files have", vocab_size=50_000_000, hidden_size=32)
     refuse("weights", hidden_size=16)
     refuse("weights", intermediate_size=24)

@@ -1,0 +1,397 @@
+"""Damage the files of a small run, of a foreign checkpoint and of an import, and read them with the commands. Seeded.
+
+    python scripts/fuzz_files.py FOLDER [minutes=5] [seed=0]
+
+Each case damages one file (JSON with values of other types, sizes and depths, cut or flipped bytes, a pipe, a device, a folder in
+its place), gives the stage's record the hash of what is there, as a forger would, and runs one reader. The reader must end with 0,
+or with 2 and one line: no traceback, no more than CASE_SECONDS and CASE_BYTES. What broke lies in FOLDER/broken; exit code 1.
+The first start trains the run (a minute). Readers run in processes forked from this one.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fault_run import import_everything, run_stage, wait
+from fuzz_rows import DAMAGES, byte_flip, cut, swapped
+
+CASE_SECONDS, CASE_BYTES = 90, 12 << 30  # of address space, of which libraries map most
+STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+RUN = ("runs_dir=runs", "run=small", "device=cpu", "tracking=off", "--shared-settings")
+# Keys that a damaged configuration may have besides those of the file.
+KEYS = (
+    "architectures", "attention_dropout", "return_dict", "num_hidden_layers", "vocab_size", "hidden_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id",
+    "model_max_length", "tokenizer_class", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "rope_parameters",
+    "rope_scaling", "tie_word_embeddings", "num_labels", "id2label", "problem_type", "auto_map", "model_type", "quantization_config",
+    "extra_special_tokens", "added_tokens_decoder", "chat_template", "pad_token", "eos_token", "transformers_version", "pruned_heads",
+    "output_hidden_states", "layer_types", "sliding_window", "rms_norm_eps", "hidden_act", "initializer_range", "use_cache", "gain",
+    "shift", "trunk", "read_tokens", "run", "versions", "config", "counts", "memory", "steps", "summary", "parents", "data", "git",
+    "status", "files", "splits", "rlhf_import", "weight_map", "metadata", "task", "replaces", "group", "split", "user", "prompt_id",
+)  # fmt: skip
+ODD = (
+    5,
+    -1,
+    0,
+    2**31,
+    2**63,
+    10**30,
+    1e308,
+    "5",
+    "",
+    True,
+    None,
+    [],
+    {},
+    [[1]],
+    [None],
+    {"a": [1]},
+    "../../x",
+    "\0",
+    "\ud800",
+    -0.5,
+)
+
+
+def damaged(raw: bytes, chance: random.Random) -> bytes:
+    """One damage; most of them leave JSON."""
+    try:
+        value = json.loads(raw)
+        if not isinstance(value, dict) or not value:
+            raise ValueError
+    except ValueError:
+        first = raw.split(b"\n")[0]
+        with contextlib.suppress(ValueError):
+            row = json.loads(first)
+            if isinstance(row, dict) and row:
+                return damaged(first, chance) + raw[len(first) :]
+        return chance.choice((byte_flip, cut))(raw or b"{}", {}, chance)
+    way = chance.random()
+    if way < 0.35:
+        return json.dumps(value | {chance.choice([*KEYS, *value]): chance.choice(ODD)}).encode()
+    if way < 0.7:
+        return json.dumps(swapped(value, chance), default=str).encode()
+    return DAMAGES[chance.choice(list(DAMAGES))](raw, value, chance)
+
+
+def put(path: Path, chance: random.Random) -> str:
+    """Damage a file; returns how."""
+    raw, way = path.read_bytes(), chance.random()
+    if way < 0.9:
+        path.write_bytes(damaged(raw, chance))
+        return "content"
+    path.unlink()
+    kind = chance.choice(("pipe", "zero", "folder", "missing", "itself", "empty"))
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("zero", "itself"):
+        path.symlink_to("/dev/zero" if kind == "zero" else path.name)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "empty":
+        path.touch()
+    return kind
+
+
+def forge(stage: Path) -> None:
+    """Give a stage's record the hashes of what is there."""
+    from rlhf.runs.folders import hash_of
+    from rlhf.runs.stage import RECORDS
+    from rlhf.system.files import hash_files
+
+    with contextlib.suppress(Exception):
+        record = json.loads((stage / "stage.json").read_text())
+        record["files"] = hash_files(stage, skip=(*RECORDS, "checkpoints"))
+        (stage / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> Callable[[], None]:
+    def read() -> None:
+        from rlhf.cli import main
+
+        main([*words, *(RUN if words[0] != "import" else ())])
+
+    read.__name__ = " ".join(words)
+    return read
+
+
+def scores() -> None:
+    import rlhf
+
+    run = rlhf.load("runs/small", device="cpu")
+    run.score(["hello"], ["there"])
+    run.sample(["hello"], "sft", max_new_tokens=4)
+
+
+def adopts() -> None:
+    from rlhf.model.adopt import adopt
+
+    adopt("foreign", say=lambda _: None)
+
+
+def classifies() -> None:
+    import torch
+
+    from rlhf.config import Config
+    from rlhf.model.classifier import load_reward_model
+    from rlhf.runs.sources import classifier_folder
+
+    model: Any = load_reward_model(classifier_folder(Config(), "judge", "reward.model"), torch.device("cpu"))
+    model.network.eval()
+
+
+def reads_labels() -> None:
+    from rlhf.data.reading import load_all
+
+    load_all("labels.jsonl")
+
+
+def reads_import() -> None:
+    from rlhf.config.commands import ImportConfig
+    from rlhf.data.reading import load_all
+    from rlhf.data.storage import read_assignments
+
+    load_all("imported")
+    read_assignments(Path("imported"), ImportConfig().prefix_characters)
+
+
+def reads_corpus() -> None:
+    from rlhf.data.corpus import PackedCorpus
+
+    corpus = PackedCorpus.load("runs/small/pretrain/corpus")
+    corpus.blocks("train", 16)
+
+
+def reads_checkpoint() -> None:
+    from rlhf.runs.checkpoints import latest_checkpoint
+    from rlhf.training.state import put_random_state, read_state
+
+    if (folder := latest_checkpoint(Path("runs/small/sft/checkpoints"), say=lambda _: None)) is not None:
+        read_state(folder)
+        put_random_state(folder)
+
+
+EXPORT = command("export", "export.stage=sft", "export.out=out", "overwrite=true")
+EXPORT_REWARD = command("export", "export.stage=reward", "export.out=out", "overwrite=true")
+NEXT, SHOW = (
+    command("next", "next.stage=sft", "next.text=hello"),
+    (command("report"), command("watch", "watch.wait=false")),
+)
+READERS: dict[str, tuple[Callable[[], None], ...]] = {
+    "runs/small/sft/stage.json": (EXPORT, *SHOW, NEXT, scores, command("reward", "overwrite=true", "reward.epochs=0")),
+    "runs/small/reward/stage.json": (EXPORT_REWARD, *SHOW, scores),
+    "runs/small/evaluate/results.json": SHOW,
+    "runs/small/evaluate/samples.jsonl": SHOW,
+    "runs/small/pipeline.json": SHOW,
+    "runs/small/reward/audit.json": SHOW,
+    "runs/small/sft/metrics.jsonl": SHOW,
+    "runs/small/sft/samples.jsonl": SHOW,
+    "runs/small/sft/config.yaml": SHOW,
+    "runs/small/sft/model/config.json": (EXPORT, NEXT, scores),
+    "runs/small/sft/model/generation_config.json": (EXPORT, NEXT, scores),
+    "runs/small/sft/model/tokenizer.json": (EXPORT, NEXT, scores),
+    "runs/small/sft/model/tokenizer_config.json": (EXPORT, NEXT, scores),
+    "runs/small/sft/model/model.safetensors": (EXPORT, NEXT),
+    "runs/small/reward/model/config.json": (EXPORT_REWARD, scores),
+    "runs/small/pretrain/corpus/meta.json": (reads_corpus,),
+    "runs/small/sft/checkpoints/step-1/manifest.json": (reads_checkpoint,),
+    "runs/small/sft/checkpoints/step-1/state.json": (reads_checkpoint,),
+    **{f"foreign/{name}": (adopts,) for name in (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
+        "special_tokens_map.json", "chat_template.jinja", "README.md")},
+    **{f"judge/{name}": (classifies,) for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "text_reward.json")},
+    "imported/dataset.json": (reads_import, command("import", "path=labels.jsonl", "out=out", "earlier=imported", "overwrite=true")),
+    "labels.jsonl": (reads_labels, command("import", "path=labels.jsonl", "out=out", "overwrite=true")),
+}  # fmt: skip
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def make_files(home: Path) -> None:
+    """A run, a foreign checkpoint, a classifier, labels and their import."""
+    for stage in STAGES:
+        run_stage(stage, home, [])
+    os.chdir(home)
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    from rlhf.config import CheckpointConfig
+    from rlhf.runs.checkpoints import save_checkpoint
+    from rlhf.training.state import random_state, write_state
+
+    run = Path("runs/small")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "sft/model", trust_remote_code=False)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 32}
+    ends = {"bos_token_id": 1, "eos_token_id": [tokenizer.eos_token_id], "pad_token_id": 0}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends))
+    model.save_pretrained("foreign", max_shard_size="20KB")
+    Path("foreign/README.md").write_text("---\nlicense: mit\n---\n")
+    judge = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, num_labels=1))
+    judge.save_pretrained("judge")
+    Path("judge/text_reward.json").write_text('{"gain": 1.0, "shift": 0.0, "rendering": "template"}')
+    for folder in ("foreign", "judge"):
+        tokenizer.save_pretrained(folder)
+        (Path(folder) / "special_tokens_map.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
+    (run / "evaluate").mkdir(exist_ok=True)
+    interval = {"value": 0.5, "ci95": [0.4, 0.6]}
+    gold = {
+        "win_rate_vs_sft": interval,
+        "win_rate_greedy": interval,
+        "mean_score": {"ppo": interval},
+        "parts": {"ppo": {"a": 1}},
+    }
+    reward = {"accuracy": interval, "calibration": [{"gap": 1, "predicted": 0.5, "observed": 0.5, "n": 3}]}
+    results = {
+        "kl_to_sft_nats": 1.0,
+        "gold": gold,
+        "reward_model": reward,
+        "reward": {"ppo": interval},
+        "ended": {"ppo": 1.0},
+    }
+    (run / "evaluate/results.json").write_text(json.dumps(results))
+    sample = {
+        "step": 1,
+        "prompt": [{"role": "user", "content": "a"}],
+        "response": "b",
+        "score": 1.0,
+        "answers": {"sft": "c"},
+    }
+    for place in ("evaluate/samples.jsonl", "sft/samples.jsonl"):
+        (run / place).write_text(json.dumps(sample) + "\n")
+    stages = {"sft": {"seconds": 1.0, "peak_rss_mb": 1.0, "state": "done", "summary": {}}}
+    (run / "pipeline.json").write_text(json.dumps({"stages": stages, "seconds": 2.0}))
+    (run / "reward/audit.json").write_text(json.dumps({"attacks": {"length": {"value": 1.0, "ci95": [0, 1]}}}))
+
+    def write(folder: Path) -> None:
+        write_state(folder, {"weights": {"a": torch.zeros(2)}, "steps": {}}, {"step": 1})
+        save_file(random_state(), str(folder / "rng.safetensors"))
+
+    save_checkpoint(run / "sft/checkpoints", 1, write, CheckpointConfig())
+    rows = [
+        {"kind": "ranking", "id": f"r{i}", "prompt": f"Say {i}", "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
+         "ranking": [["a"], ["b"]], "labeler": "x", "metadata": {"task": f"t{i}", "replaces": f"q{i}", "group": "g", "deep": {"a": [1]}}}
+        for i in range(8)
+    ]  # fmt: skip
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command("import", "path=labels.jsonl", "out=imported")()
+
+
+def run_reader(reader: Callable[[], None], said: Path) -> tuple[int | None, str]:
+    """Exit code (None: it took too long) and output of a reader in a process of its own."""
+    for left in (Path("out"), Path("out.partial")):
+        shutil.rmtree(left, ignore_errors=True)
+    pid = os.fork()
+    if not pid:
+        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(out, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = io.StringIO()
+        resource.setrlimit(resource.RLIMIT_AS, (CASE_BYTES, CASE_BYTES))
+        code = 0
+        try:
+            from rlhf.system.exits import ending
+
+            with ending():
+                reader()
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    code = wait(pid, CASE_SECONDS)
+    if code is None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return code, said.read_text(errors="replace")
+
+
+def problem(code: int | None, said: str) -> str | None:
+    """The promise that a reader broke, or None."""
+    if code is None:
+        return f"no end within {CASE_SECONDS} s"
+    errors = sum(line.startswith("rlhf: error:") for line in said.splitlines())
+    if code not in (0, 2) or "Traceback" in said or "panicked" in said:
+        return f"exit code {code}"
+    return f"exit code 2 with {errors} lines of error" if code == 2 and errors != 1 else None
+
+
+def main(folder: Path, minutes: float, seed: int) -> int:
+    """Damage and read until the time is over; returns the exit code."""
+    import_everything()
+    good, home, broken = folder / "good", folder / "home", folder / "broken"
+    if not (good / "imported").is_dir():
+        shutil.rmtree(good, ignore_errors=True)
+        good.mkdir(parents=True)
+        make_files(good)
+    shutil.rmtree(broken, ignore_errors=True)
+    broken.mkdir()
+    shutil.rmtree(home, ignore_errors=True)
+    shutil.copytree(good, home)
+    os.chdir(home)
+    for readers in READERS.values():
+        for reader in dict.fromkeys(readers):
+            code, said = run_reader(reader, folder / "said.txt")
+            if code and reader is not READERS["runs/small/sft/stage.json"][-1]:
+                sys.exit(f"{reader.__name__}: ends with {code} on good files: {said[-2000:]}")
+    until, cases, tally = time.monotonic() + 60 * minutes, 0, Counter[str]()
+    while time.monotonic() < until:
+        chance = random.Random(f"files-{seed}-{cases}")
+        name = chance.choice(list(READERS))
+        way = put(home / name, chance)
+        if name.startswith("runs/"):
+            stage = Path(*Path(name).parts[:3])
+            forge(home / stage)
+        reader = chance.choice(READERS[name])
+        code, said = run_reader(reader, folder / "said.txt")
+        tally[f"exit {code}"] += 1
+        if (why := problem(code, said)) is not None:
+            kept = broken / f"{cases}-{Path(name).name}"
+            with contextlib.suppress(OSError):
+                if (home / name).is_file():
+                    shutil.copy(home / name, kept)
+            (broken / f"{cases}.txt").write_text(f"{name} ({way}), {reader.__name__}: {why}\n{said}")
+            print(
+                f"BROKEN {cases}: {name} ({way}), {reader.__name__}: {why}: {said.strip().splitlines()[-1:]}",
+                flush=True,
+            )
+        for place in (
+            {home / name, home / Path(*Path(name).parts[:3]) / "stage.json"}
+            if name.startswith("runs/")
+            else {home / name}
+        ):
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            elif place.exists() or place.is_symlink():
+                place.unlink()
+            if (good / place.relative_to(home)).exists():
+                shutil.copy(good / place.relative_to(home), place)
+        cases += 1
+    print(f"{cases:,} cases in {minutes:g} minutes: {dict(tally)}; broken: {len(list(broken.glob('*.txt')))}")
+    return 1 if any(broken.iterdir()) else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or any("=" not in argument for argument in sys.argv[2:]):
+        sys.exit("usage: python scripts/fuzz_files.py FOLDER [minutes=5] [seed=0]")
+    given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]).absolute(), float(given.get("minutes", 5)), int(given.get("seed", 0))))
