@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 SPLITS = ("data.format", "data.limit", "data.dev", "data.test", "data.split_seed", "data.max_tokens")
 PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", *SPLITS)
 RANKINGS = ("data.comparisons", *SPLITS, "data.half", "data.held_out_labelers")
-REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.calibrated")
+REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated")
 SCORES = ("ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score")
 OF_MODELS = ("seed", "precision")
 

@@ -9,10 +9,12 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.checks import check_config
-from rlhf.data.reading import load_comparisons
+from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.errors import UserError
+from rlhf.model.interface import Episodes
 from rlhf.ppo.experience import Experience, load_estimator
 from rlhf.ppo.metrics import load_measure
+from rlhf.ppo.rewards import CombinedReward, FunctionReward, parts_of
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from tests.stages.conftest import copy_until, gold_run  # noqa: F401 (fixtures)
@@ -40,8 +42,28 @@ def settings_of_commands() -> list[str]:
 
 
 def test_every_file_of_the_page_is_used_by_a_command(files):
-    assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} | {"stars.py"}
-    assert len(files) == 4
+    assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} | {
+        "stars.py",
+        "numbers.py",
+    }
+    assert len(files) == 5
+
+
+def test_a_verifiable_reward_compares_with_the_reference(files):
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n:,}"} for n in (2, 600)]
+    Path("gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = load_prompts("gsm8k.jsonl")[0]
+    assert [record.metadata["reference"] for record in records] == ["Twice 2.\n#### 4", "Twice 600.\n#### 1,200"]
+    texts, ended = ["It is 4.", "It is 600 and"], torch.tensor([True, False])
+    episodes = Episodes(records, [[1]] * 2, [[2, 3], [4]], texts, ended)
+    reward = FunctionReward("numbers.py:check", torch.device("cpu"), {"weight": 2})
+    assert reward(episodes).tolist() == [2.0, -0.25]
+    assert {name: part.tolist() for name, part in parts_of(reward).items()} == {
+        "right": [2.0, 0.0],
+        "cut": [0.0, -0.25],
+    }
+    both = CombinedReward({"function_0": reward}, [0.5])
+    assert both(episodes).tolist() == [1.0, -0.125] and {"function_0", "function_0/cut"} <= parts_of(both).keys()
 
 
 def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa: F811

@@ -9,7 +9,7 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, score_by_token
+from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, make_reward, score_by_token
 from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")
@@ -64,6 +64,23 @@ def test_what_each_response_token_earns():
 def count_words(prompts, responses, metadata):
     assert [p[-1]["role"] for p in prompts] == ["user"] * len(prompts)
     return [len(r.split()) + m["n"] for r, m in zip(responses, metadata, strict=True)]
+
+
+def with_tokens(prompts, responses, metadata, tokens, scale, ended=None):
+    assert len(ended) == len(responses)
+    return {"tokens": [scale * len(ids) for ids in tokens], "one": [1] * len(tokens)}
+
+
+def test_a_function_gets_what_it_has_arguments_for():
+    reward = FunctionReward(f"{__name__}:with_tokens", CPU, {"scale": 3, "other": 1})
+    assert reward.function.takes == ["ended", "tokens", "scale"]
+    assert reward(episodes("a", "b")).tolist() == [4.0, 4.0] and reward.parts["one"].tolist() == [1.0, 1.0]
+    with pytest.raises(UserError, match=r"takes .*missing a required argument: 'scale'"):
+        FunctionReward(f"{__name__}:with_tokens", CPU)
+    config = Config()
+    config.ppo.rewards, config.ppo.reward_parameters = [f"{__name__}:count_words"], {"scale": 3}
+    with pytest.raises(UserError, match=r"ppo.reward_parameters: scale: no function of ppo.rewards has an argument"):
+        make_reward(config, None, CPU)
 
 
 def too_few(prompts, responses, metadata):

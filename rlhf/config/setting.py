@@ -81,6 +81,10 @@ KINDS: dict[str, tuple[str, Test]] = {
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
         lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
     ),
+    "parameters": (
+        "values by name, as '{weight: 2, unit: cm}'",
+        lambda v: isinstance(v, dict) and all(isinstance(name, str) and name.isidentifier() for name in v),
+    ),
     "pair": ("two different names", lambda v: _list_of(_is_text, 2, 2)(v) and v[0] != v[1]),
     "prices": ("two numbers of 0 or more", _list_of(lambda n: _is_number(n) and n >= 0, 2, 2)),
     "switch": ("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),

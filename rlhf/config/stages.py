@@ -175,6 +175,7 @@ class PpoConfig:
     )
     reward_key: str | None = setting(None, "environment variable with the token of a server in ppo.rewards")
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
+    reward_parameters: Any = setting(None, "{name: value} for the functions' further arguments", kind="parameters")
     sampler_correction: str = setting(
         "auto",
         "weights of tokens in the policy loss if another engine sampled; auto: truncate above 0.01 nats of mismatch",

@@ -303,7 +303,8 @@ def load_prompts(
 def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
     """The prompts of records of any kind, in order, each once; the first record with a prompt names it.
 
-    The split and group of a demonstration or ranking are kept, since they determine the prompt's split.
+    The split and group of a demonstration or ranking are kept, since they determine the prompt's split; a demonstration's response
+    is `reference` in the metadata, for reward functions that compare with it.
     """
     prompt_of: dict[str, PromptRecord] = {}
     for record in records:
@@ -314,6 +315,7 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
             prompt_of[key] = record
             continue
         kept = {"group": record.metadata.get("group"), "split": given_split(record)}
+        kept["reference"] = record.response if isinstance(record, Demonstration) else None
         metadata = {name: value for name, value in kept.items() if value is not None}
         prompt_of[key] = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
     return list(prompt_of.values())

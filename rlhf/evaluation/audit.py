@@ -127,7 +127,9 @@ def best_of_samples(
     drawn = draw_candidates(config, models.policy, tokenizer, records, prompts, max(BEST_OF), own, bar)
     values: dict[str, Scores | None] = {"score": drawn["scores"], "check": None, "truth": None}
     if config.reward.audit_check is not None:
-        sources = replace(config.ppo, rewards=config.reward.audit_check, reward_weights=None, calibrated=True)
+        sources = replace(
+            config.ppo, rewards=config.reward.audit_check, reward_weights=None, reward_parameters=None, calibrated=True
+        )
         check, _ = make_reward(replace(config, ppo=sources), tokenizer, models.device)
         values["check"] = score_samples(check, drawn | {"prompts": prompts}, records)
     truth = make_truth(config)

@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
 from rlhf.ppo.experience import Experience, Rollout
-from rlhf.ppo.rewards import CombinedReward, Reward
+from rlhf.ppo.rewards import Reward, parts_of
 from rlhf.runs.metric_table import Sums, find
 from rlhf.system.plugins import load_named
 from rlhf.training.engine import Engine
@@ -74,7 +74,7 @@ def add_rollout_metrics(
     kl_reward = -kl_coef * totals["kl"] if config.kl.penalty == "reward" else 0.0
     sums.add("objective/non_score_reward", kl_reward, count)
     sums.add("objective/rlhf_reward", totals["scores"] + kl_reward, count)
-    for name, part in reward.parts.items() if isinstance(reward, CombinedReward) else ():
+    for name, part in parts_of(reward).items():
         sums.add(f"objective/scores/{name}", part.sum().item(), count)
     if critic is not None:
         target, error = returns[mask].double(), (returns - rollout.values)[mask].double()

@@ -3,7 +3,7 @@
 A source is called with `Episodes` and returns scores (B,) float32. It may have `by_token`, see `score_by_token`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +64,37 @@ class ModelReward:
 
 
 class FunctionReward:
-    """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number per response.
+    """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number per response, or
+    {part: one number per response}, whose sum is the score.
 
-    prompts: lists of {"role", "content"}; responses: strings; metadata: of the prompt's record.
+    prompts: lists of {"role", "content"}; responses: strings; metadata: of the prompt's record, with "reference", the answer that the
+    data give. If it has arguments of these names: ended (bools), tokens (lists of ids), and the parameters.
     """
 
-    def __init__(self, name: str, device: torch.device):
-        self.name, self.device = name, device
-        self.function = load_named("reward function", name, ("prompts", "responses", "metadata"))
+    def __init__(self, name: str, device: torch.device, parameters: Mapping[str, Any] | None = None):
+        self.name, self.device, self.parameters = name, device, dict(parameters or {})
+        offered = ("ended", "tokens", *self.parameters)
+        self.function: Any = load_named("reward function", name, ("prompts", "responses", "metadata"), offered)
+        self.parts: dict[str, Tensor] = {}  # of the last call
 
     def __call__(self, episodes: Episodes) -> Tensor:
         prompts = [[{"role": m.role, "content": m.content} for m in record.prompt] for record in episodes.records]
-        returned = self.function(prompts, episodes.texts, [record.metadata for record in episodes.records])
-        scores = list(returned) if isinstance(returned, Iterable) else []
-        if len(scores) != len(prompts):
+        offered = {"ended": episodes.ended.tolist(), "tokens": episodes.responses} | self.parameters
+        returned = self.function(
+            prompts,
+            episodes.texts,
+            [record.metadata for record in episodes.records],
+            **{name: offered[name] for name in self.function.takes},
+        )
+        named = returned if isinstance(returned, Mapping) and returned else {"": returned}
+        self.parts = {str(part): self._scores(values, len(prompts)) for part, values in named.items()}
+        return torch.stack(list(self.parts.values())).sum(0)
+
+    def _scores(self, values: Any, count: int) -> Tensor:
+        scores = list(values) if isinstance(values, Iterable) else []
+        if len(scores) != count:
             raise UserError(
-                f"reward function {self.name}: returned {len(scores)} numbers for {len(prompts)} responses: "
+                f"reward function {self.name}: returned {len(scores)} numbers for {count} responses: "
                 "return one per response, in order"
             )
         try:
@@ -120,6 +135,14 @@ def sources_of(reward: Reward) -> list[Reward]:
     return list(reward.sources.values()) if isinstance(reward, CombinedReward) else [reward]
 
 
+def parts_of(reward: Reward) -> dict[str, Tensor]:
+    """The scores (B,) of the last call by source, and by part of a function that names several."""
+    parts = dict(getattr(reward, "parts", {}))
+    for name, source in reward.sources.items() if isinstance(reward, CombinedReward) else ():
+        parts |= {f"{name}/{part}": scores for part, scores in parts_of(source).items()}
+    return {name: scores for name, scores in parts.items() if name}
+
+
 def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
     """The scores (B,) before the KL penalty: clipped, and lowered if there is no end token."""
     settings = config.ppo
@@ -141,6 +164,7 @@ def make_reward(
     """
     names, weights = reward_sources(config)
     sources: dict[str, Reward] = {}
+    parameters, taken = config.ppo.reward_parameters or {}, set[str]()
     first: Any = None
     for name in names:
         if name is not None and is_address(name):
@@ -148,7 +172,8 @@ def make_reward(
             say(f"rewards come from {name}")
             continue
         if name is not None and is_function(name):
-            sources[f"function_{len(sources)}"] = FunctionReward(name, device)
+            function = sources[f"function_{len(sources)}"] = FunctionReward(name, device, parameters)
+            taken |= set(function.function.takes)
             say(f"rewards come from the function {name}")
             continue
         folder = reward_folder(config, name)
@@ -164,6 +189,8 @@ def make_reward(
             check_tokenizer(folder, tokenizer)
             model.together, first = 2 * config.ppo.micro_batch_episodes, first or model
         sources[f"model_{len(sources)}"] = ModelReward(model, device)
+    if unknown := sorted(set(parameters) - taken):
+        raise UserError(f"ppo.reward_parameters: {unknown[0]}: no function of ppo.rewards has an argument of this name")
     if len(sources) == 1 and weights == [1.0]:
         return next(iter(sources.values())), first
     return CombinedReward(sources, weights), first

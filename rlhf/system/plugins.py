@@ -73,11 +73,11 @@ def source_file(what: str, name: str) -> Path | None:
     return Path(spec.origin) if spec.origin is not None and Path(spec.origin).is_file() else None
 
 
-def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable[..., Any]:
+def load_named(what: str, name: str, arguments: int | Sequence[str], offered: Sequence[str] = ()) -> Callable[..., Any]:
     """The function `module:name` or `file.py:name`; what it raises becomes a UserError of one line.
 
     what: for messages, such as "reward function". arguments: how many it is called with, or their names; those that end
-    with "=" are passed by name.
+    with "=" are passed by name. offered: names of further ones; its attribute `takes` lists those that it has.
 
     Raises: UserError if there is no such function, or it cannot be called like this.
     """
@@ -102,8 +102,11 @@ def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable
         raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
     given = [f"argument {i + 1}" for i in range(arguments)] if isinstance(arguments, int) else list(arguments)
     positional = [argument for argument in given if not argument.endswith("=")]
+    takes: list[str] = []
     try:
         signature = inspect.signature(function)
+        takes = [name for name in offered if name in list(signature.parameters)[len(positional) :]]
+        given += [f"{name}=" for name in takes]
         signature.bind(*positional, **{a.removesuffix("="): a for a in given if a.endswith("=")})
     except ValueError:  # a built-in function has no signature
         pass
@@ -123,4 +126,5 @@ def load_named(what: str, name: str, arguments: int | Sequence[str]) -> Callable
                 "correct the function"
             ) from error
 
+    setattr(call, "takes", takes)  # noqa: B010 (a function's attribute has no type)
     return call

@@ -31,7 +31,7 @@ def test_prompts_come_from_any_record_once(write_jsonl):
     prompts, info = load_prompts(path)
     assert [(p.id, p.kind, p.metadata) for p in prompts] == [
         ("p", "prompt", {"gold": 1}),
-        ("d2", "prompt", {"group": "g", "split": "dev"}),
+        ("d2", "prompt", {"group": "g", "split": "dev", "reference": "x"}),
         ("r", "prompt", {}),
     ]
     assert prompts[0].user == "u" and info.rows == 4
