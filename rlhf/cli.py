@@ -137,11 +137,11 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
             load_named("plugins", plugin, 0)()
         if command in STAGES or command == "pipeline":
             lend_parents(config)
-        several = command in STAGES and STAGES[command].several_processes
-        if several and config.launcher.processes > 1 and process_count() == 1:
-            from rlhf.commands.pipeline import run_stage
+        if command in STAGES and config.launcher.processes > 1 and process_count() == 1:
+            from rlhf.commands.pipeline import processes_of, run_stage
 
-            return run_stage(config, command, [*places, *overrides])
+            if processes_of(config, command) > 1:
+                return run_stage(config, command, [*places, *overrides])
         module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
 
     if not given.flags and ours == given.overrides:

@@ -220,9 +220,15 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
     return None
 
 
+def processes_of(config: Config, stage: str) -> int:
+    """How many processes run a stage: launcher.processes if it can, and does not also run evaluations that cannot."""
+    alone = not STAGES[stage].several_processes or (stage == "evaluate" and config.evaluate.turned_on)
+    return 1 if alone else config.launcher.processes
+
+
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """Run the stage as child processes. Exits with the code of the one that fails."""
-    processes = config.launcher.processes if STAGES[stage].several_processes else 1
+    processes = processes_of(config, stage)
     code = run_processes([stage, SHARED_FLAG, *overrides], processes, config.threads)
     if code not in (0, INTERRUPTED):
         report(f"pipeline: {why_stopped(config, stage, code)}")

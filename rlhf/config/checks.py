@@ -156,5 +156,7 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
          f"works on whole matrices, which deepspeed={zero} divides: want pretrain.optimizer=adamw"),
         (command == "classify" and sharded, f"deepspeed={zero}: `rlhf classify` trains on one process with whole weights: use "
          "deepspeed=none"),
+        (processes > 1 and command == "evaluate" and config.evaluate.turned_on, f"evaluate.{', '.join(config.evaluate.turned_on)}: "
+         "runs on one process: start it without a launcher"),
         (processes > 1 and one_process, f"{command}: started as {processes} processes, runs as one: {remedy}"),
     ]  # fmt: skip

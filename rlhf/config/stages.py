@@ -268,6 +268,17 @@ class EvaluateConfig:
     judge_parallel: int = setting(4, "requests at the same time", min=1, max=256)
     judge_prices: Any = setting(None, "prices of a million prompt and completion tokens; none: no cost", kind="prices")
 
+    @property
+    def turned_on(self) -> list[str]:
+        """The evaluations besides the stage's own that are asked for; they run on one process."""
+        given = {
+            "pairs": self.pairs,
+            "instructions": self.instructions,
+            "benchmarks": self.benchmarks,
+            "shots": self.shots,
+        }
+        return [name for name, value in (given | {"overlap": self.overlap, "judge": self.judge}).items() if value]
+
 
 @dataclass(slots=True)
 class RejectionConfig:

@@ -28,6 +28,7 @@ from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import Reward, adjust_scores, make_reward
 from rlhf.runs.progress import progress
+from rlhf.system.processes import divide, gather
 from rlhf.training.setup import load_frozen
 
 
@@ -110,6 +111,30 @@ def estimate_kl(
     return kl
 
 
+CANDIDATES = ("ids", "logprobs", "texts", "ended", "scores")
+
+
+def draw_divided(
+    config: Config,
+    policy: Any,
+    tokenizer: Any,
+    records: list[PromptRecord],
+    prompts: list[list[int]],
+    n: int,
+    reward: Reward,
+    bar: Any = None,
+) -> dict[str, list[list[Any]]]:
+    """`draw_candidates`, the prompts divided among the processes. The models must be whole on each."""
+
+    def draw(mine: Sequence[int]) -> list[tuple[Any, ...]]:
+        part = [records[i] for i in mine], [prompts[i] for i in mine]
+        drawn = draw_candidates(config, policy, tokenizer, *part, n, reward, bar)
+        return list(zip(*(drawn.get(name, []) for name in CANDIDATES), strict=True))
+
+    rows = divide(len(records), draw)
+    return {name: [row[k] for row in rows] for k, name in enumerate(CANDIDATES)}
+
+
 def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> float:
     """Unbiased estimate of the expected value of the best of n, from N >= n samples of one prompt.
 
@@ -176,7 +201,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     """
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
-        candidates = draw_candidates(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
+        candidates = draw_divided(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
     best = list(map(best_index, candidates["scores"]))
     picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in candidates.items()}
     estimates = map(partial(estimate_kl, n=n), candidates["ids"], candidates["logprobs"], candidates["scores"])
@@ -266,7 +291,7 @@ def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], devi
         return {"best_of_n": best}
     rater = Rater(load["rate"](), asked.tokenizer, config.rate.safety, device)
     rated, ours = pick_best(config, asked, rater.model, rater)
-    dropped = round(rater.dropped / rater.seen, 4)
+    dropped = round(sum(gather(rater.dropped)) / sum(gather(rater.seen)), 4)
     sft_rated, _ = pick_best(config, asked, load["sft"](), rater)
     ppo_best, ppo_scores = pick_best(config, asked, load["ppo"](), reward)
     others = {"best_of_n": best_scores, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": ppo_scores}

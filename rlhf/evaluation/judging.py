@@ -21,7 +21,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import interval_of
 from rlhf.evaluation.reward_report import evaluate_reward_model
-from rlhf.evaluation.scoring import score_samples
+from rlhf.evaluation.scoring import score_divided
 from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, win
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
@@ -206,7 +206,7 @@ def compare_policies(
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, tokenizer, device), ModelReward(judge, device)
-    scores = {name: score_samples(reward, given, records) for name, given in answers.items()}
+    scores = {name: score_divided(reward, given, records) for name, given in answers.items()}
     main, *others = (name for name in scores if name != "sft")
     pairs = [(main, "sft"), *((name, "sft") for name in others), *((main, name) for name in others)]
     return {

@@ -18,7 +18,7 @@ from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.engines.choosing import Key
 from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import Scores, pair_nats, score_samples
+from rlhf.evaluation.scoring import Scores, pair_nats, score_divided
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.ppo.rewards import ModelReward, adjust_scores, make_reward
@@ -26,6 +26,7 @@ from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import reward_sources
+from rlhf.system.processes import divide
 from rlhf.training.setup import load_frozen
 
 TOGETHER = 32  # prompts whose responses are drawn together by `draw_in_turn`
@@ -133,14 +134,28 @@ def answer_all(
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
             answers[name] = {"prompts": policy_prompts}
             for prefix, count in (("", config.evaluate.samples), ("greedy_", 1)):
-                repeated = [prompt for prompt in policy_prompts for _ in range(count)]
-                keys = [("evaluate", name, i, j) for i in range(len(prompts)) for j in range(count)]
-                samples = engine.sample(repeated, greedy=True) if prefix else engine.sample(repeated, keys)
-                texts = [read(ids[:-1] if ids and ids[-1] in ends else ids) for ids in samples.responses]
-                flat = {"ids": samples.responses, "texts": texts, "ended": samples.ended.tolist()}
-                answers[name] |= {f"{prefix}{key}": batched(values, count) for key, values in flat.items()}
+                drawn = draw_rows(engine, policy_prompts, name, count, greedy=bool(prefix))
+                ids, ended = ([[one[k] for one in row] for row in drawn] for k in (0, 1))
+                texts = [[read(one[:-1] if one and one[-1] in ends else one) for one in row] for row in ids]
+                answers[name] |= {f"{prefix}ids": ids, f"{prefix}texts": texts, f"{prefix}ended": ended}
             bar.update(len(prompts))
     return answers
+
+
+def draw_rows(
+    engine: SamplingEngine, prompts: Sequence[list[int]], name: str, count: int, greedy: bool
+) -> list[list[tuple[list[int], bool]]]:
+    """`count` responses to each prompt, each with whether it ended; the prompts are divided among the processes."""
+
+    def draw(mine: Sequence[int]) -> list[Any]:
+        if not mine:
+            return []
+        repeated = [prompts[i] for i in mine for _ in range(count)]
+        keys = [("evaluate", name, i, j) for i in mine for j in range(count)]
+        samples = engine.sample(repeated, None if greedy else keys, greedy=greedy)
+        return batched(list(zip(samples.responses, samples.ended.tolist(), strict=True)), count)
+
+    return divide(len(prompts), draw)
 
 
 def text_after_name(tokenizer: Any, ids: list[int]) -> str:
@@ -228,10 +243,10 @@ def score_answers(
     scores, rewards = {}, {}
     if reward_model is not None:
         own = ModelReward(reward_model, device)
-        scores = {name: score_samples(own, answers[name], records) for name in names}
+        scores = {name: score_divided(own, answers[name], records) for name in names}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, tokenizer, device)
-        rewards = {name: score_samples(reward, answers[name], records) for name in names}
+        rewards = {name: score_divided(reward, answers[name], records) for name in names}
     return scores or rewards, rewards or scores
 
 
@@ -259,15 +274,20 @@ def nats_and_kl(
 ) -> tuple[ByPolicy, ByPolicy]:
     """SFT's log-probs in nats of each policy's samples; and log pi - log pi_sft of the samples of the other policies, whose mean
     estimates the KL."""
+
+    def nats_of(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
+        model = load_frozen(config, folder, device)
+        return divide(len(pairs), lambda mine: pair_nats(model, [pairs[i] for i in mine], pad, device))
+
     nats, kl = {}, {}
     with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
         for name, drawn in answers.items():
             pairs = [(p, r) for p, responses in zip(drawn["prompts"], drawn["ids"], strict=True) for r in responses]
-            by_sft = pair_nats(load_frozen(config, models["sft"], device), pairs, pad, device)
+            by_sft = nats_of(models["sft"], pairs)
             nats[name] = split_like(by_sft, drawn["ids"])
             bar.update()
             if name != "sft":
-                by_policy = pair_nats(load_frozen(config, models[name], device), pairs, pad, device)
+                by_policy = nats_of(models[name], pairs)
                 kl[name] = split_like((a - b for a, b in zip(by_policy, by_sft, strict=True)), drawn["ids"])
                 bar.update()
     return nats, kl

@@ -19,6 +19,7 @@ from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.rewards import Reward
+from rlhf.system.processes import divide
 
 Scores = list[list[float]]  # a list per item or prompt
 
@@ -101,6 +102,16 @@ def score_samples(reward: Reward, answers: dict[str, list[list[Any]]], records: 
     prompts = [prompt for prompt, row in zip(answers["prompts"], ids, strict=True) for _ in row]
     episodes = Episodes(asked, prompts, flatten(ids), flatten(texts), torch.tensor(flatten(ended)))
     return split_like(reward(episodes).tolist(), ids)
+
+
+def score_divided(reward: Reward, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
+    """`score_samples`, the prompts divided among the processes. The reward's models must be whole on each."""
+
+    def score_mine(mine: Sequence[int]) -> Scores:
+        part = {key: [answers[key][i] for i in mine] for key in ("prompts", "ids", "texts", "ended")}
+        return score_samples(reward, part, [records[i] for i in mine]) if mine else []
+
+    return divide(len(records), score_mine)
 
 
 class JudgedPair(NamedTuple):

@@ -11,8 +11,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.config.setting import get, listed
-from rlhf.config.stages import EvaluateConfig
+from rlhf.config.setting import listed
 from rlhf.data.encoding import fitting_prompts, row_limit
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import Demonstration, PromptRecord
@@ -62,13 +61,9 @@ EVALUATIONS: dict[str, Callable[..., Figures]] = {
 
 def run(config: Config) -> None:
     """Run the stage and the evaluations of evaluate.pairs etc.; only the latter if the stage is complete or cannot run yet."""
-    if not asked(config) or stage_is_due(config):
+    if not config.evaluate.turned_on or stage_is_due(config):
         run_stage(config)
     run_external(config)
-
-
-def asked(config: Config) -> list[str]:
-    return [name for name in EVALUATIONS if get(config, f"evaluate.{name}") is not getattr(EvaluateConfig(), name)]
 
 
 def stage_is_due(config: Config) -> bool:
@@ -81,7 +76,7 @@ def stage_is_due(config: Config) -> bool:
 
 def run_external(config: Config) -> None:
     """Run the evaluations that are turned on; write and print the results."""
-    for name in asked(config):
+    for name in config.evaluate.turned_on:
         with inference(config, set_up(config)) as device:
             results = EVALUATIONS[name](config, device)
         path = run_folder(config) / "evaluations" / f"{name}.json"
@@ -154,9 +149,10 @@ def run_stage(config: Config) -> None:
         results |= policies.costs(config)
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             log_results(tracker, results, scores)
-        write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)
         results["seconds"]["evaluate"] = round(stage.elapsed(), 1)
-        write_json(stage.folder / "results.json", results)
+        if stage.writes:
+            write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)
+            write_json(stage.folder / "results.json", results)
         say_results(stage, results)
         stage.finish()
 

@@ -15,7 +15,7 @@ from rlhf.data.encoding import encode_demonstrations, row_limit
 from rlhf.data.records import Demonstration
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.best_of import best_index, draw_candidates
+from rlhf.evaluation.best_of import best_index, draw_divided
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
@@ -42,7 +42,8 @@ def run(config: Config) -> None:
             demonstrations = [Demonstration(**row) for row in read_jsonl(path)]
         else:
             demonstrations = choose(config, stage, policy, tokenizer, device)
-            write_text(path, "".join(r.model_dump_json() + "\n" for r in demonstrations))
+            if stage.writes:
+                write_text(path, "".join(r.model_dump_json() + "\n" for r in demonstrations))
 
         # 2. Fine-tune on them
         rows = encode_demonstrations(demonstrations, tokenizer, row_limit(config, tokenizer))
@@ -60,7 +61,7 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]
     n = config.rejection.samples
     with progress(len(prompts), "rejection: sampling", unit="prompt") as bar, inference(config, device):
-        candidates = draw_candidates(config, policy, tokenizer, records, tokens, n, reward, bar)
+        candidates = draw_divided(config, policy, tokenizer, records, tokens, n, reward, bar)
     demonstrations = []
     for i, record in enumerate(records):
         texts, scores, ended = (candidates[key][i] for key in ("texts", "scores", "ended"))

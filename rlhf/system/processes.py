@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -230,6 +230,12 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * process_count()
     dist.all_gather_object(values, value)
     return values
+
+
+def divide(count: int, compute: Callable[[Sequence[int]], Sequence[T]]) -> list[T]:
+    """The results of 0…count - 1, of which each rank computes its share; all ranks call it and get all. compute: indices -> results."""
+    parts, ranks = gather(list(compute(range(rank(), count, process_count())))), process_count()
+    return [parts[i % ranks][i // ranks] for i in range(count)]
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ from .test_adopted import SMALL, save
 
 SHORT = ["evaluate.samples=1", "evaluate.best_of=2", "reward.audit=0", "ppo.warmup_updates=0", "ppo.critic_warmup_updates=0", "dpo.lr=1e-4",
          "dpo.warmup_steps=0", "ppo.lr=1e-4", "rejection.samples=64", "ppo.missing_eos_rule=none"]  # fmt: skip
+RUN_STAGE = pipeline.run_stage
 REWARD = "def longer(prompts, responses, metadata):\n    return [len(text) / 10 for text in responses]\n"
 
 
@@ -167,3 +168,27 @@ def test_an_unknown_policy_is_one_line(first, capsys):
         first("ppo", "wrong", "ppo.policy=frist", fresh=False)
     assert stop.value.code == 2
     assert "ppo.policy=frist: want sft, rejection, dpo, rate, or another run" in capsys.readouterr().err
+
+
+def test_two_processes_do_what_one_does(first, monkeypatch):
+    """DPO, rejection sampling and evaluation, each by its own command; PPO's processes are in other tests."""
+    words = [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo")]
+    words += ["data.comparisons=labels.csv", "rejection.prompts=9", "sft.dropout=0", "stages=[dpo,rejection,evaluate]"]
+    assert first("pipeline", "one", *words) == ["rejection", "dpo", "evaluate"]
+    monkeypatch.setattr(pipeline, "run_stage", RUN_STAGE)
+    given = [
+        *SMALL,
+        *SHORT,
+        *words[:-1],
+        SHARED_FLAG,
+        f"model.pretrained={first.folder / 'hf'}",
+        "launcher.processes=2",
+    ]
+    for stage in ("rejection", "dpo", "evaluate"):
+        cli.main([stage, "run=two", f"runs_dir={first.folder / 'runs'}", *given])
+    for stage in ("rejection", "dpo"):
+        torch.testing.assert_close(first.weights("two", stage), first.weights("one", stage), atol=1e-5, rtol=0)
+    one, two = first.results("one"), first.results("two")
+    for part in ("reward", "kl", "ended", "best_of_n"):
+        assert json.dumps(two[part]) == json.dumps(one[part]), part
+    assert set(two["baselines"]) == {"rejection", "dpo"} and two["policy"] == "ppo"
