@@ -13,8 +13,8 @@ from .conftest import Run
 
 def test_the_stage_runs_only_if_it_is_due(gold_run, tmp_path):
     more = ["evaluate.pairs=x.jsonl", "evaluate.judge=http://localhost/v1"]
-    assert external.asked(gold_run.config()) == []
-    assert external.asked(gold_run.config(*more)) == ["pairs", "judge"]
+    assert gold_run.config().evaluate.turned_on == []
+    assert gold_run.config(*more).evaluate.turned_on == ["pairs", "judge"]
     assert not external.stage_is_due(gold_run.config())  # it is complete
     run = Run(tmp_path, "x", gold_run.overrides)
     for stage in ("world", "pretrain", "sft", "label", "reward"):
