@@ -1,7 +1,6 @@
 """Any transformers text classifier as reward model, with its own tokenizer: it reads text, not the policy's tokens.
 
-Of encoder-decoders (T5, BART) the encoder is used, with a new scalar head; everything else is an
-`AutoModelForSequenceClassification` with one label.
+It is an `AutoModelForSequenceClassification` with one label.
 """
 
 import inspect
@@ -15,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.chat_template import encode_scored
 from rlhf.data.encoding import Answer, Encode
 from rlhf.data.records import Demonstration, Message
 from rlhf.data.tokenizer import open_tokenizer
 from rlhf.errors import UserError, reading
-from rlhf.model.checkpoint import CHOSEN_HERE, load_whole, read_config
-from rlhf.model.heads import RewardModel, ScalarHead, scalar_heads_in_float32, without_dropout
+from rlhf.model.batching import right_pad
+from rlhf.model.checkpoint import load_whole, read_config
+from rlhf.model.heads import RewardModel, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes
 from rlhf.system.schemas import Finite, Schema, read_checked
 
@@ -152,35 +151,6 @@ RECORD = "text_reward.json"  # the file that identifies the folder of a TextRewa
 SCORED_TOGETHER = 64  # rows per forward of `score`
 
 
-class EncoderClassifier(nn.Module):
-    """The encoder of an encoder-decoder, and a scalar head on the mean of its real tokens' hidden states."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.config = model.config
-        self.encoder = model.get_encoder()
-        self.head = ScalarHead(self.config.hidden_size).initialise()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Raw scores (B, 1)."""
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()  # (B, T, D)
-        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
-        return self.head((hidden * mask).sum(1) / mask.sum(1))
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.encoder.get_input_embeddings()
-
-    def resize_token_embeddings(self, rows: int, mean_resizing: bool) -> None:
-        self.encoder.resize_token_embeddings(rows, mean_resizing=mean_resizing)
-
-    def gradient_checkpointing_enable(self, *arguments: Any, **keywords: Any) -> None:
-        self.encoder.gradient_checkpointing_enable(*arguments, **keywords)
-
-    def save_pretrained(self, folder: str) -> None:
-        self.config.save_pretrained(folder)
-        save_model(self, str(Path(folder) / "model.safetensors"))
-
-
 class TextRewardModel(nn.Module):
     """r = gain (classifier(text) - shift), for prompt and response as text. Weights float32, every dropout 0."""
 
@@ -195,10 +165,8 @@ class TextRewardModel(nn.Module):
         pad = network.config.pad_token_id
         self.pad: int = pad if pad is not None else tokenizer.pad_token_id or 0
         self.encoder = TextEncoder(tokenizer, position_limit(network, tokenizer))
-        # SequenceSummary with "last" (XLNet) reads the last column, even if it is padding.
-        self.pads_left = getattr(network.config, "summary_type", None) == "last"
         known = inspect.signature(network.forward).parameters
-        has_types = getattr(network.config, "type_vocab_size", 0) > 1 or self.pads_left
+        has_types = getattr(network.config, "type_vocab_size", 0) > 1
         self._takes_types = has_types and "token_type_ids" in known and "token_type_ids" in tokenizer.model_input_names
         # without a pad token, transformers' decoder classifiers cannot find the end of a padded row
         self.together = 1 if pad is None else SCORED_TOGETHER
@@ -251,14 +219,10 @@ class TextRewardModel(nn.Module):
         return self.encoder.encode(prompt, response, ended)
 
     def collate(self, rows: Sequence[TextRow]) -> dict[str, Tensor]:
-        """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the side that this classifier ignores."""
-        width = max(len(row) for row in rows)
-        ids = torch.full((len(rows), width), self.pad, dtype=torch.int64)
-        mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            where = slice(width - len(row), width) if self.pads_left else slice(0, len(row))
-            ids[i, where], types[i, where], mask[i, where] = torch.tensor(row.ids), torch.tensor(row.types), 1
-        return {"input_ids": ids, "attention_mask": mask} | ({"token_type_ids": types} if self._takes_types else {})
+        """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the right."""
+        ids, lengths = right_pad([row.ids for row in rows], self.pad)
+        inputs = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+        return inputs | ({"token_type_ids": right_pad([row.types for row in rows], 0)[0]} if self._takes_types else {})
 
     def forward(self, calibrated: bool = True, **inputs: Tensor) -> Tensor:
         """Scores (B,) float32 of a batch from `collate`."""
@@ -297,7 +261,7 @@ class TextRewardModel(nn.Module):
         config, tokenizer = _read_config(str(source))
         record = Path(source) / RECORD
         if not record.is_file():
-            if config.num_labels != 1 or config.is_encoder_decoder:
+            if config.num_labels != 1:
                 raise UserError(
                     f"{source}: a {config.model_type} with {config.num_labels} labels is no reward model: "
                     "train it with reward.model, or give a classifier with one label"
@@ -305,7 +269,7 @@ class TextRewardModel(nn.Module):
             return cls(_read_network(str(source), config, tokenizer), tokenizer).eval()
         calibration = read_checked(record, Calibration, AGAIN) or {}
         gain, shift = calibration["gain"], calibration["shift"]
-        network = _read_network(str(source), config, tokenizer, saved_here=True)
+        network = _read_network(str(source), config, tokenizer)
         return cls(network, tokenizer, gain, shift).eval()
 
 
@@ -329,33 +293,24 @@ def _read_config(source: str) -> tuple[Any, Any]:
     what = f"reward.model={source}: no readable model and tokenizer"
     config = read_config(source, what, wanted)
     tokenizer = open_tokenizer(AutoTokenizer, what, wanted, pretrained_model_name_or_path=source)
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{source}: a {config.model_type} has an encoder and a decoder: give a classifier with one of them"
+        )
     without_dropout(config)
-    for name in ("use_cache", "use_mems_eval", "use_mems_train"):
-        if hasattr(config, name):
-            setattr(config, name, False)
-    # Block-sparse attention (BigBird) depends on the amount of padding; full attention does not.
-    if getattr(config, "attention_type", None) == "block_sparse":
-        config.attention_type = "original_full"
+    config.use_cache = False
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     return config, tokenizer
 
 
-def _read_network(source: str, config: Any, tokenizer: Any, saved_here: bool = False, **keywords: Any) -> Any:
-    """The classifier in float32. saved_here: `save_pretrained` above wrote it, an encoder together with its head."""
+def _read_network(source: str, config: Any, tokenizer: Any, **keywords: Any) -> Any:
+    """The classifier in float32."""
     wanted = "want a transformers model for which there is a sequence classifier"
     with reading(f"{source}: not a readable text classifier", wanted):
-        if config.is_encoder_decoder and saved_here:
-            network: Any = EncoderClassifier(AutoModel.from_config(config, trust_remote_code=False, **CHOSEN_HERE))
-            load_model(network, str(Path(source) / "model.safetensors"))
-        elif config.is_encoder_decoder:
-            network = EncoderClassifier(
-                load_whole(AutoModel, source, headless=True, config=config, dtype=torch.float32)
-            )
-        else:
-            config.num_labels = 1
-            loader = AutoModelForSequenceClassification
-            network = load_whole(loader, source, config=config, dtype=torch.float32, **keywords)
+        config.num_labels = 1
+        loader = AutoModelForSequenceClassification
+        network: Any = load_whole(loader, source, config=config, dtype=torch.float32, **keywords)
     rows = network.get_input_embeddings().num_embeddings
     if len(tokenizer) == rows + 1:  # the pad token that we gave it
         network.resize_token_embeddings(len(tokenizer), mean_resizing=False)

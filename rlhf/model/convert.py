@@ -221,8 +221,6 @@ def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
     if model.reads_text:
         result: Any = copy.deepcopy(model.network)
         tokenizer = model.tokenizer
-        if not hasattr(result, "config_class"):
-            raise UserError(f"export: no class of transformers scores with the encoder of a {result.config.model_type}")
         offset = fold(_head(result), model.gain, model.shift, None)
     elif model.config.read_tokens > 1:
         raise UserError(

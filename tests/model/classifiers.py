@@ -25,27 +25,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
                 SMALL | PLACES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, "cls"),
     "deberta-v2": ("DebertaV2ForSequenceClassification",
                    SMALL | PLACES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, "cls"),
-    "xlnet": ("XLNetForSequenceClassification", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}, "end"),
     "distilbert": ("DistilBertForSequenceClassification",
                    {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32} | PLACES, "cls"),
-    "big_bird": ("BigBirdForSequenceClassification", SMALL | PLACES | {"block_size": 4, "num_random_blocks": 1}, "cls"),
-    "t5": ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "t5"),
-    "bart": ("BartForConditionalGeneration",
-             {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
-              "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32} | PLACES, "double"),
     "gpt2": ("GPT2ForSequenceClassification", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}, "none"),
     "llama": ("LlamaForSequenceClassification", SMALL | PLACES, "none"),
 }  # fmt: skip
 
 
 def make_tokenizer(frame: str, text: Sequence[str] = (WORDS,)) -> PreTrainedTokenizerFast:
-    """A word tokenizer trained here that frames texts as BERT (cls), RoBERTa (double), XLNet (end), T5 or GPT-2 do."""
+    """A word tokenizer trained here that frames texts as BERT (cls), RoBERTa (double) or GPT-2 do."""
     names = {
         "cls": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"},
         "double": {"pad_token": "<pad>", "bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>",
                    "unk_token": "<unk>"},
-        "end": {"pad_token": "<pad>", "sep_token": "<sep>", "cls_token": "<cls>", "unk_token": "<unk>"},
-        "t5": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
         "none": {"eos_token": "<|endoftext|>", "unk_token": "<unk>"},
     }[frame]  # fmt: skip
     backend = Tokenizer(models.WordLevel(unk_token=names["unk_token"]))
@@ -55,8 +47,6 @@ def make_tokenizer(frame: str, text: Sequence[str] = (WORDS,)) -> PreTrainedToke
     forms = {
         "cls": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
         "double": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
-        "end": ("$A <sep> <cls>:2", "$A <sep> $B:1 <sep>:1 <cls>:2"),
-        "t5": ("$A </s>", "$A </s> $B </s>"),
     }
     if frame in forms:
         single, pair = forms[frame]

@@ -72,7 +72,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-QUICKLY = ("gpt1-tiny", "palm-tiny", "switch-tiny")
+QUICKLY = ("palm-tiny", "switch-tiny")
 
 
 def test_twins_have_the_demos_number_of_parameters():

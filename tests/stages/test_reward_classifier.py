@@ -47,7 +47,7 @@ def train(run, comparisons: str, name: str, *more: str):
     return run.stage("reward", *QUICK, f"data.comparisons={comparisons}", f"reward.model='{source}'", *more)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])  # text pairs, an encoder, plain text
+@pytest.mark.parametrize("name", ["bert", "gpt2"])  # text pairs, plain text
 def test_classifiers_learn_from_comparisons_and_pay_in_ppo(copy_until, comparisons, name):
     run = copy_until("reward")
     folder = train(run, comparisons, name)

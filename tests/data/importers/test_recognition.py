@@ -140,7 +140,7 @@ def changed(row, path, value, remove):
 
 
 @pytest.mark.parametrize(("format", "row"), [(format, row) for format, row, _ in SAMPLES], ids=IDS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(format, row, data):
     path = data.draw(st.sampled_from(list(places(row))))
