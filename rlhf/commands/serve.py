@@ -2,8 +2,6 @@
 
 import gc
 import ipaddress
-import re
-import secrets
 import socket
 from functools import partial
 from importlib.util import find_spec
@@ -17,12 +15,10 @@ from rlhf.data.encoding import names_of
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
-from rlhf.runs.folders import NAME, refuse_inside_stage
-from rlhf.system.files import write_text
+from rlhf.runs.folders import refuse_inside_stage
 from rlhf.system.terminal import say
 
 LEAST_SECRET = 16  # characters of serve.token
-LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
 INSTRUCTIONS = """Read the request, then every response, before you rank. Put the response first that you would most want to get.
 
 Helpful: it does what was asked, follows every constraint, and is clear. If the request is unclear, asking back is better than guessing.
@@ -96,6 +92,7 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     """The models' thread, and the application."""
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import LabelFile, Labelling
+    from rlhf.serving.managing import Staff
     from rlhf.serving.models import ModelThread, served_models
     from rlhf.serving.security import Access
 
@@ -104,17 +101,29 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     refuse_inside_stage(labels, "serve.labels")
     file = LabelFile(labels)
     names = names_of(settings.labelers)
-    by_name = labeler_secrets(labels.with_name("labelers.txt"), names, address) if names else {}
     tasks = load_tasks(settings.tasks, folders[0])
-    instructions = INSTRUCTIONS if settings.instructions is None else read_instructions(Path(settings.instructions))
+    written = Path(settings.instructions) if settings.instructions else labels.with_name("instructions.txt")
+    own = settings.instructions or written.is_file()
+    instructions = read_instructions(written) if own else INSTRUCTIONS
+    staff = Staff(labels.parent, names, address, written, instructions) if names else None
+    if staff is not None:
+        say(
+            f"serve: the links of {len(staff.secrets)} labelers and of who runs the labelling: {labels.parent}/labelers.txt, manager.txt"
+        )
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
     models = partial(served_models, config, folders, listed(settings.stages) or None)
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed)
     limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
-    access = Access(settings.token, by_name, loopback, *limits, settings.labelers_chat)
-    return thread, make_app(thread, access, labelling, instructions)
+    people = (
+        staff.secrets if staff else {},
+        loopback,
+        *limits,
+        settings.labelers_chat,
+        staff.manager if staff else None,
+    )
+    return thread, make_app(thread, Access(settings.token, *people), labelling, instructions, staff)
 
 
 def read_instructions(path: Path) -> str:
@@ -136,24 +145,3 @@ def load_tasks(given: str | None, run: Path) -> list[Any]:
     if twice := first_repeat(task.id for task in tasks):
         raise UserError(f"{path}: two tasks have the id {twice!r}: want one of each")
     return [task for task in tasks if len(task.responses) > 1]
-
-
-def labeler_secrets(path: Path, names: list[str], address: str) -> dict[str, str]:
-    """Each labeler's secret: those of an earlier call, and new ones. The file contains the links; only its owner may read it.
-
-    Raises: UserError for an invalid name, or a file that `rlhf serve` did not write.
-    """
-    if bad := [name for name in names if not NAME.fullmatch(name)]:
-        raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
-    by_name: dict[str, str] = {}
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file: move it away")
-    if path.is_file():
-        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
-            if (link := LINK.fullmatch(line)) is None:
-                raise UserError(f"{path}: line {number} is no link of `rlhf serve`: move this file away, or correct it")
-            by_name[link[1]] = link[2]
-    by_name |= {name: secrets.token_urlsafe(24) for name in names if name not in by_name}
-    write_text(path, "".join(f"{name} {address}#{secret}\n" for name, secret in by_name.items()), mode=0o600)
-    say(f"serve: the links of {len(names)} labelers: {path}")
-    return {name: by_name[name] for name in names}

@@ -14,6 +14,7 @@ from pydantic import Field
 from rlhf.data.records import Message, RankedResponse, Ranking, Text
 from rlhf.engines.likely import document_tokens, judge_tokens, likeliest, show
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
+from rlhf.serving.managing import Staff, make_manage_router
 from rlhf.serving.models import Completion, ModelFailedError, ModelThread
 from rlhf.serving.openai_api import (
     CHARACTERS,
@@ -28,7 +29,7 @@ from rlhf.serving.openai_api import (
     make_router,
     records_of,
 )
-from rlhf.serving.security import ERRORS, Access, Guard, RefusedError, cookie_of
+from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"
 MOST_COMPARED = 6
@@ -56,18 +57,25 @@ class NextRequest(Strict):
     count: Annotated[int, Field(ge=1, le=100)] = 10
 
 
-def make_app(thread: ModelThread, access: Access, labelling: Labelling, instructions: str = "") -> Guard:
-    """The application. instructions: for labelers."""
+def make_app(
+    thread: ModelThread, access: Access, labelling: Labelling, instructions: str = "", staff: Staff | None = None
+) -> Guard:
+    """The application. instructions: for labelers, if there is no staff with instructions of its own."""
+    local = "" if access.labelers or staff else "local"
 
     def labeler_of(request: Request) -> str:
-        who = request.state.who or ("local" if not access.labelers else "")
+        who = request.state.who or local
         if not who:
             raise RefusedError(403, "labels need a labeler: open the link of one")
+        if staff and staff.paused(who):
+            raise RefusedError(403, "your labelling is paused: ask who runs it")
         return who
 
     app = FastAPI(title="rlhf serve", docs_url=None, redoc_url=None, exception_handlers=ERRORS)
     app.include_router(make_router(thread))
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
+    if staff:
+        app.include_router(make_manage_router(labelling, staff))
     app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")
@@ -82,15 +90,18 @@ def make_app(thread: ModelThread, access: Access, labelling: Labelling, instruct
 
     @app.get("/api/me")
     async def me(request: Request) -> Answer:
-        who = request.state.who or ("local" if not access.labelers else None)
+        who = request.state.who or local
+        tabs = ["chat", "compare", "rank", "demonstrate", "next"]
+        if request.state.who:
+            tabs = ["manage"] if who == MANAGER else tabs if access.labelers_chat else ["rank", "demonstrate"]
         about = {
-            "labeler": who,
-            "models": list(thread.models),
-            "tasks": len(labelling.tasks),
+            "labeler": who.lstrip("~") or None,
+            "tab": request.state.who or "",
+            "tabs": tabs,
             "flags": list(FLAGS.items()),
         }
-        tab = {"tab": request.state.who or "", "chat": not request.state.who or access.labelers_chat}
-        return about | tab | {"max_tokens": thread.most_tokens, "instructions": instructions}
+        about |= {"models": list(thread.models), "tasks": len(labelling.tasks), "max_tokens": thread.most_tokens}
+        return about | {"instructions": staff.text if staff else instructions}
 
     app.mount("/page", StaticFiles(directory=PAGE))
 

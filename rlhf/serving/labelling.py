@@ -199,9 +199,9 @@ class Labelling:
         random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
         return responses
 
-    def rank(self, labeler: str, verdict: RankingRequest, compared: bool = False) -> Ranking:
+    def rank(self, labeler: str, verdict: RankingRequest, compared: bool = False, decides: bool = False) -> Ranking:
         """Save a ranking of a task, or of a comparison. Raises: RefusedError if there is none, if this labeler has ranked it, or if
-        enough others have; ValidationError for names that it does not have.
+        enough others have (unless it decides); ValidationError for names that it does not have.
         """
         name, replaces = verdict.name, verdict.replaces
         with self.lock:
@@ -214,7 +214,7 @@ class Labelling:
             if not compared:
                 before = self.ranked[name].get(labeler)
                 # a task from before a restart of the server, or from long ago, may still be open
-                if before is None and (replaces is not None or not self._is_open(name, labeler)):
+                if before is None and (replaces is not None or not (decides or self._is_open(name, labeler))):
                     raise RefusedError(409, "enough labelers have this task: load the next one", "name")
                 if before is not None and before.id != replaces:
                     raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")

@@ -26,6 +26,7 @@ from rlhf.system.schemas import first_problem
 from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"
+MANAGER = "~manager"  # no labeler can have this name
 LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")  # Host headers, with or without a port
 HEAD_SECONDS = 15.0  # seconds in which a connection must bring a request
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
@@ -105,12 +106,14 @@ class Access:
     requests_per_minute: int
     requests_at_once: int
     labelers_chat: bool = False  # labelers may talk to the models
+    manager: str | None = None  # secret of who runs the labelling
 
     def who(self, secret: str | None) -> str | None:
         """The name that a secret belongs to, "" for the operator; every secret is compared, in constant time."""
         owner = None
         given = (secret or "").encode()
-        for name, known in [*self.labelers.items(), *([("", self.token)] if self.token else [])]:
+        others = [(MANAGER, self.manager), ("", self.token)]
+        for name, known in [*self.labelers.items(), *((name, secret) for name, secret in others if secret)]:
             if hmac.compare_digest(given, known.encode()):
                 owner = name
         return owner
@@ -183,6 +186,12 @@ class Guard:
             )
         if tab is not None and tab != (who or "") and path not in OPEN:
             raise RefusedError(403, f"this tab belongs to {tab or 'the operator'}: open that link again")
+        if (
+            path.startswith("/api/manage") != (who == MANAGER)
+            and path not in (*OPEN, "/api/me")
+            and not path.startswith("/page/")
+        ):
+            raise RefusedError(403, "the manager's link opens the manager's page, and no other does")
         if who and path.startswith(SCORES if access.labelers_chat else (*CHAT, *SCORES)):
             raise RefusedError(403, "labelers may not do this")
         scope.setdefault("state", {})["who"] = who

@@ -28,8 +28,10 @@ def site(tmp_path):
 
 
 @pytest.fixture
-def visit(browser, site):
+def visit(browser, request):
     """Opens a labeler's link, in the same browser unless a new one is asked for; no console error, no request outside."""
+    site = request.getfixturevalue("managed" if "managed" in request.fixturenames else "site")
+    secrets = SECRETS if len(site) == 2 else site[2].secrets
     contexts, problems = [], []
 
     def open_page(name, width=1280, scheme="light", new=True):
@@ -41,7 +43,7 @@ def visit(browser, site):
         page.on("console", lambda m: m.type == "error" and refused not in m.text and problems.append(m.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda r: r.url.startswith(site[0]) or problems.append(f"outside: {r.url}"))
-        page.goto(f"{site[0]}/#{SECRETS[name]}" if name else f"{site[0]}/")
+        page.goto(f"{site[0]}/#{site[2].manager if name == 'manager' else secrets[name]}")
         page.wait_for_selector("body[data-ready]")
         return page
 
@@ -51,6 +53,22 @@ def visit(browser, site):
             assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
         context.close()
     assert problems == []
+
+
+@pytest.fixture
+def managed(tmp_path):
+    """As `site`, of anna and ben, with a manager's page."""
+    from rlhf.serving.app import make_app
+    from rlhf.serving.managing import Staff
+    from rlhf.serving.models import ModelThread
+
+    labelling = make_labelling(tmp_path / "labels.jsonl", count=4)
+    thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
+    staff = Staff(tmp_path, ["anna", "ben"], "http://127.0.0.1/", tmp_path / "instructions.txt", "Be fair.")
+    guard = access(labelers=staff.secrets, manager=staff.manager)
+    for address in serving(make_app(thread, guard, labelling, "", staff)):
+        yield address, labelling, staff
+    thread.stop()
 
 
 def rows(labelling):
@@ -235,3 +253,67 @@ def test_nothing_is_lost_silently(visit, site, width, scheme):
     os.rename(moved, site[1].file.path)
     save(page)
     assert len(rows(site[1])) == 3
+
+
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(visit, managed, width, scheme):
+    _, labelling, staff = managed
+    anna, ben, boss = visit("anna"), visit("ben"), visit("manager", width, scheme)
+    assert [tab.inner_text() for tab in boss.get_by_role("tab").all()] == ["Manage"]
+    for page, order in ((anna, "abc"), (ben, "cab")):
+        task_of(page)
+        for name in order:
+            page.locator(f"#rank .card[data-id={name}] .put").click()
+        page.get_by_label("Note").fill(f"{order} it is")
+        save(page)
+    boss.reload()
+    boss.get_by_text("2 of 8 labels").wait_for()
+    cells = boss.locator("tbody").nth(0).locator("tr").nth(0).locator("td").all_inner_texts()
+    assert cells[:2] == ["anna", "1"] and cells[3] == "33%"  # a over b is the one pair of three that both order alike
+    assert boss.locator("tbody").nth(1).locator("td").all_inner_texts()[:3] == ["t0", "2", "2 of 3"]
+    boss.get_by_role("button", name="Open t0").click()  # a disagreement side by side, and the manager's decision
+    boss.get_by_text("abc it is").wait_for()
+    assert boss.get_by_text("1 > 2 > 3").count() == boss.get_by_text("3 > 1 > 2").count() == 1
+    for key in ("1", "2"):
+        boss.locator(f".card[data-id={'ac'[int(key) - 1]}] .put").click()
+    boss.get_by_role("button", name="Save the decision").click()
+    boss.get_by_text("The decision is saved.").wait_for()
+    boss.get_by_role("button", name="Open t0", exact=True).get_by_text("Decided").wait_for()
+    decided = rows(labelling)[-1]
+    assert (
+        decided["labeler"] == "manager" and decided["ranking"] == [["a"], ["c"]] and decided["metadata"]["task"] == "t0"
+    )
+    boss.get_by_role("button", name="Pause ben").click()
+    boss.get_by_role("button", name="Resume ben").wait_for()
+    for key in "123":
+        ben.keyboard.press(key)
+    ben.get_by_role("button", name="Save", exact=True).click()
+    ben.get_by_text("your labelling is paused").wait_for()
+    boss.get_by_role("button", name="Resume ben").click()
+    boss.get_by_role("button", name="Pause ben").wait_for()
+    save(ben)
+    boss.get_by_role("button", name="Revoke anna").click()
+    boss.locator("tbody").nth(0).get_by_text("revoked").wait_for()
+    anna.reload()
+    anna.get_by_text("this tab belongs to anna").wait_for()
+    boss.get_by_label("Name").fill("cleo")
+    boss.get_by_role("button", name="Add a labeler").click()
+    boss.get_by_text("The link of cleo").wait_for()
+    assert staff.secrets["cleo"] in boss.get_by_text("The link of cleo").inner_text()
+    boss.get_by_label("Shown to every labeler").fill("Be fair, and kind.")
+    boss.get_by_role("button", name="Save the instructions").click()
+    boss.get_by_text("The instructions are saved.").wait_for()
+    cleo = visit("cleo")
+    assert cleo.locator("#rank").get_by_text("Be fair, and kind.").is_visible()  # open, until it is closed once
+    cleo.locator("#rank summary", has_text="Instructions").click()
+    cleo.reload()
+    task_of(cleo)
+    assert not cleo.locator("#rank").get_by_text("Be fair, and kind.").is_visible()
+    from rlhf.serving.managing import Staff
+
+    again = Staff(staff.folder, ["anna", "ben"], "http://127.0.0.1/", staff.path, "")  # a restart with the same command
+    assert again.secrets == {name: staff.secrets[name] for name in ("ben", "cleo")} and again.manager == staff.manager
+    for name in ("labelers.txt", "manager.txt"):
+        assert (staff.folder / name).stat().st_mode & 0o777 == 0o600
+    status = "path => fetch(path, {headers: {'x-tab': 'cleo'}}).then(answer => answer.status)"
+    assert cleo.evaluate(status, "/api/manage") == 403 and boss.evaluate(status, "/api/rank/next") == 403

@@ -9,6 +9,7 @@ import pytest
 from rlhf.commands import serve
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.serving import managing
 from rlhf.serving.app import PAGE
 from rlhf.serving.security import Guard, Rates
 from tests.serving.conftest import access
@@ -112,19 +113,19 @@ def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
     path = tmp_path / "labelers.txt"
     path.touch(mode=0o644)
     inode = path.stat().st_ino
-    first = serve.labeler_secrets(path, ["anna", "ben"], "http://127.0.0.1:1/")
+    first = managing.labeler_secrets(path, ["anna", "ben"], "http://127.0.0.1:1/")
     assert path.stat().st_ino != inode, "replaced as a whole, not truncated"
     assert path.stat().st_mode & 0o777 == 0o600 and f"anna http://127.0.0.1:1/#{first['anna']}\n" in path.read_text()
-    assert serve.labeler_secrets(path, ["anna", "cleo"], "http://127.0.0.1:2/")["anna"] == first["anna"]
+    assert managing.labeler_secrets(path, ["anna", "cleo"], "http://127.0.0.1:2/")["anna"] == first["anna"]
     assert not any(secret in capsys.readouterr().out for secret in first.values())
     for content in ("anna 0.5\n", "anna http://127.0.0.1:1/#short\n", "my notes", "\xff"):
         path.write_text(content, encoding="latin-1")
         with pytest.raises(UserError, match=r"labelers.txt: line 1 is no link of `rlhf serve`: move this file away"):
-            serve.labeler_secrets(path, ["anna"], "http://127.0.0.1:1/")
+            managing.labeler_secrets(path, ["anna"], "http://127.0.0.1:1/")
         assert path.read_text(encoding="latin-1") == content
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe: not a regular file"):
-        serve.labeler_secrets(tmp_path / "pipe", ["anna"], "http://127.0.0.1:1/")
+        managing.labeler_secrets(tmp_path / "pipe", ["anna"], "http://127.0.0.1:1/")
     (tmp_path / "binary").write_bytes(b"\xff")
     for name, message in (("pipe", "no such file"), ("none", "no such file"), ("binary", "is not UTF-8")):
         with pytest.raises(UserError, match=rf"serve\.instructions=.*{name}: {message}"):

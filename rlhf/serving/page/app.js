@@ -4,11 +4,13 @@ import { el, get, post, say, whose } from "./dom.js";
 import { makeChat } from "./chat.js";
 import { makeCompare } from "./compare.js";
 import { makeDemonstrate } from "./demonstrate.js";
+import { makeManage } from "./manage.js";
 import { makeNext } from "./next.js";
 import { makeRank } from "./rank.js";
 
-const MAKERS = { chat: makeChat, compare: makeCompare, rank: makeRank, demonstrate: makeDemonstrate, next: makeNext };
-let NAMES = Object.keys(MAKERS);
+const TABS = { chat: ["Chat", makeChat], compare: ["Compare", makeCompare], rank: ["Rank", makeRank],
+  demonstrate: ["Demonstrate", makeDemonstrate], next: ["Next token", makeNext], manage: ["Manage", makeManage] };
+let NAMES = [];
 const panels = {};
 
 async function openSession() {
@@ -48,18 +50,20 @@ async function start() {
     const me = await get("/api/me");
     whose.tab = me.tab;
     document.getElementById("who").textContent = me.labeler ?? "";
-    if (!me.chat) {
-      NAMES = ["rank", "demonstrate"];
-      for (const name of Object.keys(MAKERS)) document.getElementById(`tab-${name}`).hidden = document.getElementById(name).hidden = !NAMES.includes(name);
+    NAMES = me.tabs;
+    for (const name of NAMES) {
+      const [title, make] = TABS[name];
+      const panel = el("section", { id: name, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
+      document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name) }, title));
+      document.querySelector("main").append(panel);
+      panels[name] = make(panel, me, compare);
     }
-    for (const name of NAMES) panels[name] = MAKERS[name](document.getElementById(name), me, compare);
-    for (const name of NAMES) document.getElementById(`tab-${name}`).addEventListener("click", () => select(name));
     document.getElementById("tabs").addEventListener("keydown", onTabKey);
-    select(me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);
+    select(NAMES.includes("rank") && me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);
     document.body.dataset.ready = "true";
   } catch (error) {
     say(error.message, true);
-    document.getElementById("chat").append(el("p", {}, "Open the link that you were given."));
+    document.querySelector("main").append(el("p", {}, "Open the link that you were given."));
   }
 }
 

@@ -90,23 +90,14 @@ export function turnsOf(messages) {
 // Seconds that the page was looked at since it was started.
 export class Watch {
   constructor() {
-    this.sum = 0;
-    this.since = document.hidden ? null : performance.now();
-    document.addEventListener("visibilitychange", () => {
-      if (document.hidden) this.pause();
-      else this.since = performance.now();
-    });
-  }
-  pause() {
-    if (this.since !== null) this.sum += performance.now() - this.since;
-    this.since = null;
-  }
-  seconds() {
-    return (this.sum + (this.since === null ? 0 : performance.now() - this.since)) / 1000;
+    this.restart();
+    setInterval(() => { this.tenths += document.hidden ? 0 : 1; }, 100);
   }
   restart() {
-    this.sum = 0;
-    this.since = document.hidden ? null : performance.now();
+    this.tenths = 0;
+  }
+  seconds() {
+    return this.tenths / 10;
   }
 }
 

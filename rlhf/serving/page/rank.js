@@ -56,6 +56,7 @@ export function makeRank(panel, me) {
     cards.replaceChildren();
     strip.replaceChildren();
     note.value = "";
+    note.blur(); // the keys are for the new task
     if (!task) {
       ranking = null;
       place.append(el("p", {}, me.tasks ? "Nothing is left to label. Thank you!"

@@ -1,0 +1,155 @@
+"""Who runs the labelling: labelers who come and go while the server runs, progress, agreement, and decisions where labelers disagree."""
+
+import itertools
+import re
+import secrets
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from rlhf.data.agreement import AgreementCounter
+from rlhf.data.records import Ranking, Text
+from rlhf.errors import UserError
+from rlhf.runs.folders import NAME
+from rlhf.serving.labelling import Labelling, RankingRequest
+from rlhf.serving.openai_api import Strict
+from rlhf.serving.security import RefusedError
+from rlhf.system.files import read_json, write_json, write_text
+
+LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
+DECIDES = "manager"  # the labeler of the decisions
+
+
+class LabelerRequest(Strict):
+    name: Annotated[str, Field(max_length=100)]
+    do: Literal["add", "revoke", "pause", "resume"]
+
+
+class InstructionsRequest(Strict):
+    text: Annotated[Text, Field(min_length=1, max_length=100_000)]
+
+
+class Staff:
+    """The labelers of one server, who is paused, and their instructions; every change is on the disk before it is acknowledged.
+
+    labelers.txt and manager.txt contain links with secrets: only their owner may read them. labelers.json: what the page changed.
+    """
+
+    def __init__(self, folder: Path, names: list[str], address: str, instructions: Path, text: str):
+        if DECIDES in names:
+            raise UserError(
+                f"serve.labelers: {DECIDES!r} is the name under which disagreements are decided: choose another"
+            )
+        self.folder, self.address, self.path, self.text = folder, address, instructions, text
+        self.changes: dict[str, Any] = read_json(folder / "labelers.json")  # by name: add, pause or revoke
+        known = [name for name in dict.fromkeys([*names, *self.changes]) if self.changes.get(name) != "revoke"]
+        self.secrets = labeler_secrets(folder / "labelers.txt", known, address)
+        self.manager = labeler_secrets(folder / "manager.txt", [DECIDES], address)[DECIDES]
+
+    def change(self, name: str, do: str) -> str | None:
+        """Add, revoke, pause or resume a labeler; returns the link of a new one. Raises: RefusedError, UserError."""
+        if (do == "add") == (name in self.secrets) or name == DECIDES:
+            raise RefusedError(409, f"{name!r} is {'no' if name not in self.secrets else 'a'} labeler", "name")
+        new = labeler_secrets(
+            self.folder / "labelers.txt", [name] * (do == "add"), self.address, name if do == "revoke" else None
+        )
+        write_json(self.folder / "labelers.json", self.changes | {name: do})
+        self.changes[name] = do
+        self.secrets |= new
+        if do == "revoke":
+            del self.secrets[name]
+        return f"{self.address}#{new[name]}" if new else None
+
+    def paused(self, name: str) -> bool:
+        return self.changes.get(name) == "pause"
+
+    def instruct(self, text: str) -> None:
+        write_text(self.path, text)
+        self.text = text
+
+
+def labeler_secrets(path: Path, names: list[str], address: str, without: str | None = None) -> dict[str, str]:
+    """Each labeler's secret: those of an earlier call, and new ones; `without` loses the present one.
+
+    Raises: UserError for an invalid name, or a file that `rlhf serve` did not write.
+    """
+    if bad := [name for name in names if not NAME.fullmatch(name)]:
+        raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
+    by_name: dict[str, str] = {}
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file: move it away")
+    if path.is_file():
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
+            if (link := LINK.fullmatch(line)) is None:
+                raise UserError(f"{path}: line {number} is no link of `rlhf serve`: move this file away, or correct it")
+            by_name[link[1]] = link[2]
+    by_name |= {name: secrets.token_urlsafe(24) for name in names if name not in by_name}
+    links = (f"{name} {address}#{secret}\n" for name, secret in by_name.items() if name != without)
+    write_text(path, "".join(links), mode=0o600)
+    return {name: by_name[name] for name in names}
+
+
+def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
+    """The routes of the manager's page; the guard lets nobody else reach them."""
+    router = APIRouter(prefix="/api/manage")
+
+    @router.get("")
+    def overview() -> dict[str, Any]:
+        with labelling.lock:
+            said = {name: dict(by_labeler) for name, by_labeler in labelling.ranked.items()}
+        counter, by_name = AgreementCounter(), dict[str, list[Ranking]]()
+        for by_labeler in said.values():
+            for name, record in by_labeler.items():
+                by_name.setdefault(name, []).append(record)
+                if name != DECIDES:
+                    counter.add(record)
+        agreed = counter.report()["by_labeler"] if counter.rankings else {}
+        people = [
+            {"name": name, "paused": staff.paused(name), "known": name in staff.secrets, "done": len(records),
+             "seconds": median([r.seconds or 0 for r in records]) if records else None,
+             "last": max((r.created or "" for r in records), default=""), "agreement": agreed.get(name, {}).get("agreement")}
+            for name, records in [(name, by_name.get(name, [])) for name in sorted({*staff.secrets, *by_name} - {DECIDES})]
+        ]  # fmt: skip
+        tasks = [{"name": name, "labels": len(by - {DECIDES}), "decided": DECIDES in by, **clashes(said[name])}
+                 for name, by in ((name, said[name].keys()) for name in said) if by]  # fmt: skip
+        wanted = labelling.per_prompt * len(said)
+        done = sum(min(labelling.per_prompt, task["labels"]) for task in tasks)
+        return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": staff.text}
+
+    @router.get("/task")
+    def one_task(name: str) -> dict[str, Any]:
+        if (task := labelling.tasks.get(name)) is None:
+            raise RefusedError(404, "no such task", "name")
+        labels = [
+            {"labeler": who, "note": r.metadata.get("note", ""), **r.model_dump(include={"id", "ranking", "ratings", "flags", "seconds"})}
+            for who, r in labelling.ranked[name].items()
+        ]  # fmt: skip
+        responses = [{"id": r.id, "text": r.text} for r in task.responses]
+        messages = [{"role": m.role, "content": m.content} for m in task.prompt]
+        return {"name": name, "messages": messages, "responses": responses, "labels": labels}
+
+    @router.post("/decide")
+    def decide(asked: RankingRequest) -> dict[str, Any]:
+        return {"saved": labelling.rank(DECIDES, asked, decides=True).id}
+
+    @router.post("/labeler")
+    def change_labeler(asked: LabelerRequest) -> dict[str, Any]:
+        return {"link": staff.change(asked.name, asked.do)}
+
+    @router.post("/instructions")
+    def change_instructions(asked: InstructionsRequest) -> dict[str, Any]:
+        staff.instruct(asked.text)
+        return {"saved": True}
+
+    return router
+
+
+def clashes(by_labeler: dict[str, Ranking]) -> dict[str, int]:
+    """The pairs of responses that two labelers of a task both put in order, and how many of them in opposite orders."""
+    ordered = [set(record.pair_list()) for name, record in by_labeler.items() if name != DECIDES]
+    two = list(itertools.combinations(ordered, 2))
+    clash = sum((j, i) in b for a, b in two for i, j in a)
+    return {"clashes": clash, "pairs": clash + sum(len(a & b) for a, b in two)}

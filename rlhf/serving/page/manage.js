@@ -1,0 +1,66 @@
+// The page of who runs the labelling: progress, labelers, where they disagree, and the instructions. Nothing needs a restart.
+
+import { el, field, get, post, say, submissionId, textOf, turnsOf, Watch } from "./dom.js";
+import { Ranking } from "./ranking.js";
+
+export function makeManage(panel, me) {
+  const bar = el("progress", { value: 0, max: 1, "aria-label": "Labels given" });
+  const about = el("p", { class: "name" });
+  const people = el("tbody"), tasks = el("tbody"), task = el("div");
+  const name = el("input", { type: "text" });
+  const link = el("p", { class: "text", role: "status" });
+  const text = el("textarea", { rows: 12 });
+  const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
+    el("thead", {}, el("tr", {}, ...names.map((one) => el("th", { scope: "col" }, one)))), body));
+  const act = (path, body, said, then) => async () => {
+    try {
+      const answer = await post(`/api/manage/${path}`, body());
+      say(said);
+      then?.(answer);
+      await load();
+    } catch (error) { say(error.message, true); }
+  };
+  const labeler = (label, who, does) => el("button", { class: "small",
+    onclick: act("labeler", () => ({ name: who, do: does }), `${who}: done.`), "aria-label": `${label} ${who}` }, label);
+  panel.append(bar, about, el("h2", {}, "Labelers"),
+    table("Agreement: pairs that others order in the same way", ["name", "labels", "median seconds", "agreement", "last label", ""], people),
+    el("div", { class: "row" }, field("Name", name), el("button", { onclick: act("labeler", () => ({ name: name.value.trim(), do: "add" }), "Added.",
+      (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }) }, "Add a labeler")), link,
+    el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["task", "labels", "disputed pairs", ""], tasks), task,
+    el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
+    el("button", { onclick: act("instructions", () => ({ text: text.value }), "The instructions are saved.") }, "Save the instructions"));
+  const watch = new Watch();
+
+  const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)}%`);
+  const row = (...cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)));
+
+  async function load() {
+    const found = await get("/api/manage");
+    [bar.max, bar.value] = [Math.max(1, found.wanted), found.done];
+    about.textContent = `${found.done} of ${found.wanted} labels`;
+    people.replaceChildren(...found.people.map((one) => row(one.name, String(one.done), one.seconds === null ? "–" : one.seconds.toFixed(0),
+      percent(one.agreement), one.last.slice(0, 16).replace("T", " "), one.known ? el("span", {}, one.paused ? labeler("Resume", one.name, "resume")
+        : labeler("Pause", one.name, "pause"), " ", labeler("Revoke", one.name, "revoke")) : "revoked")));
+    found.tasks.sort((a, b) => b.clashes - a.clashes);
+    tasks.replaceChildren(...found.tasks.map((one) => row(one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–",
+      el("button", { class: "small", onclick: () => open(one.name), "aria-label": `Open ${one.name}` }, one.decided ? "Decided" : "Open"))));
+    if (text.dataset.said !== found.instructions) text.value = text.dataset.said = found.instructions;
+  }
+
+  async function open(which) {
+    const { messages, responses, labels } = await get(`/api/manage/task?name=${encodeURIComponent(which)}`);
+    const number = new Map(responses.map((one, i) => [one.id, i + 1])), ranking = new Ranking(responses, me.flags), submission = submissionId();
+    const shown = (tiers) => tiers?.map((tier) => tier.map((id) => number.get(id)).join(" = ")).join(" > ") ?? "cannot judge";
+    const before = labels.find((one) => one.labeler === "manager");
+    if (before) ranking.load(before);
+    watch.restart();
+    const decide = act("decide", () => ({ ...ranking.verdict(which, submission, watch.seconds()), ...(before ? { replaces: before.id } : {}) }),
+      "The decision is saved.", () => task.replaceChildren());
+    task.replaceChildren(...turnsOf(messages), table("Rankings, best first", ["labeler", "ranking", "ratings", "flags", "note"],
+      el("tbody", {}, ...labels.map((one) => row(one.labeler, shown(one.ranking),
+        ...[one.ratings, one.flags].map((of) => Object.entries(of).map(([id, value]) => `${number.get(id)}: ${value}`).join("; ")), textOf(one.note))))),
+    ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, el("button", { class: "main", onclick: decide }, "Save the decision"))));
+    task.scrollIntoView();
+  }
+  return { show: () => load().catch((error) => say(error.message, true)) };
+}
