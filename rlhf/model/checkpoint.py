@@ -59,7 +59,7 @@ class Described(Ids):
 
 
 class Index(Schema):  # of weights in several files
-    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+\.(safetensors|bin)$")]]
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^([^/\\]+\.safetensors|pytorch_model[^/\\]*\.bin)$")]]
 
 
 @dataclass(slots=True)
