@@ -260,6 +260,18 @@ def test_lines_added_to_metrics_are_said(tmp_path):
         assert len(notes) == count
 
 
+def test_yaml_whose_aliases_grow_is_refused_before_hydra_copies_it(tmp_path, capsys):
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    for text in ("\n".join(rows), "a: &a [*a, *a]", "a: " + "[" * 5000):
+        (tmp_path / "mine.yaml").write_text(text)
+        for words in (["--config-dir", str(tmp_path)], [f"hydra.searchpath=['file://{tmp_path}']"]):
+            with pytest.raises(SystemExit) as ended:
+                main(["sft", *words, "run=x"])
+            [line] = capsys.readouterr().err.splitlines()
+            assert ended.value.code == 2 and "mine.yaml" in line, line
+
+
 def test_watch_ends_quietly_when_its_streams_are_closed(tmp_path):
     (tmp_path / "runs" / "x" / "sft").mkdir(parents=True)
     write_record(tmp_path / "runs" / "x" / "sft")

@@ -28,6 +28,7 @@ from rlhf.config.removed import replacement
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
+from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
 # Hydra's flags that are followed by a value, and those that are not.
@@ -38,6 +39,10 @@ FLAGS = (*FLAGS_WITH_VALUE, "-m", "--multirun", "-r", "--run", "--resolve", "--h
 SEVERAL_RUNS = ("report", "serve")  # commands that take run=a,b,c, which Hydra would read as a sweep
 SHORT = {"serve": ("labelers", "labels_per_prompt")}  # settings that may be written without their group
 TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
+
+
+MOST_VALUES = 100_000  # of a YAML file
+FOLDER = re.compile(r"file://([^'\"\],]+)")  # in hydra.searchpath
 
 
 class Words(NamedTuple):
@@ -51,6 +56,31 @@ class Words(NamedTuple):
     @property
     def sweeps(self) -> bool:
         return "-m" in self.flags or "--multirun" in self.flags
+
+
+def check_yaml(folder: Path) -> None:
+    """Raises: UserError for a YAML file whose aliases repeat more than MOST_VALUES values, which Hydra would copy one by one."""
+    import yaml
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_VALUES  # of one that contains itself
+            inner = node.value if isinstance(node, yaml.CollectionNode) else []
+            sizes[id(node)] = 1 + sum(
+                map(size, itertools.chain(*inner) if isinstance(node, yaml.MappingNode) else inner)
+            )
+        return sizes[id(node)]
+
+    for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
+        check_regular(path)
+        sizes: dict[int, int] = {}
+        try:
+            if size(yaml.compose(path.read_bytes())) > MOST_VALUES:
+                raise UserError(
+                    f"{path}: its aliases repeat more than {MOST_VALUES:,} values: write out what is needed"
+                )
+        except RecursionError:
+            raise UserError(f"{path}: nested too deeply: write it flat") from None
 
 
 def read_words(arguments: list[str], command: str) -> Words:
@@ -92,6 +122,9 @@ def read_words(arguments: list[str], command: str) -> Words:
         if flag in ("-cn", "--config-name"):
             config = value.removesuffix(".yaml")
     overrides += [f"run='{','.join(runs)}'"] if runs else []
+    searched = [path for text in overrides if text.startswith("hydra.searchpath=") for path in FOLDER.findall(text)]
+    for path in (*searched, *([] if folder is None else [folder])):
+        check_yaml(Path(path))
     return Words(flags, overrides, config, folder)
 
 
