@@ -219,7 +219,6 @@ def make_attention_mask(
     x: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    seq_idx: Tensor | None,
     cache: Cache | None,
     past: int,
     varlen: bool = False,
@@ -236,7 +235,7 @@ def make_attention_mask(
     can_look = not torch.compiler.is_compiling()  # reading a tensor's value would break the graph
     if attention_mask is not None and can_look and _is_harmless(attention_mask, fresh):
         attention_mask = None
-    segments = _segments(position_ids, seq_idx, can_look) if fresh and length > 1 else None
+    segments = _segments(position_ids, can_look) if fresh and length > 1 else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
     if segments is not None and attention_mask is None and varlen and can_look and has_varlen(x):
@@ -298,10 +297,8 @@ def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
     return bool(attention_mask.all())
 
 
-def _segments(position_ids: Tensor | None, seq_idx: Tensor | None, can_look: bool) -> Tensor | None:
+def _segments(position_ids: Tensor | None, can_look: bool) -> Tensor | None:
     """Number of the example (B or 1, T) that each token belongs to; None if every row has one example."""
-    if seq_idx is not None:
-        return None if can_look and bool((seq_idx == seq_idx[:, :1]).all()) else seq_idx
     if position_ids is None:
         return None
     starts = position_ids[:, 1:] < position_ids[:, :-1]

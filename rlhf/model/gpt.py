@@ -121,7 +121,6 @@ class GPTModel(GPTPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        seq_idx: Tensor | None = None,
         kept: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
@@ -131,10 +130,9 @@ class GPTModel(GPTPreTrainedModel):
         the last block then computes only keys and values.
 
         attention_mask (B, past + T), 1 = real token, padding on either side; without position_ids, positions
-        count the real tokens. Where position_ids restart within a row (0, or lower than before), or seq_idx
-        (B, T) changes, a new example begins, which does not see the earlier ones. Without mask and restarts,
-        attention runs the causal kernel and no mask exists: right padding needs none, since no real token
-        comes after it.
+        count the real tokens. Where position_ids restart within a row (0, or lower than before), a new example
+        begins, which does not see the earlier ones. Without mask and restarts, attention runs the causal kernel
+        and no mask exists: right padding needs none, since no real token comes after it.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("GPTModel.forward: give exactly one of input_ids and inputs_embeds")
@@ -146,7 +144,7 @@ class GPTModel(GPTPreTrainedModel):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         drops = self.training and self.config.dropout > 0
         varlen = self.config.head_dim % 8 == 0 and not drops  # that kernel has no dropout
-        mask = make_attention_mask(x, attention_mask, position_ids, seq_idx, past_key_values, past, varlen)
+        mask = make_attention_mask(x, attention_mask, position_ids, past_key_values, past, varlen)
         window = self.config.window
         banded = None if window is None else as_bias(narrow(mask, window, x.shape[1], past, x.device), x)
         mask = as_bias(mask, x)

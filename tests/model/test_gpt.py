@@ -140,13 +140,9 @@ def test_initialisation():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("by", ["position_ids", "seq_idx"])
-def test_packed_examples_do_not_see_each_other(kind, by):
+def test_packed_examples_do_not_see_each_other(kind):
     model, tokens = make(kind), random_tokens(2, 14)
-    positions = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
-    extra = {"position_ids": positions}
-    if by == "seq_idx":  # the boundary known from seq_idx alone: positions run on
-        extra = {"seq_idx": (torch.arange(14) >= 6).int().expand(2, -1)}
+    extra = {"position_ids": torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)}
     changed = tokens.clone()
     changed[:, :6] = (tokens[:, :6] + 1) % VOCAB
     before, after = (model(t, **extra).logits for t in (tokens, changed))
@@ -214,7 +210,6 @@ def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, m
     assert all(mask.starts.tolist() == [0, 5, 12, 24] for mask in masks) and masks
     masks.clear()
     model(tokens, position_ids=positions[1:])  # one document per row
-    model(tokens, seq_idx=torch.tensor([[3] * 12, [4] * 12]))
     assert masks and all(mask is None or kind == "banded" for mask in masks)
 
 
