@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf.model.batching import WORTH, by_length
 from rlhf.ops.fast import return_freed_memory
 from rlhf.runs.metric_table import Sums
+from rlhf.runs.progress import format_figure
 from rlhf.system.memory import used_bytes
 from rlhf.training.engine import Engine
 from rlhf.training.loop import TrainingLoop
@@ -176,7 +177,9 @@ def say_time(loop: TrainingLoop, batches: Batches[T], objective: Objective[T]) -
     return_freed_memory()
     tokens = objective.padded(part)
     per_step = sum(map(objective.padded, itertools.chain(*parts))) / len(parts)
-    loop.say_time(seconds * per_step / tokens, f"{seconds:.2g} s of a forward and backward of {tokens:,} tokens")
+    loop.say_time(
+        seconds * per_step / tokens, f"{format_figure(seconds)} s of a forward and backward of {tokens:,} tokens"
+    )
 
 
 def train(
