@@ -119,6 +119,18 @@ def test_a_bug_keeps_its_traceback(monkeypatch, capsys):
     assert describe(ValueError("shapes")) is None
 
 
+def test_an_error_after_a_signal_is_the_interruption():
+    """A library that imports lazily turns KeyboardInterrupt into its own error."""
+    code = (
+        "import os, signal, time; from rlhf.system.exits import ending, interrupt_on_signals; interrupt_on_signals()\n"
+        "with ending():\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n"
+        "    except BaseException: raise ModuleNotFoundError('Could not import')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\nrlhf: interrupted\n")
+
+
 def test_a_refusal_keeps_its_traceback_when_asked(monkeypatch, capsys):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(PermissionError):

@@ -46,14 +46,12 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
     except UserError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        if is_first():
-            with contextlib.suppress(OSError):
-                say("", sys.stderr)
-                say(f"rlhf: {interrupted}", sys.stderr)
-        end(INTERRUPTED)
+        end_interrupted(interrupted)
     except BrokenPipeError:
         end(NO_READER)
     except Exception as error:
+        if _signalled_at is not None:  # libraries that import lazily turn KeyboardInterrupt into an error of theirs
+            end_interrupted(interrupted)
         if lost_another(error):
             time.sleep(REPORT_SECONDS)  # so that the launcher can name it and stop this process
             fail("another process of this launch has ended: see its own message or the launcher's")
@@ -62,6 +60,14 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
             fail(message)
         let_first_rank_report()
         raise
+
+
+def end_interrupted(message: str) -> NoReturn:
+    if is_first():
+        with contextlib.suppress(OSError):
+            say("", sys.stderr)
+            say(f"rlhf: {message}", sys.stderr)
+    end(INTERRUPTED)
 
 
 def describe(error: Exception) -> str | None:
