@@ -35,9 +35,8 @@ def run(config: Config) -> None:
     """
     settings = config.sample
     stages = listed(settings.stages)
-    if stages and (
-        len(stages) < 2 or (settings.stage, settings.responses) != (SampleConfig().stage, SampleConfig().responses)
-    ):
+    one = SampleConfig(stage=settings.stage, responses=settings.responses)
+    if stages and (len(stages) < 2 or one != SampleConfig()):
         raise UserError(
             f"sample.stages={','.join(stages)}: want two or more, without sample.stage and sample.responses: each gives one response"
         )
@@ -68,13 +67,8 @@ def run(config: Config) -> None:
             most = max(len(task.responses) for task in tasks)
             step = next_step(out, settings.tool, settings.interface, most)
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
-            counts = {
-                "prompts": len(prompts),
-                "items": len(tasks),
-                "tasks": count,
-                "alike": alike,
-                "too_long": too_long,
-            }
+            counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count}
+            counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
             record = {
                 "policy": ", ".join(policy_id for policy_id, _ in policies),
                 "seed": config.seed,
@@ -82,7 +76,7 @@ def run(config: Config) -> None:
                 **{name: getattr(settings, name) for name in ("temperature", "split", "tool")},
                 "responses": len(policies) if stages else settings.responses,
                 "interface": settings.interface if settings.tool != "native" else None,
-                "counts": counts | {"already_labelled": labelled},
+                "counts": counts,
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
             write_json(temporary / RECORD, record)
@@ -129,7 +123,9 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     """
     records = read_prompts(config)
     if config.sample.turn == "random":
-        records = [cut_at_random(record, config.seed) for record in records]
+        for record in records:  # cut after a turn of the user that (seed, id) draws
+            ends = [i for i, message in enumerate(record.prompt, 1) if message.role == "user"]
+            record.prompt = record.prompt[: random.Random(f"turn-{config.seed}-{record.id}").choice(ends)]
     split = config.sample.split
     candidates = in_split(config, records, split)
     if not candidates:
@@ -149,13 +145,6 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
             f"sample.split={split}: all {len(candidates)} prompts of it are labelled already: give new ones with data.prompts=…"
         )
     return fresh[: config.sample.prompts], len(candidates) - len(fresh)
-
-
-def cut_at_random(record: PromptRecord, seed: int) -> PromptRecord:
-    """A dialogue up to one of its user's turns, drawn by (seed, id)."""
-    ends = [i for i, message in enumerate(record.prompt, 1) if message.role == "user"]
-    end = random.Random(f"turn-{seed}-{record.id}").choice(ends)
-    return record.model_copy(update={"prompt": record.prompt[:end]})
 
 
 def find_policy(config: Config, name: str) -> tuple[str, Path]:
@@ -179,13 +168,14 @@ def draw_tasks(
     drawn = [draw(config, folder, prompts, count, () if alone else (name,)) for name, folder in policies]
     tasks: list[Ranking] = []
     seen: dict[str, int] = {}
-    whole = [i for i in range(len(prompts)) if all(i in answers for answers in drawn)]
-    for i in whole:
-        record = prompts[i]
+    whole = [record for record in prompts if all(id(record) in answers for answers in drawn)]
+    for record in whole:
         seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
         hashes = "+".join(policy_id.rsplit("@", 1)[-1] for policy_id, _ in policies)
         task_id = f"{record.id}@{hashes}" + (f"#{number}" if number > 1 else "")
-        given = [(one.text, one.ended, name) for (name, _), by in zip(policies, drawn, strict=True) for one in by[i]]
+        given = [
+            (one.text, one.ended, name) for (name, _), by in zip(policies, drawn, strict=True) for one in by[id(record)]
+        ]
         if alone:  # a labeler sees only the text
             distinct: dict[str, tuple[str, bool, str]] = {}
             for one in given:
@@ -208,21 +198,20 @@ def draw_tasks(
 def draw(
     config: Config, folder: Path, prompts: list[PromptRecord], count: int, key: tuple[str, ...]
 ) -> dict[int, list[Any]]:
-    """`count` answers of one policy to each prompt that fits its context, by the prompt's place. key: makes policies independent."""
+    """`count` answers of one policy to each prompt that fits its context, by its record's id(). key: makes policies independent."""
     from rlhf.engines.sampling import make_sampler
     from rlhf.evaluation.policies import draw_in_turn
     from rlhf.training.setup import load_frozen, set_up
 
     device = set_up(config)
     tokenizer, asked, how = fit_records(config, folder, prompts, config.sample.temperature)
-    places = {id(record): i for i, record in enumerate(prompts)}
     # A prompt that was cut is left out: a labeler would judge an answer to what the model had seen only in part.
-    whole = [(places[id(record)], ids, ("sample", record.id, *key)) for record, ids, cut in asked if not cut]
+    whole = [(record, ids) for record, ids, cut in asked if not cut]
+    keyed = [(ids, ("sample", record.id, *key)) for record, ids in whole]
     engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
     answers: dict[int, list[Any]] = {}
     with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
-        drawn = draw_in_turn(engine, tokenizer, [(ids, key) for _, ids, key in whole], count)
-        for (place, _, _), row in zip(whole, drawn, strict=True):
-            answers[place] = row
+        for (record, _), row in zip(whole, draw_in_turn(engine, tokenizer, keyed, count), strict=True):
+            answers[id(record)] = row
             bar.update()
     return answers

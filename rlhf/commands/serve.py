@@ -108,7 +108,7 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     staff = Staff(labels.parent, names, address, written, instructions) if names else None
     if staff is not None:
         say(
-            f"serve: the links of {len(staff.secrets)} labelers and of who runs the labelling: {labels.parent}/labelers.txt, manager.txt"
+            f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {labels.parent}/labelers.txt, manager.txt"
         )
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
     models = partial(served_models, config, folders, listed(settings.stages) or None)
@@ -116,14 +116,9 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed)
     limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
-    people = (
-        staff.secrets if staff else {},
-        loopback,
-        *limits,
-        settings.labelers_chat,
-        staff.manager if staff else None,
-    )
-    return thread, make_app(thread, Access(settings.token, *people), labelling, instructions, staff)
+    known, manager = (staff.secrets, staff.manager) if staff else ({}, None)
+    access = Access(settings.token, known, loopback, *limits, settings.labelers_chat, manager)
+    return thread, make_app(thread, access, labelling, instructions, staff)
 
 
 def read_instructions(path: Path) -> str:

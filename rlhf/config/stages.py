@@ -271,13 +271,8 @@ class EvaluateConfig:
     @property
     def turned_on(self) -> list[str]:
         """The evaluations besides the stage's own that are asked for; they run on one process."""
-        given = {
-            "pairs": self.pairs,
-            "instructions": self.instructions,
-            "benchmarks": self.benchmarks,
-            "shots": self.shots,
-        }
-        return [name for name, value in (given | {"overlap": self.overlap, "judge": self.judge}).items() if value]
+        names = ("pairs", "labels", "instructions", "benchmarks", "shots", "overlap", "judge")
+        return [name for name in names if getattr(self, name)]
 
 
 @dataclass(slots=True)

@@ -59,31 +59,29 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
 
 def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Figures:
     """agreement, win_rates of each pair of policies, and per policy the mean rating and the share of responses with each flag."""
-    ratings: dict[str, dict[str, list[float]]] = {}
-    flags: dict[str, dict[str, dict[str, list[float]]]] = {}
     kinds = sorted({flag for record in rankings for given in record.flags.values() for flag in given})
-    for record in rankings:
-        key = prompt_key(record.prompt)
-        for response in record.responses:
-            if (name := names.get(response.policy or "")) is None:
-                continue
-            if response.id in record.ratings:
-                ratings.setdefault(name, {}).setdefault(key, []).append(record.ratings[response.id])
-            for flag in kinds:
-                given = float(flag in record.flags.get(response.id, ()))
-                flags.setdefault(name, {}).setdefault(flag.replace(" ", "_"), {}).setdefault(key, []).append(given)
+    found: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in sorted(names.values())}
+    for record, response in [(one, response) for one in rankings for response in one.responses]:
+        if response.policy in names:
+            values = {"rating": record.ratings[response.id]} if response.id in record.ratings else {}
+            values |= {flag.replace(" ", "_"): float(flag in record.flags.get(response.id, ())) for flag in kinds}
+            for what, value in values.items():
+                by_prompt = found[names[response.policy]].setdefault(what, {})
+                by_prompt.setdefault(prompt_key(record.prompt), []).append(value)
     return {
         "labelers": len({record.labeler for record in rankings}),
         "judgements": len(rankings),
         "agreement": pairwise_agreement(rankings),
         "win_rates": [
-            {"pair": list(pair), "win_rate": within(list(by_prompt.values()), 0, 1)}
+            {"pair": list(pair), "win_rate": within(by_prompt.values(), 0, 1)}
             for pair, by_prompt in mean_points(verdicts(rankings, names)).items()
         ],
         "policies": {
-            name: ({"rating": within(map(fmean, ratings[name].values()), 1, 7)} if name in ratings else {})
-            | {flag: within(map(fmean, of.values()), 0, 1) for flag, of in flags.get(name, {}).items()}
-            for name in sorted(set(names.values()))
+            name: {
+                what: within(map(fmean, of.values()), *(1, 7) if what == "rating" else (0, 1))
+                for what, of in row.items()
+            }
+            for name, row in found.items()
         },
     }
 
@@ -104,11 +102,10 @@ def policy_names(records: Iterable[Ranking]) -> dict[str, str]:
 def verdicts(rankings: Iterable[Ranking], names: Mapping[str, str]) -> Iterator[Verdict]:
     """The verdicts of people on each two responses that they both ranked."""
     for record in rankings:
-        ordered, ranks = set(record.pair_list()), record.ranks() if record.ranking is not None else None
+        ordered, ranks = record.pair_list(), record.ranks() if record.pairs is None else []
         told = {pair: 1.0 for pair in ordered} | {(j, i): 0.0 for i, j in ordered}
-        if ranks is not None:
-            tied = itertools.permutations(range(len(ranks)), 2)
-            told |= {(i, j): 0.5 for i, j in tied if ranks[i] == ranks[j] >= 0}
+        places = itertools.permutations(range(len(ranks)), 2)
+        told |= {(i, j): 0.5 for i, j in places if ranks[i] == ranks[j] >= 0}
         yield from compared(record, names, told)
 
 
@@ -127,10 +124,8 @@ def scored(
     folder = reward_model_folder(reward_folder(config, config.evaluate.labels_model, "evaluate.labels_model"))
     model = hold_frozen(config, load_reward_model(folder, device), device)
     encode = item_encoder(config, model, model.tokenizer if model.reads_text else load_tokenizer(folder))
-    items = []
-    for record in {
-        repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records
-    }.values():
+    items, tasks = [], {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
+    for record in tasks.values():
         answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
         if (encoded := encode(record.prompt, answers)) is not None:
             items.append(Item(record.id, *encoded, record))

@@ -31,11 +31,10 @@ MOST_COMPARISONS = 1000  # comparisons kept until they are judged
 STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
 
 
-FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, table 3), and what they mean
+FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, table 3): faults, and last a merit
     "fails_instruction": "it does not do what was asked, or answers something else",
     "inappropriate": "a company's assistant should not say this to a customer",
     "hallucination": "it states what is neither known nor in the text that it was given",
-    "satisfies_constraint": "it keeps every limit that the request sets, such as a length",
     "sexual": "sexual content",
     "violent": "it describes violence",
     "encourages_violence": "it encourages violence, terror, abuse or self-harm",
@@ -43,6 +42,7 @@ FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, t
     "harmful_advice": "who follows it can come to harm",
     "opinion": "it gives an opinion of its own",
     "moral_judgement": "it tells the user what is right or wrong",
+    "satisfies_constraint": "it keeps every limit that the request sets, such as a length",
 }
 
 Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
@@ -129,9 +129,7 @@ class LabelFile:
         size = os.fstat(self.file).st_size
         try:
             if not self.path.is_file() or not os.path.samestat(self.path.stat(), os.fstat(self.file)):
-                raise RefusedError(
-                    507, f"{self.path} was moved or removed while serving: put it back, or start the server again"
-                )
+                raise RefusedError(507, f"{self.path} was moved or removed while serving: put it back")
             left = memoryview(line)
             while left:
                 left = left[os.write(self.file, left) :]

@@ -7,29 +7,19 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
-from pydantic import Field
+from fastapi import APIRouter, Body
 
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import Ranking, Text
 from rlhf.errors import UserError
 from rlhf.runs.folders import NAME
 from rlhf.serving.labelling import Labelling, RankingRequest
-from rlhf.serving.openai_api import Strict
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import read_json, write_json, write_text
 
 LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
 DECIDES = "manager"  # the labeler of the decisions
-
-
-class LabelerRequest(Strict):
-    name: Annotated[str, Field(max_length=100)]
-    do: Literal["add", "revoke", "pause", "resume"]
-
-
-class InstructionsRequest(Strict):
-    text: Annotated[Text, Field(min_length=1, max_length=100_000)]
+Change = Literal["add", "revoke", "pause", "resume"]
 
 
 class Staff:
@@ -65,10 +55,6 @@ class Staff:
 
     def paused(self, name: str) -> bool:
         return self.changes.get(name) == "pause"
-
-    def instruct(self, text: str) -> None:
-        write_text(self.path, text)
-        self.text = text
 
 
 def labeler_secrets(path: Path, names: list[str], address: str, without: str | None = None) -> dict[str, str]:
@@ -107,14 +93,22 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
                 if name != DECIDES:
                     counter.add(record)
         agreed = counter.report()["by_labeler"] if counter.rankings else {}
-        people = [
-            {"name": name, "paused": staff.paused(name), "known": name in staff.secrets, "done": len(records),
-             "seconds": median([r.seconds or 0 for r in records]) if records else None,
-             "last": max((r.created or "" for r in records), default=""), "agreement": agreed.get(name, {}).get("agreement")}
-            for name, records in [(name, by_name.get(name, [])) for name in sorted({*staff.secrets, *by_name} - {DECIDES})]
+        people = []
+        for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
+            records, known = by_name.get(name, []), {"known": name in staff.secrets, "paused": staff.paused(name)}
+            last = max((r.created or "" for r in records), default="")
+            seconds = median([r.seconds or 0 for r in records]) if records else None
+            about = {
+                "done": len(records),
+                "seconds": seconds,
+                "last": last,
+                "agreement": agreed.get(name, {}).get("agreement"),
+            }
+            people.append({"name": name, **known, **about})
+        tasks = [
+            {"name": name, "labels": len(by.keys() - {DECIDES}), "decided": DECIDES in by, **clashes(by)}
+            for name, by in said.items() if by
         ]  # fmt: skip
-        tasks = [{"name": name, "labels": len(by - {DECIDES}), "decided": DECIDES in by, **clashes(said[name])}
-                 for name, by in ((name, said[name].keys()) for name in said) if by]  # fmt: skip
         wanted = labelling.per_prompt * len(said)
         done = sum(min(labelling.per_prompt, task["labels"]) for task in tasks)
         return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": staff.text}
@@ -136,12 +130,15 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
         return {"saved": labelling.rank(DECIDES, asked, decides=True).id}
 
     @router.post("/labeler")
-    def change_labeler(asked: LabelerRequest) -> dict[str, Any]:
-        return {"link": staff.change(asked.name, asked.do)}
+    def change_labeler(name: Annotated[str, Body(max_length=100)], do: Annotated[Change, Body()]) -> dict[str, Any]:
+        return {"link": staff.change(name, do)}
 
     @router.post("/instructions")
-    def change_instructions(asked: InstructionsRequest) -> dict[str, Any]:
-        staff.instruct(asked.text)
+    def change_instructions(
+        text: Annotated[Text, Body(embed=True, min_length=1, max_length=100_000)],
+    ) -> dict[str, Any]:
+        write_text(staff.path, text)
+        staff.text = text
         return {"saved": True}
 
     return router

@@ -31,9 +31,7 @@ LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")  # Host
 HEAD_SECONDS = 15.0  # seconds in which a connection must bring a request
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients in one minute
-# Routes on which labelers talk to models, and those that would show them what the models or others think of the responses.
-CHAT = ("/v1/", "/api/compare", "/api/shading", "/api/next")
-SCORES = ("/v1/score",)
+CHAT = ("/v1/", "/api/compare", "/api/shading", "/api/next")  # labelers may not use all; scores they never see
 OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = [
@@ -192,7 +190,7 @@ class Guard:
             and not path.startswith("/page/")
         ):
             raise RefusedError(403, "the manager's link opens the manager's page, and no other does")
-        if who and path.startswith(SCORES if access.labelers_chat else (*CHAT, *SCORES)):
+        if who and path.startswith("/v1/score" if access.labelers_chat else CHAT):
             raise RefusedError(403, "labelers may not do this")
         scope.setdefault("state", {})["who"] = who
         if scope["method"] not in ("GET", "HEAD"):

@@ -201,6 +201,7 @@ def test_texts_show_code_and_bold_words_and_run_nothing(visit, site):
     text = "Use **this** `x < y`:\n```py\nif x:\n  <b>y</b>\n```\n<img src=x onerror=alert(1)> 2 ** 3 ** 4"
     site[1].tasks["t0"].responses[0].text = text
     page = visit("anna")
+    task_of(page)
     card = page.locator("#rank .card[data-id=a] .text")
     assert card.locator("strong").all_inner_texts() == ["this"] and card.locator("code").all_inner_texts() == ["x < y"]
     assert card.locator("pre").inner_text().strip() == "if x:\n  <b>y</b>" and card.locator("b, img").count() == 0
@@ -213,8 +214,11 @@ def test_nothing_is_lost_silently(visit, site, width, scheme):
     first = task_of(page)
     page.keyboard.press("2")
     page.keyboard.press("1")
-    page.keyboard.press("r")
-    page.keyboard.press("6")
+    for key in "r6fcfk":  # after a click on a checkbox too
+        page.keyboard.press(key)
+    page.locator("#rank .flags label", has_text="hallucination").nth(0).click()
+    page.keyboard.press("f")
+    page.keyboard.press("a")
     page.get_by_label("Note").fill("half done")
     page.reload()  # the draft survives
     assert task_of(page) == first and page.locator(RANKED).all_inner_texts() == ["2", "1"]
@@ -228,6 +232,7 @@ def test_nothing_is_lost_silently(visit, site, width, scheme):
     save(page)
     second, [row] = task_of(page), rows(site[1])
     assert [len(tie) for tie in row["ranking"]] == [1, 1] and list(row["ratings"].values()) == [6]
+    assert list(row["flags"].values()) == [["satisfies_constraint", "fails_instruction"]]
     assert row["metadata"]["note"] == "half done"
     page.keyboard.press("3")
     page.get_by_role("button", name="Undo the last").click()  # can be cancelled, and the draft is there again

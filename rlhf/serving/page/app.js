@@ -1,6 +1,6 @@
 // The page's start: the session of a labeler's link, and the tabs.
 
-import { el, get, post, say, whose } from "./dom.js";
+import { el, get, post, say } from "./dom.js";
 import { makeChat } from "./chat.js";
 import { makeCompare } from "./compare.js";
 import { makeDemonstrate } from "./demonstrate.js";
@@ -17,7 +17,7 @@ async function openSession() {
   const secret = location.hash.slice(1);
   if (!secret) return;
   history.replaceState(null, "", location.pathname); // the secret stays in no address bar
-  whose.tab = (await post("/api/session", { token: secret })).labeler;
+  sessionStorage.setItem("tab", (await post("/api/session", { token: secret })).labeler);
 }
 
 function select(name) {
@@ -28,11 +28,6 @@ function select(name) {
     document.getElementById(one).hidden = one !== name;
   }
   panels[name]?.show?.();
-}
-
-function compare(messages, models) {
-  select("compare");
-  panels.compare.start(messages, models);
 }
 
 function onTabKey(event) {
@@ -48,7 +43,7 @@ async function start() {
   try {
     await openSession();
     const me = await get("/api/me");
-    whose.tab = me.tab;
+    sessionStorage.setItem("tab", me.tab); // sent with every request: another link that is opened in this browser must not change it
     document.getElementById("who").textContent = me.labeler ?? "";
     NAMES = me.tabs;
     for (const name of NAMES) {
@@ -56,7 +51,7 @@ async function start() {
       const panel = el("section", { id: name, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
       document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name) }, title));
       document.querySelector("main").append(panel);
-      panels[name] = make(panel, me, compare);
+      panels[name] = make(panel, me, (...of) => { select("compare"); panels.compare.start(...of); });
     }
     document.getElementById("tabs").addEventListener("keydown", onTabKey);
     select(NAMES.includes("rank") && me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);

@@ -37,18 +37,13 @@ export function submissionId() {
   return Array.from(numbers, (n) => n.toString(16).padStart(8, "0")).join("-");
 }
 
-// Whose tab this is, sent with every request: another link that is opened in this browser must not change it.
-export const whose = {
-  get tab() { return sessionStorage.getItem("tab"); },
-  set tab(name) { sessionStorage.setItem("tab", name); },
-};
-
 export async function ask(path, body, signal) {
+  const tab = sessionStorage.getItem("tab"); // whose it is
   let answer;
   try {
     answer = await fetch(path, {
       method: body === undefined ? "GET" : "POST",
-      headers: { ...(body === undefined ? {} : { "content-type": "application/json" }), ...(whose.tab === null ? {} : { "x-tab": whose.tab }) },
+      headers: { ...(body === undefined ? {} : { "content-type": "application/json" }), ...(tab === null ? {} : { "x-tab": tab }) },
       body: body === undefined ? undefined : JSON.stringify(body),
       signal,
     });
@@ -65,13 +60,8 @@ export async function ask(path, body, signal) {
   return answer;
 }
 
-export async function get(path) {
-  return (await ask(path)).json();
-}
-
-export async function post(path, body) {
-  return (await ask(path, body)).json();
-}
+export const get = async (path) => (await ask(path)).json();
+export const post = async (path, body) => (await ask(path, body)).json();
 
 // A text with its blocks of code (```), code in a line (`), and bold words (**) shown as such; all else is as written.
 export function textOf(text) {
@@ -93,12 +83,8 @@ export class Watch {
     this.restart();
     setInterval(() => { this.tenths += document.hidden ? 0 : 1; }, 100);
   }
-  restart() {
-    this.tenths = 0;
-  }
-  seconds() {
-    return this.tenths / 10;
-  }
+  restart() { this.tenths = 0; }
+  seconds() { return this.tenths / 10; }
 }
 
 // The events of a stream, parsed.

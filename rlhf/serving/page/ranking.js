@@ -3,8 +3,6 @@
 
 import { el, textOf } from "./dom.js";
 
-const MERITS = ["satisfies_constraint"]; // the other flags are faults
-
 // Words of a text field are no commands; a radio button or a checkbox that was clicked takes no letters.
 export function isTyping(event) {
   return event.ctrlKey || event.metaKey || event.altKey || event.target.closest("textarea, select, input:not([type=radio], [type=checkbox])");
@@ -18,7 +16,7 @@ export function button(label, onclick, more = {}) {
 export class Ranking {
   constructor(responses, flags) {
     this.responses = responses;
-    this.flags = flags; // [name, what it means]
+    this.flags = flags; // [name, what it means] of faults, and last of a merit
     this.strip = el("ol", { class: "strip", "aria-label": "Ranking, best first" });
     this.list = el("ol", { class: "cards", "aria-label": "Responses" });
     this.current = responses[0].id; // what the keys for ratings and flags are about
@@ -53,19 +51,14 @@ export class Ranking {
     this.draw(id);
   }
 
-  clear(id) {
-    this.remove(id);
-    this.draw(id);
-  }
+  clear(id) { this.remove(id); this.draw(id); }
 
   show(id) {
     this.draw(id);
     this.cardOf(id).scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
-  cardOf(id) {
-    return this.list.querySelector(`[data-id="${CSS.escape(id)}"]`);
-  }
+  cardOf(id) { return this.list.querySelector(`[data-id="${CSS.escape(id)}"]`); }
 
   // A digit places that response next; with Shift it ties with the one before; Backspace takes the last place back.
   // r and a digit rate the current response, f and a letter flag it; j and k go to the next and the one before.
@@ -89,13 +82,10 @@ export class Ranking {
     return true;
   }
 
-  get placed() {
-    return this.tiers.flat().length;
-  }
-
-  changed() {
-    this.list.dispatchEvent(new CustomEvent("changed", { bubbles: true }));
-  }
+  get placed() { return this.tiers.flat().length; }
+  get state() { return { ranking: this.tiers, ratings: this.ratings, flags: this.flagged }; }
+  verdict(name, submission, seconds) { return { name, submission, ...this.state, seconds }; }
+  changed() { this.list.dispatchEvent(new CustomEvent("changed")); }
 
   draw(current) {
     this.current = current ?? this.current;
@@ -135,8 +125,7 @@ export class Ranking {
   rating(id, name) {
     const choices = [1, 2, 3, 4, 5, 6, 7].map((value) => {
       const input = el("input", { type: "radio", name: `rating-${id}`, value, checked: this.ratings[id] === value,
-        onchange: () => { this.ratings[id] = value; this.changed(); } });
-      input.setAttribute("aria-label", `${name}: quality ${value} of 7`);
+        "aria-label": `${name}: quality ${value} of 7`, onchange: () => { this.ratings[id] = value; this.changed(); } });
       return el("label", {}, input, el("span", {}, String(value)));
     });
     return el("fieldset", { class: "rating" }, el("legend", {}, "Quality, 1 worst to 7 best"), ...choices);
@@ -144,19 +133,15 @@ export class Ranking {
 
   flagBox(id, name) {
     const chosen = new Set(this.flagged[id] ?? []);
-    const box = ([flag, meaning], i) => [MERITS.includes(flag), el("label", { title: meaning },
+    const boxes = this.flags.map(([flag, meaning], i) => el("label", {},
       el("input", { type: "checkbox", checked: chosen.has(flag), onchange: (event) => {
         if (event.target.checked) chosen.add(flag);
         else chosen.delete(flag);
         this.flagged[id] = [...chosen];
         this.changed();
-      } }), " ", el("kbd", {}, String.fromCharCode(97 + i)), ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning))];
-    const boxes = this.flags.map(box);
-    const summary = el("summary", {}, "Flags");
-    summary.setAttribute("aria-label", `${name}: flags`);
-    return el("details", { open: chosen.size > 0 }, summary, el("div", { class: "flags" },
-      el("strong", {}, "Faults"), ...boxes.filter(([merit]) => !merit).map(([, made]) => made),
-      el("strong", {}, "Merits"), ...boxes.filter(([merit]) => merit).map(([, made]) => made)));
+      } }), " ", el("kbd", {}, String.fromCharCode(97 + i)), ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning)));
+    return el("details", { open: chosen.size > 0 }, el("summary", { "aria-label": `${name}: flags` }, "Flags"),
+      el("div", { class: "flags" }, el("strong", {}, "Faults"), ...boxes.slice(0, -1), el("strong", {}, "Merit"), boxes.at(-1)));
   }
 
   // The other chips move past the dragged one: an element that is put into the document anew loses the pointer. Let go before the
@@ -192,13 +177,5 @@ export class Ranking {
       this.draw(id);
     };
     chip.onpointercancel = () => this.draw();
-  }
-
-  get state() {
-    return { ranking: this.tiers, ratings: this.ratings, flags: this.flagged };
-  }
-
-  verdict(name, submission, seconds) {
-    return { name, submission, ...this.state, seconds };
   }
 }
