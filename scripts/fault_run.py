@@ -23,7 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_AC
 os.environ |= {"HF_HUB_OFFLINE": "1", "RLHF_PROGRESS": "off"}
 
 SMALL = (
-    "experiment=gold", "gold.rounds=1", "tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=2", "model.width=64", "model.n_head=2",
+    "experiment=gold", "rounds=1", "tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=2", "model.width=64", "model.n_head=2",
     "tokenizer.vocab_size=768", "pretrain.tokens=60_000", "pretrain.eval_sequences=16", "gold.documents=4000",
     "gold.demonstrations=300", "gold.train_prompts=150", "gold.dev_prompts=20", "gold.test_prompts=30",
     "gold.comparison_prompts=80", "gold.comparison_test_prompts=30", "sft.epochs=1", "reward.epochs=2",

@@ -78,7 +78,7 @@ READERS = (
 def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path, capsys, command, name):
     for stage in STAGES:
         damage(tmp_path / "x" / stage / "stage.json", DAMAGE[name])
-    given = f"experiment=gold runs_dir={tmp_path} run=x gold.rounds=1 device=cpu tracking=off --shared-settings"
+    given = f"experiment=gold runs_dir={tmp_path} run=x rounds=1 device=cpu tracking=off --shared-settings"
     with pytest.raises(SystemExit) as ended:
         main([command, *given.split()])
     [line] = capsys.readouterr().err.splitlines()

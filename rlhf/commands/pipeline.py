@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rlhf.commands.launch import import_once, run_processes
 from rlhf.config import Config
@@ -25,6 +25,7 @@ from rlhf.runs.folders import (
     earlier_run,
     identity_of,
     is_complete,
+    is_needed,
     needs_parent,
     parents_of,
     read_record,
@@ -143,7 +144,8 @@ def check_before(config: Config) -> None:
         if data.demonstrations is not None:
             read_demonstrations(config)
         if data.comparisons is not None:
-            check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), read_comparisons(config))
+            first = replace(config, rounds=1)  # later rounds' comparisons are not there yet
+            check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), read_comparisons(first))
         if data.prompts is not None:
             read_prompts(config)
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
@@ -178,6 +180,8 @@ def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start 
                 "that build on it"
             )
         anew = reason is not None
+    if stage == "label":
+        ensure_tasks(config, overrides)
     (start or run_stage)(config, stage, [*overrides, *(["overwrite=true"] if anew else [])])
     return "redone" if anew else "resumed" if recorded is not None else "done"
 
@@ -189,7 +193,7 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
         return {}
     changed = (
         "run",
-        "gold.rounds",
+        "rounds",
         "gold.comparison_prompts",
         "ppo.episodes",
         "ppo.policy",
@@ -204,8 +208,26 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
         *(f"parents.{stage}='{parent}'" for stage, parent in parents.items() if parent is not None),
     ]
     done = ensure_rounds(earlier, overrides)
-    say(f"labelling round {earlier.gold.rounds} and its policy: {run_folder(earlier)}")
-    return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in ROUND_STAGES}
+    say(f"labelling round {earlier.rounds} and its policy: {run_folder(earlier)}")
+    stages = [stage for stage in ROUND_STAGES if is_needed(earlier, stage)]
+    return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in stages}
+
+
+def ensure_tasks(config: Config, overrides: list[str]) -> None:
+    """The tasks of a round of people's labels, in the run's folder `sample`: answers of the policy of the round before."""
+    earlier = earlier_run(config)
+    if earlier is None or config.gold.enabled or (out := run_folder(config) / "sample").exists():
+        return
+    settings = {
+        "run": config.run,
+        "rounds": str(earlier.rounds),  # whose comparisons say which prompts are labelled
+        "parents.label": earlier.run,
+        "parents.ppo": earlier.run,
+        "sample.stage": "ppo",
+        "sample.out": f"'{out}'",
+    }
+    others = [o for o in overrides if o.partition("=")[0] not in settings]
+    run_stage(config, "sample", [*others, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
@@ -222,7 +244,11 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 
 def processes_of(config: Config, stage: str) -> int:
     """How many processes run a stage: launcher.processes if it can, and does not also run evaluations that cannot."""
-    alone = not STAGES[stage].several_processes or (stage == "evaluate" and config.evaluate.turned_on)
+    alone = (
+        stage not in STAGES
+        or not STAGES[stage].several_processes
+        or (stage == "evaluate" and config.evaluate.turned_on)
+    )
     return 1 if alone else config.launcher.processes
 
 

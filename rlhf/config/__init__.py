@@ -115,6 +115,7 @@ class Config:
     dpo: stages.DpoConfig = group(stages.DpoConfig)
     classify: stages.ClassifyConfig = group(stages.ClassifyConfig)
     evaluate: stages.EvaluateConfig = group(stages.EvaluateConfig, changes=NOTHING)
+    round: stages.RoundConfig = group(stages.RoundConfig)
     gold: stages.GoldConfig = group(stages.GoldConfig)
     tracking: TrackingConfig = group(TrackingConfig, changes=NOTHING)
     checkpoints: CheckpointConfig = group(CheckpointConfig, changes=NOTHING)
@@ -127,6 +128,7 @@ class Config:
     next: commands.NextConfig = group(commands.NextConfig, changes=NOTHING)
     export: commands.ExportConfig = group(commands.ExportConfig, changes=NOTHING)
     serve: commands.ServeConfig = group(commands.ServeConfig, changes=NOTHING)
+    rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model's answers are ranked", min=1)
     # last, since it hides the module of that name from the fields after it
     stages: Any = setting(
         None,

@@ -74,16 +74,18 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         (gold.responses_min > gold.responses_max, f"gold.responses_min={gold.responses_min}: want at most "
          f"gold.responses_max={gold.responses_max}"),
     ]  # fmt: skip
+    yield (config.rounds > 1 and not is_gold and data.comparisons is None and command == "pipeline", f"rounds={config.rounds}: the first "
+           "round needs data.comparisons: `rlhf sample` writes its tasks, or leave rounds out")  # fmt: skip
     if is_gold and command in ("world", "label", "pipeline"):
         least = config.ppo.episodes_per_update * (1 + config.ppo.critic_warmup_updates)
-        early = gold.early_episodes if piped and gold.rounds > 1 else None
+        early = config.round.early_episodes if piped and config.rounds > 1 else None
         yield from [
-            (not gold.rounds <= gold.comparison_prompts <= gold.train_prompts,
-             f"gold.comparison_prompts={gold.comparison_prompts}: want at least gold.rounds={gold.rounds} and at most "
+            (not config.rounds <= gold.comparison_prompts <= gold.train_prompts,
+             f"gold.comparison_prompts={gold.comparison_prompts}: want at least rounds={config.rounds} and at most "
              f"gold.train_prompts={gold.train_prompts}"),
             (gold.passage_min_tokens > gold.passage_max_tokens, f"gold.passage_min_tokens={gold.passage_min_tokens}: want at "
              f"most gold.passage_max_tokens={gold.passage_max_tokens}"),
-            (early is not None and early < least, f"gold.early_episodes={early}: want at least {least}, which is one update "
+            (early is not None and early < least, f"round.early_episodes={early}: want at least {least}, which is one update "
              "of the policy, or null"),
         ]  # fmt: skip
     if context is not None:

@@ -10,6 +10,9 @@ _MODEL = (
 # A row of a whole group of settings has the group's name.
 SETTINGS: dict[str, str] = {
     "--figures": "use report.figures=<folder>",
+    "gold.rounds": "use rounds, which also does rounds of people's labels",
+    "gold.early_episodes": "use round.early_episodes",
+    "gold.later_reward_epochs": "use round.later_reward_epochs",
     "processes": "`rlhf import` reads with one process: leave it out",
     "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
     "sequence": "use data.max_tokens, which the stages use too",

@@ -337,6 +337,18 @@ class ClassifyConfig:
 
 
 @dataclass(slots=True)
+class RoundConfig:
+    """Labelling rounds, if `rounds` is above 1."""
+
+    early_episodes: int | None = setting(
+        None, "PPO's episodes in rounds before the last; none: ppo.episodes", min=1, changes=NOTHING
+    )
+    later_reward_epochs: int | None = setting(
+        None, "passes over the comparisons if later rounds continue the previous reward model; none: train anew", min=1
+    )
+
+
+@dataclass(slots=True)
 class GoldConfig:
     """A world with a known true score: the built-in one, with its right answers, or sentiment by a lexicon."""
 
@@ -354,11 +366,6 @@ class GoldConfig:
     passage_max_tokens: int = setting(64, "most tokens of a passage's opening (truth=vader)", min=1)
     continuation_tokens: int = setting(24, "tokens of the text's own continuation of a passage (truth=vader)", min=1)
     comparison_prompts: int = setting(3000, "prompts whose responses are ranked, over all rounds", min=1)
-    rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model answers", min=1)
-    early_episodes: int | None = setting(None, "episodes of earlier rounds; none: ppo.episodes", min=1, changes=NOTHING)
-    later_reward_epochs: int | None = setting(
-        None, "passes over the comparisons if later rounds continue the previous reward model; none: train anew", min=1
-    )
     comparison_dev_prompts: int = setting(100, "ranked dev prompts, for held-out figures of training", min=0)
     comparison_test_prompts: int = setting(300, "ranked test prompts, for held-out accuracy", min=0)
     responses_min: int = setting(4, "fewest responses per prompt, K", min=2, max=100)

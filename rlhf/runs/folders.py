@@ -96,7 +96,8 @@ def refuse_inside_stage(path: Path, key: str) -> None:
 
 
 def is_needed(config: Config, stage: str) -> bool:
-    return config.gold.enabled or stage not in GOLD_STAGES
+    """People's labels of a later round come in by the label stage too."""
+    return config.gold.enabled or stage not in GOLD_STAGES or (stage == "label" and config.rounds > 1)
 
 
 def needs_parent(config: Config, stage: str, parent: str) -> bool:
@@ -315,7 +316,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
         folders = {"reward": reward, "ppo": reward.parent / "ppo"}  # PPO's responses were ranked
         of_round = {name: check_output(folder, name) | {"folder": folder} for name, folder in folders.items()}
         check_fit(
-            of_round, "`rlhf pipeline overwrite=true` makes the round again, or set gold.later_reward_epochs=null"
+            of_round, "`rlhf pipeline overwrite=true` makes the round again, or set round.later_reward_epochs=null"
         )
         hashes[f"{reward.parent.name}/reward"] = of_round["reward"]["hash"]
     return hashes
@@ -354,25 +355,24 @@ def earlier_run(config: Config) -> Config | None:
 
     Raises: UserError if a run has the name of one of its own rounds.
     """
-    gold = config.gold
-    if not gold.enabled or gold.rounds < 2:
+    if config.rounds < 2:
         return None
     base = ROUND.sub("", config.run)
-    if base != config.run and int(config.run.rpartition("-")[2]) < gold.rounds:
+    if base != config.run and int(config.run.rpartition("-")[2]) < config.rounds:
         raise UserError(
             f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
-            "with gold.rounds=1"
+            "with rounds=1"
         )
     earlier = deepcopy(config)
-    earlier.run = f"{base}-round-{gold.rounds - 1}"
-    earlier.gold.comparison_prompts = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
-    earlier.gold.rounds = gold.rounds - 1
+    earlier.run = f"{base}-round-{config.rounds - 1}"
+    earlier.gold.comparison_prompts = config.gold.comparison_prompts // config.rounds * (config.rounds - 1)
+    earlier.rounds = config.rounds - 1
     earlier.reward.audit = 0  # its reward model is not audited
-    if earlier.gold.rounds == 1:  # no policy before it
+    if earlier.rounds == 1:  # no policy before it
         earlier.ppo.policy = "sft" if config.ppo.policy == "ppo" else config.ppo.policy
         earlier.ppo.reference = "sft" if config.ppo.reference == "ppo" else config.ppo.reference
-    if gold.early_episodes is not None:
-        earlier.ppo.episodes = min(gold.early_episodes, config.ppo.episodes)
+    if config.round.early_episodes is not None:
+        earlier.ppo.episodes = min(config.round.early_episodes, config.ppo.episodes)
     earlier.parents = ParentsConfig(
         **{stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
     )
@@ -387,11 +387,11 @@ def rounds_before(run: Path) -> list[Path]:
 
 
 def earlier_reward(config: Config) -> Path | None:
-    """The previous labelling round's reward stage, if gold.later_reward_epochs is set and training continues from it; else None.
+    """The previous labelling round's reward stage, if round.later_reward_epochs is set and training continues from it; else None.
 
     `collect_parents` checks it.
     """
-    anew = config.gold.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
+    anew = config.round.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
     if anew or not is_needed(config, "label"):
         return None
     rounds = rounds_before(stage_folder(config, "label").parent)
@@ -401,18 +401,19 @@ def earlier_reward(config: Config) -> Path | None:
 def check_round(earlier: Config) -> dict[str, dict]:
     """The records of the label and PPO stages of the previous labelling round. Raises: UserError if they do not fit."""
     records: dict[str, dict] = {}
-    for name in ROUND_STAGES:
+    for name in (stage for stage in ROUND_STAGES if is_needed(earlier, stage)):
         folder = run_folder(earlier) / name
         if not is_complete(folder):
             raise UserError(
                 f"{folder}: no finished {name} of the previous labelling round: `rlhf pipeline` makes it; or "
-                "label once, with gold.rounds=1"
+                "label once, with rounds=1"
             )
         records[name] = check_output(folder, name) | {"folder": folder}
     check_fit(records, "`rlhf pipeline overwrite=true` makes the labelling round again")
-    if changed := changed_settings(records["label"]["settings"], identity_of(earlier, "label")):
+    labelled = records.get("label")
+    if labelled and (changed := changed_settings(labelled["settings"], identity_of(earlier, "label"))):
         raise UserError(
-            f"{records['label']['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
+            f"{labelled['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
             "choose another run=…"
         )
-    return {name: records[name] for name in ("label", "ppo")}
+    return {name: records[name] for name in ("label", "ppo") if name in records}

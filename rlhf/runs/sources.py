@@ -43,6 +43,8 @@ def data_source(config: Config, kind: str) -> Any:
     If no prompts are given, those of the demonstrations and comparisons are used.
     """
     given = getattr(config.data, kind)
+    if kind == "comparisons" and config.rounds > 1 and not config.gold.enabled:  # those given, and of the rounds
+        return str(stage_folder(config, "label") / "comparisons.jsonl")
     if given is not None:
         return given
     if config.gold.enabled and (kind, config.gold.truth) != ("corpus", "vader"):

@@ -1,6 +1,6 @@
-"""The simulated labelling round: responses sampled from a model of this run, then ranked by simulated labelers.
+"""A labelling round: people's labels of the tasks of `rlhf sample`, or in the gold world responses ranked by simulated labelers.
 
-In the first round the SFT model answers. In each later round (gold.rounds above 1) the PPO model of the previous round answers, as
+In the first round the SFT model answers. In each later round (`rounds` above 1) the PPO model of the previous round answers, as
 InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1 and 3.2). Its responses show the errors
 of the previous reward model.
 """
@@ -15,6 +15,7 @@ from rlhf.data.chat_template import encode_prompts, response_text
 from rlhf.data.encoding import Answer
 from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.data.records import PromptRecord, Ranking
+from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
@@ -25,14 +26,53 @@ from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
-from rlhf.system.files import write_jsonl
+from rlhf.system.files import read_json, write_jsonl
 from rlhf.training.setup import load_frozen, set_up
 
 PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/label/comparisons.jsonl: rankings of K = 4 to 9 samples per prompt, of this round and all earlier ones."""
+    """Write runs/<run>/label/comparisons.jsonl: the rankings of this round and all earlier ones."""
+    if config.gold.enabled:
+        simulate_labels(config)
+    else:
+        take_in_labels(config)
+
+
+def take_in_labels(config: Config) -> None:
+    """Those of people: the labels of the run's tasks (`rlhf sample`), after the comparisons of the rounds before. Raises: UserError if
+    there are none, or prompts without any.
+    """
+    earlier, folder = earlier_run(config), run_folder(config)
+    if earlier is None:
+        raise UserError(
+            "label: without the gold world only rounds above 1 have labels to take in: give data.comparisons"
+        )
+    with open_stage(config, "label", hash_sources(config, "label")) as stage:
+        imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
+        tasks = read_json(folder / "sample" / "sample.json").get("counts", {}).get("items", 0)
+        new = load_comparisons(str(place))[0] if (place := imported if imported.exists() else served).exists() else []
+        left = tasks - len({prompt_key(ranking.prompt) for ranking in new})
+        if not new or (place == served and left > 0):
+            raise UserError(
+                f"label: {folder / 'sample'}: {left} of {tasks} tasks wait for labels: rank them with `rlhf serve run={config.run}`, "
+                f"or import them as its README.md says, to {imported}; then run the same command again"
+            )
+        before = (
+            str(run_folder(earlier) / "label" / "comparisons.jsonl") if earlier.rounds > 1 else config.data.comparisons
+        )
+        rankings = [*load_comparisons(before, config.data.format, config.data.allow_partial)[0], *new]
+        write_jsonl(
+            stage.folder / "comparisons.jsonl",
+            (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings),
+        )
+        stage.say(f"{len(new):,} rankings of {place} after {len(rankings) - len(new):,} of the rounds before")
+        stage.finish({"rankings": float(len(rankings))})
+
+
+def simulate_labels(config: Config) -> None:
+    """Those of simulated labelers: rankings of K = 4 to 9 samples per prompt."""
     truth = need_truth(config, "label")
     with (
         open_stage(config, "label", hash_sources(config, "label")) as stage,
@@ -45,7 +85,7 @@ def run(config: Config) -> None:
         if not any(record.metadata.get("split") == "train" for record in prompts):
             raise UserError(
                 f"gold.comparison_prompts={config.gold.comparison_prompts}: the world has too few training prompts "
-                f"for a part in each of gold.rounds={config.gold.rounds}: lower it"
+                f"for a part in each of rounds={config.rounds}: lower it"
             )
 
         # 1. Sample
@@ -80,7 +120,7 @@ def choose_prompts(config: Config) -> list[PromptRecord]:
     """
     records, _ = load_prompts(need_source(config, "prompts"), allow_partial=config.data.allow_partial)
     gold = config.gold
-    before = gold.comparison_prompts // gold.rounds * (gold.rounds - 1)
+    before = gold.comparison_prompts // config.rounds * (config.rounds - 1)
     wanted = {"train": slice(before, gold.comparison_prompts)}
     if before == 0:
         wanted |= {"dev": slice(gold.comparison_dev_prompts), "test": slice(gold.comparison_test_prompts)}

@@ -91,7 +91,7 @@ def train_reward_model(config: Config, name: str) -> None:
         settings = config.reward
         groups = decay_groups(model, settings.weight_decay, settings.lr)
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
-        later = config.gold.later_reward_epochs
+        later = config.round.later_reward_epochs
         epochs = settings.epochs if start is None or later is None else later
         batches = Batches(items["train"], settings.batch_prompts, shuffled_order(f"{name}-{config.seed}"))
         steps = epochs * batches.per_epoch

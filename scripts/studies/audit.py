@@ -18,7 +18,7 @@ from harness import Cell, Figure, draw, make_cells, parse, read, run, spaced, ta
 
 PROMPTS, NOISES = (100, 300, 1000), (1.0, 2.8)
 # Few labels, and a KL coefficient at which a poor reward model does harm.
-FIXED = ("gold.rounds=1", "kl.coef=0.03", "kl.target=null")
+FIXED = ("rounds=1", "kl.coef=0.03", "kl.target=null")
 CHOICES = {
     f"labels_{prompts}_noise_{noise}": (*FIXED, f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
     for prompts in PROMPTS

@@ -23,7 +23,7 @@ SMALL_MODEL = ["tracking=jsonl", "device=cpu", "threads=1", "model.n_layer=2", "
 GOLD = [
     "experiment=gold", *SMALL_MODEL, "tokenizer.vocab_size=768", "pretrain.tokens=150_000", "pretrain.eval_sequences=32",
     "gold.documents=6000", "gold.demonstrations=400", "gold.train_prompts=200", "gold.dev_prompts=20",
-    "gold.test_prompts=40", "gold.rounds=1", "gold.comparison_prompts=80", "gold.comparison_test_prompts=30", "sft.epochs=2",
+    "gold.test_prompts=40", "rounds=1", "gold.comparison_prompts=80", "gold.comparison_test_prompts=30", "sft.epochs=2",
     "reward.epochs=1", "reward.calibration_samples=64", "reward.audit=8", "ppo.episodes=192", "ppo.episodes_per_update=64",
     "ppo.ema_decay=null", "ppo.micro_batch_episodes=16", "kl.target=2.0", "kl.horizon=500", "evaluate.prompts=40", "evaluate.samples=2",
     "evaluate.best_of=4", "rollout.max_new_tokens=24", "tracking.log_every=1",

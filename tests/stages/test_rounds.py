@@ -26,7 +26,7 @@ from rlhf.training.setup import load_policy
 from .conftest import Run
 from .test_pipeline import pipe_in_process, states
 
-ROUNDS = ["gold.rounds=2", "gold.early_episodes=128", "ppo.episodes=128", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
+ROUNDS = ["rounds=2", "round.early_episodes=128", "ppo.episodes=128", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
           "evaluate.best_of=2", "reward.audit=0", "reward.calibration_samples=16", "ppo.eval_prompts=4", "ppo.epochs=1"]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def drawn(config: Config, folder: Path, record: PromptRecord) -> list[str]:
 def continue_from(run: Run, early: Path) -> None:
     """A later round's reward model begins with that of the round before, and not with one that its PPO was not trained with."""
     steps = list(read_jsonl(run.folder / "reward" / "metrics.jsonl"))[-1]["progress/step"]
-    later = [*ROUNDS, "gold.later_reward_epochs=2", "reward.lr=1e-12", "overwrite=true"]
+    later = [*ROUNDS, "round.later_reward_epochs=2", "reward.lr=1e-12", "overwrite=true"]
     folder = run.stage("reward", *later)  # trains nothing, so that its scores tell what it continued from
     assert read_stage(folder)["parents"]["copy-round-1/reward"] == read_stage(early / "reward")["hash"]
     assert list(read_jsonl(folder / "metrics.jsonl"))[-1]["progress/step"] == 2 * steps
@@ -118,12 +118,12 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
 
 
 def test_rounds_share_the_prompts_evenly(gold_run):
-    config = gold_run.config("gold.rounds=3", "gold.comparison_prompts=80")
+    config = gold_run.config("rounds=3", "gold.comparison_prompts=80")
     rounds = [config]
     while (earlier := earlier_run(rounds[-1])) is not None:
         rounds.append(earlier)
     assert [r.run for r in rounds] == ["gold", "gold-round-2", "gold-round-1"]
-    assert [r.gold.rounds for r in rounds] == [3, 2, 1]
+    assert [r.rounds for r in rounds] == [3, 2, 1]
     for r in rounds:
         r.parents.world = "gold"
     chosen = [[p.id for p in choose_prompts(r) if p.metadata["split"] == "train"] for r in rounds]
@@ -135,7 +135,7 @@ def test_rounds_share_the_prompts_evenly(gold_run):
 
 def test_a_run_is_not_its_own_earlier_round(gold_run):
     for name, rounds in (("x-round-1", 2), ("x-round-1", 3), ("x-round-2", 3)):
-        config = gold_run.config(f"gold.rounds={rounds}")
+        config = gold_run.config(f"rounds={rounds}")
         config.run = name
         with pytest.raises(UserError, match=f"run={name}: x has a labelling round of that name: choose another name"):
             earlier_run(config)
@@ -143,15 +143,15 @@ def test_a_run_is_not_its_own_earlier_round(gold_run):
     assert earlier_run(config).run == "x-round-2"
     assert earlier_run(config).reward.audit == 0  # only the last reward model is audited
     for early, episodes in (("4096", 192), ("null", 192), ("128", 128)):  # no longer than the last round
-        assert earlier_run(gold_run.config("gold.rounds=2", f"gold.early_episodes={early}")).ppo.episodes == episodes
+        assert earlier_run(gold_run.config("rounds=2", f"round.early_episodes={early}")).ppo.episodes == episodes
 
 
 def test_rounds_that_would_fail_late_or_do_nothing_are_refused_at_once(gold_run):
     for settings, told in (
-        (["gold.rounds=2", "gold.early_episodes=100"], "gold.early_episodes=100: want at least 128"),
-        (["gold.rounds=2", "gold.early_episodes=64"], "want at least 128, which is one update of the policy"),
+        (["rounds=2", "round.early_episodes=100"], "round.early_episodes=100: want at least 128"),
+        (["rounds=2", "round.early_episodes=64"], "want at least 128, which is one update of the policy"),
         (["gold.comparison_prompts=600"], "gold.comparison_prompts=600: want .* at most gold.train_prompts=200"),
-        (["gold.rounds=90"], "gold.comparison_prompts=80: want at least gold.rounds=90"),
+        (["rounds=90"], "gold.comparison_prompts=80: want at least rounds=90"),
         (["ppo.critic_warmup_updates=3"], "leaves the policy none of the 3 updates"),
     ):
         with pytest.raises(UserError, match=told):

@@ -31,7 +31,7 @@ class Ways:
         patch.setattr(pipeline, "run_stage", self.run_stage)
 
     def run_stage(self, config, stage: str, overrides: list[str]) -> None:
-        self.ran.append(stage if config.run in overrides else f"{config.run}/{stage}")
+        self.ran.append(f"{config.run}/{stage}")
         cli.main([stage, SHARED_FLAG, *overrides])
 
     def __call__(self, command: str, run: str, *words: str, fresh: bool = True) -> list[str]:
@@ -168,6 +168,55 @@ def test_an_unknown_policy_is_one_line(first, capsys):
         first("ppo", "wrong", "ppo.policy=frist", fresh=False)
     assert stop.value.code == 2
     assert "ppo.policy=frist: want sft, rejection, dpo, rate, or another run" in capsys.readouterr().err
+
+
+def label(run: Path, tasks: int | None = None) -> None:
+    """What `rlhf serve` writes of a labeler who takes the responses as they come."""
+    rows = [json.loads(line) for line in (run / "sample" / "tasks.jsonl").read_text().splitlines()][:tasks]
+    (run / "serve").mkdir(exist_ok=True)
+    ranked = [row | {"ranking": [[one["id"]] for one in row["responses"]], "labeler": "anna"} for row in rows]
+    (run / "serve" / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_rounds_of_peoples_labels(first, capsys, continued):
+    """Sample, wait for labels, reward model, PPO, three times; each call goes on from where the last one had to stop."""
+    name = f"rounds-{continued}"
+    runs, words = (
+        first.folder / "runs",
+        ["data.comparisons=labels.csv", "data.prompts=prompts.jsonl", "rounds=3", "sample.prompts=5"],
+    )
+    words += ["ppo.policy=ppo", "round.later_reward_epochs=1"] if continued else []
+
+    def stops(*more: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            first("pipeline", name, *more, fresh=bool(more))
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    def ran() -> list[str]:
+        return [one.removeprefix(name).strip("-/") for one in first.ran]
+
+    assert "tasks wait for labels: rank them with `rlhf serve run=" in stops(*words)
+    of_round = [f"round-1/{stage}" for stage in ("reward", "ppo")]
+    assert ran() == ["tokenizer", "pretrain", "sft", *of_round, "round-2/sample", "round-2/label"]
+    label(runs / f"{name}-round-2", 3)
+    assert "2 of 5 tasks wait" in stops()
+    assert ran() == ["round-2/label"]
+    label(runs / f"{name}-round-2")
+    assert "tasks wait for labels" in stops()
+    assert ran() == [*(f"round-2/{stage}" for stage in ("label", "reward", "ppo")), "sample", "label"]
+    label(runs / name)
+    first("pipeline", name, fresh=False)
+    assert ran() == ["label", "reward", "ppo", "evaluate"]
+    first("pipeline", name, fresh=False)
+    assert ran() == []
+    parents = first.record(name, "ppo")["parents"]
+    assert (f"{name}-round-2/ppo" in parents) == continued
+    assert (f"{name}-round-2/reward" in first.record(name, "reward")["parents"]) == continued
+    lines = (runs / name / "label" / "comparisons.jsonl").read_text().splitlines()
+    before = (runs / f"{name}-round-2" / "label" / "comparisons.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before and len(before) > 20 and len(lines) > len(before)
 
 
 def test_two_processes_do_what_one_does(first, monkeypatch):
