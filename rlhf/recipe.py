@@ -43,7 +43,7 @@ class StageRow:
     @property
     def groups(self) -> tuple[str, ...]:
         """The groups of the settings that change its result."""
-        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key not in OF_MODELS))
+        return tuple(dict.fromkeys(key.partition(".")[0] for key in self.settings if key not in (*OF_MODELS, "rounds")))
 
 
 ROWS = (
