@@ -118,17 +118,10 @@ def format_value(value: float) -> str:
 
 
 def moving_average(ys: Sequence[float], reach: int) -> list[float]:
-    """Mean over `reach` neighbours on either side, equally many left and right, so that a slope is not shifted.
+    """Mean over up to `reach` neighbours on either side, fewer at the ends."""
+    import pandas as pd
 
-    average_i = mean(y_{i-h} … y_{i+h}), h = min(reach, i, n-1-i) but at least reach/4, cut at the ends.
-    """
-    sums = [0.0, *itertools.accumulate(ys)]
-    averages = []
-    for i in range(len(ys)):
-        h = max(min(reach, i, len(ys) - 1 - i), reach // 4)
-        low, high = max(i - h, 0), min(i + h + 1, len(ys))
-        averages.append((sums[high] - sums[low]) / (high - low))
-    return averages
+    return pd.Series(ys).rolling(2 * reach + 1, center=True, min_periods=1).mean().tolist()
 
 
 def is_noisy(ys: Sequence[float]) -> bool:
