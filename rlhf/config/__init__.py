@@ -137,6 +137,11 @@ class Config:
         changes=NOTHING,
     )
 
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL is a part of the loss rather than of the rewards."""
+        return self.kl.penalty == "loss" or (self.kl.penalty == "auto" and self.ppo.advantages == "grpo")
+
 
 @dataclass(slots=True)
 class PlanConfig(Config):

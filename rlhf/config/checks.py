@@ -120,6 +120,8 @@ def _ppo_relations(config: Config, command: str) -> list[Row]:
         (rollout % k, f"ppo.responses_per_prompt={k}: want a divisor of ppo.episodes_per_update={rollout}"),
         (compares and k < 2, f"ppo.advantages={ppo.advantages}: compares responses to one prompt: want "
          "ppo.responses_per_prompt of 2 or more"),
+        (ppo.advantages == "grpo" and kl.penalty == "reward", "kl.penalty=reward: ppo.advantages=grpo would normalise the KL "
+         "with the scores: want kl.penalty=loss or auto"),
         (compares and ppo.score_by_token, f"ppo.score_by_token=true: ppo.advantages={ppo.advantages} adds up a response's "
          "rewards: leave it out"),
         (not ppo.has_critic and (ppo.shared_critic or warmup), f"ppo.advantages={ppo.advantages}: has no critic: want "

@@ -139,7 +139,9 @@ class PpoConfig:
         choices=("all", "ranked", "unranked"),
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
-    value_clip_range: float = setting(0.2, "eps_v: values are clipped to the old value ± eps_v", above=0)
+    value_clip_range: float | None = setting(
+        0.2, "eps_v: values are clipped to the old value ± eps_v; none: not clipped", above=0
+    )
     gamma: float = setting(1.0, "discount per token", min=0, max=1)
     lam: float = setting(0.95, "lambda of GAE", min=0, max=1)
     lr: float = setting(1e-5, "learning rate of the policy", above=0, max=10)
@@ -204,7 +206,11 @@ class KlConfig:
     coef: float = setting(0.02, "KL coefficient: score per nat; the initial value if target is set", min=0)
     target: float | None = setting(None, "target KL in nats per sequence; none: a fixed coefficient", above=0)
     horizon: int = setting(10_000, "horizon of the adaptive coefficient, in episodes", min=1)
-    penalty: str = setting("reward", "KL in each token's reward, or (GRPO) k3 in the loss", choices=("reward", "loss"))
+    penalty: str = setting(
+        "auto",
+        "where the KL is: in each token's reward, or in the loss; auto: in the loss with ppo.advantages=grpo",
+        choices=("auto", "reward", "loss"),
+    )
     ceiling: float | None = setting(None, "KL in nats per sequence at which training stops; none: never", above=0)
 
 

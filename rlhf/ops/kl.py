@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.ops.masked import upcast
+from rlhf.ops.masked import check_mask, masked_mean, resolve_denominator, upcast
 
 
 def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
@@ -36,6 +36,30 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
     if kind == "k3":
         return torch.expm1(-d) + d
     raise ValueError(f"kl_estimate: kind is {kind!r}: give k1, k2 or k3")
+
+
+def kl_loss(
+    logp: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tensor, denominator: float | Tensor | None = None
+) -> Tensor:
+    """A loss whose gradient is, in expectation, that of KL(policy || reference) of the next token after each sampled prefix.
+
+    sum rho k2 / denominator        rho = exp(logp - logp_old), without a gradient;  k2 = (logp - logp_ref)^2 / 2
+
+    The gradient of k2 is (logp - logp_ref) grad logp, whose expectation over the policy's tokens is the KL's; rho makes it one over
+    the policy's when the tokens are those of logp_old. The gradient of k3 alone is not the KL's.
+
+    logp, logp_old, logp_ref of one shape, nats; mask bool; denominator: the tokens of the whole minibatch, those of mask
+    unless given. Gradients flow only into logp.
+
+    Raises ValueError: wrong shapes or types, no token and no denominator.
+
+    Source: "A Comedy of Estimators" (arXiv 2512.21852), which compares k1, k2 and k3 in rewards and losses.
+    """
+    check_mask("kl_loss", mask, logp=logp, logp_old=logp_old, logp_ref=logp_ref)
+    N = resolve_denominator("kl_loss", mask.sum(), denominator, "True in mask")
+    logp, logp_old, logp_ref = (torch.where(mask, upcast(x), 0.0) for x in (logp, logp_old, logp_ref))
+    rho = (logp - logp_old).detach().exp()
+    return masked_mean(rho * kl_estimate(logp, logp_ref.detach(), kind="k2"), mask, N)
 
 
 class FixedKL:

@@ -70,8 +70,7 @@ def add_rollout_metrics(
     k3 = torch.where(mask, kl_estimate(rollout.logp_old, rollout.logp_ref, kind="k3"), 0.0).sum().item()
     sums.add("objective/kl_k3", k3, count)
     sums.add("objective/kl_coef", kl_coef)
-    # with kl.penalty=loss the KL is not part of the reward
-    kl_reward = -kl_coef * totals["kl"] if config.kl.penalty == "reward" else 0.0
+    kl_reward = 0.0 if config.kl_in_loss else -kl_coef * totals["kl"]
     sums.add("objective/non_score_reward", kl_reward, count)
     sums.add("objective/rlhf_reward", totals["scores"] + kl_reward, count)
     for name, part in parts_of(reward).items():

@@ -12,7 +12,7 @@ from rlhf.errors import UserError
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
 from rlhf.model.linear import hold_frozen
-from rlhf.ppo.rewards import ModelReward, Reward, make_reward, sources_of
+from rlhf.ppo.rewards import CombinedReward, ModelReward, Reward, make_reward, sources_of
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
@@ -125,7 +125,7 @@ def load_models(
             "ppo.score_by_token=true: no reward model reads more than the last token: train one with reward.read_tokens, "
             "or leave it out"
         )
-    critic = make_critic(config, stage, policy, reward_model)
+    critic = make_critic(config, stage, policy, reward, reward_model)
     for source in sources:
         if source.bare.reads_text:
             if not zero_stage(config):  # under ZeRO there is no autocast
@@ -150,26 +150,49 @@ def load_models(
     return policy, critic, reference, reward, engine
 
 
-def make_critic(config: Config, stage: Stage, policy: Any, reward_model: RewardModel | None) -> Any:
+def make_critic(config: Config, stage: Stage, policy: Any, reward: Reward, reward_model: RewardModel | None) -> Any:
     """The critic by ppo.critic; only a head if the trunk is shared; None if advantages need no values."""
     settings = config.ppo
     if not settings.has_critic:
         return None
     if settings.shared_critic:
-        head = ScalarHead(policy.config.hidden_size)
-        for parameter in head.parameters():
-            nn.init.zeros_(parameter)  # random values would be noise in the advantages until they are unlearned
-        return head
+        return without_value(ScalarHead(policy.config.hidden_size))
     if settings.critic == "random":
-        return RewardModel(RewardConfig(trunk=policy.base_model.config))
+        return without_value(RewardModel(RewardConfig(trunk=policy.base_model.config)))
     if settings.critic == "reward" and reward_model is not None:
         shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
-        return share_weights(reward_model, shared).requires_grad_(True).fold_calibration()
+        critic = share_weights(reward_model, shared).requires_grad_(True).fold_calibration()
+        return scaled(critic, weight_of(reward, reward_model))
     if settings.critic == "reward":
         stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
     if config.lora.share_trunk:
-        return RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), share_weights(policy.base_model))
-    return RewardModel.from_causal_lm(policy)
+        shared = share_weights(policy.base_model)
+        return without_value(RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), shared))
+    return without_value(RewardModel.from_causal_lm(policy))
+
+
+def without_value(critic: Any) -> Any:
+    """The critic with a head of zeros: random values would be noise in the advantages until they are unlearned."""
+    return scaled(critic, 0.0)
+
+
+@torch.no_grad()
+def scaled(critic: Any, factor: float) -> Any:
+    """The critic with its values times a factor."""
+    for parameter in getattr(critic, "head", critic).parameters():
+        parameter.mul_(factor)
+    return critic
+
+
+def weight_of(reward: Reward, model: RewardModel) -> float:
+    """The weight of a reward model among the sources. What the others pay is not in the critic's first values."""
+    if not isinstance(reward, CombinedReward):
+        return 1.0
+    return next(
+        weight
+        for source, weight in zip(reward.sources.values(), reward.weights, strict=True)
+        if isinstance(source, ModelReward) and source.bare is model
+    )
 
 
 def turn_off_dropout(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.config.stages import PpoConfig
 from rlhf.model.batching import by_length
-from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_estimate
+from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_loss
 from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks
 from rlhf.ppo.invariants import Checked, check_first_minibatch
@@ -143,7 +143,12 @@ def micro_batch_loss(
     loss = torch.zeros((), device=mask.device)
     if values is not None:
         critic_loss, statistics = value_loss(
-            values, rollout.values, part.returns, mask, clip_range=settings.value_clip_range, denominator=tokens
+            values,
+            rollout.values,
+            part.returns,
+            mask,
+            clip_range=settings.value_clip_range or math.inf,
+            denominator=tokens,
         )
         default = SHARED_VALUE_COEF if settings.shared_critic else 1.0
         loss = (default if settings.value_coef is None else settings.value_coef) * critic_loss
@@ -157,9 +162,9 @@ def micro_batch_loss(
         loss = loss + surrogate
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * entropies.sum() / tokens
-        if config.kl.penalty == "loss":
-            k3 = torch.where(mask, kl_estimate(logp, rollout.logp_ref, kind="k3"), 0.0).sum() / tokens
-            loss = loss + state.kl.coef * k3
+        if config.kl_in_loss:
+            penalty = kl_loss(logp, rollout.logp_old, rollout.logp_ref, mask, denominator=tokens)
+            loss = loss + state.kl.coef * penalty
         sums.add("loss/policy_avg", statistics["loss"].double() * tokens, count)
         sums.add("policy/approxkl_avg", statistics["approxkl"].double() * tokens, count)
         sums.add("policy/clipfrac_avg", statistics["clipfrac"].double() * tokens, count)

@@ -80,7 +80,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("objective/scores", "score", _SEQUENCES, "mean",
            "score in the reward: after score_clip and the rule for a missing end token"),
     Metric("objective/scores/<part>", "score", _SEQUENCES, "mean", "score of one of several sources, or of a part that a function names"),
-    Metric("objective/non_score_reward", "score", _SEQUENCES, "mean", "-kl_coef * KL; 0 if kl.penalty=loss"),
+    Metric("objective/non_score_reward", "score", _SEQUENCES, "mean", "-kl_coef * KL; 0 if the KL is in the loss"),
     Metric("objective/rlhf_reward", "score", _SEQUENCES, "mean", "objective/scores + objective/non_score_reward"),
     Metric("objective/entropy", _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of -sum_t logp_old"),
     Metric("objective/kl_coef", "score per nat", "-", "last", "KL coefficient in force"),

@@ -160,7 +160,7 @@ def one_update(
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score, or each token its part of it
     scores = adjust_scores(config, rollout.scores, rollout.ended)
-    kl_coef = state.kl.coef if config.kl.penalty == "reward" else 0.0
+    kl_coef = 0.0 if config.kl_in_loss else state.kl.coef
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef, rollout.token_scores)
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened

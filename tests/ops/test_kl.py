@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_estimate
+from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from tests import oracles
 
 NAN = float("nan")
@@ -35,6 +35,29 @@ def test_k3_keeps_small_differences_in_float32():
     # d = 1e-4: k3 = d^2 / 2 = 5e-9; exp(-d) - 1 without expm1 has an error of 6e-8, with it one of 1e-12
     got = kl_estimate(torch.tensor([1e-4]), torch.tensor([0.0]), kind="k3").item()
     assert got == pytest.approx(5e-9, rel=2e-3)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.4], ids=["on the policy", "after a step"])
+def test_the_gradient_of_the_loss_is_the_exact_one_over_all_responses(moved):
+    """Responses of two tokens out of three: the mean of the loss's gradient over all nine, by the sampling policy's probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    logits, ref, noise = (torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in "abc")  # by prefix
+    old = logits + moved * noise
+    logits.requires_grad_(True)
+    logp, logp_ref, logp_old = (x.log_softmax(-1) for x in (logits, ref, old))
+    responses = [(a, b) for a in range(3) for b in range(3)]
+    where = torch.tensor([[(0, a), (1 + a, b)] for a, b in responses])  # (9, 2, 2): prefix and token
+    picked = [x[where[..., 0], where[..., 1]] for x in (logp, logp_old, logp_ref)]
+    chance = picked[1].sum(1).exp().detach()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    each = [kl_loss(*(x[i : i + 1] for x in picked), mask, denominator=1) for i in range(9)]
+    found = torch.autograd.grad((torch.stack(each) * chance).sum(), logits, retain_graph=True)[0]
+    divergence = (logp.exp() * (logp - logp_ref)).sum(-1)  # (4,)
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), logp_old[0].exp()]).detach()
+    exact = torch.autograd.grad((divergence * reached).sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
+    k3 = (kl_estimate(picked[0], picked[2], kind="k3").sum(1) * chance).sum()
+    assert (torch.autograd.grad(k3, logits)[0] - exact).norm() > 0.1 * exact.norm()
 
 
 def test_adaptive_by_hand():

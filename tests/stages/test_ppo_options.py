@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_shared_trunk_has_one_forward_and_gets_the_value_loss_at_a_tenth(open_
         assert any(n.startswith("policy") for n in trained), "the value loss trains the trunk too"
 
 
-@pytest.mark.parametrize("settings", [RLOO, ["ppo.advantages=grpo", "ppo.responses_per_prompt=4", "kl.penalty=loss"]])
+@pytest.mark.parametrize("settings", [RLOO, ["ppo.advantages=grpo", "ppo.responses_per_prompt=4"]])
 def test_groups_need_no_critic_and_learn(open_trainer, settings):
     """The rigged reward rises, as with GAE; and each prompt is asked k times in a row."""
     sizes = ["ppo.episodes=384", "ppo.episodes_per_update=64"]
@@ -187,6 +188,39 @@ def test_a_penalty_in_the_loss_is_no_reward(open_trainer):
         assert found["objective/rlhf_reward"] == pytest.approx(found["objective/scores"] + wanted, rel=1e-5)
 
 
+def test_tied_groups_have_no_advantage_in_grpo(open_trainer):
+    """With the KL among the rewards their only difference would be the KL, blown up to one standard deviation."""
+    grpo = ["ppo.advantages=grpo", "ppo.responses_per_prompt=4"]
+    with open_trainer(*grpo, "ppo.lr=1e-3", "kl.coef=0.5", "ppo.missing_eos_rule=none") as trainer:
+        trainer.update(1)
+        tied = replace(trainer, reward=lambda episodes: torch.ones(len(episodes.texts)))
+        found = tied.update(2)
+    assert abs(found["objective/kl"]) > 1e-3 and found["loss/policy_avg"] == 0.0
+    with pytest.raises(UserError, match=r"kl\.penalty=reward: ppo\.advantages=grpo would normalise the KL"):
+        settings = ["experiment=gold", "ppo.critic_warmup_updates=0", *grpo, "kl.penalty=reward"]
+        check_config(compose_config(settings), "ppo")
+
+
+@pytest.mark.parametrize("critic", ["sft", "random", "shared"])
+def test_a_new_value_head_starts_at_zero(open_trainer, critic):
+    with open_trainer("ppo.shared_critic=true" if critic == "shared" else f"ppo.critic={critic}") as trainer:
+        assert trainer.rollout().values.abs().max() == 0.0
+
+
+def test_a_critic_of_several_rewards_starts_at_its_models_share(open_trainer, gold_run, tmp_path):
+    (tmp_path / "zero.py").write_text("def pay(prompts, responses, metadata):\n    return [0.0] * len(responses)\n")
+    with open_trainer() as trainer:
+        alone = trainer.rollout().values
+    rewards = f"ppo.rewards=['{gold_run.folder}/reward','{tmp_path}/zero.py:pay']"
+    with open_trainer(rewards, "ppo.reward_weights=[0.25,1]") as trainer:
+        assert torch.allclose(trainer.rollout().values, 0.25 * alone, atol=1e-6)
+
+
+def test_values_without_a_clip_range_are_not_clipped(open_trainer):
+    with open_trainer("ppo.value_clip_range=null", "ppo.critic_lr=1e-2") as trainer:
+        assert trainer.update(1)["val/clipfrac_avg"] == 0.0
+
+
 def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     settings = ("ppo.lr=1e-3", "ppo.eval_every=1", "kl.target=null")
     with open_trainer("ppo.ema_decay=null", *settings) as trainer:
@@ -205,8 +239,8 @@ def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
 # --- PPO-ptx, average, adapters, memory ----------------------------------------------------------------------------
 
 
-def test_the_penalty_in_the_loss_is_k3(open_trainer):
-    """Without advantages the gradient is kl.coef times that of the mean over tokens of exp(-d) - 1 + d."""
+def test_the_penalty_in_the_loss_is_k2(open_trainer):
+    """Without advantages the gradient on the policy is kl.coef times that of the mean over tokens of d^2 / 2."""
     with open_trainer("kl.penalty=loss", "kl.coef=2.0", *RLOO) as trainer:
         rollout, policy = trainer.rollout(), trainer.policy
         rollout = rollout._replace(logp_ref=rollout.logp_ref - 0.3 * rollout.response_mask)
@@ -217,7 +251,7 @@ def test_the_penalty_in_the_loss_is_k3(open_trainer):
         part = rollout.rows(chosen)
         mask = part.response_mask
         d = (response_logprobs(policy, part.tokens, part.prompt_lengths, mask)[0] - part.logp_ref)[mask]
-        (2.0 * (torch.exp(-d) - 1 + d).mean()).backward()
+        (2.0 * (d**2 / 2).mean()).backward()
     assert max(gradient.norm() for gradient in found.values()) > 0.01
     assert all(torch.allclose(found[n], p.grad, atol=1e-6) for n, p in policy.named_parameters())
 
