@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.system.exits import SIGNALS, finish_step, interrupt_on_signals, request_stop, stop_requested
+from rlhf.system.exits import SIGNALS, finish_step, interrupt_on_signals, stop_requested
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,12 +44,6 @@ def test_the_first_signal_asks_and_the_loop_decides(number: int, capfd: pytest.C
     assert steps == 3 and not stop_requested() and signal.getsignal(number) is before
     told = capfd.readouterr().err
     assert told.count("ppo: stopping after this step, with a checkpoint") == 1
-
-
-def test_another_process_of_the_launch_may_have_been_asked() -> None:
-    with pytest.raises(KeyboardInterrupt), finish_step("sft"):
-        request_stop()
-        assert stop_requested()
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

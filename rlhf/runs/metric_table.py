@@ -24,10 +24,6 @@ class Metric:
     reduction: str  # a key of REDUCTIONS
     meaning: str
 
-    @property
-    def is_pattern(self) -> bool:
-        return "<" in self.name
-
 
 # The global sums that each reduction needs, in the order of `Sums.add`.
 REDUCTIONS: dict[str, tuple[str, ...]] = {

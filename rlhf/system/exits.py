@@ -180,12 +180,6 @@ def stop_requested() -> bool:
     return _in_loop and _signalled_at is not None
 
 
-def request_stop() -> None:
-    """Request a stop as a signal within `finish_step` does; for a process of a launch in which another received the signal."""
-    global _signalled_at
-    _signalled_at = _signalled_at or time.monotonic()
-
-
 def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, Any]:
     """Have the first signal call `first`, and one SAME_SECONDS later call `later` and end the process; returns the handlers before."""
 
