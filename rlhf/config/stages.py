@@ -100,7 +100,7 @@ class RewardConfig:
     lm_coef: float = setting(0.0, "weight lambda of the language model's loss on the rows; GPT-1 uses 0.5", min=0)
     read_tokens: int = setting(1, "the score is the mean over this many last tokens, without end tokens", min=1)
     layers: int | None = setting(None, "number of the trunk's first blocks in the reward model; none: all", min=1)
-    calibration_samples: int = setting(512, "SFT samples used to set the gain", min=2)
+    calibration_samples: int = setting(512, "SFT samples used to set the gain, to prompts drawn by a hash", min=2)
     labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
     audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
@@ -191,7 +191,9 @@ class PpoConfig:
     metrics: Any = setting(None, "functions of further metrics, logged as custom/…", kind="functions", changes=NOTHING)
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)
-    eval_prompts: int = setting(64, "prompts of the dev split, the same ones every time", min=0, changes=NOTHING)
+    eval_prompts: int = setting(
+        64, "prompts of the dev split, by a hash: the same ones every time", min=0, changes=NOTHING
+    )
 
     @property
     def has_critic(self) -> bool:
@@ -238,7 +240,7 @@ class RolloutConfig:
 class EvaluateConfig:
     """The final figures."""
 
-    prompts: int = setting(512, "held-out prompts", min=1, changes=RESULT)
+    prompts: int = setting(512, "held-out prompts, drawn by a hash", min=1, changes=RESULT)
     split: str = setting(
         "test", "split of the prompts; dev: to choose settings", choices=("test", "dev"), changes=RESULT
     )
@@ -285,7 +287,7 @@ class EvaluateConfig:
 class RejectionConfig:
     """Rejection sampling: fine-tune the SFT model on the best of n of its own samples."""
 
-    prompts: int = setting(2000, "prompts of the training split", min=1)
+    prompts: int = setting(2000, "prompts of the training split, drawn by a hash", min=1)
     samples: int = setting(16, "samples per prompt, n", min=1)
     epochs: int = setting(1, "passes over the best samples", min=1)
 

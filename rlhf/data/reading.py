@@ -250,7 +250,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         about.records.update(record.kind for record in made)
         named = Counter((record.kind, record.id, getattr(record, "labeler", None)) for record in made)
         about.repeats.update({name: count for (_, name, _), count in named.items() if count > 1})
-        records += made
+        records += [record.read_from(source.name) for record in made]
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
@@ -317,5 +317,6 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
         kept = {"group": record.metadata.get("group"), "split": given_split(record)}
         kept["reference"] = record.response if isinstance(record, Demonstration) else None
         metadata = {name: value for name, value in kept.items() if value is not None}
-        prompt_of[key] = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
+        made = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
+        prompt_of[key] = made.read_from(record.file)
     return list(prompt_of.values())

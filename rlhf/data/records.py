@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
@@ -89,7 +90,20 @@ class _Part(BaseModel):
         return values | {"metadata": metadata | {key: values.pop(key) for key in unknown}}
 
 
-class Demonstration(_Part):
+class _FromFile(_Part):
+    _file: str = PrivateAttr("")
+
+    @property
+    def file(self) -> str:
+        """The file that the record was read from; a record made otherwise has none."""
+        return self._file
+
+    def read_from(self, file: str) -> Self:
+        self._file = file
+        return self
+
+
+class Demonstration(_FromFile):
     """What a labeler wrote: trains SFT, and calibrates the reward model."""
 
     kind: Literal["demonstration"] = "demonstration"
@@ -109,7 +123,7 @@ class Demonstration(_Part):
         return response
 
 
-class PromptRecord(_Part):
+class PromptRecord(_FromFile):
     """A prompt without a response: rollouts in PPO, and the next labelling round."""
 
     kind: Literal["prompt"] = "prompt"
@@ -128,7 +142,7 @@ class RankedResponse(_Part):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class Ranking(_Part):
+class Ranking(_FromFile):
     """One labeler's ranking of K responses to one prompt: trains the reward model.
 
     `ranking` names response ids, best first; an inner list is a tie; a response left out is unranked. `pairs`

@@ -5,8 +5,8 @@ users and groups stay together, and stated splits and those of earlier imports a
 import hashlib
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX_CHARACTERS = 200
 SPLITS = ("train", "dev", "test")
+LARGE_SHARE, LEAST_SHARING = 0.05, 10  # a beginning that more prompts share is no reason to keep them together
 _NO_LETTER = re.compile(r"[\W_]+")
 _NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
@@ -56,15 +57,45 @@ def _letters(text: str) -> str:
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 
 
-def split_key(prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_CHARACTERS) -> str:
-    """The key that decides a prompt's split: the letters and digits with which it begins.
+def split_key(
+    prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_CHARACTERS, shared: Sequence[str] = ()
+) -> str:
+    """The key that decides a prompt's split: the letters and digits with which it begins, after `shared_beginnings`.
 
     Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key. So have two that
     share a long beginning, since the key is cut to 3/4 prefix_characters: at least this share of ordinary text is letters
     and digits. Having the same key is an equivalence relation, so a hash of the key determines the split of a prompt,
     whatever else is imported.
     """
-    return _letters(conversation(prompt))[: max(1, prefix_characters * 3 // 4)]
+    letters = _letters(conversation(prompt))
+    for beginning in shared:
+        letters = letters.removeprefix(beginning)
+    return letters[: max(1, prefix_characters * 3 // 4)]
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    least, most = min(texts), max(texts)
+    return least[: next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))]
+
+
+def shared_beginnings(prompts: "Iterable[str | Sequence[Message]]") -> tuple[str, ...]:
+    """The beginnings that more than LARGE_SHARE of the distinct prompts share, such as a preamble or solved examples, as letters
+    and digits; one is searched for after the other was removed.
+    """
+    texts, found = sorted({_letters(conversation(prompt)) for prompt in prompts}), list[str]()
+    least, size = max(LEAST_SHARING - 1, LARGE_SHARE * len(texts)), PREFIX_CHARACTERS * 3 // 4
+    while True:
+        sharing: dict[str, list[str]] = defaultdict(list)
+        for text in texts:
+            if len(text) >= size:
+                sharing[text[:size]].append(text)
+        large = [_common_beginning(group) for group in sharing.values() if len(group) > least]
+        if not large:
+            return tuple(found)
+        found += large
+        for beginning in large:
+            texts = [text.removeprefix(beginning) for text in texts]
+        texts = list(dict.fromkeys(texts))
 
 
 def hash64(*parts: str) -> int:
@@ -109,7 +140,7 @@ def given_split(record: "Record") -> str | None:
     return stated or record.metadata.get("split")
 
 
-def record_split(record: "Record", seed: int, fractions: Mapping[str, float]) -> str:
+def record_split(record: "Record", seed: int, fractions: Mapping[str, float], shared: Sequence[str] = ()) -> str:
     """A record's split: its `split` or `metadata.split` if given, else by `metadata.group`, else by prompt.
 
     Records of one group (the same request in other words, or one user) are kept together, and so are prompts with
@@ -122,18 +153,18 @@ def record_split(record: "Record", seed: int, fractions: Mapping[str, float]) ->
         if not isinstance(given, str) or given not in fractions:
             raise UserError(f"record {record.id}: split is {given!r}: want one of {', '.join(fractions)}, or null")
         return given
-    return choose(uniform(unit_key(record), seed), fractions)
+    return choose(uniform(unit_key(record, shared), seed), fractions)
 
 
-def unit_key(record: "Record") -> str:
+def unit_key(record: "Record", shared: Sequence[str] = ()) -> str:
     """What records that stay together share: their `metadata.group`, else their prompt's `split_key`."""
     group = record.metadata.get("group")
-    return f"{key_hash(record.prompt):016x}" if group is None else prompt_key(str(group))
+    return f"{hash64(split_key(record.prompt, shared=shared)):016x}" if group is None else prompt_key(str(group))
 
 
-def record_half(record: "Record", seed: int) -> int:
+def record_half(record: "Record", seed: int, shared: Sequence[str] = ()) -> int:
     """1 or 2: the half of the prompts that a record belongs to, whatever its split. What stays together is in one half."""
-    return 1 + int(uniform(f"half {unit_key(record)}", seed) >= 0.5)
+    return 1 + int(uniform(f"half {unit_key(record, shared)}", seed) >= 0.5)
 
 
 def with_split(record: "Record", split: str) -> "Record":

@@ -6,10 +6,10 @@ one token earlier, at position prompt_length + t - 1.
 """
 
 import functools
-import itertools
 import math
 import random
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from rlhf.ops.ppo import sampler_weights
 from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.sources import in_split, read_comparisons, read_prompts
+from rlhf.runs.sources import count_files, in_split, read_comparisons, read_prompts, sample_prompts
 from rlhf.system.plugins import load_named
 from rlhf.system.processes import Ranks
 from rlhf.training.engine import Engine, check_finite
@@ -217,7 +217,7 @@ def load_estimator(name: str) -> Estimator:
 
 
 def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
-    """Tokenised prompts of the training split, and the first ppo.eval_prompts of the dev split. Raises: UserError if none is left."""
+    """Tokenised prompts of the training split, and a sample of ppo.eval_prompts of the dev split. Raises: UserError if none is left."""
     records = read_prompts(config, say)
     limit = row_limit(config, tokenizer)
     room = limit - config.rollout.max_new_tokens
@@ -231,11 +231,16 @@ def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None])
     if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
     cut, left_out = sum(was_cut for _, _, was_cut in fitting), len(training) - len(fitting)
-    said = f"{len(fitting):,} prompts" + (f", {cut:,} of them cut from the left to fit" if cut else "")
+    said = (
+        f"{len(fitting):,} prompts"
+        + count_files([record for record, _, _ in fitting])
+        + (f", {cut:,} of them cut from the left to fit" if cut else "")
+    )
     say(said + (f", {left_out:,} left out, too long" if left_out else ""))
-    held_out = fitting_prompts(tokenizer, in_split(config, records, "dev"), room)
-    shown = itertools.islice(held_out, config.ppo.eval_prompts)
-    return [(record, ids) for record, ids, _ in fitting], [(record, ids) for record, ids, _ in shown]
+    held_out = [(record, ids) for record, ids, _ in fitting_prompts(tokenizer, in_split(config, records, "dev"), room)]
+    shown = sample_prompts(config, held_out, config.ppo.eval_prompts, of=itemgetter(0))
+    say(f"{len(shown):,} dev prompts" + count_files([record for record, _ in shown]))
+    return [(record, ids) for record, ids, _ in fitting], shown
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:

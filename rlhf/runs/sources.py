@@ -1,7 +1,10 @@
 """The data sources of a stage, and their hashes. Imports neither torch nor transformers."""
 
+import contextlib
+import functools
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +15,7 @@ from rlhf.config.stages import pretraining_tokens
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
-from rlhf.data.splits import prompt_key, record_split
+from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
 from rlhf.data.storage import check_whole, manifest_sha256, verify
 from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
@@ -21,6 +24,8 @@ from rlhf.system.files import read_json, sha256_file
 from rlhf.system.plugins import is_address, is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
+P = TypeVar("P")
+FEW_PROMPTS = 10  # a split with fewer gives no figures
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # on the hub: owner/name, optionally @revision
 CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -33,8 +38,49 @@ def fractions(config: Config) -> dict[str, float]:
 
 def in_split(config: Config, records: Sequence[T], *splits: str) -> list[T]:
     """The label records of these splits."""
-    seed, shares = config.data.split_seed, fractions(config)
-    return [record for record in records if record_split(record, seed, shares) in splits]
+    seed, shares, shared = config.data.split_seed, fractions(config), beginnings(config, records)
+    return [record for record in records if record_split(record, seed, shares, shared) in splits]
+
+
+def beginnings(config: Config, records: Sequence[Record]) -> tuple[str, ...]:
+    """What `shared_beginnings` finds in all prompts of the run, whichever stage reads `records`: a prompt has one split in all
+    stages. Empty if every one of the records states its split or group.
+    """
+    if all(given_split(record) or "group" in record.metadata for record in records):
+        return ()
+    kinds = ("demonstrations", "comparisons", "prompts")
+    sources = tuple(tuple(map(str, listed(data_source(config, kind)))) for kind in kinds)
+    return _beginnings(sources, config.data.format, config.data.allow_partial)
+
+
+@functools.lru_cache(maxsize=8)
+def _beginnings(sources: tuple[tuple[str, ...], ...], format: str, allow_partial: bool) -> tuple[str, ...]:
+    prompts: list[PromptRecord] = []
+    for given in sources:
+        with contextlib.suppress(UserError):  # the stage that reads the source reports it
+            prompts += load_prompts(list(given), format, allow_partial)[0] if given else []
+    return shared_beginnings(record.prompt for record in prompts)
+
+
+def sample_prompts(
+    config: Config, items: Sequence[P], count: int, of: Callable[[Any], PromptRecord] = lambda prompt: prompt
+) -> list[P]:
+    """`count` of the prompts in their order: those with the least hashes by data.split_seed, and one of each file."""
+    records = [of(item) for item in items]
+    drawn = {
+        i: uniform(f"sampled {prompt_key(record.prompt)}", config.data.split_seed) for i, record in enumerate(records)
+    }
+    order = sorted(drawn, key=drawn.__getitem__)
+    of_file = {records[i].file: i for i in reversed(order)}
+    order.sort(key=lambda i: of_file[records[i].file] != i)
+    return [items[i] for i in sorted(order[:count])]
+
+
+def count_files(records: Sequence[PromptRecord]) -> str:
+    """ ", 3 of a.jsonl, 5 of b.jsonl": how many prompts of each file; empty if there is one."""
+    counts = Counter(record.file for record in records)
+    named = [f", {count:,} of {Path(name).name}" for name, count in counts.most_common(6)]
+    return "".join(named) + (", …" if len(counts) > 6 else "") if len(counts) > 1 else ""
 
 
 def data_source(config: Config, kind: str) -> Any:
@@ -255,6 +301,13 @@ def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) 
     if say is not None:
         for line in info.describe():
             say(line)
+    records = _limited(config, kind, records, say)
+    if say is not None:
+        say_small_splits(config, kind, records, say)
+    return records
+
+
+def _limited(config: Config, kind: str, records: list[Any], say: Say | None) -> list[Any]:
     if (limit := config.data.limit) is None:
         return records
     keys = {prompt_key(record.prompt) for record in records}
@@ -262,3 +315,18 @@ def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) 
     if say is not None:
         say(f"data.limit={limit}: {len(chosen):,} of {len(keys):,} prompts of data.{kind}")
     return [record for record in records if prompt_key(record.prompt) in chosen]
+
+
+def say_small_splits(config: Config, kind: str, records: Sequence[Record], say: Say) -> None:
+    """A warning if the dev or the test split has few prompts, with the number of each."""
+    counts = {
+        split: len({prompt_key(record.prompt) for record in in_split(config, records, split)})
+        for split in fractions(config)
+    }
+    few = [split for split, share in fractions(config).items() if share > 0 and counts[split] < FEW_PROMPTS]
+    if few:
+        numbers = ", ".join(f"{count:,} {split}" for split, count in counts.items())
+        say(
+            f"warning: data.{kind} has {numbers} prompts: too few in {' and '.join(few)} for figures to mean much: raise "
+            f"{' and '.join(f'data.{split}' for split in few)}, or add prompts"
+        )

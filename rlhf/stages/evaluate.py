@@ -4,8 +4,8 @@ If the run has a true score (gold.truth), every response is scored by it. With o
 the KL and the held-out accuracy of the reward model.
 """
 
-import itertools
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.run_files import log_results
-from rlhf.runs.sources import hash_sources, in_split, need_source
+from rlhf.runs.sources import count_files, hash_sources, in_split, need_source, sample_prompts
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
@@ -160,13 +160,16 @@ def run_stage(config: Config) -> None:
 def load_test_prompts(
     config: Config, tokenizer: Any, source: Any, say: Callable[[str], None] = say
 ) -> tuple[list[PromptRecord], list[list[int]]]:
-    """The first `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
+    """A sample of `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
     room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
     fitting = fitting_prompts(tokenizer, in_split(config, records, config.evaluate.split), room)
-    chosen = list(itertools.islice(fitting, config.evaluate.prompts))
-    cut = sum(was_cut for _, _, was_cut in chosen)
-    say(f"{len(chosen)} {config.evaluate.split} prompts" + (f", {cut} of them cut from the left to fit" if cut else ""))
+    chosen = sample_prompts(config, list(fitting), config.evaluate.prompts, of=itemgetter(0))
+    cut, files = sum(was_cut for _, _, was_cut in chosen), count_files([record for record, _, _ in chosen])
+    say(
+        f"{len(chosen)} {config.evaluate.split} prompts{files}"
+        + (f", {cut} of them cut from the left to fit" if cut else "")
+    )
     if not chosen:
         raise UserError(
             f"evaluate: no prompt of the {config.evaluate.split} split fits the context: raise data.{config.evaluate.split}, or add "

@@ -5,6 +5,7 @@ Differs: one round, always from the SFT model.
 """
 
 import math
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import hash_sources
+from rlhf.runs.sources import count_files, hash_sources, sample_prompts
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.system.files import write_text
@@ -56,7 +57,8 @@ def run(config: Config) -> None:
 def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> list[Demonstration]:
     """The best of n samples of each prompt, of those that end. Raises: UserError if no sample ends."""
     prompts, _ = load_ppo_prompts(config, tokenizer, stage.say)
-    prompts = prompts[: config.rejection.prompts]
+    prompts = sample_prompts(config, prompts, config.rejection.prompts, of=itemgetter(0))
+    stage.say(f"{len(prompts):,} prompts are answered" + count_files([record for record, _ in prompts]))
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]
     n = config.rejection.samples

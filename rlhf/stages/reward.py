@@ -48,7 +48,15 @@ from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, progress
-from rlhf.runs.sources import data_source, hash_sources, in_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import (
+    beginnings,
+    data_source,
+    hash_sources,
+    in_split,
+    read_comparisons,
+    read_demonstrations,
+    sample_prompts,
+)
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
@@ -206,7 +214,8 @@ def load_items(
     half = config.data.half
     if half is not None:
         half = 3 - half if stage.name == "judge" else half
-        splits["train"] = [r for r in splits["train"] if record_half(r, config.data.split_seed) == half]
+        shared = beginnings(config, records)
+        splits["train"] = [r for r in splits["train"] if record_half(r, config.data.split_seed, shared) == half]
         stage.say(f"train: half {half} of the prompts")
     items = {}
     for split, rankings in splits.items():
@@ -314,7 +323,8 @@ def calibrate(
     of `records` only the prompts of the training split are used, not the judgements.
     """
     bare = unwrapped(model)
-    prompts = prompts_of(in_split(config, records, "train"))[: config.reward.calibration_samples]
+    prompts = prompts_of(in_split(config, records, "train"))
+    prompts = sample_prompts(config, prompts, config.reward.calibration_samples)
     with progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
         rows = bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer))
         written = score(model, rows, calibrated=False) if rows else None

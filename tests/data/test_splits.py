@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.records import Demonstration, Message, PromptRecord
-from rlhf.data.splits import choose, key_hash, prompt_key, record_half, record_split, split_key, split_of, uniform
+from rlhf.data.splits import (
+    choose,
+    key_hash,
+    prompt_key,
+    record_half,
+    record_split,
+    shared_beginnings,
+    split_key,
+    split_of,
+    uniform,
+)
 from rlhf.errors import UserError
 
 SHARES = {"train": 0.85, "dev": 0.05, "test": 0.10}
@@ -106,6 +116,38 @@ def test_prompts_that_share_a_long_beginning_have_one_key(word, one, other):
     assert len(beginning) == 200
     assert split_key(beginning + " ".join(one)) == split_key(beginning + " ".join(other))
     assert len(split_key(beginning + "x" * 10**6)) == 150
+
+
+PREAMBLES = {
+    "system": "You are a careful assistant who answers in one sentence and cites a source. " * 3,
+    "alpaca": "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n",
+    "few shots": "".join(f"Q: What is {i} + {i}?\nA: {2 * i}\n" for i in range(60)) + "Q: ",
+}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.06])
+@pytest.mark.parametrize("preamble", PREAMBLES.values(), ids=PREAMBLES)
+def test_a_preamble_that_many_prompts_share_does_not_decide_their_split(preamble, share):
+    count = round(1000 * share)
+    prompts = [f"{preamble}Name town {i}." for i in range(count)] + [f"Name river {i}." for i in range(1000 - count)]
+    shared = shared_beginnings(prompts)
+    assert len(shared) == 1 and shared_beginnings(reversed(prompts)) == shared
+    split = Counter(record_split(PromptRecord(id="p", prompt=prompt), 0, SHARES, shared) for prompt in prompts[:count])
+    assert split["train"] < count and len(split) == 3, "without: all in one"
+    other = PromptRecord(id="p", prompt="Name river 1.")
+    assert record_split(other, 0, SHARES, shared) == record_split(other, 0, SHARES)
+    # 20 questions about one passage after it stay together
+    asked = [f"{preamble}{'The passage about the town of Lund and its river. ' * 5}Question {i}" for i in range(20)]
+    assert len({split_key(prompt, shared=shared) for prompt in asked}) == 1
+
+
+def test_a_passage_of_few_prompts_still_decides_their_split():
+    passage = "The passage about the town of Lund and its river. " * 5
+    prompts = [f"{passage}Question {i}" for i in range(50)] + [f"Name river {i}." for i in range(950)]
+    assert shared_beginnings(prompts) == (), "5%: not more"
+    assert shared_beginnings([*prompts, f"{passage}Question 50"]) != ()
+    assert shared_beginnings(prompts[:9]) == () != shared_beginnings(prompts[:10]), "of few prompts, ten"
 
 
 def test_short_prompts_have_keys_of_their_own():
