@@ -25,6 +25,7 @@ from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import RewardModel
 from rlhf.report.details import make_skipped
 from rlhf.runs.run_files import read_run
+from rlhf.serving.labelling import LabelFile, Labelling
 from rlhf.system import schemas
 from rlhf.training.setup import load_policy
 from tests.model.test_pretrained import save
@@ -195,6 +196,27 @@ def test_a_labels_file_may_nest_and_name_what_it_likes(tmp_path):
     for inside in ("[" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
         (tmp_path / "labels.jsonl").write_text(json.dumps(row)[:-1] + ', "metadata": {"a": ' + inside + "}}\n")
         refused(lambda: load_all(str(tmp_path / "labels.jsonl")), "labels.jsonl:1")
+
+
+def test_a_server_reads_labels_that_nest_and_name_what_they_like(tmp_path):
+    row = {
+        "kind": "ranking",
+        "id": "r",
+        "prompt": "a",
+        "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
+    }
+    row |= {"ranking": [["a"], ["b"]], "labeler": "ann"}
+    path = tmp_path / "labels.jsonl"
+    for metadata in ({"task": ["t"]}, {"replaces": [1]}, {"submission": [1]}, {"task": {"a": 1}}):
+        path.write_text(json.dumps(row | {"metadata": metadata}) + "\n")
+        file = LabelFile(path)
+        assert len(Labelling(file, [], 1, 0).file.records) == 1
+        file.close()
+    path.write_text('{"kind": ' + "[" * 100_000 + "\n")
+    refused(lambda: LabelFile(path), "labels.jsonl:1: not a record")
+    path.unlink()
+    os.mkfifo(path)
+    refused(lambda: LabelFile(path), "not a regular file")
 
 
 def test_a_file_of_gigabytes_is_no_record(tmp_path, monkeypatch):

@@ -81,6 +81,8 @@ def check_yaml(folder: Path) -> None:
                 )
         except RecursionError:
             raise UserError(f"{path}: nested too deeply: write it flat") from None
+        except yaml.YAMLError:
+            continue  # Hydra names the line, if it reads the file
 
 
 def read_words(arguments: list[str], command: str) -> Words:

@@ -80,14 +80,14 @@ class LabelFile:
     """
 
     def __init__(self, path: Path):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a regular file: choose another serve.labels=…")
         self.path = path
         self.records: list[Record] = []
         self.submissions: dict[tuple[str, str | None, str], Any] = {}  # by kind, labeler and submission
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if not path.is_file():
-            raise UserError(f"{path}: not a regular file: choose another serve.labels=…")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
