@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import ImportConfig
-from rlhf.config.removed import replacement
+from rlhf.config.removed import EQUIVALENTS, replacement
 from rlhf.config.setting import FromEnvironment, flatten, get, settings_in
 from rlhf.errors import UserError
 
@@ -109,9 +109,9 @@ def first_line(error: BaseException) -> str:
     return "; ".join(dict.fromkeys(parts)) or type(error).__name__
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """A hint that names the nearest known word, or ""."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+def nearest(word: str, known: list[str], least: float = 0.4) -> str:
+    """A hint that names the nearest known word, or "". least: similarity, at most 1."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=least)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -120,8 +120,15 @@ def unknown_setting(key: str, command: str, more: tuple[str, ...] = ()) -> str:
     if instead := replacement(key) or replacement(key.removeprefix("model.")):
         return f"unknown setting {key!r}: {instead}"
     known, last = [*settings_in(schema_of(command)), *more], key.rpartition(".")[2]
-    same_name = [one for one in known if one.rpartition(".")[2] == last]
-    hint = f" (did you mean {same_name[0]!r}?)" if same_name else nearest(key, known)
+    last = EQUIVALENTS.get(last, last)
+    group = "ppo" if command in ("", "pipeline") else command
+    own = [one for one in known if one.startswith(f"{group}.")]
+    same_name = [last] if last in known else [one for one in (*own, *known) if one.rpartition(".")[2] == last]
+    hint = (
+        f" (did you mean {same_name[0]!r}?)"
+        if same_name
+        else nearest(f"{group}.{last}", own, 0.8) or nearest(key, known)
+    )
     return f"unknown setting {key!r}{hint}: `rlhf <command> --cfg job` shows all"
 
 

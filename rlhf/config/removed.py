@@ -27,6 +27,30 @@ SETTINGS: dict[str, str] = {
     ),
 }  # fmt: skip
 
+# Settings of TRL's PPO, transformers' Trainer and OpenRLHF: ours that computes the same. A name without a dot is one of the command's own
+# settings, or of PPO's. docs/from_trl.md says where the values differ.
+EQUIVALENTS: dict[str, str] = {
+    "learning_rate": "lr", "actor_learning_rate": "lr", "critic_learning_rate": "critic_lr",
+    "num_train_epochs": "epochs", "num_ppo_epochs": "epochs", "max_epochs": "epochs", "total_episodes": "episodes",
+    "num_mini_batches": "minibatches", "rollout_batch_size": "episodes_per_update",
+    "train_batch_size": "episodes_per_update", "vf_coef": "value_coef", "cliprange": "clip_range",
+    "eps_clip": "clip_range", "cliprange_value": "value_clip_range", "value_clip": "value_clip_range", "lambd": "lam",
+    "whiten_rewards": "whiten_advantages", "missing_eos_penalty": "missing_eos_score",
+    "num_generations": "responses_per_prompt", "n_samples_per_prompt": "responses_per_prompt",
+    "advantage_estimator": "advantages", "reward_clip_range": "score_clip",
+    "response_length": "rollout.max_new_tokens", "max_new_tokens": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens", "generate_max_len": "rollout.max_new_tokens",
+    "max_length": "data.max_tokens", "max_len": "data.max_tokens", "kl_coef": "kl.coef", "init_kl_coef": "kl.coef",
+    "kl_target": "kl.target", "kl_horizon": "kl.horizon", "reward_model_path": "ppo.rewards",
+    "reward_pretrain": "ppo.rewards", "sft_model_path": "model.pretrained", "pretrain_path": "model.pretrained",
+    "prompt_data": "data.prompts", "dataset_name": "data.comparisons", "use_peft": "lora.rank", "lora_r": "lora.rank",
+    "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "save_steps": "checkpoints.every_seconds",
+    "save_total_limit": "checkpoints.keep", "output_dir": "run", "bf16": "precision", "fp16": "precision",
+    "zero_stage": "deepspeed", "report_to": "tracking", "use_wandb": "tracking", "logging_steps": "ppo.samples_every",
+    "gradient_accumulation_steps": "memory.budget_gb", "per_device_train_batch_size": "memory.budget_gb",
+    "micro_train_batch_size": "memory.budget_gb",
+}  # fmt: skip
+
 
 def replacement(key: str) -> str | None:
     """What to use instead of a setting of this table, or of one whose group is in it; None for any other."""
