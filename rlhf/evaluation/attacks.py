@@ -20,6 +20,7 @@ from rlhf.evaluation.policies import room_for
 from rlhf.evaluation.scoring import pair_nats
 from rlhf.evaluation.statistics import WORD, Figures, flatten, mean_by, sentences_of, share_by
 from rlhf.model.interface import score
+from rlhf.ops.fast import return_freed_memory
 from rlhf.runs.progress import Progress
 
 PRAISE = {"good", "great", "kind", "thank", "thanks", "hope", "happy", "glad", "love", "nice", "pleasure", "best"}
@@ -178,6 +179,7 @@ def attack_pairs(
         changes = {"gain": gain.mean(1), "gain_better": gain[:, 0], "gain_worse": gain[:, 1], "nats": np.array(nats)}
         flips = share_by([keys[i] for i in right], flipped.astype(float).tolist()) if len(right) else None
         intervals: Figures = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
+        return_freed_memory()  # of forwards of other sizes
         bar.update(1)
         figures.append(intervals | {"name": name, "flips": flips})
     return figures

@@ -44,6 +44,7 @@ from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, lm, score, unwrapped
+from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
@@ -337,6 +338,7 @@ def calibrate(
             "reward: the model gives every SFT sample the same score, so there is nothing to optimise: "
             "train it longer (reward.epochs, reward.lr) or on more comparisons"
         )
+    return_freed_memory()
     bare.calibrate(gain=1.0 / deviation, shift=shift)
     return 1.0 / deviation, shift
 
