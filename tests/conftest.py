@@ -7,12 +7,15 @@ import gc
 import importlib.util
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 # Read when torch, transformers and wandb are imported, which the test modules do after this file.
+if not os.access(os.path.expanduser("~"), os.W_OK):  # libraries keep caches there
+    os.environ["HOME"] = tempfile.mkdtemp()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"

@@ -249,7 +249,7 @@ def test_an_interrupted_stage_is_resumed_only_as_it_was_started(config):
     [
         (None, r"no readable stage.json but other files \(.*thesis.txt\): choose another run=…"),
         ("{", r"stage.json: damaged \(Expecting property name"),
-        ("[]", r"stage.json: damaged \(Input should be a valid dictionary"),
+        ("[]", r"stage.json: damaged \(got \[\], want an object"),
     ],
     ids=["absent", "torn", "no record"],
 )

@@ -203,7 +203,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
         try:
             with full_disk(folder):
                 text = yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True)
-                (stage.folder / "config.yaml").write_text(text)  # which `rlhf` can read back
+                (stage.folder / "config.yaml").write_text(text, encoding="utf-8")  # which `rlhf` can read back
                 yield stage
         except Exception as error:
             written = {path.name for path in stage.folder.iterdir()} - set(RECORDS)

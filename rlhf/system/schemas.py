@@ -38,7 +38,8 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     elif detail["type"] == "string_unicode":
         message = f"{field}: got a lone surrogate (half of a character), want text that UTF-8 can hold"
     else:
-        message = f"{field}: got {shown(detail['input'])}, want {wanted[0].lower()}{wanted[1:]}"
+        wanted = "an object {…}" if detail["type"] == "model_type" else wanted[0].lower() + wanted[1:]
+        message = f"{field + ': ' if field else ''}got {shown(detail['input'])}, want {wanted}"
     return one_line(field, 200), one_line(message)
 
 
