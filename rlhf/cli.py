@@ -159,7 +159,8 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
             config = to_settings(composed)
             if own_config:
                 check_config(config, command)
-            start(config, list(HydraConfig.get().overrides.task))
+            searched = [text for text in ours if text.startswith("hydra.searchpath=")]  # which Hydra keeps apart
+            start(config, [*searched, *HydraConfig.get().overrides.task])
 
     register_schema(config_name(command))
     users_value = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -349,3 +350,31 @@ def test_from_the_command_line_to_a_running_stage_in_five_files(call):
         "config/checks.py",
         "stages/tokenizer.py",
     }
+
+
+@pytest.mark.parametrize("name", ["Frage (Kunde)", "Größe [cm]", "it's", "a = b", "50 %", "a\\b", "(a\\", "a\\'b"])
+def test_a_column_needs_no_quotes_beyond_the_shells(name):
+    word = words.quoted(f"columns.prompt={name}")
+    words.check_overrides([word, "path=a.csv", "out=b"], "import")
+    assert compose.compose_config([word, "path=a.csv", "out=b"], "import").columns.prompt == name
+
+
+@pytest.mark.parametrize(
+    "word", ["columns.prompt=q", "columns.responses=[a,b]", "columns.prompt='q (b)'", "path=a (b)"]
+)
+def test_other_overrides_are_left_as_they_are(word):
+    assert words.quoted(word) == word
+
+
+@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
+@pytest.mark.parametrize("sweep", [(), ("-m",)])
+def test_a_folder_of_presets_reaches_the_stages_of_a_pipeline(tmp_path, monkeypatch, way, sweep):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "lab.yaml").write_text("# @package _global_\ndefaults:\n  - gold\n  - _self_\nseed: 3\n")
+    runs = []
+    monkeypatch.setattr(cli, "module_of", lambda _: SimpleNamespace(run=lambda *given: runs.append(given)))
+    cli._dispatch(["pipeline", way.format(tmp_path), "experiment=lab", "run=x", *sweep])
+    ((config, overrides),) = runs
+    assert config.seed == 3
+    cli._dispatch(["world", "--shared-settings", *overrides])
+    assert runs[-1][0].seed == 3

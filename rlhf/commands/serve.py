@@ -33,7 +33,7 @@ that you find equally good are a tie. If you cannot tell, say so.
 def run(config: Config) -> None:
     """Serve until a signal stops the process. Raises: UserError for a run without models, or an address in use."""
     if not (find_spec("fastapi") and find_spec("uvicorn")):
-        raise UserError("serve: needs FastAPI and uvicorn: pip install 'rlhf-recipe[serve]'")
+        raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
     folders, loopback = run_folders(config), check_address(config)
     with bind_socket(config) as listening:
         host, port = listening.getsockname()[:2]

@@ -102,7 +102,7 @@ def read_words(arguments: list[str], command: str) -> Words:
         if not word.startswith("-"):
             # `+` adds a group to Hydra's list of defaults, which already contains ours
             is_group = word.startswith("+") and word[1:].partition("=")[0] in CONFIG_GROUPS
-            overrides.append(word[1:] if is_group else word)
+            overrides.append(word[1:] if is_group else quoted(word))
             continue
         if flag not in FLAGS:
             remedy = replacement(flag) or "write settings as key=value"
@@ -128,6 +128,16 @@ def read_words(arguments: list[str], command: str) -> Words:
     for path in (*searched, *([] if folder is None else [folder])):
         check_yaml(Path(path))
     return Words(flags, overrides, config, folder)
+
+
+def quoted(word: str) -> str:
+    """An override of a column or a verdict's word, in Hydra's quotes if the name needs them, as `columns.prompt=Frage (Kunde)` does."""
+    key, _, value = word.partition("=")
+    plain = re.fullmatch(r"[\w./:,@+%-]*|[\[{'\"].*|.*\$\{.*", value, re.ASCII | re.DOTALL)
+    if plain or not key.startswith(("columns.", "words.")):
+        return word
+    escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), value)
+    return f"{key}='{escaped}'"
 
 
 def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -215,7 +225,10 @@ def _check_choice(group: str, value: str, folder: str | None) -> None:
             f"model={value}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named with "
             f"model.pretrained={value}"
         )
-    raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}")
+    raise UserError(
+        f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}; a file of your own, "
+        f"<folder>/{group}/{value}.yaml, is found with --config-dir <folder>"
+    )
 
 
 def check_used(overrides: list[str], command: str) -> None:

@@ -45,9 +45,7 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(
-            f"evaluate.benchmarks: needs the package lm-eval ({error}): pip install 'rlhf-recipe[benchmarks]'"
-        ) from None
+        raise UserError(f"evaluate.benchmarks: needs the package lm-eval ({error}): pip install lm-eval") from None
     settings = config.evaluate
     names = listed(settings.benchmarks)
     if settings.benchmark_tasks is not None and not Path(settings.benchmark_tasks).is_dir():

@@ -119,7 +119,7 @@ def _analyzer() -> Any:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:
         raise UserError(
-            "gold.truth=vader: the package vaderSentiment is not installed: pip install 'rlhf-recipe[sentiment]'"
+            "gold.truth=vader: the package vaderSentiment is not installed: pip install vaderSentiment"
         ) from None
     return SentimentIntensityAnalyzer()
 

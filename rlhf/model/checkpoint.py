@@ -181,9 +181,7 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
         try:
             import gguf as _  # noqa: F401
         except ImportError:
-            raise UserError(
-                f"model.pretrained={source}: needs the package gguf: pip install 'rlhf-recipe[gguf]'"
-            ) from None
+            raise UserError(f"model.pretrained={source}: needs the package gguf: pip install gguf") from None
     wanted = "give a checkpoint of an architecture that transformers knows"
     more = {} if gguf is None else {"gguf_file": gguf}
     config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)

@@ -246,7 +246,7 @@ def make_tracker(
         return Tracker(None, 0)
     if kind == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
-            "tracking=tensorboard: the package tensorboard is not installed: run pip install 'rlhf-recipe[tensorboard]', "
+            "tracking=tensorboard: the package tensorboard is not installed: run pip install tensorboard, "
             "or set tracking=jsonl"
         )
 

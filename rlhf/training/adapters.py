@@ -65,7 +65,7 @@ def import_peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError("lora.rank: needs PEFT: pip install 'rlhf-recipe[peft]', or set lora.rank=0") from None
+        raise UserError("lora.rank: needs PEFT: pip install peft, or set lora.rank=0") from None
     return peft
 
 

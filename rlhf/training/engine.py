@@ -271,7 +271,7 @@ def make_engine(
     """
     if zero_stage(config) and importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install 'rlhf-recipe[deepspeed]', or set deepspeed=none"
+            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install deepspeed, or set deepspeed=none"
         )
     module.to(device)
     with compiling() if offloads(config) else contextlib.nullcontext():
