@@ -13,9 +13,7 @@ const TABS = { chat: ["Chat", makeChat], compare: ["Compare", makeCompare], rank
 let NAMES = [];
 const panels = {};
 
-async function openSession() {
-  const secret = location.hash.slice(1);
-  if (!secret) return;
+async function openSession(secret) {
   history.replaceState(null, "", location.pathname); // the secret stays in no address bar
   sessionStorage.setItem("tab", (await post("/api/session", { token: secret })).labeler);
 }
@@ -41,7 +39,7 @@ function onTabKey(event) {
 
 async function start() {
   try {
-    await openSession();
+    if (location.hash.length > 1) await openSession(location.hash.slice(1));
     const me = await get("/api/me");
     sessionStorage.setItem("tab", me.tab); // sent with every request: another link that is opened in this browser must not change it
     document.getElementById("who").textContent = me.labeler ?? "";

@@ -78,11 +78,7 @@ export function makeChat(panel, me, compare) {
     }
   }
 
-  function onClear() {
-    running?.abort();
-    turns = [];
-    draw();
-  }
+  function onClear() { running?.abort(); turns = []; draw(); }
 
   function messages(until = turns.length) {
     const before = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
@@ -130,11 +126,7 @@ export function makeChat(panel, me, compare) {
     text.focus();
   }
 
-  function onRegenerate(index) {
-    if (running) return;
-    turns = turns.slice(0, index);
-    answer();
-  }
+  function onRegenerate(index) { if (running) return; turns = turns.slice(0, index); answer(); }
 
   function draw() {
     saving = null;

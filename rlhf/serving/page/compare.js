@@ -27,10 +27,7 @@ export function makeCompare(panel, me) {
 
   function onDraw() {
     const models = boxes.filter((box) => box.checked).map((box) => box.value);
-    if (models.length < 2 || !prompt.value.trim()) {
-      say("Write a prompt, and choose two models or more.", true);
-      return;
-    }
+    if (models.length < 2 || !prompt.value.trim()) { say("Write a prompt, and choose two models or more.", true); return; }
     return start([{ role: "user", content: prompt.value.trim() }], models);
   }
 

@@ -41,10 +41,7 @@ export function makeDemonstrate(panel, me) {
 
   function edit(one, responses) {
     const typed = response.value.trim();
-    if (typed && !responses.some((other) => other.text.trim() === typed)) {
-      say("Empty the box first: it holds what you have written.", true);
-      return;
-    }
+    if (typed && responses.every((other) => other.text.trim() !== typed)) { say("Empty the box first: it holds what you have written.", true); return; }
     response.value = one.text;
     edited = one.id;
     keep();
@@ -67,10 +64,7 @@ export function makeDemonstrate(panel, me) {
 
   async function onSave() {
     const prompt = messages ?? [{ role: "user", content: own.value.trim() }];
-    if (!response.value.trim() || !prompt.at(-1).content) {
-      say("Write a prompt and a response.", true);
-      return;
-    }
+    if (!response.value.trim() || !prompt.at(-1).content) { say("Write a prompt and a response.", true); return; }
     save.disabled = true;
     try {
       const body = { messages: prompt, response: response.value.trim(), submission, seconds: watch.seconds() };

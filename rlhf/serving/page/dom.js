@@ -12,14 +12,10 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-export function field(label, control, wide = false) {
-  return el("label", { class: wide ? "field wide" : "field" }, label, control);
-}
+export function field(label, control, wide = false) { return el("label", { class: wide ? "field wide" : "field" }, label, control); }
 
 export function say(text, bad = false) {
-  const status = document.getElementById("status");
-  status.className = bad ? "bad" : "";
-  status.textContent = text;
+  Object.assign(document.getElementById("status"), { className: bad ? "bad" : "", textContent: text });
 }
 
 // What was typed and not saved, in this browser, apart for each labeler: it survives a reload.

@@ -14,10 +14,7 @@ export function makeNext(panel, me) {
     field("Text, without a chat template", text, true), el("div", { class: "row" }, show), table);
 
   async function onShow() {
-    if (!text.value) {
-      say("Write a text.", true);
-      return;
-    }
+    if (!text.value) { say("Write a text.", true); return; }
     show.disabled = true;
     say("");
     try {

@@ -52,9 +52,7 @@ export function makeRank(panel, me) {
     submission = submissionId();
     save.disabled = unable.disabled = true;
     cancel.hidden = !replaces;
-    place.replaceChildren();
-    cards.replaceChildren();
-    strip.replaceChildren();
+    for (const one of [place, cards, strip]) one.replaceChildren();
     note.value = "";
     note.blur(); // the keys are for the new task
     if (!task) {
@@ -109,10 +107,7 @@ export function makeRank(panel, me) {
     } catch (error) {
       say(`Not saved. ${error.message}`, true);
       save.disabled = false;
-      if (error.status === 409) { // answered in another tab, or by enough others
-        saved.set(null);
-        await next();
-      }
+      if (error.status === 409) { saved.set(null); await next(); } // answered in another tab, or by enough others
     }
     busy = false;
     if (ranking) save.disabled = ranking.placed < 2;

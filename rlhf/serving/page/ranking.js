@@ -53,10 +53,7 @@ export class Ranking {
 
   clear(id) { this.remove(id); this.draw(id); }
 
-  show(id) {
-    this.draw(id);
-    this.cardOf(id).scrollIntoView({ block: "nearest", inline: "nearest" });
-  }
+  show(id) { this.draw(id); this.cardOf(id).scrollIntoView({ block: "nearest", inline: "nearest" }); }
 
   cardOf(id) { return this.list.querySelector(`[data-id="${CSS.escape(id)}"]`); }
 
