@@ -98,9 +98,12 @@ def kill_once(way: str, home: Path, chance: random.Random, seconds: float, in_tr
     if process.poll() == 0:
         return None
     victim = chance.choice(ranks_of(process.pid) or [0])
-    broken, ports = [] if victim else ["no rank to kill"], ports_of(process.pid)
-    if victim:
-        os.kill(victim, signal.SIGKILL)
+    if not victim and process.wait(60) == 0:
+        return None
+    if not victim:
+        sys.exit(f"{way}: the launch ended by itself, see {home / 'log.txt'}")
+    broken, ports = list[str](), ports_of(process.pid)
+    os.kill(victim, signal.SIGKILL)
     after = time.monotonic() - begun
     try:
         code = process.wait(60)
