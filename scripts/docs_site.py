@@ -3,6 +3,7 @@
 - The Markdown pages outside docs/ (README.md becomes the first page).
 - A page with the text of every other file or folder of the repository that a page links to.
 - A page for every folder of rlhf, made by mkdocstrings from its docstrings.
+- Pages of all settings and all metrics, from the fields and the table that the program reads.
 
 Links to files of the repository are rewritten to lead to these pages.
 """
@@ -14,6 +15,10 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+from rlhf.config import Config
+from rlhf.config.setting import Setting, settings_in
+from rlhf.runs.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
@@ -68,14 +73,55 @@ def api_pages() -> dict[str, str]:
     return pages
 
 
+def table(head: str, rows: list[tuple[object, ...]]) -> str:
+    """A Markdown table; head: the names of its columns, with | between them."""
+
+    def line(cells: tuple[object, ...]) -> str:
+        return " | ".join(str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+
+    return "\n".join([head, "|".join("---" for _ in head.split("|")), *map(line, rows)]) + "\n"
+
+
+def wanted(one: Setting) -> str:
+    """The range of a setting, with the kinds of value for which the field states none."""
+    if one.choices is None and one.kind is None:
+        if isinstance(one.default, bool):
+            return "true or false"
+        if one.min is one.above is one.max is one.below is None and not isinstance(one.default, int | float):
+            return "text"
+    return one.wanted()
+
+
+def reference_pages() -> dict[str, str]:
+    """The settings by group, and the metrics."""
+    groups: dict[str, list[tuple[object, ...]]] = {}
+    for key, one in settings_in(Config).items():
+        default = (
+            "null" if one.default is None else str(one.default).lower() if one.default in (True, False) else one.default
+        )
+        row = (f"`{key}`", f"`{default}`", wanted(one), one.help, one.changes)
+        groups.setdefault(key.rpartition(".")[0] or "of every command", []).append(row)
+    intro = "Defaults without a preset. The last column: what another value changes, the result, only its rounding, or nothing.\n"
+    settings = [
+        f"## {name}\n\n" + table("setting | default | range | meaning | changes", rows) for name, rows in groups.items()
+    ]
+    metrics = [(f"`{one.name}`", one.unit or "-", one.mask, one.reduction, one.meaning) for one in METRICS]
+    head = "metric | unit | over | reduction | meaning"
+    return {
+        "reference/settings.md": "\n".join(["# All settings\n", intro, *settings]),
+        "reference/metrics.md": "# All metrics\n\n[Fix a run](../fix_a_run.md) says which to read first.\n\n"
+        + table(head, metrics),
+    }
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in PAGES:
         uri = str(site_path(PurePosixPath(name)))
         files.append(File.generated(config, uri, content=(ROOT / name).read_text("utf-8")))
-    for uri, content in api_pages().items():
+    for uri, content in (api_pages() | reference_pages()).items():
         files.append(File.generated(config, uri, content=content))
     for file in list(files.documentation_pages()):
-        if file.src_uri.startswith("api/"):
+        if file.src_uri.startswith(("api/", "reference/")):
             continue
         page = repository_path(file.src_uri)
         for target, _ in LINK.findall(file.content_string):
@@ -89,7 +135,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
-    if uri.startswith(("api/", "source/")):
+    if uri.startswith(("api/", "reference/", "source/")):
         return markdown
 
     def rewrite(match: re.Match) -> str:

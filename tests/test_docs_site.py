@@ -1,11 +1,16 @@
 """The documentation as a site: what the hook adds to docs/, and that a build finds no broken link (`make docs`)."""
 
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
+
+from rlhf.config import Config
+from rlhf.config.setting import settings_in
+from rlhf.runs.metric_table import METRICS
 
 ROOT = Path(__file__).parents[1]
 SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
@@ -30,6 +35,30 @@ def test_a_link_out_of_the_repository_is_left_alone():
     assert SITE["linked"]("../rlhf/ops/gae.py", page) == PurePosixPath("rlhf/ops/gae.py")
     assert SITE["linked"]("https://example.org/gae.py", page) is None
     assert SITE["linked"]("../../elsewhere.md", page) is None
+
+
+def test_every_setting_and_every_metric_is_in_the_reference():
+    pages = SITE["reference_pages"]()
+    for key, one in settings_in(Config).items():
+        assert (
+            f"`{key}` |" in pages["reference/settings.md"]
+            and one.help.replace("|", "\\|").replace("<", "&lt;") in pages["reference/settings.md"]
+        )
+    for metric in METRICS:
+        assert f"`{metric.name}`".replace("<", "&lt;") in pages["reference/metrics.md"]
+
+
+def test_every_page_of_docs_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nplugins:")[0]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(re.findall(r"[\w/]+\.md", text))
+
+
+def test_no_page_has_more_than_400_lines():
+    long = [
+        str(path) for path in (ROOT / "docs").rglob("*.md") if len(path.read_text(encoding="utf-8").splitlines()) > 400
+    ]
+    assert not long
 
 
 def test_every_module_is_on_a_page_of_the_api():
