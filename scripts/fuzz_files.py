@@ -40,7 +40,7 @@ KEYS = (
     "shift", "trunk", "read_tokens", "run", "versions", "config", "counts", "memory", "steps", "summary", "parents", "data", "git",
     "status", "files", "splits", "rlhf_import", "weight_map", "metadata", "task", "replaces", "group", "split", "user", "prompt_id",
 )  # fmt: skip
-ODD = (
+ODD: tuple[Any, ...] = (
     5,
     -1,
     0,
@@ -237,13 +237,18 @@ def make_files(home: Path) -> None:
 
     run = Path("runs/small")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "sft/model", trust_remote_code=False)
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     sizes |= {"intermediate_size": 16, "max_position_embeddings": 32}
-    ends = {"bos_token_id": 1, "eos_token_id": [tokenizer.eos_token_id], "pad_token_id": 0}
+    ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [tokenizer.eos_token_id], "pad_token_id": 0}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends))
     model.save_pretrained("foreign", max_shard_size="20KB")
     Path("foreign/README.md").write_text("---\nlicense: mit\n---\n")
-    judge = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, num_labels=1))
+    judge = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes | {"num_labels": 1}))
     judge.save_pretrained("judge")
     Path("judge/text_reward.json").write_text('{"gain": 1.0, "shift": 0.0, "rendering": "template"}')
     for folder in ("foreign", "judge"):
@@ -318,11 +323,11 @@ def run_reader(reader: Callable[[], None], said: Path) -> tuple[int | None, str]
             code = 1
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
-    code = wait(pid, CASE_SECONDS)
-    if code is None:
+    ended = wait(pid, CASE_SECONDS)
+    if ended is None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return code, said.read_text(errors="replace")
+    return ended, said.read_text(errors="replace")
 
 
 def problem(code: int | None, said: str) -> str | None:

@@ -197,8 +197,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     if not (folder / "tokenizer.json").is_file():
         came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
-    what, path = f"{folder}/tokenizer.json: not a readable tokenizer", {"pretrained_model_name_or_path": str(folder)}
-    tokenizer = open_tokenizer(PreTrainedTokenizerFast, what, "make it again", local_files_only=True, **path)
+    what, source = f"{folder}/tokenizer.json: not a readable tokenizer", {"pretrained_model_name_or_path": str(folder)}
+    tokenizer = open_tokenizer(PreTrainedTokenizerFast, what, "make it again", local_files_only=True, **source)
     if tokenizer.pad_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no pad token: adopt it with model.pretrained, which gives it one")
     return tokenizer

@@ -85,8 +85,9 @@ class PersistentDecoder(Decoder):
         if not moved:
             return self.model
         self.graphs.clear()
+        config: Any = model.config
         with torch.device("meta"):
-            copy = GPTForCausalLM(model.config).requires_grad_(False).eval()
+            copy = GPTForCausalLM(config).requires_grad_(False).eval()
         copy.load_state_dict(self.weights, strict=False, assign=True)
         if model.config.tie_word_embeddings:
             copy.lm_head.weight = copy.model.embed_tokens.weight

@@ -62,7 +62,7 @@ def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Fig
     kinds = sorted({flag for record in rankings for given in record.flags.values() for flag in given})
     found: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in sorted(names.values())}
     for record, response in [(one, response) for one in rankings for response in one.responses]:
-        if response.policy in names:
+        if response.policy is not None and response.policy in names:
             values = {"rating": record.ratings[response.id]} if response.id in record.ratings else {}
             values |= {flag.replace(" ", "_"): float(flag in record.flags.get(response.id, ())) for flag in kinds}
             for what, value in values.items():

@@ -135,7 +135,7 @@ def answer_all(
             answers[name] = {"prompts": policy_prompts}
             for prefix, count in (("", config.evaluate.samples), ("greedy_", 1)):
                 drawn = draw_rows(engine, policy_prompts, name, count, greedy=bool(prefix))
-                ids, ended = ([[one[k] for one in row] for row in drawn] for k in (0, 1))
+                ids, ended = [[one[0] for one in row] for row in drawn], [[one[1] for one in row] for row in drawn]
                 texts = [[read(one[:-1] if one and one[-1] in ends else one) for one in row] for row in ids]
                 answers[name] |= {f"{prefix}ids": ids, f"{prefix}texts": texts, f"{prefix}ended": ended}
             bar.update(len(prompts))

@@ -186,7 +186,7 @@ def _schemas() -> dict[str, Any]:
     class Settings(Schema):
         """The run's configuration, as far as other commands read it."""
 
-        parents: dict[str, str | None] = Field({})
+        parents: dict[str, str | None] = Field(default_factory=dict)
         data: Lengths = Lengths()
         rollout: Lengths = Lengths()
 

@@ -105,7 +105,7 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
                 "agreement": agreed.get(name, {}).get("agreement"),
             }
             people.append({"name": name, **known, **about})
-        tasks = [
+        tasks: list[dict[str, Any]] = [
             {"name": name, "labels": len(by.keys() - {DECIDES}), "decided": DECIDES in by, **clashes(by)}
             for name, by in said.items() if by
         ]  # fmt: skip

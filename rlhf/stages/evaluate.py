@@ -115,7 +115,8 @@ def run_stage(config: Config) -> None:
         models = {name: folder / "model" for name, folder in folders.items()}
         answers = policies.answer_all(config, models, records, prompts, tokenizer, device, truth)
         scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
-        scores, rewards = {}, {}
+        scores: dict[str, Any] = {}
+        rewards: dict[str, Any] = {}
         if scored:
             scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
         if reward_model is not None:
