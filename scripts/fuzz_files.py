@@ -237,13 +237,9 @@ def make_files(home: Path) -> None:
 
     run = Path("runs/small")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "sft/model", trust_remote_code=False)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    sizes |= {"intermediate_size": 16, "max_position_embeddings": 32}
+    blocks = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
+    sizes: dict[str, Any] = blocks | {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16}
+    sizes["max_position_embeddings"] = 32
     ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [tokenizer.eos_token_id], "pad_token_id": 0}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends))
     model.save_pretrained("foreign", max_shard_size="20KB")
