@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf.api import load as load
     from rlhf.commands.run import Run as Run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LoadedRun", "Run", "__version__", "load", "ops"]
 
 # Where each name is; its module is imported at the first use.
