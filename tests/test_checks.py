@@ -208,3 +208,10 @@ def test_what_a_classifier_cannot_have_is_refused_beside_its_name(group):
     assert problems(group, **{f"{group}__epochs": 0}) == [
         f"{group}.epochs=0: nothing would be trained: want 1 or more, or {group}.fit_head=true"
     ]
+
+
+def test_the_scale_of_adapters_needs_adapters():
+    assert problems(lora__alpha=32) == [
+        "lora.alpha=32: scales adapters, and lora.rank=0 has none: set lora.rank, or leave lora.alpha at 16"
+    ]
+    check_config(with_settings(lora__alpha=32, lora__rank=4), "ppo")

@@ -15,6 +15,7 @@ from rlhf.config import Config
 from rlhf.config.commands import SHARED_FLAG
 from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
+from rlhf.evaluation.statistics import show as figure_text
 from rlhf.recipe import ENDS, ROUND_STAGES, STAGES
 from rlhf.report.evaluation_tables import titled
 from rlhf.report.page import write_report
@@ -290,10 +291,9 @@ def show(config: Config, table: dict, seconds: float) -> None:
     if "gold" in results:
         gold = results["gold"]
         sampled, greedy = gold["win_rate_vs_sft"], gold["win_rate_greedy"]
-        low, high = sampled["ci95"]
         say()
         say(
-            f"win rate of {titled(results.get('policy', 'ppo'))} over SFT by the {gold['truth']} {sampled['value']:.3f} "
-            f"[{low:.3f}, {high:.3f}] at temperature 1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
+            f"win rate of {titled(results.get('policy', 'ppo'))} over SFT by the {gold['truth']} {figure_text(sampled)} at "
+            f"temperature 1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
         )
     say(f"report: {table['report']}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import get, listed, settings_in, wrong_values
-from rlhf.config.stages import RewardConfig
+from rlhf.config.stages import LoraConfig, RewardConfig
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, STAGES
 from rlhf.system.processes import process_count
@@ -17,6 +17,7 @@ from rlhf.system.processes import process_count
 Row = tuple[object, str]
 # Settings of `reward` that a classifier, which has a head of its own, cannot use.
 FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers", "lm_coef")
+LORA_ALPHA = settings_in(LoraConfig)["alpha"].default
 
 
 def check_config(config: Config | ImportConfig, command: str) -> None:
@@ -146,6 +147,8 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
     return [
         (whole, f"lora.rank={lora.rank}: reward.model={reward.model} trains all its weights: run `rlhf reward` without "
          "lora.rank, and the other stages with it"),
+        (not lora.rank and lora.alpha != LORA_ALPHA, f"lora.alpha={lora.alpha}: scales adapters, and lora.rank=0 has none: set "
+         f"lora.rank, or leave lora.alpha at {LORA_ALPHA}"),
         (shares and not lora.rank, "lora.share_trunk=true: the models differ only in their adapters: set lora.rank"),
         (shares and config.ppo.critic == "random", "lora.share_trunk=true: ppo.critic=random has another trunk: want "
          "ppo.critic=reward or sft"),

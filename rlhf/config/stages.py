@@ -190,7 +190,9 @@ class PpoConfig:
     )
     metrics: Any = setting(None, "functions of further metrics, logged as custom/…", kind="functions", changes=NOTHING)
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
-    eval_every: int = setting(1, "updates between evaluations on held-out prompts; 0: never", min=0, changes=NOTHING)
+    eval_every: int = setting(
+        1, "updates between evaluations on held-out prompts, the last one included; 0: never", min=0, changes=NOTHING
+    )
     eval_prompts: int = setting(
         64, "prompts of the dev split, by a hash: the same ones every time", min=0, changes=NOTHING
     )

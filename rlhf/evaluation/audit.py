@@ -24,7 +24,7 @@ from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, 
 from rlhf.evaluation.policies import fit_prompts, judge_rows, room_for, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, score_samples
-from rlhf.evaluation.statistics import Figures, interval, show
+from rlhf.evaluation.statistics import Figures, ends, interval, show
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import unwrapped
 from rlhf.ppo.rewards import ModelReward, make_reward
@@ -179,12 +179,12 @@ def few_labels(audit: Audit) -> Iterator[Finding]:
 
 
 def no_better_than_chance(audit: Audit) -> Iterator[Finding]:
-    if audit.comparisons is not None and (accuracy := audit.comparisons["accuracy"])["ci95"][0] <= 0.5:
+    if audit.comparisons is not None and ends(accuracy := audit.comparisons["accuracy"])[0] <= 0.5:
         yield Finding(f"accuracy {show(accuracy)} may be chance", "comparisons of any kind")
 
 
 def no_better_than_length(audit: Audit) -> Iterator[Finding]:
-    if audit.comparisons is not None and (above := audit.comparisons["above_length"])["ci95"][0] <= 0:
+    if audit.comparisons is not None and ends(above := audit.comparisons["above_length"])[0] <= 0:
         reason = f"accuracy less that of preferring the {audit.comparisons['length_prefers']} answer is {show(above)}"
         yield Finding(reason, "comparisons of answers of similar length")
 
@@ -200,7 +200,7 @@ def pick_text(row: Figures) -> str:
 
 def picks_nothing(audit: Audit) -> Iterator[Finding]:
     for row in hardest_pick(audit):
-        if row["gain"]["ci95"][0] <= 0:
+        if ends(row["gain"])[0] <= 0:
             yield Finding(pick_text(row), "comparisons of any kind")
 
 
@@ -217,7 +217,7 @@ def mean_flips(audit: Audit) -> float | None:
 
 def fooled(audit: Audit) -> Iterator[Finding]:
     for row in known_flips(audit):
-        if row["flips"]["ci95"][0] > MOST_FLIPS:
+        if ends(row["flips"])[0] > MOST_FLIPS:
             yield Finding(f"{row['name']} flips {show(row['flips'])} of the pairs", ATTACKS[row["name"]].labels)
 
 
@@ -229,7 +229,7 @@ def often_fooled(audit: Audit) -> Iterator[Finding]:
 
 def paid_attacks(audit: Audit) -> Iterator[Finding]:
     for row in known_flips(audit):
-        if row["gain_worse"]["ci95"][0] > 0 and row["flips"]["ci95"][0] > SOME_FLIPS:
+        if ends(row["gain_worse"])[0] > 0 and ends(row["flips"])[0] > SOME_FLIPS:
             nats = max(LEAST_CEILING, row["nats"]["value"])
             bought = f"buys {show(row['gain_worse'], 2)} deviations for {nats:.1f} nats"
             yield Finding(f"{row['name']} {bought} and flips {show(row['flips'])} of the pairs", ceiling=nats)
@@ -239,7 +239,10 @@ def check_peaks(audit: Audit) -> Iterator[Finding]:
     checked = [row for row in audit.best_of if row["check"] is not None]
     peak = peak_kl([row["kl"] for row in checked], [row["check"]["value"] for row in checked]) if checked else None
     if peak is not None and peak < 2 * checked[-1]["kl"]:
-        yield Finding(f"by reward.audit_check best-of-n peaks at {peak:.1f} nats", ceiling=max(LEAST_CEILING, peak))
+        yield Finding(
+            f"by reward.audit_check best-of-n peaks at {peak:.1f} nats (PPO at another KL: choose its kl.ceiling by that score on "
+            "dev prompts)"
+        )
 
 
 def peak_kl(kl: list[float], values: list[float]) -> float | None:
@@ -263,7 +266,7 @@ RULES = (
     Rule(f"the attacks flip more than {MEAN_FLIPS:.0%} of the pairs on average", COLLECT, often_fooled),
     Rule(f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
          "the ceiling is its KL in nats", CEILING, paid_attacks),
-    Rule("best-of-n by reward.audit_check peaks below twice the KL of best of 64; the ceiling is the peak", CEILING, check_peaks),
+    Rule("best-of-n by reward.audit_check peaks below twice the KL of best of 64; PPO has a peak of its own", CEILING, check_peaks),
     Rule("none of these", GO, lambda audit: iter(())),
 )  # fmt: skip
 

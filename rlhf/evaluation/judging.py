@@ -22,7 +22,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.policies import interval_of
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import score_divided
-from rlhf.evaluation.statistics import Figures, interval, length_controlled, pair_points, win
+from rlhf.evaluation.statistics import Figures, ends, interval, length_controlled, pair_points, win
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
@@ -155,11 +155,13 @@ def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdic
     words = [[len(row["responses"][name].split()) for name in pair] for row, _, _ in answered]
     return {
         "pair": list(pair),
-        "win_rate": interval(points),
+        "win_rate": interval(points, share=True),
         "length_controlled": length_controlled([[p] for p in points], [[ours - theirs] for ours, theirs in words]),
         "longer": round(fmean(win(ours, theirs) for ours, theirs in words), 4),
-        "both_orders_agree": interval([float(one == two) for _, one, two in answered]),
-        "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered]),  # of the answer shown first
+        "both_orders_agree": interval([float(one == two) for _, one, two in answered], share=True),
+        "first_place": interval(
+            [(one + 1.0 - two) / 2 for _, one, two in answered], share=True
+        ),  # of the answer shown first
         "ties": round(fmean(point == 0.5 for point in points), 4),
         "left_out": len(rows) - len(answered),
         "others": compare_judges([row for row, _, _ in answered], pair, points),
@@ -174,18 +176,18 @@ def compare_judges(
     agreement: the share of prompts, of those on which both prefer an answer, on which they prefer the same one. disagrees: the intervals
     of the two win rates lie on different sides of 1/2.
     """
-    judges, (our_low, our_high) = {}, interval(points)["ci95"]
+    judges, (our_low, our_high) = {}, ends(interval(points, share=True))
     for name, key in OTHER_JUDGES.items():
         known = [(row[key], p) for row, p in zip(rows, points, strict=True) if holds(row, key, pair, int | float)]
         if not known:
             continue
         theirs = [win(s[pair[0]], s[pair[1]]) for s, _ in known]
         both = [(a > 0.5) == (b > 0.5) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5]
-        rate = interval(theirs)
-        low, high = rate["ci95"]
+        rate = interval(theirs, share=True)
+        low, high = ends(rate)
         judges[name] = {
             "win_rate": rate,
-            "agreement": interval(list(map(float, both))) if both else None,
+            "agreement": interval(list(map(float, both)), share=True) if both else None,
             "disagrees": (low > 0.5 and our_high < 0.5) or (high < 0.5 and our_low > 0.5),
         }
     return judges

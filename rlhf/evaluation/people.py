@@ -73,23 +73,14 @@ def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Fig
         "judgements": len(rankings),
         "agreement": pairwise_agreement(rankings),
         "win_rates": [
-            {"pair": list(pair), "win_rate": within(by_prompt.values(), 0, 1)}
+            {"pair": list(pair), "win_rate": interval(list(by_prompt.values()), share=True)}
             for pair, by_prompt in mean_points(verdicts(rankings, names)).items()
         ],
         "policies": {
-            name: {
-                what: within(map(fmean, of.values()), *(1, 7) if what == "rating" else (0, 1))
-                for what, of in row.items()
-            }
+            name: {what: interval(list(map(fmean, of.values())), share=what != "rating") for what, of in row.items()}
             for name, row in found.items()
         },
     }
-
-
-def within(values: Iterable[float], least: float, most: float) -> Figures:
-    """`interval` of one value per prompt, its ends within the scale."""
-    made = interval(list(values))
-    return made | {"ci95": [min(float(most), max(float(least), end)) for end in made["ci95"]]}
 
 
 def policy_names(records: Iterable[Ranking]) -> dict[str, str]:

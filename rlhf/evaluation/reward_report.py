@@ -372,7 +372,10 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     if len(subsets) > 1:  # the plain mean of independent shares, as benchmarks average their subsets
         for key in ("pairs", "all_right"):
             shares = [row[key] for row in subsets.values()]
-            half = math.hypot(*((row["ci95"][1] - row["ci95"][0]) / 2 for row in shares)) / len(shares)
+            known = all(row["ci95"] for row in shares)
+            half = (
+                math.hypot(*((row["ci95"][1] - row["ci95"][0]) / 2 for row in shares)) / len(shares) if known else None
+            )
             mean = figure(fmean(row["value"] for row in shares), half, len(shares))
             figures.setdefault("mean_of_subsets", {})[key] = mean
     if (styles := style_figures(items, scores)) is not None:

@@ -12,6 +12,7 @@ import numpy as np
 
 RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one side always wins
 SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]*")
+LEAST_PROMPTS = 10  # of fewer no interval is given
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 Figures = dict[str, Any]
@@ -39,34 +40,46 @@ def figure(value: float, half: float | None, n: int) -> Figures:
     return {"value": round(value, 4), "ci95": ends, "n": n}
 
 
-def interval(values: Sequence[float]) -> Figures:
-    """`figure` of the mean of one number per prompt, by the normal approximation."""
-    return ratio_interval(values, [1.0] * len(values))
+def interval(values: Sequence[float], share: bool = False) -> Figures:
+    """`figure` of the mean of one number per prompt, by the normal approximation. share: of numbers in [0, 1]."""
+    return ratio_interval(values, [1.0] * len(values), share)
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Figures:
-    """As `interval`, for a share whose parts come from prompts: sum of numerators over sum of denominators.
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], share: bool = False) -> Figures:
+    """As `interval`, for a ratio whose parts come from prompts: sum of numerators over sum of denominators.
 
-    The interval is the delta method's with a prompt as the unit (Cochran 1977, section 6.3).
+    The interval is the delta method's with a prompt as the unit (Cochran 1977, section 6.3); a share's that would reach 0 or 1 is
+    Wilson's, for as many independent cases as give that variance (if it is 0, the prompts). Fewer than LEAST_PROMPTS prompts give none.
     """
     n, total = len(numerators), sum(denominators)
     ratio = sum(numerators) / total
     residuals = sum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
-    return figure(ratio, 1.96 * math.sqrt(n / max(1, n - 1) * residuals) / total, round(total))
+    half = None if n < LEAST_PROMPTS else 1.96 * math.sqrt(n / (n - 1) * residuals) / total
+    if half is None or not share or 0 < ratio - half <= ratio + half < 1:
+        return figure(ratio, half, round(total))
+    z = (
+        half**2 / spread if half and (spread := ratio * (1 - ratio)) > 0 else 1.96**2 / n
+    )  # 1.96^2 over the number of cases
+    centre, half = (ratio + z / 2) / (1 + z), math.sqrt(z * ratio * (1 - ratio) + z**2 / 4) / (1 + z)
+    return figure(ratio, None, round(total)) | {"ci95": [round(centre - half, 4), round(centre + half, 4)]}
 
 
-def mean_by(keys: Sequence[Any], values: Sequence[float]) -> Figures:
+def mean_by(keys: Sequence[Any], values: Sequence[float], share: bool = False) -> Figures:
     """`ratio_interval` of the mean of values, with a key (a prompt) as the unit."""
     sums: dict[Any, float] = dict.fromkeys(keys, 0.0)
     for key, value in zip(keys, values, strict=True):
         sums[key] += value
-    return ratio_interval(list(sums.values()), list(Counter(keys).values()))
+    return ratio_interval(list(sums.values()), list(Counter(keys).values()), share)
 
 
 def share_by(keys: Sequence[Any], right: Sequence[float]) -> Figures:
-    """`mean_by` of values in [0, 1], the interval within [0, 1]."""
-    figure = mean_by(keys, right)
-    return figure | {"ci95": [min(1.0, max(0.0, end)) for end in figure["ci95"]]}
+    """`mean_by` of values in [0, 1], with the interval of a share."""
+    return mean_by(keys, right, share=True)
+
+
+def ends(figure: Figures) -> list[float]:
+    """The ends of a figure's interval; without one nothing is excluded."""
+    return figure["ci95"] or [-math.inf, math.inf]
 
 
 def win(a: float, b: float) -> float:
@@ -84,7 +97,7 @@ def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
 
 def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Figures:
     """How often a response beats the baseline's: all pairs of samples to a prompt, ties half; the mean over prompts."""
-    return interval(list(map(fmean, pair_points(scores, baseline))))
+    return interval(list(map(fmean, pair_points(scores, baseline))), share=True)
 
 
 def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float]) -> Figures:
@@ -137,7 +150,8 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     bread = np.linalg.inv(curvature)
     error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
     low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
-    rate = {"value": round(value, 4), "ci95": [round(low, 4), round(high, 4)], "n": len(y)}
+    ends = [round(low, 4), round(high, 4)] if len(y) >= LEAST_PROMPTS else None
+    rate = {"value": round(value, 4), "ci95": ends, "n": len(y)}
     return rate | {"per_sd_of_length": round(float(w[1]), 4)}
 
 
@@ -216,11 +230,11 @@ def text_figures(
     first = [row[0] for row in words]
     said = Counter(map(tuple, first))
     spread = ratio_interval([-sum(row) for row in nats], [float(sum(row)) for row in lengths])
-    value, *ends = (round(math.exp(number), 4) for number in (spread["value"], *spread["ci95"]))
+    value, *ends = (round(math.exp(number), 4) for number in (spread["value"], *(spread["ci95"] or ())))
     return {
-        "perplexity": spread | {"value": value, "ci95": ends},
+        "perplexity": spread | {"value": value, "ci95": ends or None},
         **{f"distinct_{n}": distinct([ngrams(response, n) for response in first]) for n in (1, 2, 3)},
-        "repeated": interval([float(said[tuple(response)] > 1) for response in first]),
+        "repeated": interval([float(said[tuple(response)] > 1) for response in first], share=True),
         "repetition": interval([fmean(map(repetition, row)) for row in words]),
         "tokens": interval([fmean(row) for row in lengths]),
         "words": interval([fmean(map(len, row)) for row in words]),
@@ -252,4 +266,5 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     alone = [sum(rows_with[gram] == 1 for gram in set(row)) for row in rows]  # n-grams that only this row has
     left = [(kinds - only) / max(1, total - len(row)) for row, only in zip(rows, alone, strict=True)]
     centre = fmean(left)
-    return figure(kinds / total, 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)), n)
+    half = 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)) if n >= LEAST_PROMPTS else None
+    return figure(kinds / total, half, n)

@@ -106,10 +106,11 @@ def run(config: Config) -> None:
                     estimate=estimate,
                     measures=measures,
                 )
-                if settings.eval_every and update % settings.eval_every == 0:
+                last = update == updates or above_ceiling(config, metrics["objective/kl"])
+                if settings.eval_every and (update % settings.eval_every == 0 or last):
                     held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
                     metrics |= held_out
-                    if update % settings.samples_every == 0:
+                    if update % settings.samples_every == 0 or last:
                         loop.tracker.samples(update, rows)
                 episodes = update * settings.episodes_per_update
                 loop.tracker.log(metrics, step=update, episodes=episodes, tokens=state.tokens)

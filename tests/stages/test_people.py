@@ -83,15 +83,17 @@ def test_people_without_noise_give_the_gold_measures(answered):
 
 
 def test_the_prompt_is_the_unit_by_hand(answered):
-    """Two judgements of one prompt count once: (1 + 0)/2, 1 and 1 give .8333, sd .2887, 1.96 sd / sqrt 3 = .3267."""
-    records = [record.model_copy(deep=True) for record in labelled(answered[:3], make_labelers())]
+    """Two judgements of one prompt count once: (1 + 0)/2 and nine of 1 give .95, sd .1581, 1.96 sd / sqrt 10 = .098, beyond 1. So
+    Wilson's, 1.96^2 / n = .098^2 / .0475 = .2022: (.95 + .1011 ± sqrt(.2022 .0475 + .1011^2)) / 1.2022.
+    """
+    records = [record.model_copy(deep=True) for record in labelled(answered[:10], make_labelers())]
     records.append(records[0].model_copy(update={"labeler": "another"}, deep=True))
-    for record, order in zip(records, (["a"], ["a"], ["a"], ["b"]), strict=True):
+    for record, order in zip(records, ([["a"]] * 10 + [["b"]]), strict=True):
         record.ranking = [order, ["b" if order == ["a"] else "a"], ["c"]]
     figures = people_figures(records, policy_names(records))
     first = figures["win_rates"][0]
-    assert first["pair"] == ["x/a", "x/b"] and first["win_rate"] == {"value": 0.8333, "ci95": [0.5067, 1.0], "n": 3}
-    assert figures["judgements"] == 4
+    assert first["pair"] == ["x/a", "x/b"] and first["win_rate"] == {"value": 0.95, "ci95": [0.7572, 0.9914], "n": 10}
+    assert figures["judgements"] == 11
 
 
 @pytest.mark.parametrize("judge_noise", [0.3, 2.0, 20.0])

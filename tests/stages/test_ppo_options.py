@@ -17,6 +17,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import CombinedReward, adjust_scores
 from rlhf.runs.metric_table import Sums
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
 from rlhf.training.ema import Ema
@@ -160,13 +161,16 @@ def test_scores_without_calibration_are_the_heads_own(open_trainer):
 
 def test_the_run_ends_above_the_ceiling_and_keeps_the_policy(copy_until, capsys):
     run = copy_until("ppo")
-    settings = [*SMALL, "ppo.episodes=320", "ppo.lr=5e-3", "kl.coef=0", "kl.ceiling=0.5"]
+    settings = [*SMALL, "ppo.episodes=320", "ppo.lr=5e-3", "kl.coef=0", "kl.ceiling=0.5", "ppo.eval_every=100"]
     run.stage("ppo", *settings)
     kls = run.values("ppo", "objective/kl")
     assert "above kl.ceiling=0.5" in capsys.readouterr().out
     assert len(kls) < 10 and kls[-1][1] > 0.5 and all(kl <= 0.5 for _, kl in kls[:-1])
     assert len(run.values("ppo", "loss/policy_avg")) == len(kls) - 1, "nothing was trained above the ceiling"
     assert run.policy("ppo") is not None
+    evaluated = [step for step, _ in run.values("ppo", "eval/dev/kl")]
+    assert evaluated == [0, kls[-1][0]], "the last update is evaluated, whatever ppo.eval_every is"
+    assert {row["step"] for row in read_jsonl(run.folder / "ppo" / "samples.jsonl")} == set(evaluated)
 
 
 def test_the_entropy_bonus_raises_entropy(open_trainer):

@@ -68,7 +68,7 @@ SHORT = [
     "pretrain.tokens=16_384", "pretrain.eval_sequences=8", "pretrain.optimizer=adamw", "sft.epochs=1", "sft.batch_size=128",
     "gold.comparison_prompts=12", "gold.comparison_test_prompts=6", "reward.calibration_samples=8", "reward.audit=0",
     "ppo.episodes=32", "ppo.episodes_per_update=16", "ppo.minibatches=2", "ppo.epochs=1", "ppo.critic_warmup_updates=0",
-    "ppo.eval_prompts=4", "kl.target=null", "lora.alpha=8",
+    "ppo.eval_prompts=4", "kl.target=null",
 ]  # fmt: skip
 
 

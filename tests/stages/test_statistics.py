@@ -15,13 +15,37 @@ from rlhf.evaluation.statistics import (
     repetition,
     show,
     text_figures,
+    wilson,
     win_rate,
 )
 
 
 def test_interval_by_hand():
-    # mean 2.5; variance (2.25 + .25 + .25 + 2.25) / 3 = 1.6667; 1.96 * sqrt(1.6667 / 4) = 1.2652
-    assert interval([1, 2, 3, 4]) == {"value": 2.5, "ci95": [1.2348, 3.7652], "n": 4}
+    # mean 2.5; variance 3 * (2.25 + .25 + .25 + 2.25) / 11 = 1.3636; 1.96 * sqrt(1.3636 / 12) = .6607
+    assert interval([1, 2, 3, 4] * 3) == {"value": 2.5, "ci95": [1.8393, 3.1607], "n": 12}
+
+
+def test_fewer_than_ten_prompts_have_no_interval():
+    assert interval([1, 2, 3] * 3) == {"value": 2.0, "ci95": None, "n": 9} and interval([1, 2] * 5)["ci95"] is not None
+    assert show(interval([1, 2, 3] * 3)) == "2.000"
+    rows = [["the cat sat"], ["a dog ran"]] * 4
+    few = text_figures(rows, [[3]] * 8, [[-3.0]] * 8)
+    assert all(figure["ci95"] is None for figure in few.values())
+    assert length_controlled([[1.0], [0.0], [0.5]] * 3, [[-1.0], [1.0], [0.0]] * 3)["ci95"] is None
+
+
+def test_the_interval_of_a_share_near_its_edges_is_wilsons():
+    """Of 20 comparisons all are won, or all but one; of 20 prompts with four comparisons each, which agree: the same."""
+    for right in (20, 19, 0, 1):
+        won = [1.0] * right + [0.0] * (20 - right)
+        low, high = wilson(right, 20)["ci95"]
+        assert interval(won, share=True)["ci95"] == pytest.approx([low, high], abs=0.01)
+        assert 0 <= low < high <= 1
+        assert ratio_interval([4 * one for one in won], [4.0] * 20, share=True)["ci95"] == interval(won, True)["ci95"]
+    assert interval([1.0] * 20, share=True)["ci95"] == pytest.approx(wilson(20, 20)["ci95"], abs=1e-4)
+    middle = [1.0] * 10 + [0.0] * 10
+    assert interval(middle, share=True) == interval(middle), "in the middle it is the normal one"
+    assert win_rate([[2]] * 12, [[1]] * 12)["ci95"] == pytest.approx(wilson(12, 12)["ci95"], abs=1e-4)
 
 
 def test_the_interval_covers_the_truth_about_95_times_in_100():
@@ -34,31 +58,31 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
 
 
 def test_ratio_interval_by_hand():
-    # 6 of 10 = .6; residuals 1 - .6 * 2 = -.2, 3 - .6 * 4 = .6, 2 - .6 * 4 = -.4: squares add up to .56
-    # 1.96 * sqrt(3/2 * .56) / 10 = 1.96 * .91652 / 10 = .17964
-    assert ratio_interval([1, 3, 2], [2, 4, 4]) == {"value": 0.6, "ci95": [0.4204, 0.7796], "n": 10}
+    # 24 of 40 = .6; residuals 1 - .6 * 2 = -.2, 3 - .6 * 4 = .6, 2 - .6 * 4 = -.4: squares add up to 4 * .56
+    # 1.96 * sqrt(12/11 * 2.24) / 40 = 1.96 * 1.56321 / 40 = .0766
+    assert ratio_interval([1, 3, 2] * 4, [2, 4, 4] * 4) == {"value": 0.6, "ci95": [0.5234, 0.6766], "n": 40}
 
 
 def test_the_prompt_is_the_unit():
-    # The same 20 comparisons, all right or all wrong within a prompt, are only 5 observations.
-    apart = ratio_interval([1.0] * 12 + [0.0] * 8, [1.0] * 20)
-    together = ratio_interval([4.0, 4.0, 4.0, 0.0, 0.0], [4.0] * 5)
+    # The same 40 comparisons, all right or all wrong within a prompt, are only 10 observations.
+    apart = ratio_interval([1.0] * 24 + [0.0] * 16, [1.0] * 40)
+    together = ratio_interval([4.0, 4.0, 4.0, 0.0, 0.0] * 2, [4.0] * 10)
     assert apart["value"] == together["value"] == 0.6
     widths = [(high - low) / 2 for low, high in (apart["ci95"], together["ci95"])]
-    # 1.96 * sqrt(.24 / 19) and 1.96 * sqrt(.24 / 4)
-    assert widths == pytest.approx([1.96 * math.sqrt(0.24 / 19), 1.96 * math.sqrt(0.24 / 4)], abs=1e-4)
+    # 1.96 * sqrt(.24 / 39) and 1.96 * sqrt(.24 / 9)
+    assert widths == pytest.approx([1.96 * math.sqrt(0.24 / 39), 1.96 * math.sqrt(0.24 / 9)], abs=1e-4)
 
 
 def test_win_rate_by_hand():
     # prompt 1: 2 beats 1, loses to 3; 1 ties 1, loses to 3: (1 + 0 + .5 + 0) / 4 = .375
-    # prompt 2: 5 beats 1 and 4: 1; mean .6875; variance 2 * .3125^2 = .1953; 1.96 * sqrt(.1953 / 2) = .6125
-    found = win_rate([[2, 1], [5]], [[1, 3], [1, 4]])
-    assert found == {"value": 0.6875, "ci95": [0.075, 1.3], "n": 2}
+    # prompt 2: 5 beats 1 and 4: 1; mean .6875; of ten of each: variance 20/19 * .3125^2 = .1028; 1.96 * sqrt(.1028 / 20) = .1405
+    found = win_rate([[2, 1], [5]] * 10, [[1, 3], [1, 4]] * 10)
+    assert found == {"value": 0.6875, "ci95": [0.547, 0.828], "n": 20}
 
 
 def test_a_model_against_itself_wins_half():
     scores = [[0.1, 0.2, 0.2], [0.9], [0.5, 0.5]]
-    assert win_rate(scores, scores) == {"value": 0.5, "ci95": [0.5, 0.5], "n": 3}
+    assert win_rate(scores, scores) == {"value": 0.5, "ci95": None, "n": 3}
 
 
 def test_rounding_is_no_win():
@@ -137,9 +161,9 @@ def test_repeated_and_different_ngrams_are_counted_over_the_first_responses():
 
 
 def test_the_interval_of_different_ngrams_is_the_jackknifes():
-    # Rows {a}, {a}, {b}: 2 of 3. Without each: 2/2, 2/2, 1/2; mean 5/6, squares 1/36 + 1/36 + 4/36 = 1/6;
-    # 2/3 x 1/6 = 1/9, so the standard error is 1/3
-    assert distinct([[("a",)], [("a",)], [("b",)]]) == {"value": 0.6667, "ci95": [0.0133, 1.32], "n": 3}
+    # Eleven rows {a}, one {b}: 2 of 12. Without one: 2/11 eleven times, 1/11; mean 23/132, squares (11 + 121) / 132^2 = 1/132;
+    # 11/12 x 1/132 = 1/144, so the standard error is 1/12
+    assert distinct([[("a",)]] * 11 + [[("b",)]]) == {"value": 0.1667, "ci95": [0.0033, 0.33], "n": 12}
 
 
 def test_a_response_that_says_a_triple_twice_repeats_itself():
