@@ -32,6 +32,7 @@ SETTINGS: dict[str, str] = {
 EQUIVALENTS: dict[str, str] = {
     "learning_rate": "lr", "actor_learning_rate": "lr", "critic_learning_rate": "critic_lr",
     "num_train_epochs": "epochs", "num_ppo_epochs": "epochs", "max_epochs": "epochs", "total_episodes": "episodes",
+    "num_episodes": "episodes",
     "num_mini_batches": "minibatches", "rollout_batch_size": "episodes_per_update",
     "train_batch_size": "episodes_per_update", "vf_coef": "value_coef", "cliprange": "clip_range",
     "eps_clip": "clip_range", "cliprange_value": "value_clip_range", "value_clip": "value_clip_range", "lambd": "lam",
@@ -42,11 +43,11 @@ EQUIVALENTS: dict[str, str] = {
     "max_completion_length": "rollout.max_new_tokens", "generate_max_len": "rollout.max_new_tokens",
     "max_length": "data.max_tokens", "max_len": "data.max_tokens", "kl_coef": "kl.coef", "init_kl_coef": "kl.coef",
     "kl_target": "kl.target", "kl_horizon": "kl.horizon", "reward_model_path": "ppo.rewards",
-    "reward_pretrain": "ppo.rewards", "sft_model_path": "model.pretrained", "pretrain_path": "model.pretrained",
-    "prompt_data": "data.prompts", "dataset_name": "data.comparisons", "use_peft": "lora.rank", "lora_r": "lora.rank",
+    "reward_pretrain": "ppo.rewards", "sft_model_path": "model.pretrained",
+    "prompt_data": "data.prompts", "use_peft": "lora.rank", "lora_r": "lora.rank",
     "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "save_steps": "checkpoints.every_seconds",
     "save_total_limit": "checkpoints.keep", "output_dir": "run", "bf16": "precision", "fp16": "precision",
-    "zero_stage": "deepspeed", "report_to": "tracking", "use_wandb": "tracking", "logging_steps": "ppo.samples_every",
+    "zero_stage": "deepspeed", "report_to": "tracking", "use_wandb": "tracking", "logging_steps": "tracking.log_every",
     "gradient_accumulation_steps": "memory.budget_gb", "per_device_train_batch_size": "memory.budget_gb",
     "micro_train_batch_size": "memory.budget_gb",
 }  # fmt: skip
