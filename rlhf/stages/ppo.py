@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
+from rlhf.data.chat_template import encode_responses
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.gold.truth import Truth, make_truth
@@ -28,6 +30,7 @@ from rlhf.ppo.experience import (
     PretrainingBlocks,
     Prompt,
     Prompts,
+    Rollout,
     load_estimator,
     load_ppo_prompts,
     sample_responses,
@@ -52,7 +55,7 @@ from rlhf.ppo.update import State, optimize, train_minibatch
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import hash_sources
+from rlhf.runs.sources import data_source, hash_sources, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_model, save_output
@@ -61,6 +64,7 @@ from rlhf.training.loop import open_loop
 from rlhf.training.memory import set_budget
 from rlhf.training.setup import set_up
 
+MOST_CUT = 0.2  # a larger share of responses without an end is warned of
 ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of ppo.reference, by (tokens, starts, mask)
 
 
@@ -93,7 +97,9 @@ def run(config: Config) -> None:
                 loop.tracker.samples(0, rows)
                 loop.tracker.log(held_out, step=0, episodes=0)
             if loop.first < updates and not engine.sharded:  # ZeRO keeps gradients
-                seconds = measure_update(config, prompts=prompts, state=state, **models)
+                seconds, rollout = measure_update(config, prompts=prompts, state=state, **models)
+                if not loop.resumed:
+                    say_lengths(config, tokenizer, rollout, stage.say)
                 loop.say_time(seconds, f"the time of {minibatch} episodes")
             for update in loop.steps():
                 metrics = one_update(
@@ -201,8 +207,8 @@ def measure_update(
     reward: Reward,
     prompts: Prompts,
     state: State,
-) -> float:
-    """Seconds of an update, by those of one minibatch that is sampled, scored and trained on; changes nothing."""
+) -> tuple[float, Rollout]:
+    """Seconds of an update, by those of one minibatch that is sampled, scored and trained on, and its rollout; changes nothing."""
     settings, engine, started = config.ppo, state.engine, time.monotonic()
     count = max(1, settings.episodes_per_update // settings.minibatches // engine.ranks.count)
     asked = [prompts.train[i] for i in choose_prompts(config, len(prompts.train), 1)[:count]]
@@ -218,7 +224,27 @@ def measure_update(
         train_minibatch(config, experience, list(range(count)), state, Sums(), check=False)
     engine.discard()
     return_freed_memory()
-    return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored))
+    return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored)), rollout
+
+
+def say_lengths(config: Config, tokenizer: Any, rollout: Rollout, say: Callable[[str], None]) -> None:
+    """The lengths of the policy's responses beside those of demonstrations; a warning if more than MOST_CUT of them are cut."""
+    limit, sampled = config.rollout.max_new_tokens, rollout.response_mask.sum(1).tolist()
+    texts = [] if data_source(config, "demonstrations") is None else [r.response for r in read_demonstrations(config)]
+    lengths = {
+        "demonstrations": list(map(len, encode_responses(tokenizer, texts[:512]))),
+        "the policy's responses": sampled,
+    }
+    ends = {name: np.quantile(found, (0.5, 0.95)).round().astype(int) for name, found in lengths.items() if found}
+    cut = 1 - rollout.ended.float().mean().item()
+    said = ", ".join(f"{name} {half} and {most}" for name, (half, most) in ends.items())
+    say(f"tokens, median and 95%: {said}; {cut:.0%} of the responses are cut at rollout.max_new_tokens={limit}")
+    if cut > MOST_CUT and config.ppo.missing_eos_rule != "none":
+        enough = max(2 * limit, *(int(most) for _, most in ends.values()))
+        say(
+            f"warning: {cut:.0%} of the responses have no end, and ppo.missing_eos_rule lowers their scores: set "
+            f"rollout.max_new_tokens={enough}, or train SFT on shorter demonstrations"
+        )
 
 
 def above_ceiling(config: Config, kl: float) -> bool:

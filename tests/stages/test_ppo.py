@@ -1,5 +1,6 @@
 """PPO: what one update computes, that it learns, and what it refuses to train on."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -138,10 +139,27 @@ def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
 def test_measuring_an_update_changes_nothing(trainer):
     before, random = weights(trainer.actor_critic), torch.get_rng_state()
     names = ("sampler", "reference", "reward", "prompts", "state")
-    seconds = ppo.measure_update(trainer.config, **{name: getattr(trainer, name) for name in names})
-    assert seconds > 0 and torch.equal(torch.get_rng_state(), random)
+    seconds, rollout = ppo.measure_update(trainer.config, **{name: getattr(trainer, name) for name in names})
+    assert seconds > 0 and len(rollout.tokens) > 0 and torch.equal(torch.get_rng_state(), random)
     assert not changed(before, trainer.actor_critic)
     assert all(p.grad is None for p in trainer.actor_critic.parameters())
+
+
+@pytest.mark.parametrize(("ended", "rule", "warned"), [(7, "min", True), (8, "min", False), (7, "none", False)])
+def test_answers_that_are_cut_are_said_before_training(trainer, ended, rule, warned):
+    """3 of 10 responses are cut: at 40 tokens, where twice that is more than the demonstrations need."""
+    mask, lines = torch.arange(40) < torch.tensor([[8]] * ended + [[40]] * (10 - ended)), list[str]()
+    rollout = trainer.respond()._replace(response_mask=mask, ended=torch.arange(10) < ended)
+    trainer.config.rollout.max_new_tokens, trainer.config.ppo.missing_eos_rule = 40, rule
+    ppo.say_lengths(trainer.config, trainer.prompts.tokenizer, rollout, lines.append)
+    found = re.fullmatch(
+        r"tokens, median and 95%: demonstrations (\d+) and (\d+), the policy's responses 8 and 40; (\d+)% .*=40",
+        lines[0],
+    )
+    assert found and 0 < int(found[1]) < int(found[2]) < 80 and int(found[3]) == 10 * (10 - ended)
+    wanted = ["warning: 30% of the responses have no end, and ppo.missing_eos_rule lowers their scores: set rollout.max_new_tokens=80, "
+              "or train SFT on shorter demonstrations"]  # fmt: skip
+    assert lines[1:] == (wanted if warned else [])
 
 
 def test_the_learning_rates_rise_and_then_fall_on_a_line():
