@@ -13,6 +13,8 @@ SETTINGS: dict[str, str] = {
     "gold.rounds": "use rounds, which also does rounds of people's labels",
     "gold.early_episodes": "use round.early_episodes",
     "gold.later_reward_epochs": "use round.later_reward_epochs",
+    "dpo.warmup_steps": "use dpo.warmup_fraction, a fraction of the run's steps",
+    "ppo.warmup_updates": "use ppo.warmup_fraction, a fraction of the run's updates",
     "processes": "`rlhf import` reads with one process: leave it out",
     "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
     "sequence": "use data.max_tokens, which the stages use too",

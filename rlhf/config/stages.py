@@ -1,5 +1,6 @@
 """Settings of the stages: what the recipe computes. The defaults are the papers' values."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +147,9 @@ class PpoConfig:
     lam: float = setting(0.95, "lambda of GAE", min=0, max=1)
     lr: float = setting(1e-5, "learning rate of the policy", above=0, max=10)
     critic_lr: float = setting(9e-6, "learning rate of the critic", above=0, max=10)
-    warmup_updates: int = setting(10, "updates in which the learning rate rises from a tenth", min=0)
+    warmup_fraction: float = setting(
+        0.02, "fraction of the updates in which the learning rate rises from a tenth", min=0, below=1
+    )
     final_lr_fraction: float = setting(1.0, "where both rates end linearly, as a fraction of each", min=0, max=1)
     critic_warmup_updates: int = setting(0, "first updates, in which only the critic is trained", min=0)
     value_coef: float | None = setting(None, "weight of the value loss; none: 1, or 0.1 with a shared trunk", above=0)
@@ -196,6 +199,10 @@ class PpoConfig:
     eval_prompts: int = setting(
         64, "prompts of the dev split, by a hash: the same ones every time", min=0, changes=NOTHING
     )
+
+    @property
+    def warmup_updates(self) -> int:
+        return math.ceil(self.warmup_fraction * (self.episodes // self.episodes_per_update))
 
     @property
     def has_critic(self) -> bool:
@@ -312,7 +319,7 @@ class DpoConfig:
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_prompts: int = setting(16, "prompts per forward on one device", min=1, changes=ROUNDING)
     lr: float = setting(1e-6, "AdamW", above=0, max=10)
-    warmup_steps: int = setting(150, "of linear warm-up", min=0)
+    warmup_fraction: float = setting(0.1, "fraction of the steps of linear warm-up", min=0, below=1)
     final_lr_fraction: float = setting(1.0, "where the cosine ends, as a share of lr; 1: constant", min=0, max=1)
     weight_decay: float = setting(0.0, "on matrices only", min=0, max=10)
     max_grad_norm: float = setting(1.0, "the gradient is scaled down to this norm", above=0)

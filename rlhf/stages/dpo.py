@@ -10,6 +10,7 @@ Differs: all K answers of a prompt are one batch element with one forward per an
 as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def run(config: Config) -> None:
         # 3. Train
         steps = settings.epochs * batches.per_epoch
         with open_loop(stage, engine, steps) as loop:
-            warmup, final = settings.warmup_steps, settings.final_lr_fraction
+            warmup, final = math.ceil(settings.warmup_fraction * steps), settings.final_lr_fraction
             objective = make_objective(config, engine, reference.to(device), tokenizer.pad_token_id)
             train(loop, batches, objective, lambda step: cosine_schedule(step, steps, warmup, final))
             save_output(model, tokenizer, stage)

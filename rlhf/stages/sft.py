@@ -41,6 +41,7 @@ from rlhf.training.next_token import NextToken
 from rlhf.training.optim import cosine_schedule, decay_groups
 from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
 
+LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
 CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
 
 
@@ -169,6 +170,25 @@ def make_collator(
     return collate
 
 
+@torch.no_grad()
+def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
+    """Raises: UserError if in a packed row a demonstration's loss depends on the one before it, as it does in models that ignore
+    the positions of packed rows.
+    """
+    loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), (rows * 2)[:2]
+    before, ids = (first["prompt"] + first["response"])[:16], (second["prompt"] + second["response"])[:16]
+    found = []
+    for start in (before, before[::-1]):
+        labels = [IGNORED] * (len(start) + 1) + ids[1:]
+        row = {"input_ids": start + ids, "labels": labels, "seq_lengths": [len(start), len(ids)]}
+        found.append(loss(**put(collate([row]), next(model.parameters()).device)).item())
+    if abs(found[0] - found[1]) > LEAK * max(1.0, *found):
+        raise UserError(
+            f"sft.pack=true: a {model.config.model_type} model reads the demonstration before another one in a packed row: use "
+            "sft.pack=false"
+        )
+
+
 @contextlib.contextmanager
 def fine_tuned(
     stage: Stage, model: Any, tokenizer: Any, rows: list[TokenRow], epochs: int, device: torch.device
@@ -181,6 +201,8 @@ def fine_tuned(
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
     steps = epochs * batches.per_epoch
+    if settings.pack:
+        check_packing(model, rows, tokenizer.pad_token_id)
     checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings.weight_decay, settings.lr)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)

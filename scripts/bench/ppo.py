@@ -122,7 +122,7 @@ def ours(spec: Spec, turns: Turns) -> None:
             precision={spec.get("precision", "auto")} data.prompts={prompts} data.dev=0 data.test=0
             model.context_length={spec["shape"]["n_positions"]} rollout.max_new_tokens={spec["new"]}
             ppo.episodes_per_update={spec["episodes"]} ppo.episodes={spec["episodes"] * 1000} ppo.minibatches=1
-            ppo.epochs={spec["epochs"]} ppo.micro_batch_episodes={spec["micro"]} ppo.eval_every=0 ppo.warmup_updates=0
+            ppo.epochs={spec["epochs"]} ppo.micro_batch_episodes={spec["micro"]} ppo.eval_every=0 ppo.warmup_fraction=0
             lora.rank={16 * spec.get("lora", 0)} lora.alpha=32
         """
         config = compose_config([*settings.split(), *spec.get("more", ())])

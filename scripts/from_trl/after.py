@@ -17,7 +17,7 @@ run.ppo(
     lr=1e-4,
     critic_lr=1e-4,
     final_lr_fraction=0.0,
-    warmup_updates=0,
+    warmup_fraction=0,
     episodes=2560,
     episodes_per_update=64,
     minibatches=1,

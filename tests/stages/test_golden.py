@@ -30,7 +30,7 @@ SETTINGS = [
     f"data.demonstrations='{GOLDEN}/demonstrations.jsonl'", f"data.comparisons='{GOLDEN}/comparisons.jsonl'",
     "sft.epochs=1", "sft.batch_size=2", "sft.dropout=0", "reward.batch_prompts=2", "reward.calibration_samples=4", "reward.lr=2e-5",
     "rollout.max_new_tokens=8", "ppo.episodes=20", "ppo.episodes_per_update=4", "ppo.minibatches=2", "ppo.micro_batch_episodes=2",
-    "ppo.eval_every=0", "ppo.warmup_updates=0",
+    "ppo.eval_every=0", "ppo.warmup_fraction=0",
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from .ppo_trainer import Trainer, changed, off_policy, open_trainer, restored, w
 
 CPU = torch.device("cpu")
 # The first update trains policy and critic at the full learning rate.
-AT_ONCE = ["ppo.critic_warmup_updates=0", "ppo.warmup_updates=0"]
+AT_ONCE = ["ppo.critic_warmup_updates=0", "ppo.warmup_fraction=0"]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_rules_for_a_response_without_end_token(trainer, rule, worth):
 
 
 def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
-    with open_trainer(copy_until("ppo"), "ppo.critic_warmup_updates=1", "ppo.warmup_updates=0") as trainer:
+    with open_trainer(copy_until("ppo"), "ppo.critic_warmup_updates=1", "ppo.warmup_fraction=0") as trainer:
         policy, critic = (weights(m) for m in (trainer.actor_critic.policy, trainer.actor_critic.critic))
         trainer.update(1)
         assert not changed(policy, trainer.actor_critic.policy) and changed(critic, trainer.actor_critic.critic)
@@ -163,12 +163,13 @@ def test_answers_that_are_cut_are_said_before_training(trainer, ended, rule, war
 
 
 def test_the_learning_rates_rise_and_then_fall_on_a_line():
-    settings = PpoConfig(episodes=80, episodes_per_update=8, warmup_updates=2, final_lr_fraction=0.5)
+    settings = PpoConfig(episodes=80, episodes_per_update=8, warmup_fraction=0.2, final_lr_fraction=0.5)
     rates = [ppo_update.rate_factor(settings, update, first=2) for update in range(1, 11)]
     line = [1.0 - 0.05 * (update - 1) for update in range(1, 11)]
     assert rates == pytest.approx([0.1 * line[0], 0.1 * line[1], 0.55 * line[2], *line[3:]])
-    constant = PpoConfig(episodes=80, episodes_per_update=8, warmup_updates=0)
+    constant = PpoConfig(episodes=80, episodes_per_update=8, warmup_fraction=0)
     assert [ppo_update.rate_factor(constant, update, first=1) for update in range(1, 11)] == [1.0] * 10
+    assert PpoConfig().warmup_updates == 10 and PpoConfig(episodes=4096).warmup_updates == 1, "2% of 500 and of 8"
 
 
 def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
@@ -293,10 +294,10 @@ def test_after_the_critics_own_updates_it_is_the_policy_that_was_not_trained(cop
 
 
 def minibatch(largest: float, clipped: float = 0.0, spread: float = 3.0, tokens: int = 800) -> list[Checked]:
-    """Log-probs of deviation `spread`, of which one is `largest` nats off and the others a hundredth of that."""
+    """Log-probs of deviation `spread`, of which two are `largest` nats off and the others a hundredth of that."""
     logp_old = spread * torch.tensor([-1.0, 1.0]).repeat(tokens // 2)
     log_ratios = torch.full((tokens,), largest / 100)
-    log_ratios[0] = largest
+    log_ratios[:2] = largest
     return [Checked(log_ratios, logp_old, torch.full((tokens,), 0.5), clipped)]
 
 
@@ -305,9 +306,10 @@ def test_rounding_in_bfloat16_may_be_larger_where_logits_are():
     vocabulary = 1000
     check_first_minibatch(minibatch(0.19), vocabulary, half=True)
     check_first_minibatch(minibatch(0.19, clipped=8.0), vocabulary, half=True)
+    check_first_minibatch(minibatch(1.0, tokens=4000), vocabulary, half=True)  # 2 of 4000 tokens
     for batch, half, told in (
-        (minibatch(0.19, spread=0.1), True, r"1.90e-01 on one token, want 2.00e-03 and 3.00e-02 or less"),
-        (minibatch(1.0), True, r"1.00e\+00 on one token, want 6.00e-02 and 9.00e-01 or less"),
+        (minibatch(0.19, spread=0.1), True, r"1.90e-01 at the 99.9% quantile, want 2.00e-03 and 3.00e-02 or less"),
+        (minibatch(1.0), True, r"1.00e\+00 at the 99.9% quantile, want 6.00e-02 and 9.00e-01 or less"),
         (minibatch(1e-3), False, r"1.00e-03 nats on one token, want 1e-04 or less.*: the policy was not"),
         (minibatch(0.19, clipped=9.0), True, r"9 of 800 tokens are clipped .* up to 1.90e-01: ppo.clip_range"),
         (minibatch(0.0, clipped=1.0), False, r"1 of 800 tokens are clipped"),

@@ -38,7 +38,7 @@ SMALL = {
     "episodes": 32,
     "episodes_per_update": 16,
     "minibatches": 2,
-    "warmup_updates": 0,
+    "warmup_fraction": 0.0,
     "eval_every": 0,
     "critic": "sft",
 }

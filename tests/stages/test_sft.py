@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import transformers
 
 import rlhf
 from rlhf.data.chat_template import encode_prompt, encode_response
@@ -70,6 +71,23 @@ def test_packing_does_not_multiply_epochs(copy_until):
     assert sum(len(row["seq_lengths"]) for row in packed) == 64
     assert len(packed) == 4, "sixteen demonstrations in a row"
     assert all(row["labels"] == [-100, -100, -100, 4, 5, 6, 7, 8] * 16 for row in packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaks"), [("llama", False), ("gpt2", False), ("ours", False), ("opt", True), ("bloom", True)]
+)
+def test_packing_is_refused_if_a_demonstration_reads_the_one_before(gold_run, kind, leaks):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"ffn_dim": 32, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    torch.manual_seed(0)
+    if kind == "ours":
+        model = load_policy(gold_run.folder / "pretrain" / "model")
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [7, 1]}]
+    refused = pytest.raises(UserError, match=f"^sft.pack=true: a {kind} model reads the demonstration before")
+    with refused if leaks else contextlib.nullcontext():
+        sft.check_packing(model, rows, 0)
 
 
 def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):

@@ -17,8 +17,8 @@ from rlhf.training.setup import load_policy
 
 from .test_adopted import SMALL, save
 
-SHORT = ["evaluate.samples=1", "evaluate.best_of=2", "reward.audit=0", "ppo.warmup_updates=0", "ppo.critic_warmup_updates=0", "dpo.lr=1e-4",
-         "dpo.warmup_steps=0", "ppo.lr=1e-4", "rejection.samples=64", "ppo.missing_eos_rule=none"]  # fmt: skip
+SHORT = ["evaluate.samples=1", "evaluate.best_of=2", "reward.audit=0", "ppo.warmup_fraction=0", "ppo.critic_warmup_updates=0",
+         "dpo.lr=1e-4", "dpo.warmup_fraction=0", "ppo.lr=1e-4", "rejection.samples=64", "ppo.missing_eos_rule=none"]  # fmt: skip
 RUN_STAGE = pipeline.run_stage
 REWARD = "def longer(prompts, responses, metadata):\n    return [len(text) / 10 for text in responses]\n"
 
