@@ -15,10 +15,9 @@ from rlhf.data.records import Message, RankedResponse, Ranking, Text
 from rlhf.engines.likely import document_tokens, judge_tokens, likeliest, show
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
 from rlhf.serving.managing import Staff, make_manage_router
-from rlhf.serving.models import Completion, ModelFailedError, ModelThread
+from rlhf.serving.models import Completion, ModelThread
 from rlhf.serving.openai_api import (
     CHARACTERS,
-    EventStream,
     Id,
     Messages,
     MostTokens,
@@ -28,6 +27,7 @@ from rlhf.serving.openai_api import (
     event,
     make_router,
     records_of,
+    stream,
 )
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
@@ -94,14 +94,16 @@ def make_app(
         tabs = ["chat", "compare", "rank", "demonstrate", "next"]
         if request.state.who:
             tabs = ["manage"] if who == MANAGER else tabs if access.labelers_chat else ["rank", "demonstrate"]
-        about = {
+        return {
             "labeler": who.lstrip("~") or None,
             "tab": request.state.who or "",
             "tabs": tabs,
             "flags": list(FLAGS.items()),
+            "models": list(thread.models),
+            "tasks": len(labelling.tasks),
+            "max_tokens": thread.most_tokens,
+            "instructions": staff.text if staff else instructions,
         }
-        about |= {"models": list(thread.models), "tasks": len(labelling.tasks), "max_tokens": thread.most_tokens}
-        return about | {"instructions": staff.text if staff else instructions}
 
     app.mount("/page", StaticFiles(directory=PAGE))
 
@@ -137,13 +139,13 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in found]}
 
     @router.post("/compare")
-    async def compare(asked: CompareRequest, labeler: str = who) -> EventStream:
+    async def compare(asked: CompareRequest, labeler: str = who) -> Response:
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = records_of(asked.messages)
         prompts = [await chat_prompt(model, messages) for model in models]
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
-        return EventStream(completion, comparison_events(labelling, labeler, messages, completion))
+        return stream(completion, comparison_events(labelling, labeler, messages, completion))
 
     return router
 
@@ -156,13 +158,9 @@ async def comparison_events(
         RankedResponse(id=letter, text="", policy=one.model.policy_id)
         for letter, one in zip("abcdef", completion.generations, strict=False)
     ]
-    try:
-        async for chunk in completion.chunks():
-            responses[chunk.place].metadata["ended"] = chunk.finish == "stop"
-            yield event({"id": responses[chunk.place].id, "text": chunk.text})
-    except ModelFailedError as error:
-        yield event({"error": {"message": str(error)}})
-        return
+    async for chunk in completion.chunks():
+        responses[chunk.place].metadata["ended"] = chunk.finish == "stop"
+        yield event({"id": responses[chunk.place].id, "text": chunk.text})
     for response, one in zip(responses, completion.generations, strict=True):
         response.text = one.text.text.strip()
     name = f"comparison-{secrets.token_hex(8)}"

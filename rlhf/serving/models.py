@@ -7,11 +7,9 @@ releases Python's lock while it computes, so the web server answers meanwhile.
 
 import asyncio
 import gc
-import math
 import secrets
 import sys
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -116,34 +114,6 @@ class ModelFailedError(RefusedError):
 # --------------------------------------------------------------------------------------------- requests
 
 
-class Generation:
-    """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
-
-    def __init__(self, model: ServedModel, response: Response, stops: tuple[str, ...], changed: asyncio.Event):
-        self.model, self.response = model, response
-        self.text = TextStream(model.tokenizer, model.ends, stops)
-        self.loop, self.changed = asyncio.get_running_loop(), changed
-        self.due = 0.0  # the reader is not woken before this time
-        self.error: ModelFailedError | None = None
-        self.over = self.cancelled = False
-
-    def close(self, error: ModelFailedError | None = None) -> None:
-        self.error, self.over = error, True
-        wake([self])
-
-
-def wake(generations: Sequence[Generation]) -> None:
-    """Tell the readers that there is something new; one call per event loop, since each costs a system call."""
-    for loop in {one.loop for one in generations}:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(set_all, {one.changed for one in generations if one.loop is loop})
-
-
-def set_all(events: Iterable[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
-
-
 class Chunk(NamedTuple):
     """New text of one response and the positions of its tokens; the reason if it has ended."""
 
@@ -152,6 +122,38 @@ class Chunk(NamedTuple):
     first: int
     last: int
     finish: str | None
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
+
+    completion: "Completion"
+    model: ServedModel
+    response: Response
+    text: TextStream
+    error: ModelFailedError | None = None
+    over: bool = False
+    cancelled: bool = False
+
+    def close(self, error: ModelFailedError | None = None) -> None:
+        self.error, self.over = error, True
+        self.completion.wake()
+
+    def next_chunk(self, place: int) -> Chunk | None:
+        """What is new, if anything."""
+        response, text = self.response, self.text
+        over = self.over  # read first, since the last token is added before the end is set
+        seen, count = len(text.ids), len(response.logprobs)
+        if self.error is not None:
+            raise self.error
+        complete = response.finished and count == len(response.tokens)
+        if count == seen and not over:
+            return None
+        piece, finish = text.add(response.tokens[seen:count], complete), None
+        if text.stopped or complete or over:  # over alone: cancelled, since the client has gone
+            finish = "length" if complete and not (text.stopped or response.ended) else "stop"
+        return Chunk(place, piece, seen, len(text.ids), finish)
 
 
 class Completion:
@@ -178,14 +180,15 @@ class Completion:
         greedy = temperature < LEAST_TEMPERATURE
         choice = Choice(1.0 if greedy else temperature, top_p or 1.0, greedy=greedy)
         self.thread, self.seed = thread, secrets.randbits(32) if seed is None else seed
-        self.pause = STOP_SECONDS if stops else math.inf  # of a response that is not streamed
+        self.watched = bool(stops)  # whether a token wakes the reader; the end of a response always does
         self.prompt_tokens = sum(len(ids) for _, ids, _ in prompts)
-        self.changed, self.generations = asyncio.Event(), list[Generation]()
+        self.loop, self.changed, self.generations = asyncio.get_running_loop(), asyncio.Event(), list[Generation]()
         for model, ids, key in prompts:
             length = room_of(model, ids, most, thread.most_tokens)
             for j in range(n):
                 response = Response(ids, choice, self.seed, (*key, j), length, model.ends, alternatives)
-                self.generations.append(Generation(model, response, stops, self.changed))
+                text = TextStream(model.tokenizer, model.ends, stops)
+                self.generations.append(Generation(self, model, response, text))
         thread.submit(self.generations)
 
     @property
@@ -195,49 +198,36 @@ class Completion:
     def close(self) -> None:
         self.thread.cancel(self.generations)
 
-    async def chunks(self, pause: float | None = None) -> AsyncIterator[Chunk]:
+    def wake(self) -> None:
+        """Tell the reader that there is something new, unless it knows: each call costs a system call."""
+        if not self.changed.is_set():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self.loop.call_soon_threadsafe(self.changed.set)
+
+    async def chunks(self, streamed: bool = True) -> AsyncIterator[Chunk]:
         """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
 
-        pause: least seconds before a chunk; None: the first at once, the others so that all streams together have
-        PIECES_PER_SECOND. Raises: ModelFailedError.
+        streamed: in so many pieces that all streams together have PIECES_PER_SECOND. Raises: ModelFailedError.
         """
-        for one in self.generations:
-            one.due = 0.0 if pause is None else time.monotonic() + pause
+        self.watched |= streamed
         unfinished = dict(enumerate(self.generations))
         while unfinished:
+            await self.changed.wait()
             self.changed.clear()
             for place, one in list(unfinished.items()):
-                if (chunk := next_chunk(place, one)) is not None:
-                    every = len(self.thread) / PIECES_PER_SECOND if pause is None else pause
-                    one.due = time.monotonic() + every
+                if (chunk := one.next_chunk(place)) is not None:
                     if chunk.finish:
                         del unfinished[place]
                         self.thread.cancel([one])
                     yield chunk
-            if unfinished:
-                await self.changed.wait()
+            if unfinished and self.watched:
+                await asyncio.sleep(len(self.thread) / PIECES_PER_SECOND if streamed else STOP_SECONDS)
 
     async def whole(self) -> list[Chunk]:
         """Wait for all responses; each as one chunk."""
-        reasons = {chunk.place: chunk.finish async for chunk in self.chunks(self.pause)}
+        reasons = {chunk.place: chunk.finish async for chunk in self.chunks(streamed=False)}
         texts = [one.text for one in self.generations]
         return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(texts)]
-
-
-def next_chunk(place: int, one: Generation) -> Chunk | None:
-    """What is new of a response, if it is due."""
-    response, text = one.response, one.text
-    over = one.over  # read first, since the last token is added before the end is set
-    seen, count = len(text.ids), len(response.logprobs)
-    if one.error is not None:
-        raise one.error
-    complete = response.finished and count == len(response.tokens)
-    if not over and not complete and (count == seen or time.monotonic() < one.due):
-        return None
-    piece, finish = text.add(response.tokens[seen:count], complete), None
-    if text.stopped or complete or over:  # over alone: cancelled, since the client has gone
-        finish = "length" if complete and not (text.stopped or response.ended) else "stop"
-    return Chunk(place, piece, seen, len(text.ids), finish)
 
 
 def room_of(model: ServedModel, prompt: list[int], asked: int | None, limit: int) -> int:
@@ -281,8 +271,8 @@ class Queue:
             say_failure(error)
             self.fail(ModelFailedError())
             return
-        now = time.monotonic()
-        wake([one for one in self.running if now >= one.due])
+        for completion in {one.completion for one in self.running if one.completion.watched}:
+            completion.wake()
         self._remove()
 
     def _remove(self) -> None:

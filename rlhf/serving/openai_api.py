@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhf.data.chat_template import encode_prompt
@@ -21,7 +21,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import encode_text, encode_texts
 from rlhf.errors import UserError
 from rlhf.serving.models import Chunk, Completion, ModelFailedError, ModelThread, ServedModel
-from rlhf.serving.security import Receive, RefusedError, Scope, Send
+from rlhf.serving.security import RefusedError
 
 MOST_RESPONSES = 16  # n
 MOST_PROMPTS = 32
@@ -92,13 +92,11 @@ class Sampling(Strict):
     user: Text | None = None
     return_token_ids: bool = False  # as in vLLM: each choice with the ids of its tokens
 
-    def start(
-        self, thread: ModelThread, prompts: Sequence["Prompt"], most: int | None, alternatives: int
-    ) -> Completion:
+    def start(self, thread: ModelThread, prompts: Sequence["Prompt"], **how: Any) -> Completion:
         """Queue the responses. Raises: RefusedError."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        how: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
-        return Completion(thread, prompts, n=self.n or 1, most=most, stops=stops, alternatives=alternatives, **how)
+        how |= {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        return Completion(thread, prompts, n=self.n or 1, stops=stops, **how)
 
 
 class ChatRequest(Sampling):
@@ -194,15 +192,15 @@ def make_router(thread: ModelThread) -> APIRouter:
         if asked.top_logprobs and not asked.logprobs:
             raise RefusedError(400, "want logprobs=true with top_logprobs", "top_logprobs")
         prompt = await chat_prompt(model, records_of(asked.messages))
-        most = asked.max_completion_tokens or asked.max_tokens
-        completion = asked.start(thread, [prompt], most, asked.top_logprobs or 0)
+        most, tops = asked.max_completion_tokens or asked.max_tokens, asked.top_logprobs or 0
+        completion = asked.start(thread, [prompt], most=most, alternatives=tops)
         return await respond(Form(completion, True, bool(asked.logprobs)), asked, request)
 
     @router.post("/completions")
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         model = thread.find(asked.model)
         prompts = [await completion_prompt(model, prompt) for prompt in asked.prompts()]
-        completion = asked.start(thread, prompts, asked.max_tokens, asked.logprobs or 0)
+        completion = asked.start(thread, prompts, most=asked.max_tokens, alternatives=asked.logprobs or 0)
         return await respond(Form(completion, False, asked.logprobs is not None), asked, request)
 
     @router.post("/score")
@@ -301,50 +299,38 @@ class Form:
         }
 
 
-class EventStream(Response):
-    """A response of server-sent events, which frees the places of the completion however it ends.
-
-    Unlike starlette's it starts no task group per stream and makes few writes, since such work takes time from the models' thread.
-    """
-
-    def __init__(self, completion: Completion, events: AsyncIterator[str]):
-        super().__init__(media_type="text/event-stream")
-        del self.headers["content-length"]
-        self.completion, self.events = completion, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leaving = asyncio.create_task(close_when_gone(receive, self.completion))
-        try:
-            started = False
-            async for text in self.events:
-                if not started:
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    started = True
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            leaving.cancel()
-            self.completion.close()
-
-
-async def close_when_gone(receive: Receive, completion: Completion) -> None:
-    """Free the places when the client disconnects: the responses end, and with them the wait for them."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    completion.close()
-
-
 def event(body: Body) -> str:
     """One event as it is sent."""
     return f"data: {to_json(body)}\n\n"
+
+
+def stream(completion: Completion, events: AsyncIterator[str]) -> StreamingResponse:
+    """A response of server-sent events; its end, or its client's leaving, frees the places."""
+
+    async def until_end() -> AsyncIterator[str]:
+        try:
+            async for text in events:
+                yield text
+        except ModelFailedError as error:
+            yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+        finally:
+            completion.close()
+
+    return StreamingResponse(until_end(), media_type="text/event-stream")
 
 
 async def respond(form: Form, asked: Sampling, request: Request) -> Response:
     """The responses as one body, or as a stream. Their places are freed if the client disconnects."""
     completion = form.completion
     if asked.stream:
-        return EventStream(completion, events(form, asked))
-    leaving = asyncio.create_task(close_when_gone(request.receive, completion))
+        return stream(completion, events(form, asked))
+
+    async def close_when_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        completion.close()  # the responses end, and with them the wait for them
+
+    leaving = asyncio.create_task(close_when_gone())
     try:
         chunks = await completion.whole()
     finally:
@@ -360,15 +346,8 @@ async def events(form: Form, asked: Sampling) -> AsyncIterator[str]:
     usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = form.head | {"object": f"{form.kind}.chunk" if form.chat else form.kind}
     tail: Body = {"usage": None} if usage else {}
-    left = len(form.completion.generations)
-    try:
-        async for chunk in form.completion.chunks():
-            text = event(head | {"choices": [form.choice(chunk, True, asked.return_token_ids)]} | tail)
-            left -= chunk.finish is not None
-            if not left:
-                if usage:
-                    text += event(head | {"choices": [], "usage": form.usage(), "seed": form.completion.seed})
-                text += "data: [DONE]\n\n"
-            yield text
-    except ModelFailedError as error:
-        yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+    async for chunk in form.completion.chunks():
+        yield event(head | {"choices": [form.choice(chunk, True, asked.return_token_ids)]} | tail)
+    if usage:
+        yield event(head | {"choices": [], "usage": form.usage(), "seed": form.completion.seed})
+    yield "data: [DONE]\n\n"
