@@ -21,7 +21,7 @@ from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.attacks import ATTACKS, Audited, attack_pairs, collect_material, draw_pairs, prompt_of
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
-from rlhf.evaluation.policies import fit_prompts, judge_rows, room_for, totals
+from rlhf.evaluation.policies import Asked, fit_prompts, judge_rows, room_for, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, score_samples
 from rlhf.evaluation.statistics import Figures, ends, interval, show
@@ -124,7 +124,7 @@ def best_of_samples(
     fitted = zip(asked, fit_prompts(tokenizer, [record.prompt for record in asked], room), strict=True)
     records, prompts = map(list, zip(*[(r, f[0]) for r, f in fitted if f is not None][:limit], strict=True))
     own = ModelReward(models.model, models.device)
-    drawn = draw_candidates(config, models.policy, tokenizer, records, prompts, max(BEST_OF), own, bar)
+    drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, bar)
     values: dict[str, Scores | None] = {"score": drawn["scores"], "check": None, "truth": None}
     if config.reward.audit_check is not None:
         sources = replace(

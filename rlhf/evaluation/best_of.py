@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.chat_template import response_text
-from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampling import make_sampler
-from rlhf.evaluation.policies import interval_of, judge_rows, mean_of, totals
+from rlhf.evaluation.policies import Asked, interval_of, judge_rows, mean_of, part_means, totals
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, text_figures, win_rate
-from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import Reward, adjust_scores, make_reward
 from rlhf.runs.progress import progress
@@ -111,30 +109,6 @@ def estimate_kl(
     return kl
 
 
-CANDIDATES = ("ids", "logprobs", "texts", "ended", "scores")
-
-
-def draw_divided(
-    config: Config,
-    policy: Any,
-    tokenizer: Any,
-    records: list[PromptRecord],
-    prompts: list[list[int]],
-    n: int,
-    reward: Reward,
-    bar: Any = None,
-) -> dict[str, list[list[Any]]]:
-    """`draw_candidates`, the prompts divided among the processes. The models must be whole on each."""
-
-    def draw(mine: Sequence[int]) -> list[tuple[Any, ...]]:
-        part = [records[i] for i in mine], [prompts[i] for i in mine]
-        drawn = draw_candidates(config, policy, tokenizer, *part, n, reward, bar)
-        return list(zip(*(drawn.get(name, []) for name in CANDIDATES), strict=True))
-
-    rows = divide(len(records), draw)
-    return {name: [row[k] for row in rows] for k, name in enumerate(CANDIDATES)}
-
-
 def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> float:
     """Unbiased estimate of the expected value of the best of n, from N >= n samples of one prompt.
 
@@ -150,48 +124,42 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
     return float(ways @ np.asarray(values, dtype=np.float64)[order])
 
 
+CANDIDATES = ("ids", "logprobs", "texts", "ended", "scores")
+
+
 def draw_candidates(
-    config: Config,
-    policy: Any,
-    tokenizer: Any,
-    records: list[PromptRecord],
-    prompts: list[list[int]],
-    n: int,
-    reward: Reward,
-    bar: Any = None,
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Any = None
 ) -> dict[str, list[list[Any]]]:
-    """{"ids", "logprobs", "texts", "ended", "scores"}: n samples per prompt at temperature 1, the log-prob of each whole
-    response in nats, and its score as PPO would use it."""
-    drawn: dict[str, list[list[Any]]] = {}
-    for part in batched(range(len(prompts)), max(1, config.rollout.batch_size // n)):
-        repeated, asked = [prompts[i] for i in part for _ in range(n)], [records[i] for i in part for _ in range(n)]
-        keys = [("best_of", records[i].id, j) for i in part for j in range(n)]
-        samples = make_sampler(config, policy, tokenizer).sample(repeated, keys)
-        texts = [response_text(tokenizer, ids) for ids in samples.responses]
-        raw = reward(Episodes(asked, repeated, samples.responses, texts, samples.ended))
-        flat: dict[str, list[Any]] = {
-            "ids": samples.responses,
-            "logprobs": samples.logprobs.double().sum(-1).tolist(),
-            "texts": texts,
-            "ended": samples.ended.tolist(),
-            "scores": adjust_scores(config, raw, samples.ended.to(raw.device)).tolist(),
-        }
-        for name, values in flat.items():
-            drawn.setdefault(name, []).extend(batched(values, n))
+    """CANDIDATES: n samples per prompt at temperature 1, the log-prob of each whole response in nats, and its score as PPO would use
+    it."""
+    rows: list[list[Any]] = [[] for _ in CANDIDATES]
+    for part in batched(range(len(asked.prompts)), max(1, config.rollout.batch_size // n)):
+        repeated, records = ([given[i] for i in part for _ in range(n)] for given in (asked.prompts, asked.records))
+        keys = [("best_of", asked.records[i].id, j) for i in part for j in range(n)]
+        samples = make_sampler(config, policy, asked.tokenizer).sample(repeated, keys)
+        texts = [response_text(asked.tokenizer, ids) for ids in samples.responses]
+        raw = reward(Episodes(records, repeated, samples.responses, texts, samples.ended))
+        scores = adjust_scores(config, raw, samples.ended.to(raw.device))
+        logprobs = samples.logprobs.double().sum(-1)
+        columns = samples.responses, logprobs.tolist(), texts, samples.ended.tolist(), scores.tolist()
+        for row, values in zip(rows, columns, strict=True):
+            row += batched(values, n)
         if bar is not None:
             bar.update(len(part))
-    return drawn
+    return dict(zip(CANDIDATES, rows, strict=True))
 
 
-class Asked(NamedTuple):
-    """Held-out prompts, as records and as tokens, and the true scores of each policy's samples if the run has a truth."""
+def draw_divided(
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Any = None
+) -> dict[str, list[list[Any]]]:
+    """`draw_candidates`, the prompts divided among the processes. The models must be whole on each."""
 
-    records: list[PromptRecord]
-    prompts: list[list[int]]
-    tokenizer: Any
-    truth: Truth | None
-    gold: Any  # as `judge_by_truth` gives it
-    main: str  # the policy that is compared with best-of-n: PPO's, if there is one
+    def draw(mine: Sequence[int]) -> list[tuple[Any, ...]]:
+        part = asked._replace(records=[asked.records[i] for i in mine], prompts=[asked.prompts[i] for i in mine])
+        return list(zip(*draw_candidates(config, policy, part, n, reward, bar).values(), strict=True))
+
+    rows = divide(len(asked.records), draw)
+    return {name: [row[k] for row in rows] for k, name in enumerate(CANDIDATES)}
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -201,7 +169,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     """
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
-        candidates = draw_divided(config, policy, asked.tokenizer, records, asked.prompts, n, reward, bar)
+        candidates = draw_divided(config, policy, asked, n, reward, bar)
     best = list(map(best_index, candidates["scores"]))
     picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in candidates.items()}
     estimates = map(partial(estimate_kl, n=n), candidates["ids"], candidates["logprobs"], candidates["scores"])
@@ -220,7 +188,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     results |= {
         "gold": mean_of(scores),
         "score": interval_of(scores),
-        "parts": {part: mean_of(totals(judged, part)) for part in truth.parts},
+        "parts": part_means(truth, judged),
         "win_rate_vs_sft": win_rate(scores, totals(asked.gold["sft"]["samples"])),
         "ppo_above": interval([fmean(theirs) - best for theirs, (best,) in zip(ppo, scores, strict=True)]),
     }
@@ -283,22 +251,20 @@ def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], devi
     among PPO's. over: the win rates of generate-and-rate over best-of-n, one sample of PPO, and the best of n of PPO.
     """
     reward, _ = make_reward(config, asked.tokenizer, device)
-    load = {
-        name: partial(load_frozen, config, models[name], device) for name in ("rate", "sft", "ppo") if name in models
-    }
-    best, best_scores = pick_best(config, asked, load["sft"](), reward)
+
+    def pick(name: str, judge: Reward) -> tuple[Figures, list[list[float]]]:
+        return pick_best(config, asked, load_frozen(config, models[name], device), judge)
+
+    best, best_scores = pick("sft", reward)
     if not {"rate", "ppo"} <= models.keys():
         return {"best_of_n": best}
-    rater = Rater(load["rate"](), asked.tokenizer, config.rate.safety, device)
+    rater = Rater(load_frozen(config, models["rate"], device), asked.tokenizer, config.rate.safety, device)
     rated, ours = pick_best(config, asked, rater.model, rater)
     dropped = round(sum(gather(rater.dropped)) / sum(gather(rater.seen)), 4)
-    sft_rated, _ = pick_best(config, asked, load["sft"](), rater)
-    ppo_best, ppo_scores = pick_best(config, asked, load["ppo"](), reward)
+    sft_rated, _ = pick("sft", rater)
+    ppo_best, ppo_scores = pick("ppo", reward)
     others = {"best_of_n": best_scores, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": ppo_scores}
-    ratings = {
-        "n": config.evaluate.best_of,
-        "dropped": dropped,
-        "picked": {"generate_and_rate": rated, "sft_rated": sft_rated, "ppo_best_of_n": ppo_best},
-        "over": {name: win_rate(ours, theirs) for name, theirs in others.items()},
-    }
+    picked = {"generate_and_rate": rated, "sft_rated": sft_rated, "ppo_best_of_n": ppo_best}
+    over = {name: win_rate(ours, theirs) for name, theirs in others.items()}
+    ratings = {"n": config.evaluate.best_of, "dropped": dropped, "picked": picked, "over": over}
     return {"best_of_n": best, "generate_and_rate": ratings}

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
-from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
-from rlhf.evaluation.policies import interval_of
+from rlhf.evaluation.policies import Asked, interval_of
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import score_divided
 from rlhf.evaluation.statistics import Figures, ends, interval, length_controlled, pair_points, win
@@ -199,16 +198,14 @@ def compare_judges(
 HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")
 
 
-def compare_policies(
-    config: Config, answers: dict[str, Any], records: Sequence[PromptRecord], tokenizer: Any, device: torch.device
-) -> Figures:
+def compare_policies(config: Config, answers: dict[str, Any], asked: Asked, device: torch.device) -> Figures:
     """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
 
-    Every policy is compared with SFT, the second of `answers` first, and that one with every other. `tokenizer` is the policies'.
+    Every policy is compared with SFT, the second of `answers` first, and that one with every other.
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
-    held_out, reward = evaluate_reward_model(config, judge, tokenizer, device), ModelReward(judge, device)
-    scores = {name: score_divided(reward, given, records) for name, given in answers.items()}
+    held_out, reward = evaluate_reward_model(config, judge, asked.tokenizer), ModelReward(judge, device)
+    scores = {name: score_divided(reward, given, asked.records) for name, given in answers.items()}
     main, *others = (name for name in scores if name != "sft")
     pairs = [(main, "sft"), *((name, "sft") for name in others), *((main, name) for name in others)]
     return {

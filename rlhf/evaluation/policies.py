@@ -1,11 +1,11 @@
 """The responses of each policy of a run, and how the policies compare: scores by the reward, KL to SFT, and the true score."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,15 +107,18 @@ def draw_in_turn(
         yield from batched(draw_answers(engine, tokenizer, prompts, keys), count)
 
 
-def answer_all(
-    config: Config,
-    models: dict[str, Path],
-    records: list[PromptRecord],
-    prompts: list[list[int]],
-    tokenizer: Any,
-    device: torch.device,
-    truth: Truth | None = None,
-) -> dict[str, Answers]:
+class Asked(NamedTuple):
+    """Prompts, as records and as tokens, and the true scores of each policy's samples if the run has a truth."""
+
+    records: list[PromptRecord]
+    prompts: list[list[int]]
+    tokenizer: Any
+    truth: Truth | None = None
+    gold: Any = None  # {policy: `judge_by_truth`}
+    main: str = "ppo"  # the policy that is compared with best-of-n: PPO's, if there is one
+
+
+def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: torch.device) -> dict[str, Answers]:
     """{"ids", "texts", "ended"}, lists per prompt of `evaluate.samples` responses at temperature 1, and the greedy ones, of each policy.
 
     The base model, if it is among them, is prompted in two ways: with the chat template, which it has never seen (`base`), and with
@@ -123,18 +126,19 @@ def answer_all(
     section 3.5.
     """
     answers: dict[str, Answers] = {}
-    with progress(len(models) * len(prompts), "evaluate", unit="prompt") as bar:
+    tokenizer, truth = asked.tokenizer, asked.truth
+    with progress(len(models) * len(asked.prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
-            policy, policy_prompts, ends = load_frozen(config, folder, device), prompts, end_ids(tokenizer)
-            read: Callable[[list[int]], str] = functools.partial(response_text, tokenizer)
+            policy, prompts, ends = load_frozen(config, folder, device), asked.prompts, end_ids(tokenizer)
+            read: Callable[[list[int]], str] = partial(response_text, tokenizer)
             if name == "base_prompted" and truth is not None:
-                texts: list[Any] = [truth.base_text(record) for record in records]
-                policy_prompts = encode_texts(tokenizer, texts)  # the answer follows a line with the speaker's name
-                ends, read = [tokenizer.bos_token_id], functools.partial(text_after_name, tokenizer)
+                texts: list[Any] = [truth.base_text(record) for record in asked.records]
+                prompts, ends = encode_texts(tokenizer, texts), [tokenizer.bos_token_id]
+                read = partial(text_after_name, tokenizer)
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
-            answers[name] = {"prompts": policy_prompts}
+            answers[name] = {"prompts": prompts}
             for prefix, count in (("", config.evaluate.samples), ("greedy_", 1)):
-                drawn = draw_rows(engine, policy_prompts, name, count, greedy=bool(prefix))
+                drawn = draw_rows(engine, prompts, name, count, greedy=bool(prefix))
                 ids, ended = [[one[0] for one in row] for row in drawn], [[one[1] for one in row] for row in drawn]
                 texts = [[read(one[:-1] if one and one[-1] in ends else one) for one in row] for row in ids]
                 answers[name] |= {f"{prefix}ids": ids, f"{prefix}texts": texts, f"{prefix}ended": ended}
@@ -159,6 +163,7 @@ def draw_rows(
 
 
 def text_after_name(tokenizer: Any, ids: list[int]) -> str:
+    """A document's answer, which follows a line with the speaker's name."""
     return decode_response(tokenizer, ids).split("\n", 1)[-1].strip()
 
 
@@ -175,16 +180,11 @@ def judge_rows(
     ]
 
 
-def judge_by_truth(
-    truth: Truth, records: Sequence[PromptRecord], answers: dict[str, Answers]
-) -> dict[str, dict[str, Judged]]:
-    """{policy: {"samples" | "greedy": the judge's parts, a list per prompt}}."""
+def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Answers) -> dict[str, Judged]:
+    """{"samples" | "greedy": the judge's parts of a policy's answers, a list per prompt}."""
     return {
-        name: {
-            kind: judge_rows(truth, records, given[f"{key}texts"], given[f"{key}ended"])
-            for kind, key in (("samples", ""), ("greedy", "greedy_"))
-        }
-        for name, given in answers.items()
+        kind: judge_rows(truth, records, given[f"{key}texts"], given[f"{key}ended"])
+        for kind, key in (("samples", ""), ("greedy", "greedy_"))
     }
 
 
@@ -196,6 +196,10 @@ def mean_of(rows: Sequence[Sequence[Any]]) -> float:
     return round(fmean(flatten(rows)), 4)
 
 
+def part_means(truth: Truth, judged: Judged) -> dict[str, float]:
+    return {part: mean_of(totals(judged, part)) for part in truth.parts}
+
+
 def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
     """Interval of the mean over prompts of each prompt's mean."""
     return interval(list(map(fmean, rows)))
@@ -205,11 +209,8 @@ def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]], main: st
     """The `gold` entry of results.json. main: the policy whose win rates it states."""
     figures: dict[str, Any] = truth_win_rates(judged, main) | {"truth": truth.name}
     for kind, suffix in (("samples", ""), ("greedy", "_greedy")):
-        rows = {name: given[kind] for name, given in judged.items()}
-        figures[f"mean_score{suffix}"] = {name: mean_of(totals(row)) for name, row in rows.items()}
-        figures[f"parts{suffix}"] = {
-            name: {part: mean_of(totals(row, part)) for part in truth.parts} for name, row in rows.items()
-        }
+        figures[f"mean_score{suffix}"] = {name: mean_of(totals(given[kind])) for name, given in judged.items()}
+        figures[f"parts{suffix}"] = {name: part_means(truth, given[kind]) for name, given in judged.items()}
     figures["score"] = {name: interval_of(totals(given["samples"])) for name, given in judged.items()}
     if "correct" in truth.parts:
         figures["correct"] = {name: interval_of(totals(row["samples"], "correct")) for name, row in judged.items()}
@@ -228,12 +229,7 @@ def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str
 
 
 def score_answers(
-    config: Config,
-    answers: dict[str, Answers],
-    records: list[PromptRecord],
-    reward_model: Any,
-    tokenizer: Any,
-    device: torch.device,
+    config: Config, answers: dict[str, Answers], asked: Asked, reward_model: Any, device: torch.device
 ) -> tuple[ByPolicy, ByPolicy]:
     """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
 
@@ -243,10 +239,10 @@ def score_answers(
     scores, rewards = {}, {}
     if reward_model is not None:
         own = ModelReward(reward_model, device)
-        scores = {name: score_divided(own, answers[name], records) for name in names}
+        scores = {name: score_divided(own, answers[name], asked.records) for name in names}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
-        reward, _ = make_reward(config, tokenizer, device)
-        rewards = {name: score_divided(reward, answers[name], records) for name in names}
+        reward, _ = make_reward(config, asked.tokenizer, device)
+        rewards = {name: score_divided(reward, answers[name], asked.records) for name in names}
     return scores or rewards, rewards or scores
 
 

@@ -18,7 +18,7 @@ from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, ratio
 from rlhf.data.encoding import Encode, Item, join_rankings, names_of, row_limit
 from rlhf.data.reading import load_comparisons
-from rlhf.data.records import Demonstration, Ranking
+from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
@@ -54,7 +54,7 @@ SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's 
 STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown
 
 
-def evaluate_reward_model(config: Config, model: Any, tokenizer: Any, device: torch.device) -> Figures:
+def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures:
     """Every figure of the reward model on comparisons, as in results.json under reward_model.
 
     accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the
@@ -197,33 +197,19 @@ def calibration_error(curve: Sequence[Figures]) -> float:
     return round(float(np.average([abs(row["predicted"] - row["observed"]) for row in curve], weights=counts)), 4)
 
 
-def unseen_demonstrations(config: Config) -> tuple[list[Demonstration], str]:
-    """The demonstrations that were not used for calibration, or all if none was held out; and which of the two. None if none are given."""
+def demonstration_scores(config: Config, model: Any, tokenizer: Any) -> Figures:
+    """`distribution` of the demonstrations that were not used for calibration, or of all if none was held out; {} without any."""
     if data_source(config, "demonstrations") is None:
-        return [], ""
+        return {}
     records = read_demonstrations(config)
     unseen = in_split(config, records, "dev", "test")
-    return (unseen, "held out") if unseen else (records, "train")
+    rows = model.demonstration_rows(unseen or records, tokenizer, row_limit(config, tokenizer))
+    split = {"split": "held out" if unseen else "train"}
+    return {"demonstrations": distribution(score(model, rows).tolist()) | split} if rows else {}
 
 
-def score_distributions(
-    config: Config,
-    model: Any,
-    tokenizer: Any,
-    demonstrations: tuple[list[Demonstration], str],
-    samples: Sequence[Sequence[float]],
-) -> Figures:
-    """Means and deviations of calibrated scores: of SFT samples (`samples`, a list per prompt), and of `unseen_demonstrations`."""
-    rows = model.demonstration_rows(demonstrations[0], tokenizer, row_limit(config, tokenizer))
-    written = score(model, rows).tolist() if rows else []
-    by_source: dict[str, Figures] = {
-        name: {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
-        for name, scores in (("sft_samples", flatten(samples)), ("demonstrations", written))
-        if scores
-    }
-    if written:
-        by_source["demonstrations"]["split"] = demonstrations[1]
-    return by_source
+def distribution(scores: Sequence[float]) -> Figures:
+    return {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
 
 
 def describe_reward_model(results: Figures) -> list[str]:

@@ -14,18 +14,18 @@ from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.data.encoding import fitting_prompts, row_limit
 from rlhf.data.reading import load_prompts
-from rlhf.data.records import Demonstration, PromptRecord
+from rlhf.data.records import PromptRecord
 from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
 from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_instructions, evaluate_overlap
-from rlhf.evaluation.best_of import Asked, evaluate_best_of
+from rlhf.evaluation.best_of import evaluate_best_of
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies
 from rlhf.evaluation.labelled_task import evaluate_shots
 from rlhf.evaluation.people import evaluate_people
 from rlhf.evaluation.policies import Answers, ByPolicy, interval_of, mean_of
-from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
+from rlhf.evaluation.statistics import Figures, describe, flatten, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
@@ -94,41 +94,40 @@ def run_stage(config: Config) -> None:
         main = next(reversed(tuned))  # PPO's, if there is one
         tokenizer = load_tokenizer(tuned[main] / "model")
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
+        truth = make_truth(config)
+        asked = policies.Asked(records, prompts, tokenizer, truth, main=main)
         results: dict[str, Any] = {"policy": main}
 
         # 1. Evaluate the reward model, if the run has one
-        reward_model, demonstrations = None, (list[Demonstration](), "")
+        reward_model = None
         if needs_parent(config, "evaluate", "reward"):
             reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
             reward_model = hold_frozen(config, reward_model, device)
-            demonstrations = reward_report.unseen_demonstrations(config)
-            results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer, device)
+            written = reward_report.demonstration_scores(config, reward_model, tokenizer)
+            results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer)
             for line in reward_report.describe_reward_model(results["reward_model"]):
                 stage.say(line)
+            results["reward_model"]["scores"] = written
 
         # 2. Responses of every policy to the test prompts
-        truth = make_truth(config)
         baselines = {name: folder for name, folder in tuned.items() if name != main}
         folders = {"sft": stage_folder(config, "sft"), main: tuned[main]} | baselines
         if truth is not None and truth.base_text(records[0]) is not None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
-        answers = policies.answer_all(config, models, records, prompts, tokenizer, device, truth)
+        answers = policies.answer_all(config, models, asked, device)
         scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
         scores: dict[str, Any] = {}
         rewards: dict[str, Any] = {}
         if scored:
-            scores, rewards = policies.score_answers(config, answers, records, reward_model, tokenizer, device)
+            scores, rewards = policies.score_answers(config, answers, asked, reward_model, device)
         if reward_model is not None:
-            results["reward_model"]["scores"] = reward_report.score_distributions(
-                config, reward_model, tokenizer, demonstrations, scores["sft"]
-            )
+            results["reward_model"]["scores"]["sft_samples"] = reward_report.distribution(flatten(scores["sft"]))
 
         # 3. Evaluate the policies
         optimised = policies.with_missing_eos(config, answers, rewards)
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
-        compared = {name: given for name, given in answers.items() if not name.startswith("base")}
         compared = {name: given for name, given in answers.items() if not name.startswith("base")}
         results["ended"] = {name: mean_of(given["ended"]) for name, given in compared.items()}
         nats, kl = policies.nats_and_kl(config, compared, models, tokenizer.pad_token_id, device)
@@ -138,15 +137,16 @@ def run_stage(config: Config) -> None:
         results["text"] = {name: text_figures(compared[name]["texts"], lengths[name], nats[name]) for name in compared}
         if scored:
             results["rm_win_rate_vs_sft"] = win_rate(optimised[main], optimised["sft"])
-        gold = None if truth is None else policies.judge_by_truth(truth, records, answers)
-        if truth is not None and gold is not None:
+        gold = None
+        if truth is not None:
+            gold = {name: policies.judge_by_truth(truth, records, given) for name, given in answers.items()}
             results["gold"] = policies.summarize_truth(truth, gold, main)
         if baselines:
             results["baselines"] = policies.baseline_figures(baselines, kl, optimised, gold)
         if config.evaluate.best_of and scored:
-            results |= evaluate_best_of(config, Asked(records, prompts, tokenizer, truth, gold, main), models, device)
+            results |= evaluate_best_of(config, asked._replace(gold=gold), models, device)
         if needs_parent(config, "evaluate", "judge"):
-            results["judge"] = compare_policies(config, compared, records, tokenizer, device)
+            results["judge"] = compare_policies(config, compared, asked, device)
         results |= policies.costs(config)
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             log_results(tracker, results, scores)

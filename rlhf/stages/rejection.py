@@ -17,6 +17,7 @@ from rlhf.data.records import Demonstration
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import best_index, draw_divided
+from rlhf.evaluation.policies import Asked
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
@@ -63,7 +64,7 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]
     n = config.rejection.samples
     with progress(len(prompts), "rejection: sampling", unit="prompt") as bar, inference(config, device):
-        candidates = draw_divided(config, policy, tokenizer, records, tokens, n, reward, bar)
+        candidates = draw_divided(config, policy, Asked(records, tokens, tokenizer), n, reward, bar)
     demonstrations = []
     for i, record in enumerate(records):
         texts, scores, ended = (candidates[key][i] for key in ("texts", "scores", "ended"))

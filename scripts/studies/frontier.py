@@ -66,7 +66,7 @@ def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[d
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.errors import UserError
     from rlhf.evaluation.best_of import draw_candidates
-    from rlhf.evaluation.policies import judge_rows
+    from rlhf.evaluation.policies import Asked, judge_rows
     from rlhf.gold.truth import make_truth
     from rlhf.ppo.rewards import make_reward
     from rlhf.runs.folders import stage_folder
@@ -83,7 +83,7 @@ def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[d
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"))
         reward, _ = make_reward(config, tokenizer, device)
         policy = load_frozen(config, folder, device)
-        drawn = draw_candidates(config, policy, tokenizer, records, prompts, n, reward)
+        drawn = draw_candidates(config, policy, Asked(records, prompts, tokenizer), n, reward)
     return drawn, judge_rows(truth, records, drawn["texts"], drawn["ended"])
 
 

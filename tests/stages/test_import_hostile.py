@@ -211,7 +211,7 @@ def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(p
         "ppo": lambda: ppo_setup.load_ppo_prompts(config, None, None),  # type: ignore[arg-type]
         "evaluate": lambda: evaluate.load_test_prompts(config, None, str(partial)),
         "reward": lambda: reward.training_demonstrations(config),
-        "reward figures": lambda: reward_report.evaluate_reward_model(config, None, None, None),  # type: ignore[arg-type]
+        "reward figures": lambda: reward_report.evaluate_reward_model(config, None, None),  # type: ignore[arg-type]
     } | {f"{stage}: hashes": partial_hashes(config, stage) for stage in ("sft", "reward", "ppo", "evaluate")}
     for name, read in readers.items():
         with pytest.raises(UserError, match=REFUSED):
