@@ -130,7 +130,6 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
         checked = check_jobs(ours, given.sweeps, searched, command)
 
     def start(config: Any, overrides: list[str]) -> None:
-        GIVEN.set(() if own_config else (*overrides, *searched))
         for name, text in texts.items():
             setattr(getattr(config, command), name, text)
         for plugin in listed(getattr(config, "plugins", None)):
@@ -144,8 +143,15 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
                 return run_stage(config, command, [*places, *overrides])
         module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
 
+    def start_with(config: Any, overrides: list[str]) -> None:
+        given_here = GIVEN.set(() if own_config else (*overrides, *searched))
+        try:
+            start(config, overrides)
+        finally:
+            GIVEN.reset(given_here)
+
     if not given.flags and ours == given.overrides:
-        return start(checked[0], given.overrides)
+        return start_with(checked[0], given.overrides)
 
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -160,7 +166,7 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
             if own_config:
                 check_config(config, command)
             searched = [text for text in ours if text.startswith("hydra.searchpath=")]  # which Hydra keeps apart
-            start(config, [*searched, *HydraConfig.get().overrides.task])
+            start_with(config, [*searched, *HydraConfig.get().overrides.task])
 
     register_schema(config_name(command))
     users_value = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted

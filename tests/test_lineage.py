@@ -110,8 +110,8 @@ def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
 
 
 def test_an_earlier_reward_model_is_hashed_once(config, monkeypatch):
-    first = changed(config, gold__enabled=True, gold__later_reward_epochs=1)
-    second = changed(first, gold__rounds=2)
+    first = changed(config, gold__enabled=True, round__later_reward_epochs=1)
+    second = changed(first, rounds=2)
     chain(first, "world", "tokenizer", "pretrain", "sft")
     early = runs.earlier_run(second)
     chain(early, "label", "reward", "ppo")

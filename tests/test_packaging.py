@@ -91,14 +91,13 @@ def test_the_development_extra_has_every_other_extra():
     assert [requirement.extras for requirement in named] == [set(EXTRAS) - {"dev", "benchmarks", "vllm"}]
 
 
-def test_a_message_that_says_what_to_install_names_this_distribution():
-    """`pip install 'name[extra]'` in code and documentation: this distribution, and an extra that it has."""
+def test_what_the_documentation_installs_exists():
+    """`pip install -e '.[extra]'` in code and documentation: an extra that the distribution has."""
     text = "".join(
         path.read_text(encoding="utf-8") for folder in ("rlhf", "docs") for path in (ROOT / folder).rglob("*.[pm][yd]")
     )
-    named = re.findall(r"pip install '([\w-]+)\[([\w,]+)\]'", text)
-    assert named and {name for name, _ in named} == {PROJECT["name"]}
-    assert {extra for _, extras in named for extra in extras.split(",")} <= set(EXTRAS)
+    named = re.findall(r"install -e '\.\[([\w,]+)\]'", text)
+    assert len(named) >= 5 and {extra for extras in named for extra in extras.split(",")} <= set(EXTRAS)
 
 
 def test_wheel_holds_the_configuration_and_the_templates(tmp_path):

@@ -101,11 +101,14 @@ class Run:
         texts = {
             key: text_of(value) for key, given in self._settings.items() if not has_function(value := plain(given))
         }
-        GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
-        lend_parents(config)
-        for stage in stages_to_run(config, [name]):
-            if stage == name or not is_complete(stage_folder(config, stage)):
-                ensure_stage(config, stage, [], run_here)
+        given = GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
+        try:
+            lend_parents(config)
+            for stage in stages_to_run(config, [name]):
+                if stage == name or not is_complete(stage_folder(config, stage)):
+                    ensure_stage(config, stage, [], run_here)
+        finally:
+            GIVEN.reset(given)
         return self
 
     def tokenizer(self, **settings: Any) -> "Run":

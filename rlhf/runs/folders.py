@@ -223,7 +223,7 @@ def _schemas() -> dict[str, Any]:
 
     class Interval(Schema):
         value: float
-        ci95: tuple[float, float] = Field(strict=False)
+        ci95: tuple[float, float] | None = Field(strict=False)  # none: too few prompts
 
     class Gold(Schema):
         win_rate_vs_sft: Interval

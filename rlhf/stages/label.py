@@ -47,7 +47,7 @@ def take_in_labels(config: Config) -> None:
     earlier, folder = earlier_run(config), run_folder(config)
     if earlier is None:
         raise UserError(
-            "label: without the gold world only rounds above 1 have labels to take in: give data.comparisons"
+            "label: without the gold world (experiment=gold) only rounds above 1 have labels to take in: give data.comparisons"
         )
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
         imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"

@@ -52,6 +52,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """This process's number on its own machine, and that of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def is_first() -> bool:
     """Whether this process prints and writes for its launch."""
     return rank() == 0
@@ -85,7 +90,7 @@ def connect(device: "torch.device") -> None:
     if process_count() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))  # this process's number on its own machine, and that of its GPU
+        local = local_rank()
         count = torch.cuda.device_count()
         if local >= count:
             raise UserError(

@@ -28,7 +28,7 @@ from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, round_frozen
-from rlhf.system.processes import Ranks, connect_alone
+from rlhf.system.processes import Ranks, connect_alone, local_rank
 from rlhf.system.terminal import say
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
@@ -343,7 +343,7 @@ def compiling(seconds: float = 2.0) -> Iterator[None]:
                 say(f"{path}: removed, since the process that compiled there was killed", sys.stderr)
             suspects = free
 
-    if os.environ.get("LOCAL_RANK", "0") == "0" and Path("/proc/self/fd").is_dir():
+    if local_rank() == 0 and Path("/proc/self/fd").is_dir():
         threading.Thread(target=watch, daemon=True).start()
     try:
         yield

@@ -36,7 +36,7 @@ settings = PPOConfig(
     use_cpu=True,
     bf16=False,
 )
-tokenizer = AutoTokenizer.from_pretrained(POLICY, padding_side="left")
+tokenizer = AutoTokenizer.from_pretrained(POLICY, padding_side="left", trust_remote_code=False)
 
 
 def tokens(row):
@@ -46,10 +46,10 @@ def tokens(row):
 
 prompts = load_dataset("json", data_files=PROMPTS, split="train")
 prompts = prompts.map(tokens, remove_columns=prompts.column_names)
-policy = AutoModelForCausalLM.from_pretrained(POLICY)
-reference = AutoModelForCausalLM.from_pretrained(POLICY)
-critic = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
-reward = AutoModelForSequenceClassification.from_pretrained(REWARD, num_labels=1)
+policy = AutoModelForCausalLM.from_pretrained(POLICY, trust_remote_code=False)
+reference = AutoModelForCausalLM.from_pretrained(POLICY, trust_remote_code=False)
+critic = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1, trust_remote_code=False)
+reward = AutoModelForSequenceClassification.from_pretrained(REWARD, num_labels=1, trust_remote_code=False)
 
 trainer = PPOTrainer(
     args=settings,

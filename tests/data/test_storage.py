@@ -105,7 +105,9 @@ def folder(tmp_path):
 def test_the_files_are_json_lines_that_other_programs_read(folder):
     data = datasets.load_dataset("json", data_files=str(folder / "ranking" / "test.jsonl"), split="train")
     assert data[0]["ranking"] == [["a"], ["b"]] and data[0]["prompt"] == [{"role": "user", "content": "Hi"}]
-    assert load_kind(str(folder / "ranking" / "test.jsonl"), "native", Ranking)[0] == [RANKING]
+    assert [*map(to_line, load_kind(str(folder / "ranking" / "test.jsonl"), "native", Ranking)[0])] == [
+        to_line(RANKING)
+    ]
 
 
 def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):

@@ -44,7 +44,7 @@ def plain(tmp_path: Path, *more: str) -> list[str]:
 
 def test_nothing_to_train_on(refused, tmp_path):
     told = refused("pipeline", *plain(tmp_path))
-    assert "data.corpus" in told and "data.demonstrations" in told and "data.comparisons" in told and "gold" in told
+    assert "data.corpus" in told and "data.demonstrations" in told and "experiment=gold" in told
     assert not (tmp_path / "runs").exists(), "nothing is begun"
 
 

@@ -32,7 +32,7 @@ from tests import oracles
 from .ppo_trainer import Trainer, make_trainer
 
 EPISODES, HELD_OUT = 24, 7
-SETTINGS = ["ppo.critic_warmup_updates=1", "ppo.warmup_updates=10", f"ppo.episodes_per_update={EPISODES}",
+SETTINGS = ["ppo.critic_warmup_updates=1", "ppo.warmup_fraction=0.5", f"ppo.episodes_per_update={EPISODES}",
             f"ppo.episodes={3 * EPISODES}", "ppo.minibatches=3", "ppo.epochs=2", "ppo.micro_batch_episodes=5",
             "kl.target=null", "kl.coef=0.3", "ppo.lr=0.05", "ppo.critic_lr=0.07", "ppo.clip_range=0.1",
             "ppo.value_coef=0.5", f"ppo.eval_prompts={HELD_OUT}", "ppo.max_grad_norm=0.001", "ppo.ptx_coef=0.5",

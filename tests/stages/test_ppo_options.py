@@ -28,7 +28,7 @@ from .conftest import Run
 from .ppo_trainer import Trainer, make_trainer, weights
 
 SMALL = [
-    "ppo.critic_warmup_updates=0", "ppo.warmup_updates=0", "ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=2",
+    "ppo.critic_warmup_updates=0", "ppo.warmup_fraction=0", "ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=2",
     "ppo.epochs=1", "kl.target=null",
 ]  # fmt: skip
 PTX = ["ppo.ptx_coef=0.5", "ppo.ptx_blocks_per_episode=0.1"]

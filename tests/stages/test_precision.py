@@ -83,5 +83,5 @@ def test_commands_that_answer(gold_run, seen, tmp_path):
     assert_half(seen, scored=False)
     seen.clear()
     asked = load_prompts(str(prompts))[0]
-    sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), gold_run.folder / "sft", asked, "any")
+    sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), [("sft", gold_run.folder / "sft")], asked)
     assert_half(seen, scored=False)

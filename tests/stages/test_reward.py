@@ -22,6 +22,7 @@ from rlhf.evaluation import scoring
 from rlhf.evaluation.scoring import scoring_batches
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
+from rlhf.runs.sources import sample_prompts
 from rlhf.runs.stage import open_stage
 from rlhf.stages import reward
 from rlhf.training.batches import Batches, Objective, shuffled_order
@@ -243,7 +244,7 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
     assert abs(sum(scores["dev"]) / len(scores["dev"])) > 1e-2
 
     trained = [r for r in records if r.metadata["split"] == "train"]
-    prompts = [encode_prompt(tokenizer, record.prompt) for record in prompts_of(trained)[:32]]
+    prompts = [encode_prompt(tokenizer, record.prompt) for record in sample_prompts(config, prompts_of(trained), 32)]
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     keys = [("calibrate", i) for i in range(32)]
     drawn = sample(gold_run.policy(), prompts, max_new_tokens=24, seed=0, keys=keys, **ids)

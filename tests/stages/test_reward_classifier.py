@@ -20,7 +20,7 @@ FILLERS = ["Snow is white.", "Coal is black.", "A dog barks.", "Of course.", "Th
 QUICK = [
     "reward.batch_prompts=4", "reward.lr=5e-3", "reward.epochs=3", "reward.calibration_samples=16", "reward.final_lr_fraction=0.5",
     "data.dev=0.2", "ppo.episodes=16", "ppo.episodes_per_update=16", "ppo.minibatches=2", "ppo.epochs=1",
-    "ppo.critic_warmup_updates=0", "ppo.warmup_updates=0",
+    "ppo.critic_warmup_updates=0", "ppo.warmup_fraction=0",
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tests.stages.ppo_trainer import experience, off_policy, open_trainer
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
 # the two roundings of a token's bound: with seed 0 one of 26 responses does so in the third update.
 SETTINGS = [
-    "seed=11", "ppo.critic_warmup_updates=1", "ppo.warmup_updates=1", "ppo.episodes_per_update=26", "ppo.episodes=78",
+    "seed=11", "ppo.critic_warmup_updates=1", "ppo.warmup_fraction=0.3", "ppo.episodes_per_update=26", "ppo.episodes=78",
     "ppo.minibatches=2", "ppo.epochs=1", "ppo.micro_batch_episodes=3", "reward.micro_batch_responses=12",
     "sharding.bucket_elements=100000", "sharding.persistence_threshold=200",
 ]  # fmt: skip
