@@ -1,11 +1,12 @@
 """Kill one of two ranks with SIGKILL at random moments, under ZeRO-2 and ZeRO-3: reward model, PPO, PPO with LoRA.
 
-    python scripts/kill_ranks.py OUT [kills=20] [seed=0] [ways=5]
+    python scripts/kill_ranks.py OUT [only=TEXT] [kills=20] [seed=0]
 
-`kills` of each ZeRO stage are shared by its ways. Of each way one run is not disturbed; in the other, launches are killed and started
-again until the kills are used up, then it may finish. After each kill the launcher must have ended with 137, no process of the launch may
-live and no new port listen; at the end all losses must equal those of the undisturbed run to 1e-5. Prints a table and writes
-OUT/kills.json; the exit code is 1 if anything differs. A run of two layers, on the CPU, without a GPU.
+`kills` of each ZeRO stage are shared by its ways (only: those whose name contains TEXT, as "zero3" or "ppo zero2"). Of each way one run
+is not disturbed; in the other, launches are killed and started again until the kills are used up, then it may finish. After each kill the
+launcher must have ended with 137, no process of the launch may live and none of its ports listen; at the end all losses must equal those
+of the undisturbed run to 1e-5. Prints a table and writes OUT/kills.json; if it is stopped, the same command continues with the next kill.
+The exit code is 1 if anything differs. A run of two layers, on the CPU, without a GPU.
 """
 
 import contextlib
@@ -17,10 +18,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fault_run import SMALL, import_everything, numbers, run_stage
+
+from rlhf.system.files import write_json
 
 PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
 WAYS = {
@@ -133,58 +137,64 @@ def differences(whole: Path, killed: Path) -> list[str]:
     ]
 
 
-def run_way(way: str, out: Path, kills: int, chance: random.Random) -> tuple[list[dict[str, Any]], list[str], float]:
-    """The kills of a way, how its losses differ, and the seconds of the undisturbed launch."""
+def run_way(way: str, out: Path, kills: int, seed: int, found: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Adds to `found` the kills of a way, how its losses differ, and the seconds of the undisturbed launch; keep: called after each."""
     homes = [out / f"{way.replace(' ', '-')}-{kind}" for kind in ("whole", "killed")]
-    stage = WAYS[way][0]
-    for home in homes:
-        shutil.copytree(out / "base", home)
-        shutil.rmtree(home / "runs" / "small" / stage, ignore_errors=True)
-    begun = time.monotonic()
-    if code := launch(way, homes[0]).wait(PATIENCE):
-        sys.exit(f"{way}: ended with {code}, see {homes[0] / 'log.txt'}")
-    seconds, hits = time.monotonic() - begun, list[dict[str, Any]]()
+    stage, hits = WAYS[way][0], found.setdefault("kills", [])
+    if "undisturbed_s" not in found:
+        for home in homes:
+            shutil.rmtree(home, ignore_errors=True)
+            shutil.copytree(out / "base", home)
+        begun = time.monotonic()
+        if code := launch(way, homes[0]).wait(PATIENCE):
+            sys.exit(f"{way}: ended with {code}, see {homes[0] / 'log.txt'}")
+        found["undisturbed_s"] = round(time.monotonic() - begun, 1)
+        keep()
+    begun_again = 0
     while len(hits) < kills:
-        hit = kill_once(way, homes[1], chance, seconds, in_training=len(hits) % 2 == 1)
+        chance = random.Random(f"ranks-{seed}-{way}-{len(hits)}-{begun_again}")
+        hit = kill_once(way, homes[1], chance, found["undisturbed_s"], in_training=len(hits) % 2 == 1)
         if hit is None:  # it ended first: begin again
             shutil.rmtree(homes[1] / "runs" / "small" / stage)
-        else:
-            hits.append(hit)
-            print(
-                f"{way}: killed after {hit['after_s']} s with {hit['steps_done']} steps done {hit['broken'] or ''}",
-                flush=True,
-            )
+            begun_again += 1
+            continue
+        hits.append(hit)
+        keep()
+        told = f"{way}: killed after {hit['after_s']} s with {hit['steps_done']} steps done"
+        print(told, hit["broken"] or "", flush=True)
     code = launch(way, homes[1]).wait(PATIENCE)
     folders = [home / "runs" / "small" / stage for home in homes]
-    return hits, [f"the last launch ended with {code}"] if code else differences(*folders), seconds
+    found["differences"] = [f"the last launch ended with {code}"] if code else differences(*folders)
+    keep()
 
 
-def main(out: Path, kills: int, seed: int, ways: int) -> int:
-    """Run all ways; returns the exit code."""
-    chance = random.Random(f"ranks-{seed}")
-    for old in out.glob("*-*"):
-        shutil.rmtree(old)
-    if not (out / "base").exists():
+def main(out: Path, only: str, kills: int, seed: int) -> int:
+    """Run the ways; returns the exit code."""
+    if not (out / "base" / "whole").exists():
         import_everything()
         for stage in PARENTS:
             run_stage(stage, out / "base", [])
-    shared = [[way for way in list(WAYS)[:ways] if zero in way] for zero in ("zero2", "zero3")]
-    result, wrong = dict[str, Any](), 0
-    for names in shared:
+        (out / "base" / "whole").touch()
+    file, wrong = out / "kills.json", 0
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for names in ([way for way in WAYS if zero in way] for zero in ("zero2", "zero3")):
         for i, way in enumerate(names):
-            share = kills // len(names) + (i < kills % len(names))
-            hits, differing, seconds = run_way(way, out, share, chance)
-            result[way] = {"kills": hits, "differences": differing, "undisturbed_s": round(seconds, 1)}
-            bad = [hit for hit in hits if hit["broken"]]
-            wrong += len(bad) + len(differing)
-            outcome = "losses equal to 1e-5" if not differing else "; ".join(differing[:3])
-            print(f"{way}: {len(hits)} kills, {len(bad)} left something behind; {outcome}", flush=True)
-    (out / "kills.json").write_text(json.dumps(result, indent=1))
+            if only not in way:
+                continue
+            found = result.setdefault(f"{way} seed {seed}", {})
+            if "differences" not in found:
+                share = kills // len(names) + (i < kills % len(names))
+                run_way(way, out, share, seed, found, lambda: write_json(file, result))
+            bad = [hit for hit in found["kills"] if hit["broken"]]
+            wrong += len(bad) + len(found["differences"])
+            outcome = "; ".join(found["differences"][:3]) or "losses equal to 1e-5"
+            print(f"{way}: {len(found['kills'])} kills, {len(bad)} left something behind; {outcome}", flush=True)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or any("=" not in argument for argument in sys.argv[2:]):
-        sys.exit("usage: python scripts/kill_ranks.py OUT [kills=20] [seed=0] [ways=5]")
-    given = {key: int(value) for key, value in (argument.split("=", 1) for argument in sys.argv[2:])}
-    sys.exit(main(Path(sys.argv[1]).absolute(), given.get("kills", 20), given.get("seed", 0), given.get("ways", 5)))
+    given = {"only": "", "kills": "20", "seed": "0"}
+    given |= dict(argument.partition("=")[::2] for argument in sys.argv[2:])
+    if len(sys.argv) < 2 or len(given) > 3:
+        sys.exit("usage: python scripts/kill_ranks.py OUT [only=TEXT] [kills=20] [seed=0]")
+    sys.exit(main(Path(sys.argv[1]).absolute(), given["only"], int(given["kills"]), int(given["seed"])))
