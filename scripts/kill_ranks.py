@@ -145,6 +145,7 @@ def run_way(way: str, out: Path, kills: int, seed: int, found: dict[str, Any], k
         for home in homes:
             shutil.rmtree(home, ignore_errors=True)
             shutil.copytree(out / "base", home)
+            shutil.rmtree(home / "runs" / "small" / stage, ignore_errors=True)
         begun = time.monotonic()
         if code := launch(way, homes[0]).wait(PATIENCE):
             sys.exit(f"{way}: ended with {code}, see {homes[0] / 'log.txt'}")
