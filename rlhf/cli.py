@@ -43,11 +43,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     arguments = [a for a in arguments if not a.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
     accept_any_text()
-    interrupt_on_signals()
-    if (problem := launch_problem()) is not None:
-        report(problem)
-        sys.exit(MISTAKE)
-    with ending(interrupted=interrupted(arguments[0] if arguments else "")):
+    message = interrupted(arguments[0] if arguments else "")
+    with ending(message):
+        interrupt_on_signals(message)
+        if (problem := launch_problem()) is not None:
+            report(problem)
+            sys.exit(MISTAKE)
         _dispatch(arguments)
         write("")  # flush here, so that a full disk is reported now and not at the interpreter's end
         if argv is None and disconnect():

@@ -138,6 +138,47 @@ def test_a_later_signal_ends_at_once() -> None:
     assert (process.returncode, told) == (130, "")
 
 
+IMPORTING = """
+import os, signal, sys
+wanted, handler = sys.argv[1:3]
+class Finder:
+    def find_spec(self, name, *_):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, getattr(signal, handler))
+sys.argv[1:] = sys.argv[3:]
+from rlhf.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["rlhf.cli", "rlhf.config", "rlhf.commands.watch"])
+def test_ctrl_c_within_an_import_is_one_line(module: str) -> None:
+    command = [sys.executable, "-c", IMPORTING, module, "default_int_handler", "watch", "run=x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\nrlhf: interrupted\n")
+
+
+def test_ctrl_c_within_an_import_is_ignored_under_nohup() -> None:
+    command = [sys.executable, "-c", IMPORTING, "rlhf.cli", "SIG_IGN", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("rlhf ")
+
+
+def test_ctrl_c_within_a_destructor_is_not_lost() -> None:
+    code = (
+        "import os, signal, time; from rlhf.system.exits import ending, interrupt_on_signals\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Last:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
+        "with ending():\n"
+        "    interrupt_on_signals(); Last(); print('it goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nrlhf: interrupted\n")
+
+
 HANGUP = """
 import os, signal, sys, time
 from rlhf.system.exits import finish_step, stop_requested

@@ -63,10 +63,7 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
 
 
 def end_interrupted(message: str) -> NoReturn:
-    if is_first():
-        with contextlib.suppress(OSError):
-            say("", sys.stderr)
-            say(f"rlhf: {message}", sys.stderr)
+    tell(f"\nrlhf: {message}\n")
     end(INTERRUPTED)
 
 
@@ -132,18 +129,39 @@ def _flush() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def interrupt_on_signals() -> None:
+def interrupt_on_signals(message: str = "interrupted") -> None:
     """From here on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at once.
 
-    Signals that the process ignores already (nohup, a job in the background) stay ignored.
+    It ends at once, as by a kill, where Python or C++ would drop, replace or not survive the exception: within an import, a
+    destructor or a callback. Signals that the process ignores already (nohup, a job in the background) stay ignored.
     """
     global _signalled_at
     _signalled_at = None
 
+    def leave_now() -> None:
+        tell(f"\nrlhf: {message}\n")
+        os._exit(INTERRUPTED)
+
     def interrupt() -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                leave_now()
+            frame = frame.f_back
         raise KeyboardInterrupt
 
-    _handle(interrupt, lambda: None)
+    def dropped(error: Any) -> None:
+        leave_now() if error.exc_type is KeyboardInterrupt else sys.__unraisablehook__(error)
+
+    if _handle(interrupt, lambda: None):
+        sys.unraisablehook = dropped
+
+
+def tell(text: str) -> None:
+    """Print on standard error, not through Python's buffers, which the interrupted code may be writing."""
+    if is_first():
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
 
 
 @contextlib.contextmanager
@@ -155,11 +173,6 @@ def finish_step(name: str) -> Iterator[None]:
     """
     global _signalled_at, _in_loop
     _signalled_at, _in_loop = None, True
-
-    def tell(text: str) -> None:
-        if is_first():
-            with contextlib.suppress(OSError):
-                os.write(2, text.encode())  # not through Python's buffers, which the interrupted code may be writing
 
     before = _handle(
         lambda: tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n"),

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -11,12 +12,40 @@ import pytest
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
+def command_of(gold_run, tmp_path) -> list[str]:
+    settings = [f"run={gold_run.name}", f"runs_dir={gold_run.runs_dir}", "serve.port=0", "threads=1", "device=cpu"]
+    return [
+        sys.executable,
+        "-m",
+        "rlhf",
+        "serve",
+        *settings,
+        f"serve.labels={tmp_path}/labels.jsonl",
+        "serve.stages=sft",
+    ]
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3.0, 5.0, 8.0])
+def test_two_ctrl_c_while_it_starts_are_one_line(gold_run, tmp_path, seconds):
+    server = subprocess.Popen(
+        command_of(gold_run, tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    time.sleep(seconds)
+    server.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    server.send_signal(signal.SIGINT)
+    _, told = server.communicate(timeout=60)
+    # -2: the second one came after Python had given its handlers back
+    assert server.returncode in (130, -signal.SIGINT) and told == "\nrlhf: interrupted\n"
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_answers_until_a_signal_ends_it(gold_run, tmp_path, sent):
-    settings = [f"run={gold_run.name}", f"runs_dir={gold_run.runs_dir}", "serve.port=0", "threads=1", "device=cpu"]
-    command = [sys.executable, "-m", "rlhf", "serve", *settings, f"serve.labels={tmp_path}/labels.jsonl"]
     server = subprocess.Popen(
-        [*command, "serve.stages=sft"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command_of(gold_run, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         said = []
