@@ -25,7 +25,7 @@ from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
 from rlhf.data.inputs import ROW_SUFFIXES, Reading, Reject, Row, Source, has_suffix, open_bytes, reject_row, row_bytes
 from rlhf.data.reading import FileInfo, read
-from rlhf.data.records import KINDS, CycleError, RankedResponse, Ranking, Record, join_judgements
+from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, join_judgements
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
 from rlhf.errors import UserError
@@ -314,7 +314,7 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     equal = [pair for record in records for tie in record.ranking or () for pair in combinations(tie, 2)]
     try:
         said, ties = join_judgements(list(responses), better, equal)
-    except CycleError as error:
+    except ValueError as error:
         raise BadRow("ranking", f"go in a circle, {error}: drop one of them") from error
     shared = {
         key: value

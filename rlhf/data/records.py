@@ -6,8 +6,9 @@ become records is in `formats/`, one file per family.
 
 import graphlib
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -265,14 +266,6 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
     return None
 
 
-class CycleError(ValueError):
-    """Judgements that go in a circle; `cycle` is [a, b, c, a], each better than the next."""
-
-    def __init__(self, cycle: list[Any]):
-        super().__init__(" over ".join(map(str, cycle)))
-        self.cycle = cycle
-
-
 def join_judgements(
     names: Sequence[Node], better: Iterable[tuple[Node, Node]], equal: Iterable[tuple[Node, Node]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -281,14 +274,14 @@ def join_judgements(
     Returns a record's fields and metadata: one `ranking` if the judgements form a weak order, with transitivity applied; else
     they stay `pairs`, and the equal ones are `metadata.ties`. A response never judged is left out.
 
-    Raises: CycleError if the strict judgements go in a circle.
+    Raises: ValueError that spells out the circle if the strict judgements go in one.
     """
     place = {name: i for i, name in enumerate(names)}
     strict = sorted(set(better), key=lambda pair: (place[pair[0]], place[pair[1]]))
     ties = [sorted(pair, key=place.__getitem__) for pair in equal]
     ties = sorted({(a, b) for a, b in ties}, key=lambda pair: (place[pair[0]], place[pair[1]]))  # type: ignore[misc]
     if cycle := find_cycle(strict):
-        raise CycleError(cycle)
+        raise ValueError(" over ".join(map(str, cycle)))
 
     group = {name: name for name in names}  # the first member of each response's tie
     for a, b in ties:
@@ -299,20 +292,13 @@ def join_judgements(
     for name in names:
         if name in judged:
             tied.setdefault(group[name], []).append(name)
-    metadata = {"ties": [list(pair) for pair in ties]} if ties else {}
-    unordered = {"ranking": None, "pairs": [list(pair) for pair in strict]}, metadata
     sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter({first: () for first in tied})
-    for one, other in strict:
-        sorter.add(group[other], group[one])
-    try:
-        sorter.prepare()
-    except graphlib.CycleError:  # ties and orders contradict each other
-        return unordered
-    order: list[list[Node]] = []
-    while sorter.is_active():
-        best, *others = sorter.get_ready()
-        if others:  # their order was not judged
-            return unordered
-        order.append(tied[best])
-        sorter.done(best)
-    return {"ranking": order, "pairs": None}, {}
+    levels = {(group[one], group[other]) for one, other in strict}
+    for one, other in levels:
+        sorter.add(other, one)
+    with suppress(graphlib.CycleError):  # ties and orders contradict each other
+        order = list(sorter.static_order())
+        if all(pair in levels for pair in pairwise(order)):  # else the order of two was not judged
+            return {"ranking": [tied[first] for first in order], "pairs": None}, {}
+    unordered = {"ranking": None, "pairs": [list(pair) for pair in strict]}
+    return unordered, {"ties": [list(pair) for pair in ties]} if ties else {}

@@ -23,7 +23,7 @@ from rlhf.data.formats.shapes import (
     require_text,
 )
 from rlhf.data.inputs import Reject, Row, reject_row
-from rlhf.data.records import CycleError, join_judgements
+from rlhf.data.records import join_judgements
 from rlhf.system.schemas import shown
 
 Made = Iterator[dict[str, Any]]
@@ -172,7 +172,7 @@ def from_qa_feedback(row: Values) -> Made:
     better = [(one, other) if verdict == 1 else (other, one) for (one, other), verdict in judged if verdict]
     try:
         said, ties = join_judgements(names, better, [pair for pair, verdict in judged if not verdict])
-    except CycleError as error:
+    except ValueError as error:
         raise BadRow("preference", f"the judgements go in a circle, {error}: drop the row") from error
     yield {
         "kind": "ranking",
