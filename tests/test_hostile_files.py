@@ -252,8 +252,8 @@ def test_one_id_forty_times_is_said(tmp_path):
     row = {"kind": "demonstration", "id": "d1", "prompt": "a", "response": "b"}
     others = [json.dumps(row | {"id": "d2", "labeler": name}) + "\n" for name in ("ann", "ben")]
     (tmp_path / "demos.jsonl").write_text("".join([(json.dumps(row) + "\n") * 40, *others]))
-    [line] = load_all(str(tmp_path / "demos.jsonl"))[1].describe()
-    assert line.endswith("42 rows: 42 demonstration records; the id 'd1' 40 times")
+    [line] = load_all(str(tmp_path / "demos.jsonl"))[1]
+    assert str(line).endswith("42 rows: 42 demonstration records; the id 'd1' 40 times")
 
 
 def test_a_test_file_that_was_trained_on_is_said(tmp_path, capsys):

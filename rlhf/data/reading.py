@@ -8,8 +8,8 @@ import codecs
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line, say
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
-HUB_SECONDS = 5  # wait for the hub's first answer
 _SHOWN_PROBLEMS = 5
 
 
@@ -67,27 +66,14 @@ def read_rows(source: Source, reading: Reading | None = None) -> Iterator[Row | 
         yield from read_sheet(path, name, reading)
 
 
-# --- the hub -------------------------------------------------------------------------------------------------------
-
-
 def _read_hub(name: str) -> Iterator[Row]:
     """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
-
-    A first request has a time limit, since the library would retry for 25 s.
 
     Raises: UserError if there is no such data set.
     """
     say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
     import datasets
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    offline = datasets.config.HF_HUB_OFFLINE
-    try:
-        with suppress(HfHubHTTPError):  # the hub answered: loading reports the problem
-            HfApi().dataset_info(name, timeout=HUB_SECONDS)
-    except Exception:  # no answer; the kind of error depends on the client's library
-        datasets.config.HF_HUB_OFFLINE = True  # read at each call
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # no network, no such name, gated, scripts
@@ -96,8 +82,6 @@ def _read_hub(name: str) -> Iterator[Row]:
             f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
             "check the path or the name and the network, or download it and give the file"
         ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
     for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
         yield Row(number, dict(row), number)
 
@@ -116,7 +100,7 @@ class Converted(NamedTuple):
 
 @dataclass(slots=True)
 class FileInfo:
-    """The recognised format of one file, and the number of its records."""
+    """The recognised format of one file, and the number of its records; as text in one line."""
 
     name: str
     format: str | None = None
@@ -126,25 +110,10 @@ class FileInfo:
     records: Counter[str] = field(default_factory=Counter)  # by kind
     repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
 
-
-@dataclass(slots=True)
-class SourceInfo:
-    """What was read: one entry per file."""
-
-    files: list[FileInfo] = field(default_factory=list)
-
-    @property
-    def rows(self) -> int:
-        return sum(file.rows for file in self.files)
-
-    def describe(self) -> list[str]:
-        """One line per file: name, format and why, rows, records by kind."""
-        return [
-            f"{f.name}: {f.format} ({f.why}), {f.rows} rows: "
-            + (", ".join(f"{count} {kind} records" for kind, count in sorted(f.records.items())) or "no record")
-            + "".join(f"; the id {shown(name)} {count} times" for name, count in f.repeats.most_common(1))
-            for f in self.files
-        ]
+    def __str__(self) -> str:
+        made = ", ".join(f"{count} {kind} records" for kind, count in sorted(self.records.items())) or "no record"
+        twice = "".join(f"; the id {shown(name)} {count} times" for name, count in self.repeats.most_common(1))
+        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}{twice}"
 
 
 def read(
@@ -217,19 +186,18 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
 # --- what stages read ------------------------------------------------------------------------------------------------
 
 
-def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], SourceInfo]:
-    """All records of the sources, of every kind; of finished imports with the split that was written there.
+def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[FileInfo]]:
+    """All records of the sources, of every kind, and what each file was; of finished imports with the split that was written there.
 
     Raises: UserError if a source cannot be read, if any row is bad (the message has the first five and their number), or if
     an import had too many rejects, unless `allow_partial`.
     """
-    info = SourceInfo()
+    files: list[FileInfo] = []
     records: list[Record] = []
     rejects: list[Reject] = []
     for source in resolve_sources(sources, RECORD_SUFFIXES, imports=True):
         about = FileInfo(source.name)
-        info.files.append(about)
-        made: list[Record] = []
+        files.append(about)
         if source.imported:
             assert source.path is not None
             check_whole(source.path, verify(source.path), allow_partial)
@@ -237,16 +205,13 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
             made = list(read_records(source.path))
             about.rows = len(made)
         else:
-            for one in read(source, find_format(format, "data.format"), about):
-                about.rows += 1
-                made += one.records
-                rejects += [one.reject] if one.reject else []
+            rows = list(read(source, find_format(format, "data.format"), about))
+            about.rows = len(rows)
+            rejects += [one.reject for one in rows if one.reject]
+            made = without_replaced(record for one in rows for record in one.records)
             if about.joins:
-                raise UserError(
-                    f"{source.name}: is of the format {about.format}, whose rows belong together: give it to "
-                    "`rlhf import` first"
-                )
-            made = without_replaced(made)
+                came = f"is of the format {about.format}, whose rows belong together"
+                raise UserError(f"{source.name}: {came}: give it to `rlhf import` first")
         about.records.update(record.kind for record in made)
         named = Counter((record.kind, record.id, getattr(record, "labeler", None)) for record in made)
         about.repeats.update({name: count for (_, name, _), count in named.items() if count > 1})
@@ -254,50 +219,43 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
         more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
-        raise UserError(f"{len(rejects)} of {info.rows} rows cannot be used: correct or remove them: {first}{more}")
-    return records, info
+        count = sum(file.rows for file in files)
+        raise UserError(f"{len(rejects)} of {count} rows cannot be used: correct or remove them: {first}{more}")
+    return records, files
 
 
 def load_kind(
-    sources: Any, format: str, wanted: type[RecordType], allow_partial: bool = False
-) -> tuple[list[RecordType], SourceInfo]:
-    """The records of one kind; those of other kinds are left out, but counted in the info.
+    wanted: type[RecordType], sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[RecordType], list[FileInfo]]:
+    """The records of one kind in order, and what each file was, with the number of records of other kinds.
 
     Raises: UserError as `load_all`, and if there is no record of that kind.
     """
-    records, info = load_all(sources, format, allow_partial)
+    records, files = load_all(sources, format, allow_partial)
     chosen: list[RecordType] = [record for record in records if isinstance(record, wanted)]
     if not chosen:
-        kind = wanted.model_fields["kind"].default
-        raise UserError(f"no {kind} record in the data: want at least one. Read: {'; '.join(info.describe())}")
-    return chosen, info
+        read = "; ".join(map(str, files))
+        raise UserError(
+            f"no {wanted.model_fields['kind'].default} record in the data: want at least one. Read: {read}"
+        )
+    return chosen, files
 
 
-def load_comparisons(
-    sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[Ranking], SourceInfo]:
-    """The rankings of the sources in order, those without an ordered pair (one response, all ties) included."""
-    return load_kind(sources, format, Ranking, allow_partial)
-
-
-def load_demonstrations(
-    sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[Demonstration], SourceInfo]:
-    """The demonstrations of the sources in order."""
-    return load_kind(sources, format, Demonstration, allow_partial)
+load_comparisons = partial(load_kind, Ranking)  # those without an ordered pair (one response, all ties) included
+load_demonstrations = partial(load_kind, Demonstration)
 
 
 def load_prompts(
     sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[PromptRecord], SourceInfo]:
+) -> tuple[list[PromptRecord], list[FileInfo]]:
     """The distinct prompts of the sources, whose records may be of any kind.
 
     Raises: UserError if a source cannot be read, a row is bad or there is no record.
     """
-    records, info = load_all(sources, format, allow_partial)
+    records, files = load_all(sources, format, allow_partial)
     if not records:
-        raise UserError(f"no prompt in the data: want at least one record. Read: {'; '.join(info.describe())}")
-    return prompts_of(records), info
+        raise UserError(f"no prompt in the data: want at least one record. Read: {'; '.join(map(str, files))}")
+    return prompts_of(records), files
 
 
 def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:

@@ -330,8 +330,8 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
         check_output(folder, "reward")
     model = hold_frozen(config, load_reward_model(reward_model_folder(folder), device), device)
     tokenizer = model.tokenizer if model.reads_text else load_tokenizer(reward_model_folder(folder))
-    records, info = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
-    for line in info.describe():
+    records, files = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
+    for line in files:
         say(f"evaluate: {line}")
     encode = item_encoder(config, model, tokenizer)
     items = [item for record in records for item in join_rankings([record], encode)[0]]

@@ -297,10 +297,10 @@ def read_prompts(config: Config, say: Say | None = None) -> list[PromptRecord]:
 
 
 def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) -> Any:
-    records, info = load(need_source(config, kind), config.data.format, config.data.allow_partial)
+    records, files = load(need_source(config, kind), config.data.format, config.data.allow_partial)
     if say is not None:
-        for line in info.describe():
-            say(line)
+        for file in files:
+            say(str(file))
     records = _limited(config, kind, records, say)
     if say is not None:
         say_small_splits(config, kind, records, say)

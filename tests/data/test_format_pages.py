@@ -71,6 +71,6 @@ def test_the_format_that_the_guide_adds_works_from_outside_the_package(tmp_path,
     assert "arena.jsonl:4: asked: missing" in str(raised.value)
     records, info = load_all("imported")
     assert [record.ranking for record in records] == [[["right"], ["left"]], [["left"], ["right"]]]
-    assert records[0].metadata["judge"] == 7 and info.files[0].format == "import"
+    assert records[0].metadata["judge"] == 7 and info[0].format == "import"
     with pytest.raises(UserError, match=r"format arena\.py:none: cannot be imported"):
         load_all("arena.jsonl", "arena.py:none")

@@ -34,7 +34,7 @@ def test_prompts_come_from_any_record_once(write_jsonl):
         ("d2", "prompt", {"group": "g", "split": "dev", "reference": "x"}),
         ("r", "prompt", {}),
     ]
-    assert prompts[0].user == "u" and info.rows == 4
+    assert prompts[0].user == "u" and sum(file.rows for file in info) == 4
 
 
 def test_a_bad_source_is_refused(tmp_path):

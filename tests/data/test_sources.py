@@ -107,7 +107,7 @@ def test_a_folder_that_save_to_disk_wrote_is_read(tmp_path):
     data = datasets.Dataset.from_list(PAIRS)
     data.save_to_disk(str(tmp_path / "one"), num_shards=2)
     records, info = load_all(str(tmp_path / "one"))
-    assert [r.prompt[0].content for r in records] == ["Why?", "Who?"] and len(info.files) == 2
+    assert [r.prompt[0].content for r in records] == ["Why?", "Who?"] and len(info) == 2
 
 
 def test_of_saved_splits_the_training_one_is_read(tmp_path):

@@ -105,9 +105,8 @@ def folder(tmp_path):
 def test_the_files_are_json_lines_that_other_programs_read(folder):
     data = datasets.load_dataset("json", data_files=str(folder / "ranking" / "test.jsonl"), split="train")
     assert data[0]["ranking"] == [["a"], ["b"]] and data[0]["prompt"] == [{"role": "user", "content": "Hi"}]
-    assert [*map(to_line, load_kind(str(folder / "ranking" / "test.jsonl"), "native", Ranking)[0])] == [
-        to_line(RANKING)
-    ]
+    [record], _ = load_kind(Ranking, str(folder / "ranking" / "test.jsonl"), "native")
+    assert record.model_dump() == RANKING.model_dump()
 
 
 def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):
@@ -115,8 +114,8 @@ def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):
     found, info = load_all([str(folder), str(raw)])
     assert [(r.id, r.kind) for r in found] == [("d", "demonstration"), ("r", "ranking"), ("raw", "demonstration")]
     assert found[0].split == "train" and found[1].metadata == {"split": "test"} and found[2].split is None
-    assert [file.format for file in info.files] == ["import", "native"] and info.rows == 3
-    assert [r.id for r in load_kind(str(folder), "auto", Ranking)[0]] == ["r"]
+    assert [file.format for file in info] == ["import", "native"] and sum(file.rows for file in info) == 3
+    assert [r.id for r in load_kind(Ranking, str(folder), "auto")[0]] == ["r"]
     # a folder above it: its other files are read too, and those inside the import are not taken for raw ones
     (folder / "rejects.jsonl").write_text("not JSON\n")
     seal(folder, "complete", {})

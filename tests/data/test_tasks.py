@@ -199,7 +199,7 @@ def test_csv_that_was_filled_in_comes_back_by_the_command_that_is_told(tmp_path,
         writer.writerows(rows)
     command = next_step(folder, "csv", interface, 4).split("rlhf import ", 1)[1]
     run(compose_config(shlex.split(command), "import"))
-    records = load_kind(str(tmp_path / "round-imported"), "auto", Ranking)[0]
+    records = load_kind(Ranking, str(tmp_path / "round-imported"), "auto")[0]
     assert sorted(record.id for record in records) == sorted(
         [f"{item}:{labeler}" for item in ("p-1", "p-2", "p-3") for labeler in ("kim", "lee")] + ["p-4:kim"]
     )

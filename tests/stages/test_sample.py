@@ -17,7 +17,7 @@ from rlhf.runs.folders import read_stage
 def sampled(gold_run: Any, out: Path, *more: str) -> list[Ranking]:
     """Native tasks of a round of ten prompts."""
     run(gold_run.config(f"sample.out='{out}'", "sample.prompts=10", "sample.responses=3", *more))
-    return load_kind(str(out / "tasks.jsonl"), "auto", Ranking)[0]
+    return load_kind(Ranking, str(out / "tasks.jsonl"), "auto")[0]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_prompts_are_of_the_split_and_not_labelled_yet(gold_run, tasks, tmp_path
     out, found = tasks
     prompts, _ = load_prompts(str(gold_run.folder / "world" / "prompts.jsonl"))
     train = [record for record in prompts if record.metadata["split"] == "train"]
-    labelled, _ = load_kind(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", Ranking)
+    labelled, _ = load_kind(Ranking, str(gold_run.folder / "label" / "comparisons.jsonl"), "auto")
     known = {record.prompt[-1].content for record in labelled}
     fresh = [record for record in train if record.prompt[-1].content not in known]
     assert [task.metadata["prompt_id"] for task in found] == [record.id for record in fresh[:10]]

@@ -16,7 +16,7 @@ def load(write_jsonl) -> Callable[..., list[Record]]:
 
     def run(format: str, *rows: dict[str, Any]) -> list[Record]:
         records, info = load_all(write_jsonl(rows))
-        assert info.files[0].format == format
+        assert info[0].format == format
         return records
 
     return run

@@ -37,7 +37,7 @@ def imported(path: Path, tmp_path: Path) -> list[Ranking]:
 
     out = tmp_path / "out"
     run(compose_config([f"path='{path}'", f"out='{out}'", "format=auto"], "import"))
-    return load_kind(str(out), "auto", Ranking)[0]
+    return load_kind(Ranking, str(out), "auto")[0]
 
 
 # --- the round trip --------------------------------------------------------------------------------------------------

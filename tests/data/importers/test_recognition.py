@@ -28,8 +28,8 @@ def test_a_row_is_recognised(write_jsonl, format, row, kinds):
     path = write_jsonl([row])
     records, info = load_all(path)
     assert [record.kind for record in records] == kinds
-    assert info.files[0].format == format and info.files[0].why == FORMATS[format].wants
-    assert load_all(path, format)[1].files[0].why == "asked for"
+    assert info[0].format == format and info[0].why == FORMATS[format].wants
+    assert load_all(path, format)[1][0].why == "asked for"
 
 
 def test_every_format_of_rows_has_a_sample():
@@ -100,7 +100,7 @@ def test_tables_are_read_where_labels_are_named(tmp_path, suffix):
         mark = "," if suffix == "csv" else "\t"
         path.write_text("\n".join(mark.join(line) for line in [rows[0], *(one.values() for one in rows)]) + "\n")
     rankings, info = load_comparisons(str(path))
-    assert info.files[0].format == "trl" and [r.prompt[0].content for r in rankings] == ["Why?", "Who?"]
+    assert info[0].format == "trl" and [r.prompt[0].content for r in rankings] == ["Why?", "Who?"]
     assert [response.text for response in rankings[1].responses] == ["I.", "U."]
     assert list(hash_sources(Config(data=DataConfig(comparisons=str(path))), "reward")) == [
         f"comparisons:labels.{suffix}"
@@ -155,6 +155,6 @@ def test_a_file_is_of_the_format_of_its_first_row_that_has_one(write_jsonl):
     records, info = load_all(
         write_jsonl([{"instruction": "Hi", "output": "Hello"}, {"instruction": "Hi", "response": "Yes"}])
     )
-    assert info.files[0].format == "alpaca" and len(records) == 2
+    assert info[0].format == "alpaca" and len(records) == 2
     with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*:1: messages: got None, want a list of turns$"):
         load_all(write_jsonl([{"odd": 1}, {"messages": [USER]}]))
