@@ -6,7 +6,6 @@ The rows are read by `data/importer.py`; this module has the folder and the outp
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import listed
@@ -24,7 +23,8 @@ def run(config: ImportConfig) -> None:
     from rlhf.data.import_report import describe
     from rlhf.data.importer import Importer
     from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
-    from rlhf.data.storage import seal
+    from rlhf.data.splits import Assignments
+    from rlhf.data.storage import read_assignments, seal
     from rlhf.runs.progress import progress
 
     assert config.out is not None
@@ -36,7 +36,9 @@ def run(config: ImportConfig) -> None:
         check_replaceable(out, config.overwrite, "out", "import", is_import)
         check_replaceable(_partial(out), True, "out", "import", is_import)
         with working(out) as folder:
-            earlier = _earlier(config, out)
+            earlier = Assignments()  # of the import that is replaced too
+            for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
+                earlier.add(read_assignments(known, config.prefix_characters))
             size = sum(source.size for source in sources)
             with progress(size, "import", unit="byte") as bar:
                 importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
@@ -46,7 +48,7 @@ def run(config: ImportConfig) -> None:
             seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
             target = _partial(out) if partial else out
             swap(target, folder)
-    for line in describe(report) + importer.notes:
+    for line in describe(report):
         _say(line)
     for reject in importer.first_rejects:
         _say(f"reject: {reject}")
@@ -69,18 +71,6 @@ def run(config: ImportConfig) -> None:
 
 def _say(text: str) -> None:
     say(f"import: {text[:4000]}")
-
-
-def _earlier(config: ImportConfig, out: Path) -> Any:
-    """The splits to keep: those of `earlier`, and of the import that is replaced."""
-    from rlhf.data.inputs import is_import
-    from rlhf.data.splits import Assignments
-    from rlhf.data.storage import read_assignments
-
-    assignments = Assignments()
-    for folder in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
-        assignments.add(read_assignments(folder, config.prefix_characters))
-    return assignments
 
 
 def _partial(out: Path) -> Path:

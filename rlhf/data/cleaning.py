@@ -29,7 +29,6 @@ class Facts(NamedTuple):
     """The properties of one record; hashes are 64 bits, 0 if there is none."""
 
     identity: int  # of the content
-    prompt: int  # of the unchanged prompt
     key: int  # of the split key
     prefix: int  # of the normalised beginning of a prompt record
     user: int
@@ -111,7 +110,6 @@ def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) ->
     pairs, ties = _count_pairs(record) if record.kind == "ranking" else (0, 0)
     return Facts(
         identity_of(record, own_id),
-        _digest([[m.role, m.content] for m in turns]),
         key_hash(turns, prefix_characters),
         prefix,
         0 if user is None else hash64("user", str(user)),

@@ -34,8 +34,6 @@ from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
-_LARGE_PREFIX = 0.05  # a larger share of all prompts with one beginning is reported
-_LEAST_PROMPTS = 100  # fewer prompts are not checked for this
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 
 
@@ -63,12 +61,10 @@ class Importer:
         self.reject_count = 0
         self.first_rejects: list[str] = []
         self.damaged = False  # whether a file could not be read to its end
-        self.notes: list[str] = []
         self.unknown_splits: Counter[str] = Counter()
         self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
-        self._prompts: set[tuple[int, int]] = set()  # key and hash of each kept prompt
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
-        self._rejects: TextIO | None = None
+        self._rejects = create(folder / "rejects.jsonl")
 
     # --- reading ---
 
@@ -82,20 +78,19 @@ class Importer:
         chosen = make_table_format(config.columns, config.words) if table else find_format(config.format, "format")
         failures: list[UserError] = []
         done = 0
-        with (self.folder / "rejects.jsonl").open("w", encoding="utf-8") as self._rejects:
-            for source in sources:
-                try:
-                    self._import_file(source, chosen, done)
-                except UserError as error:
-                    failures.append(error)
-                    self._reject_file(source, 1, error)
-                    self.files[-1]["counts"] |= {"input": 1, "rejected": 1}
-                done += source.size
-                self.progress(done)
+        for source in sources:
+            try:
+                self._import_file(source, chosen, done)
+            except UserError as error:
+                failures.append(error)
+                self._reject_file(source, 1, error)
+                self.files[-1]["counts"] |= {"input": 1, "rejected": 1}
+            done += source.size
+            self.progress(done)
+        for file in (self._rejects, *self._files.values()):
+            close(file)
         if len(failures) == len(sources):
             raise failures[0]
-        for file in self._files.values():
-            close(file)
         write_assignments(self.folder, self.assigner.decide())
         records = {kind: self._divide(kind) for kind in KINDS if kind in self._files}
         if records:
@@ -185,11 +180,9 @@ class Importer:
         if isinstance(record, Ranking):
             self.agreement.add(record)
         self._keys[record.kind].append(facts.key)
-        self._prompts.add((facts.key, facts.prompt))
         return KEPT
 
     def _reject(self, reject: Reject) -> None:
-        assert self._rejects is not None
         self._rejects.write(reject_line(reject))
         self.reject_count += 1
         if len(self.first_rejects) < SHOWN_REJECTS:
@@ -233,7 +226,6 @@ class Importer:
         return counts
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
-        self._note_large_prefix()
         return {
             "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
@@ -246,16 +238,6 @@ class Importer:
             "settings": settings_of(self.config),
             "versions": versions(),
         }
-
-    def _note_large_prefix(self) -> None:
-        """A note if many prompts share a beginning, so that the splits become uneven."""
-        prompts = len(self._prompts)
-        [(key, count)] = Counter(key for key, _ in self._prompts).most_common(1) or [(0, 0)]
-        if prompts >= _LEAST_PROMPTS and count > _LARGE_PREFIX * prompts:
-            self.notes.append(
-                f"{count:,} of {prompts:,} prompts have one beginning and stay together in "
-                f"{SPLITS[self.assigner.splits[key]]}: a larger prefix_characters separates them"
-            )
 
 
 def settings_of(config: ImportConfig) -> dict[str, Any]:
@@ -316,11 +298,8 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
         said, ties = join_judgements(list(responses), better, equal)
     except ValueError as error:
         raise BadRow("ranking", f"go in a circle, {error}: drop one of them") from error
-    shared = {
-        key: value
-        for key, value in first.metadata.items()
-        if all(key in record.metadata and record.metadata[key] == value for record in records)
-    }
+    others = [record.metadata for record in records[1:]]
+    shared = {k: v for k, v in first.metadata.items() if all(k in other and other[k] == v for other in others)}
     alone = [
         {"id": record.id, "responses": of} | {k: v for k, v in record.metadata.items() if k not in shared}
         for of, record in zip(ids, records, strict=True)

@@ -78,13 +78,10 @@ def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
 def is_import(folder: Path) -> bool:
     """Whether a folder is marked as an import; `storage.read_manifest` checks whether it is complete."""
     path = folder / MANIFEST
-    try:
-        if not path.is_file():  # reading a pipe of that name would block
-            return False
-        with path.open("rb") as file:
-            return b'"rlhf_import"' in file.read(200)
-    except OSError:
+    if not path.is_file():  # reading a pipe of that name would block
         return False
+    with path.open("rb") as file:
+        return b'"rlhf_import"' in file.read(200)
 
 
 class Row(NamedTuple):
@@ -119,10 +116,7 @@ def row_bytes(row: Row) -> bytes:
     """A row's bytes in its file, or its JSON if it comes from no line."""
     if row.raw is not None:
         return row.raw
-    try:
-        return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    except (ValueError, TypeError, RecursionError):  # circular, with keys of other types, or too deep
-        return ascii(list(row.value)).encode()
+    return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
 
 
 @dataclass(slots=True)
@@ -207,12 +201,8 @@ def _file(path: Path) -> Source:
     return Source(name, path)
 
 
-def _files_below(
-    folder: Path, suffixes: tuple[str, ...], imports: bool, root: Path, above: tuple[Path, ...] = ()
-) -> Iterator[Source]:
+def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: Path) -> Iterator[Source]:
     """The files with these suffixes, and the imports, of a folder and the folders in it; hidden ones are left out.
-
-    A link to a folder `above` is skipped: it would give every file dozens of times.
 
     Raises: UserError for a link that leads out of `root` or nowhere, and for pipes, sockets and devices.
     """
@@ -220,13 +210,9 @@ def _files_below(
         if imports:
             yield Source(printable_path(folder), folder, imported=True)
         return
-    real = folder.resolve()
-    if real in above:
-        return
-    inside = _saved(folder) or sorted(folder.iterdir())
     if imports and all((folder / name).is_file() for name in _OF_IMPORT):
         raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
-    for path in inside:
+    for path in _saved(folder) or sorted(folder.iterdir()):
         if path.name.startswith(".") or not (has_suffix(path, suffixes) or path.is_dir()):
             continue
         target = path.resolve()
@@ -235,10 +221,10 @@ def _files_below(
                 f"{printable_path(path)}: is a link out of the folder or to nothing, which is not followed: "
                 f"give {printable_path(target)} itself, or remove the link"
             )
-        if path.is_dir():
-            yield from _files_below(path, suffixes, imports, root, (*above, real))
-        else:
+        if not path.is_dir():
             yield _file(path)
+        elif not path.is_symlink():  # a folder that a link leads to is read where it is
+            yield from _files_below(path, suffixes, imports, root)
 
 
 def _saved(folder: Path) -> list[Path]:

@@ -235,9 +235,7 @@ def load_kind(
     chosen: list[RecordType] = [record for record in records if isinstance(record, wanted)]
     if not chosen:
         read = "; ".join(map(str, files))
-        raise UserError(
-            f"no {wanted.model_fields['kind'].default} record in the data: want at least one. Read: {read}"
-        )
+        raise UserError(f"no {wanted.model_fields['kind'].default} record in the data: want at least one. Read: {read}")
     return chosen, files
 
 

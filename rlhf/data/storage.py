@@ -47,12 +47,6 @@ def to_line(record: Record) -> str:
     return text + "\n"
 
 
-def from_line(line: str) -> Record:
-    """The record that `to_line` made into this line."""
-    value = json.loads(line)
-    return KINDS[value["kind"]].model_validate(value)
-
-
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -118,11 +112,6 @@ def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> 
         )
 
 
-def manifest_sha256(folder: Path) -> str:
-    """One hash for an import: its manifest names the hash of every file."""
-    return sha256_file(folder / MANIFEST)
-
-
 _verified: set[tuple[str, int, int, str]] = set()  # files that this process has hashed already
 
 
@@ -151,10 +140,10 @@ def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
 
 def read_records(folder: Path) -> Iterator[Record]:
     """The records of an import by kind and split, each with the split of its file."""
-    for kind in KINDS:
+    for kind, record in KINDS.items():
         for split in SPLITS:
             for line in read_lines(folder / kind / f"{split}.jsonl"):
-                yield with_split(from_line(line), split)
+                yield with_split(record.model_validate(json.loads(line)), split)
 
 
 def read_lines(path: Path) -> Iterator[str]:

@@ -46,13 +46,6 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
 # --- CSV -----------------------------------------------------------------------------------------------------------
 
 
-def _columns(line: str, delimiter: str) -> int:
-    try:
-        return len(next(csv.reader([line], delimiter=delimiter), []))
-    except csv.Error:
-        return 0
-
-
 def read_delimited(path: Path, name: str, suffix: str, reading: Reading) -> Iterator[Row | Reject]:
     """The rows after the header. The delimiter is a tab in .tsv; else the one of Excel's first line ("sep=;"); else whichever
     of comma, semicolon and tab gives the header most columns.
@@ -79,8 +72,8 @@ def _delimited_rows(
 ) -> Iterator[Row | Reject]:
     first = text.readline(MAX_RECORD_BYTES)
     above = int(re.fullmatch(r"sep=[,;\t][\r\n]*", first, re.IGNORECASE) is not None)  # lines above the header
-    delimiter = first[4] if above else max(_DELIMITERS, key=lambda one: _columns(first, one))  # of equals the comma
-    delimiter = "\t" if suffix == ".tsv" else delimiter
+    unquoted = re.sub('"[^"]*"', "", first)
+    delimiter = "\t" if suffix == ".tsv" else first[4] if above else max(_DELIMITERS, key=unquoted.count)
     reading.note = f"columns divided by {_DELIMITERS[delimiter]}"
     record: list[str] = []  # its lines
 
@@ -195,9 +188,8 @@ def read_columns(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
                     yield Reject(name, number, "", one_line(error), number)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
         reason = one_line(error, 200)
-        raise UserError(
-            f"{name}: damaged {suffix} file after row {number} ({reason}): copy or download it again"
-        ) from error
+        where = f"{name}: damaged {suffix} file after row {number}"
+        raise UserError(f"{where} ({reason}): copy or download it again") from error
 
 
 # --- spreadsheets ---------------------------------------------------------------------------------------------------

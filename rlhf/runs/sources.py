@@ -16,7 +16,7 @@ from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resol
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
-from rlhf.data.storage import check_whole, manifest_sha256, verify
+from rlhf.data.storage import MANIFEST, check_whole, verify
 from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
@@ -261,7 +261,8 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                     name += f"#{len(hashes)}"
                 if source.imported:
                     check_whole(source.path, verify(source.path), config.data.allow_partial)
-                hashes[name] = (manifest_sha256 if source.imported else sha256_file)(source.path)
+                # an import's manifest names the hash of every file
+                hashes[name] = sha256_file(source.path / MANIFEST if source.imported else source.path)
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)

@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 SHARES = {"train": 0.4, "dev": 0.3, "test": 0.3}
 
 
-def run_import(folder: Path, files: list[list[dict]], earlier=(), notes=None, **settings) -> Path:
+def run_import(folder: Path, files: list[list[dict]], earlier=(), **settings) -> Path:
     """An import of these rows, one file each, as a sealed folder."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "out").mkdir(parents=True)
@@ -38,8 +38,6 @@ def run_import(folder: Path, files: list[list[dict]], earlier=(), notes=None, **
     importer = Importer(config, folder / "out", known, lambda done: None)
     report = importer.run(resolve_sources(config.path, (".jsonl",)))
     assert importer.reject_count == 0, importer.first_rejects
-    if notes is not None:
-        notes += importer.notes
     assert sum(list(report["counts"].values())[1:]) == report["counts"]["input"]
     seal(folder / "out", "complete", {"splits": {"prefix_characters": config.prefix_characters}})
     return folder / "out"
@@ -189,17 +187,6 @@ def test_an_earlier_import_with_another_prefix_is_refused(tmp_path):
     one = run_import(tmp_path, [[{"kind": "prompt", "prompt": "Hi"}]])
     with pytest.raises(UserError, match="was imported with prefix_characters=200, now it is 100: set"):
         read_assignments(one, 100)
-
-
-def test_a_beginning_that_many_prompts_share_is_named(tmp_path):
-    many = [{"kind": "prompt", "prompt": f"{BEGINNING}{i}"} for i in range(20)]
-    many += [{"kind": "prompt", "prompt": f"question {i}"} for i in range(100)]
-    notes: list[str] = []
-    folder = run_import(tmp_path, [many], notes=notes)
-    [split] = {split for key, _, split in splits_in(folder) if key.startswith("once")}
-    assert notes == [
-        f"20 of 120 prompts have one beginning and stay together in {split}: a larger prefix_characters separates them"
-    ]
 
 
 def test_a_split_of_another_name_in_a_foreign_file_is_kept_as_source_split(tmp_path):

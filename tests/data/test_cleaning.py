@@ -82,7 +82,7 @@ def test_the_steps_of_cleaning():
     cleaner = Cleaner("drop", "drop", filter_prefixes=True, max_prompts_per_user=2)
 
     def judge(kind: str, identity: int, prefix: int, user: int, pii: bool, by: Cleaner = cleaner) -> int:
-        return by.judge(kind, Facts(identity, 0, 0, prefix, user, 0, None, ("email",) if pii else (), 0, 0))
+        return by.judge(kind, Facts(identity, 0, prefix, user, 0, None, ("email",) if pii else (), 0, 0))
 
     # (kind, identity, prefix, user, pii)
     assert judge("prompt", 1, 10, 7, 0) == KEPT

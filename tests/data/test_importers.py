@@ -55,4 +55,6 @@ def test_sources_of_several_formats_are_read_together(write_jsonl, tmp_path):
     records, info = load_all(str(tmp_path))
     assert [record.kind for record in records] == ["demonstration", "demonstration", "ranking"]
     assert [record.id for record in records] == ["sub-a.jsonl:1", "sub-a.jsonl:2", "sub-b.jsonl:1"]
-    assert [file.records for file in info] == [{"demonstration": 2}, {"ranking": 1}] and sum(file.rows for file in info) == 3
+    assert [file.records for file in info] == [{"demonstration": 2}, {"ranking": 1}] and sum(
+        file.rows for file in info
+    ) == 3
