@@ -50,18 +50,12 @@ def other_seconds() -> float:
 
 def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.config.compose import compose_config
-    from rlhf.data.tokenizer import load_tokenizer
     from rlhf.gold.truth import make_truth
-    from rlhf.ppo.experience import load_estimator
-    from rlhf.ppo.models import load_models
-    from rlhf.ppo.update import State
     from rlhf.recipe import ancestors
-    from rlhf.runs.folders import stage_folder
     from rlhf.runs.sources import hash_sources
     from rlhf.runs.stage import open_stage
     from rlhf.runs.trackers import make_tracker
     from rlhf.stages import ppo
-    from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
         for parent in ancestors("ppo"):
@@ -71,17 +65,17 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             [*overrides, f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
         )
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
-            tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
-            policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, set_up(config))
-            prompts, state = ppo.load_texts(config, tokenizer, stage.say), State(engine, ppo.make_kl(config))
-            estimate, truth = load_estimator(config.ppo.advantages), make_truth(config)
+            truth = make_truth(config)
+            parts = ppo.load_parts(config, stage, truth)
+            given = {
+                name: getattr(parts, name) for name in ("config", "sampler", "reference", "reward", "prompts", "state")
+            }
 
             def one_update(update: int, tracker: Any) -> None:
-                given = {"policy": policy, "reference": reference, "reward": reward, "prompts": prompts, "state": state}
-                metrics = ppo.one_update(config, update, **given, critic=critic, estimate=estimate)
-                held_out, rows = ppo.evaluate_held_out(config, **given, truth=truth)
+                metrics = ppo.one_update(update=update, **vars(parts))
+                held_out, rows = ppo.evaluate_held_out(**given, truth=truth)
                 tracker.samples(update, rows)
-                tracker.log(metrics | held_out, step=update, episodes=update, tokens=state.tokens)
+                tracker.log(metrics | held_out, step=update, episodes=update, tokens=parts.state.tokens)
 
             options: dict[str, Any] = {"run": name, "stage": "ppo", "config": {"seed": config.seed}}
             wandb: Any = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
+import rlhf
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.data.reading import load_comparisons, load_prompts
@@ -45,8 +48,9 @@ def test_every_file_of_the_page_is_used_by_a_command(files):
     assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} | {
         "stars.py",
         "numbers.py",
+        "loop.py",
     }
-    assert len(files) == 5
+    assert len(files) == 6
 
 
 def test_a_verifiable_reward_compares_with_the_reference(files):
@@ -80,6 +84,23 @@ def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa:
         "reward:variety.py:pay",
         "advantages:baseline.py:batch_mean",
     }
+
+
+def test_a_loop_of_ones_own_trains_as_the_stage_does(copy_until, files):  # noqa: F811
+    """To the last bit."""
+    more = [*SMALL, "ppo.critic_warmup_updates=0", "ppo.episodes=32", "ppo.eval_every=0", "kl.target=null"]
+    run = copy_until("ppo")
+    wanted = load_file(run.stage("ppo", *more) / "model" / "model.safetensors")
+    given = dict(word.split("=", 1) for word in (*run.overrides, *more) if word != "tracking=jsonl")
+    values = {key: yaml.safe_load(text) for key, text in given.items() if key != "experiment"}
+    mine = rlhf.Run(run.name, runs_dir=run.runs_dir, experiment="gold", **values, **{"tracking.kind": "jsonl"})
+    space: dict = {"__name__": "loop"}
+    exec(files["loop.py"], space)
+    (run.folder / "ppo").rename(run.folder / "stage")
+    space["train"](mine)
+    found = load_file(run.folder / "ppo" / "model" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert len(mine.sample(["What colour is snow?"], max_new_tokens=4)) == 1, "a stage like any other"
 
 
 def test_a_format_reads_rankings_and_a_bad_row_is_a_reject(files):

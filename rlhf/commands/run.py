@@ -7,9 +7,10 @@
 Stages run in this process, one after the other. They resume, are recorded and are refused exactly as on the command line.
 """
 
+import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,15 @@ class Run:
         """
         if name not in STAGES:
             raise UserError(f"stage {name!r}{nearest(name, list(STAGES))}: want one of {', '.join(STAGES)}")
+        with self._starting(name, overwrite, settings) as config:
+            for stage in stages_to_run(config, [name]):
+                if stage == name or not is_complete(stage_folder(config, stage)):
+                    ensure_stage(config, stage, [], run_here)
+        return self
+
+    @contextlib.contextmanager
+    def _starting(self, name: str, overwrite: bool, settings: dict[str, Any]) -> Iterator[Config]:
+        """The settings of a stage, which later ones and the run's folder keep."""
         config = self.config(name, overwrite=overwrite, **settings)
         self._settings |= {find_setting(key, name): value for key, value in settings.items()}
         texts = {
@@ -104,12 +114,9 @@ class Run:
         given = GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
         try:
             lend_parents(config)
-            for stage in stages_to_run(config, [name]):
-                if stage == name or not is_complete(stage_folder(config, stage)):
-                    ensure_stage(config, stage, [], run_here)
+            yield config
         finally:
             GIVEN.reset(given)
-        return self
 
     def tokenizer(self, **settings: Any) -> "Run":
         return self.stage("tokenizer", **settings)
@@ -125,6 +132,26 @@ class Run:
 
     def ppo(self, **settings: Any) -> "Run":
         return self.stage("ppo", **settings)
+
+    @contextlib.contextmanager
+    def open_ppo(self, overwrite: bool = False, **settings: Any) -> Iterator[Any]:
+        """The PPO stage for a loop of your own: yields the `rlhf.stages.ppo.Parts` of its updates, and writes the policy at the end.
+
+        Its parents must be complete; it does not resume.
+        """
+        from rlhf.runs.sources import hash_sources
+        from rlhf.runs.stage import open_stage
+        from rlhf.stages import ppo
+
+        with (
+            self._starting("ppo", overwrite, settings) as config,
+            open_stage(config, "ppo", hash_sources(config, "ppo")) as stage,
+        ):
+            parts = ppo.load_parts(config, stage)
+            ppo.limit_memory(stage, parts)
+            yield parts
+            ppo.write_models(stage, parts.state.engine, parts.prompts.tokenizer)
+            stage.finish({})
 
     def dpo(self, **settings: Any) -> "Run":
         return self.stage("dpo", **settings)

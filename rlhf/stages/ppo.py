@@ -8,6 +8,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,25 +69,34 @@ MOST_CUT = 0.2  # a larger share of responses without an end is warned of
 ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of ppo.reference, by (tokens, starts, mask)
 
 
+@dataclass
+class Parts:
+    """What `one_update` works with, by name."""
+
+    config: Config
+    sampler: SamplingEngine
+    critic: nn.Module | None
+    reference: ReferenceLogprobs
+    reward: Reward
+    prompts: Prompts
+    state: State
+    estimate: Estimator
+    measures: Sequence[Measure]
+
+
 def run(config: Config) -> None:
     """Write runs/<run>/ppo/model."""
     with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
         # Set up
-        device, settings = set_up(config), config.ppo
-        estimate, truth = load_estimator(settings.advantages), make_truth(config)
-        measures = load_measures(config, truth)
-        tokenizer = load_tokenizer(policy_folder(config, settings.policy) / "model")
-        policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
-        prompts = load_texts(config, tokenizer, stage.say)
-        state = State(engine, make_kl(config))
-        models = dict[str, Any](sampler=make_sampler(config, policy, tokenizer), reference=reference, reward=reward)
+        settings, truth = config.ppo, make_truth(config)
+        parts = load_parts(config, stage, truth)
+        prompts, state, engine, tokenizer = parts.prompts, parts.state, parts.state.engine, parts.prompts.tokenizer
+        models = dict[str, Any](sampler=parts.sampler, reference=parts.reference, reward=parts.reward)
 
         # Loop
         updates = settings.episodes // settings.episodes_per_update
-        longest = max(len(ids) for _, ids in prompts.train) + config.rollout.max_new_tokens
         with open_loop(stage, engine, updates, unit="update") as loop:
-            minibatch = settings.episodes_per_update // settings.minibatches
-            set_budget(stage, engine, longest, min(settings.micro_batch_episodes, minibatch))
+            limit_memory(stage, parts)
             metrics: dict[str, float] = {}
             if loop.resumed:
                 state.kl.load_state_dict(loop.notes["kl"])
@@ -100,18 +110,9 @@ def run(config: Config) -> None:
                 seconds, rollout = measure_update(config, prompts=prompts, state=state, **models)
                 if not loop.resumed:
                     say_lengths(config, tokenizer, rollout, stage.say)
-                loop.say_time(seconds, f"the time of {minibatch} episodes")
+                loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
             for update in loop.steps():
-                metrics = one_update(
-                    config,
-                    update,
-                    critic=critic,
-                    **models,
-                    prompts=prompts,
-                    state=state,
-                    estimate=estimate,
-                    measures=measures,
-                )
+                metrics = one_update(update=update, **vars(parts))
                 last = update == updates or above_ceiling(config, metrics["objective/kl"])
                 if settings.eval_every and (update % settings.eval_every == 0 or last):
                     held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
@@ -136,10 +137,28 @@ def run(config: Config) -> None:
         stage.finish({name: metrics[name] for name in ("objective/scores", "objective/kl") if name in metrics})
 
 
+def load_parts(config: Config, stage: Stage, truth: Truth | None = None) -> Parts:
+    device, settings = set_up(config), config.ppo
+    estimate, measures = load_estimator(settings.advantages), load_measures(config, truth)
+    tokenizer = load_tokenizer(policy_folder(config, settings.policy) / "model")
+    policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
+    prompts, state = load_texts(config, tokenizer, stage.say), State(engine, make_kl(config))
+    sampler = make_sampler(config, policy, tokenizer)
+    return Parts(config, sampler, critic, reference, reward, prompts, state, estimate, measures)
+
+
+def limit_memory(stage: Stage, parts: Parts) -> None:
+    """Divide the forwards with gradients by tokens, to fit. Raises: UserError if the longest row does not."""
+    settings, rollout = parts.config.ppo, parts.config.rollout
+    longest = max(len(ids) for _, ids in parts.prompts.train) + rollout.max_new_tokens
+    minibatch = settings.episodes_per_update // settings.minibatches
+    set_budget(stage, parts.state.engine, longest, min(settings.micro_batch_episodes, minibatch))
+
+
 def one_update(
+    *,
     config: Config,
     update: int,
-    *,
     sampler: SamplingEngine,
     critic: nn.Module | None,
     reference: ReferenceLogprobs,

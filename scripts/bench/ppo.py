@@ -104,15 +104,9 @@ def write_parents(config: Any, spec: Spec) -> None:
 def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.config.compose import compose_config
     from rlhf.data.records import PromptRecord
-    from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.engines.sampling import make_sampler
-    from rlhf.ppo.experience import Prompts, load_estimator
-    from rlhf.ppo.models import load_models
-    from rlhf.ppo.update import State
-    from rlhf.runs.folders import stage_folder
+    from rlhf.ppo.experience import Prompts
     from rlhf.runs.stage import open_stage
     from rlhf.stages import ppo
-    from rlhf.training.setup import set_up
 
     with tempfile.TemporaryDirectory() as home:
         prompts = Path(home) / "prompts.jsonl"
@@ -128,17 +122,14 @@ def ours(spec: Spec, turns: Turns) -> None:
         config = compose_config([*settings.split(), *spec.get("more", ())])
         write_parents(config, spec)
         with open_stage(config, "ppo") as stage:
-            tokenizer = load_tokenizer(stage_folder(config, "sft") / "model")
-            policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, set_up(config))
+            parts = ppo.load_parts(config, stage)
             given = [
                 (PromptRecord.model_validate({"id": str(i), "prompt": "any"}), tokens)
                 for i, tokens in enumerate(make_prompts(spec))
             ]
-            state, sampler = State(engine, ppo.make_kl(config)), make_sampler(config, policy, tokenizer)
+            parts.prompts = Prompts(given, [], parts.prompts.tokenizer)
             for update, _ in enumerate(turns, 1):
-                named = {"sampler": sampler, "critic": critic, "reference": reference, "reward": reward, "state": state}
-                estimate, drawn = load_estimator(config.ppo.advantages), Prompts(given, [], tokenizer)
-                metrics = ppo.one_update(config, update, **named, prompts=drawn, estimate=estimate)
+                metrics = ppo.one_update(update=update, **vars(parts))
                 keys = {"generation": "time/rollout_s", "scoring": "time/score_s", "training": "time/update_s"}
                 keys |= {"kl": "objective/kl", "entropy": "policy/entropy_avg"}
                 length, figures = metrics["rollout/response_len"], {name: metrics[key] for name, key in keys.items()}

@@ -3,26 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.gold.truth import make_truth
 from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.experience import Experience, Rollout, load_estimator, sample_responses, score_responses
-from rlhf.ppo.metrics import load_measures
-from rlhf.ppo.models import load_models
+from rlhf.ppo.experience import Experience, Rollout, sample_responses, score_responses
 from rlhf.ppo.update import State
-from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages import ppo
-from rlhf.training.setup import set_up
 
 
 @dataclass
@@ -55,8 +50,7 @@ class Trainer:
 
     def update(self, number: int = 1) -> dict[str, float]:
         """The metrics of one update."""
-        names = ("sampler", "critic", "reference", "reward", "prompts", "state", "estimate", "measures")
-        return ppo.one_update(self.config, number, **{name: getattr(self, name) for name in names})
+        return ppo.one_update(update=number, **{part.name: getattr(self, part.name) for part in fields(ppo.Parts)})
 
     @property
     def sampler(self) -> SamplingEngine:
@@ -116,12 +110,10 @@ def off_policy(rollout: Rollout, seed: int, scale: float) -> tuple[Rollout, torc
 
 
 def make_trainer(config: Any, stage: Stage) -> Trainer:
-    device, tokenizer = set_up(config), load_tokenizer(stage_folder(config, "sft") / "model")
-    policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
-    prompts, truth = ppo.load_texts(config, tokenizer, stage.say), make_truth(config)
-    state = State(engine, ppo.make_kl(config))
-    plugins = load_estimator(config.ppo.advantages), load_measures(config, truth)
-    return Trainer(config, stage, policy, critic, reference, reward, prompts, state, *plugins, truth)
+    truth = make_truth(config)
+    given = vars(ppo.load_parts(config, stage, truth))
+    del given["sampler"]
+    return Trainer(stage=stage, policy=given["state"].engine.module.policy, truth=truth, **given)
 
 
 @contextmanager
