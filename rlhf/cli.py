@@ -19,6 +19,7 @@ from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FL
 from rlhf.config.compose import (
     SCHEMAS,
     choices_of,
+    compose_config,
     conf_dir,
     config_name,
     first_line,
@@ -27,7 +28,7 @@ from rlhf.config.compose import (
     schema_of,
     to_settings,
 )
-from rlhf.config.setting import listed, settings_in
+from rlhf.config.setting import get, listed, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents
@@ -81,12 +82,13 @@ def _dispatch(arguments: list[str]) -> None:
         raise UserError(f"`rlhf {command}` is gone: {removed.COMMANDS[command]}")
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
-    if "-h" in words or "--help" in words:
-        write(_command_help(command) + "\n")
-        return
-    words, texts = split_texts(command, words)
+    asks = [word for word in words if word in ("-h", "--help")]
+    words, texts = split_texts(command, [word for word in words if word not in asks])
     given = read_words([word for word in words if word != SHARED_FLAG], command)
     check_overrides(given.overrides, command, given.folder)
+    if asks:
+        write(_command_help(command, with_remembered(command, given._replace(flags=asks))) + "\n")
+        return
     if SHARED_FLAG not in words and not {"-c", "--cfg", "-i", "--info"}.intersection(given.flags):
         check_used(given.overrides, command)
     _run_with_hydra(command, with_remembered(command, given), texts)
@@ -116,6 +118,11 @@ def with_remembered(command: str, given: Words) -> Words:
     return given._replace(overrides=overrides)
 
 
+def search_path(given: Words) -> list[str]:
+    """The override by which Hydra finds the user's folder of YAML files."""
+    return [] if given.folder is None else [f"hydra.searchpath=['file://{given.folder}']"]
+
+
 def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
     """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
 
@@ -124,7 +131,7 @@ def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
     ours = [o for o in given.overrides if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
     places = [] if given.folder is None else ["--config-dir", given.folder]
     checked, own_config = [], given.config != config_name(command)
-    searched = [f"hydra.searchpath=['file://{given.folder}']"] if given.folder is not None else []
+    searched = search_path(given)
     if own_config:  # the user's own primary configuration is checked after Hydra has found it
         places += ["--config-name", given.config]
     else:
@@ -220,18 +227,25 @@ examples:
 `rlhf <command> --help` shows a command's settings, `--cfg job` the composed configuration, `-m` sweeps."""
 
 
-def _command_help(command: str) -> str:
-    """Usage, and each setting with its default and its meaning."""
+def _command_help(command: str, given: Words) -> str:
+    """Usage, and each setting with its meaning and the value that the words, and the run that they name, give it."""
+    overrides = [*search_path(given), *given.overrides]
+    config = compose_config(overrides, command) if overrides else schema_of(command)()
     lines = [f"rlhf {command} [key=value …]", "", COMMANDS[command][1], ""]
     for group in ("", *HELP_GROUPS[command]):
         for key, stated in settings_in(schema_of(command)).items():
             if key.rpartition(".")[0] == group:
-                lines.append(f"  {key + '=' + _show(stated.default):<40} {stated.described()}")
+                value = _show(get(config, key))
+                usual = "" if value == _show(stated.default) else f" (default {_show(stated.default)})"
+                lines.append(f"  {key + '=' + value:<40} {stated.described()}{usual}")
     if command == "import":
         lines += _import_help()
     if command not in WITHOUT_GROUPS:
         lines += [f"  {group + '=' + ' | '.join(choices_of(group)):<40}" for group in CONFIG_GROUPS]
-        lines += ["", "Values shown are the schema's defaults (the papers'); experiment=… replaces some of them."]
+        lines += [
+            "",
+            "Defaults are the papers' values. With experiment=… or run=… this help shows the values that they give.",
+        ]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from rlhf.config import Config, commands, compose
 from rlhf.config import command_line as words
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
+from rlhf.system.files import write_json
 
 
 @pytest.fixture
@@ -52,6 +53,21 @@ def test_help_lists_every_command(call, arguments):
     assert (code, err) == (0, "")
     indented = [line for line in out.splitlines() if line.startswith("  ") and not line.startswith("  rlhf")]
     assert [line.split()[0] for line in indented] == list(cli.COMMANDS)
+
+
+def test_a_commands_help_shows_the_values_of_the_preset_and_of_the_run(call, tmp_path):
+    (tmp_path / "kept").mkdir()
+    write_json(tmp_path / "kept" / "settings.json", {"ppo.lam": "0.9"})
+    code, out, err = call("ppo", "--help", "experiment=gold", "run=kept", f"runs_dir={tmp_path}", "kl.coef=0.25")
+    assert (code, err) == (0, "")
+    for start, end in (
+        ("ppo.lam=0.9 ", "(default 0.95)"), ("ppo.epochs=2 ", "(default 1)"), ("kl.coef=0.25 ", ")"),
+    ):  # fmt: skip
+        assert any(line.startswith(f"  {start}") and line.endswith(end) for line in out.splitlines()), start
+    code, out, err = call("pipeline", "--help")
+    assert (code, err) == (0, "") and all(
+        f"\n  {name}." in out for name in ("pretrain", "sft", "reward", "ppo", "evaluate")
+    )
 
 
 def test_version(call):

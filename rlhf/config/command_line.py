@@ -167,6 +167,8 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
 
     Raises: UserError.
     """
+    if not overrides:
+        return
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

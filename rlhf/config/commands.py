@@ -13,7 +13,8 @@ from rlhf.recipe import GOLD_STAGES, POLICY_STAGES, STAGES
 _STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
 _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report",
-                 ("tracking", "checkpoints", "parents", "launcher", "sharding", "memory", "round")),
+                 (*dict.fromkeys(group for row in STAGES.values() for group in row.groups), "tracking", "checkpoints", "parents",
+                  "launcher", "sharding", "memory", "round")),
     **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
     "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
     "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
