@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +119,12 @@ class Run:
         finally:
             GIVEN.reset(given)
 
-    def tokenizer(self, **settings: Any) -> "Run":
-        return self.stage("tokenizer", **settings)
-
-    def pretrain(self, **settings: Any) -> "Run":
-        return self.stage("pretrain", **settings)
-
-    def sft(self, **settings: Any) -> "Run":
-        return self.stage("sft", **settings)
-
-    def reward(self, **settings: Any) -> "Run":
-        return self.stage("reward", **settings)
-
-    def ppo(self, **settings: Any) -> "Run":
-        return self.stage("ppo", **settings)
+    tokenizer = partialmethod(stage, "tokenizer")
+    pretrain = partialmethod(stage, "pretrain")
+    sft = partialmethod(stage, "sft")
+    reward = partialmethod(stage, "reward")
+    ppo = partialmethod(stage, "ppo")
+    dpo = partialmethod(stage, "dpo")
 
     @contextlib.contextmanager
     def open_ppo(self, overwrite: bool = False, **settings: Any) -> Iterator[Any]:
@@ -152,9 +145,6 @@ class Run:
             yield parts
             ppo.write_models(stage, parts.state.engine, parts.prompts.tokenizer)
             stage.finish({})
-
-    def dpo(self, **settings: Any) -> "Run":
-        return self.stage("dpo", **settings)
 
     def evaluate(self, **settings: Any) -> dict[str, Any]:
         """Run the evaluation; returns its figures."""

@@ -67,13 +67,6 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> float | None
     return float(value) if isfinite(value) else None
 
 
-def compute_cohen(table: np.ndarray) -> float | None:
-    """Cohen's kappa (Cohen 1960) of a (3, 3) table of two labelers' verdicts j better, tie, i better, each pair counted in
-    both directions; None without variance.
-    """
-    return _call("statsmodels.stats.inter_rater", "cohens_kappa", table + table[::-1, ::-1], return_results=False)
-
-
 def compute_fleiss(counts: np.ndarray) -> float | None:
     """Fleiss' kappa (Fleiss 1971) of (N, 3) counts of labelers by verdict, every row with the same sum; None without variance."""
     return _call("statsmodels.stats.inter_rater", "fleiss_kappa", np.concatenate([counts, counts[:, ::-1]]))
@@ -81,10 +74,8 @@ def compute_fleiss(counts: np.ndarray) -> float | None:
 
 def _alpha(counts: np.ndarray, values: Sequence[float]) -> float | None:
     """Ordinal alpha (Krippendorff 2011) of (N, V) counts of labelers by value; None without variance."""
-    if len(values) < 2:
-        return None
     scale = {"value_domain": np.array(values), "level_of_measurement": "ordinal"}
-    return _call("krippendorff", "alpha", value_counts=counts, **scale)
+    return _call("krippendorff", "alpha", value_counts=counts, **scale) if len(values) > 1 else None
 
 
 # --- counting --------------------------------------------------------------------------------------------------------
@@ -137,9 +128,7 @@ class AgreementCounter:
         for one, rating in ranking.ratings.items():
             say(place[one], _RATING, rating)
         if ranking.pairs is None:
-            ranked = [
-                (place[r.id], rank) for r, rank in zip(ranking.responses, ranking.ranks(), strict=True) if rank >= 0
-            ]
+            ranked = [(place[name], rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]
             for i, rank in ranked:
                 say(i, _RANK, rank)
             for (i, a), (j, b) in combinations(ranked, 2):
@@ -227,10 +216,11 @@ def _cohen(couples: "pd.DataFrame", names: list[str], notes: dict[str, str]) -> 
     for key, said in couples[couples.person_a >= 0].groupby(["person_a", "person_b"]):
         table, items = np.zeros((3, 3), np.int64), said.item.nunique()
         np.add.at(table, (said.value_a.astype(int) + 1, said.value_b.astype(int) + 1), 1)
-        value = compute_cohen(table) if items >= MIN_COMMON_ITEMS else None
-        by_pair.append(
-            {"labelers": sorted(names[person] for person in key), "items": items, "pairs": len(said), "value": value}
-        )
+        both = table + table[::-1, ::-1]  # each pair counted in both directions
+        kappa = _call("statsmodels.stats.inter_rater", "cohens_kappa", both, return_results=False)
+        value = kappa if items >= MIN_COMMON_ITEMS else None
+        labelers = sorted(names[person] for person in key)
+        by_pair.append({"labelers": labelers, "items": items, "pairs": len(said), "value": value})
     by_pair.sort(key=lambda pair: (-pair["items"], pair["labelers"]))
     used = [pair for pair in by_pair if pair["value"] is not None]
     if not by_pair:
@@ -274,9 +264,8 @@ def _people_by_value(said: "pd.DataFrame", values: Sequence[float]) -> np.ndarra
 def _alpha_of_ratings(ratings: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
     ratings = ratings[ratings.groupby(_SLOT).person.transform("size") > 1]
     values = sorted(ratings.value.unique().tolist())
-    units = _people_by_value(ratings, values)[
-        : max(1, 8_000_000 // max(1, len(values)) ** 2)
-    ]  # alpha allocates (N, V, V)
+    most = max(1, 8_000_000 // max(1, len(values)) ** 2)  # alpha allocates (N, V, V)
+    units = _people_by_value(ratings, values)[:most]
     value = _alpha(units, values)
     if value is None:
         notes["krippendorff_alpha_ratings"] = _NO_VARIANCE if len(units) else "no response was rated by two labelers"

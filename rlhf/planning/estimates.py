@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf.config import DEEPSPEED, PlanConfig
 from rlhf.config.checks import check_config
+from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import formulas, scaling
@@ -49,8 +50,7 @@ def critic_parameters(config: PlanConfig, shape: Shape) -> int:
 
 def reward_models(config: PlanConfig) -> int:
     """The number of frozen models that score each response; a function among `ppo.rewards` counts as one too."""
-    rewards = config.ppo.rewards
-    return max(1, len(rewards)) if isinstance(rewards, list) else 1
+    return max(1, len(listed(config.ppo.rewards)))
 
 
 def planned_rows(config: PlanConfig) -> dict[str, int]:
@@ -150,11 +150,6 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     return parts
 
 
-def fitting_rows(config: PlanConfig, stage: str, parts: dict[str, int]) -> int:
-    """Rows of one forward, of `stage_bytes`."""
-    return parts["kv_cache" if stage == "ppo rollout" else "activations"] // row_bytes(config, stage)
-
-
 def within(left: float, row: int, rows: int) -> int:
     """Bytes of `rows` rows, or of those that fit what is left, but at least of one."""
     return int(min(rows * row, max(row, left)))
@@ -213,7 +208,10 @@ def suggest(config: PlanConfig) -> list[str]:
     as_given.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
     loras = [replace(config.lora, rank=config.lora.rank or 16, share_trunk=share) for share in (False, True)]
     adapted = [replace(config, deepspeed="none", gradient_checkpointing=c, lora=x) for x in loras for c in recomputing]
-    found = [next(filter(works, ladder), None) for ladder in (as_given, adapted)]
+    found = [
+        next((one for one in ladder if largest(one)[1] <= room(one) and accepted(one)), None)
+        for ladder in (as_given, adapted)
+    ]
     if any(found):
         return list(dict.fromkeys(as_overrides(one, config) for one in found if one is not None))
     counts = [(count, one) for one in as_given if accepted(one) and (count := fewest_gpus(one)) is not None]
@@ -223,12 +221,8 @@ def suggest(config: PlanConfig) -> list[str]:
     return [as_overrides(replace(one, gpus=count), config)]
 
 
-def works(config: PlanConfig) -> bool:
-    """Whether every stage fits, by settings that go together."""
-    return largest(config)[1] <= room(config) and accepted(config)
-
-
 def accepted(config: PlanConfig) -> bool:
+    """Whether the settings go together."""
     try:
         check_config(config, "plan")
     except UserError:
@@ -320,7 +314,10 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             "peak_tflops": peak_tflops(config),
             "bandwidth_gb": config.bandwidth_gb,
         },
-        "micro_batches": {name: fitting_rows(config, name, parts) for name, parts in held.items()},
+        "micro_batches": {
+            name: parts["kv_cache" if name == "ppo rollout" else "activations"] // row_bytes(config, name)
+            for name, parts in held.items()
+        },
         "bytes": held,
         "largest": {"stage": stage, "bytes": most},
         "room_bytes": room(config),
