@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.config import PlanConfig
 from rlhf.errors import UserError
 from rlhf.planning.estimates import BYTE_PARTS, make_plan, peak_bytes
-from rlhf.system.files import write_json
+from rlhf.system.files import check_replaceable, write_json
 from rlhf.system.memory import GB
 from rlhf.system.terminal import say
 
@@ -26,8 +26,7 @@ def run(config: PlanConfig) -> None:
     path = out if out.suffix == ".json" else out / "plan.json"
     if not path.parent.is_dir():
         raise UserError(f"out={out}: there is no folder {path.parent}: create it, or choose another out=…")
-    if path.exists() and not config.overwrite:
-        raise UserError(f"{path}: exists already: choose another out=…, or add overwrite=true")
+    check_replaceable(path, config.overwrite, "out", "file", Path.is_file)
     write_json(path, plan)
     say(f"written to {path}")
 

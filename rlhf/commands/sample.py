@@ -20,7 +20,7 @@ from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts
-from rlhf.system.files import held, read_json, replaced, sha256_file, write_json
+from rlhf.system.files import check_replaceable, held, read_json, replaced, sha256_file, write_json
 from rlhf.system.terminal import say
 
 RECORD = "sample.json"
@@ -96,16 +96,9 @@ def check_free(out: Path, overwrite: bool) -> None:
 
     Raises: UserError otherwise.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    written = read_json(out / RECORD).get("files")
-    if not isinstance(written, dict):
-        raise UserError(f"{out}: exists and was not written by `rlhf sample`: choose another sample.out=…")
-    if not overwrite:
-        raise UserError(
-            f"{out}: contains the tasks of an earlier round: choose another sample.out=…, or add overwrite=true"
-        )
-    others = [path for path in sorted(out.iterdir()) if path.name not in (RECORD, "README.md")]
+    check_replaceable(out, overwrite, "sample.out", "labelling round", lambda path: (path / RECORD).is_file())
+    written = read_json(out / RECORD).get("files", {})
+    others = [path for path in sorted(out.glob("*")) if path.name not in (RECORD, "README.md")]
     changed = [p.name for p in others if not p.is_file() or sha256_file(p) != written.get(p.name)]
     if changed:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Small .xlsx and .ods files, written by hand: no library that the project needs can write one."""
+"""Small .xlsx files, written by hand: no library that the project needs can write one."""
 
 import zipfile
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 _MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _PACKAGE = "http://schemas.openxmlformats.org/package/2006"
-_ODF = "urn:oasis:names:tc:opendocument:xmlns"
 STYLES = f'<styleSheet xmlns="{_MAIN}"><cellXfs count="2"><xf numFmtId="0"/><xf numFmtId="22"/></cellXfs></styleSheet>'
 
 
@@ -44,26 +43,4 @@ def write_xlsx(path: Path, sheets: dict[str, str], merged: str = "", shared: str
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for part, content in parts.items():
             packed.writestr(part, content)
-    return path
-
-
-def ods_cell(value: str, more: str = "") -> str:
-    return f'<table:table-cell office:value-type="string"{more}><text:p>{value}</text:p></table:table-cell>'
-
-
-def write_ods(path: Path, rows: str) -> Path:
-    """One sheet of the rows' XML."""
-    names = " ".join(f'xmlns:{one}="{_ODF}:{one}:1.0"' for one in ("office", "table", "text"))
-    kind = "application/vnd.oasis.opendocument.spreadsheet"
-    with zipfile.ZipFile(path, "w") as packed:
-        packed.writestr("mimetype", kind)
-        packed.writestr(
-            "META-INF/manifest.xml",
-            f'<m:manifest xmlns:m="{_ODF}:manifest:1.0"><m:file-entry m:full-path="/" m:media-type="{kind}"/></m:manifest>',
-        )
-        packed.writestr(
-            "content.xml",
-            f'<office:document-content {names}><office:body><office:spreadsheet><table:table table:name="S">{rows}'
-            "</table:table></office:spreadsheet></office:body></office:document-content>",
-        )
     return path

@@ -46,7 +46,7 @@ def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
         run(capsys, f"out={path}")
     path.parent.mkdir()
     run(capsys, f"out={path}")
-    with pytest.raises(UserError, match=r"mine\.json: exists already: .*overwrite=true"):
+    with pytest.raises(UserError, match=r"mine\.json: exists: .*overwrite=true"):
         run(capsys, f"out={path}")
     assert f"written to {path}" in run(capsys, f"out={path}", "overwrite=true", "gpus=3")
     assert json.loads(path.read_text(encoding="utf-8"))["setup"]["gpus"] == 3

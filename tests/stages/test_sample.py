@@ -95,7 +95,7 @@ def test_a_colder_policy_repeats_itself(gold_run, tmp_path):
 def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_run, tmp_path):
     out = tmp_path / "out"
     sampled(gold_run, out, "sample.prompts=2")
-    with pytest.raises(UserError, match=r"contains the tasks of an earlier round: .* overwrite=true"):
+    with pytest.raises(UserError, match=r"out: exists: choose another sample.out=…, or add overwrite=true"):
         sampled(gold_run, out, "sample.prompts=3")
     assert len(sampled(gold_run, out, "sample.prompts=3", "overwrite=true")) == 3
     with (out / "tasks.jsonl").open("a") as file:  # a labeler works in it
@@ -106,7 +106,7 @@ def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_ru
     stranger = tmp_path / "home"
     stranger.mkdir()
     (stranger / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="was not written by `rlhf sample`"):
+    with pytest.raises(UserError, match="is no labelling round, so it is not replaced"):
         sampled(gold_run, stranger, "overwrite=true")
     assert (stranger / "thesis.tex").read_text() == "years of work"
 

@@ -363,42 +363,23 @@ def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
 _PROMPT = re.compile("prompt|instruction|question|query|request|input", re.I)
 _ANSWER = re.compile("answer|response|completion|output|reply|summary", re.I)
 _VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator", re.I)
-_MOST_WORDS = 12  # a column with more different values holds no verdicts
 
 
 def propose_columns(rows: Sequence[Values]) -> str:
-    """A proposed command line that reads such rows as a table, guessed from their keys and values."""
-    columns = {str(key): [row.get(key) for row in rows] for key in rows[0]}
-    sizes = {key: sum(len(v) for v in values if isinstance(v, str)) for key, values in columns.items()}
-    texts = [key for key, values in columns.items() if any(isinstance(v, str) for v in values)]
-    groups: dict[str, list[str]] = {}
-    for key in texts:
-        groups.setdefault(re.sub(r"[ _-]?(\d+|[ab]|left|right|chosen|rejected)$", "", key, flags=re.I), []).append(key)
-    several = [keys for keys in groups.values() if len(keys) > 1]
-    sides = max(several, key=lambda keys: sum(sizes[key] for key in keys), default=[])
-    rest = [key for key in texts if key not in sides]
-    prompts = [key for key in rest if _PROMPT.search(key)]
-    answers = [key for key in rest if _ANSWER.search(key) and key not in prompts]
-    words = {
-        key: {normal(v) for v in columns[key] if not isinstance(v, list | dict) and not is_empty(v)} for key in columns
-    }
-    winners = [
-        key
-        for key in columns
-        if key not in (*sides, *prompts) and _VERDICT.search(key) and 1 < len(words[key]) <= _MOST_WORDS
-    ]
-    proposed, said = [f"columns.prompt={_setting(prompts[:2] or rest[:1]) or '…'}"], ""
-    if not sides:
-        proposed += [f"columns.response={key}" for key in answers[:1]]
-    else:
-        proposed.append(f"columns.responses={_setting(sides)}")
-        if winners:
-            proposed.append(f"columns.winner={_setting(winners)}")
-            if any(read_phrase(word, len(sides)) is None for key in winners for word in words[key]):
-                proposed.append("words.first=… words.second=… words.tie=…")
-            found = counted([value for key in winners for value in columns[key]], _MOST_WORDS)
-            said = f" ({', '.join(winners)}: {found})"
-    return f"Name the columns, as: format=table {' '.join(proposed)}{said}"
+    """A proposed command line that reads such rows as a table, guessed from the columns' names."""
+    texts = [key for key in rows[0] if any(isinstance(row.get(key), str) for row in rows)]
+    prompts = [key for key in texts if _PROMPT.search(key)][:2] or texts[:1]
+    answers = [key for key in texts if _ANSWER.search(key) and key not in prompts]
+    winners = [key for key in rows[0] if _VERDICT.search(key) and key not in (*prompts, *answers)]
+    proposed = [f"columns.prompt={_setting(prompts) or '…'}"]
+    if len(answers) == 1:
+        proposed += [f"columns.response={_setting(answers)}"]
+    elif answers:
+        proposed += [
+            f"columns.responses={_setting(answers)}",
+            *(f"columns.winner={_setting([key])}" for key in winners[:1]),
+        ]
+    return f"Name the columns, as: format=table {' '.join(proposed)}"
 
 
 def _setting(names: Sequence[str]) -> str:
