@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import get, listed, settings_in, wrong_values
-from rlhf.config.stages import LoraConfig, RewardConfig
+from rlhf.config.stages import FALLING, LoraConfig, RewardConfig
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, STAGES
 from rlhf.system.processes import process_count
@@ -17,6 +17,7 @@ from rlhf.system.processes import process_count
 Row = tuple[object, str]
 # Settings of `reward` that a classifier, which has a head of its own, cannot use.
 FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers", "lm_coef")
+TRAINED = ("pretrain", "sft", "reward", "judge", "ppo", "dpo", "classify")  # groups with a schedule
 LORA_ALPHA = settings_in(LoraConfig)["alpha"].default
 
 
@@ -91,6 +92,14 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         ]  # fmt: skip
     if context is not None:
         yield batch_relation(config, context, f"model.context_length={context}")
+    for key in (f"{name}.{key}" for name in TRAINED for key in ("final_lr_fraction", "decay_fraction")):
+        schedule, stated = get(config, f"{key.partition('.')[0]}.schedule"), settings_in(Config).get(key)
+        if schedule not in FALLING and stated is not None:
+            yield (
+                get(config, key) not in (stated.default, 1.0),
+                f"{key}={get(config, key)}: schedule={schedule} does not fall to it: leave it at {stated.default}, or want "
+                f"{key.partition('.')[0]}.schedule={' or '.join(FALLING)}",
+            )
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):

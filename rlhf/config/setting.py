@@ -163,6 +163,12 @@ def setting(default: Any, help: str, **stated: Any) -> Any:
     return field(default=default, metadata={"setting": Setting(help, default=default, **stated)})
 
 
+def other_default(schema: Any, name: str, default: Any) -> Any:
+    """The field of a schema that this one extends, with another default."""
+    stated = replace(schema.__dataclass_fields__[name].metadata["setting"], default=default)
+    return field(default=default, metadata={"setting": stated})
+
+
 def group(schema: type, changes: str = RESULT) -> Any:
     """A field that is a group of settings. `changes` applies to those that do not state it themselves."""
     return field(default_factory=schema, metadata={"changes": changes})
@@ -172,7 +178,7 @@ def group(schema: type, changes: str = RESULT) -> Any:
 def settings_in(schema: Any, changes: str = RESULT) -> Mapping[str, Setting]:
     """Every setting of a schema by its dotted key, in the schema's order."""
     settings: dict[str, Setting] = {}
-    for item in fields(schema):
+    for item in sorted(fields(schema), key=lambda item: item.name not in schema.__annotations__):  # inherited ones last
         if isinstance(item.type, type) and is_dataclass(item.type):
             inner = settings_in(item.type, item.metadata["changes"])
             settings |= {f"{item.name}.{key}": value for key, value in inner.items()}

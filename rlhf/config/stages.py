@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.setting import MAX_SEED, NOTHING, RESULT, ROUNDING, setting
+from rlhf.config.setting import MAX_SEED, NOTHING, RESULT, ROUNDING, other_default, setting
 
 PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
+FALLING = ("cosine", "linear")  # schedules that end at final_lr_fraction
+SCHEDULES = (*FALLING, "constant")
 
 
 @dataclass(slots=True)
@@ -46,7 +48,26 @@ def pretraining_tokens(config: Any) -> int:
 
 
 @dataclass(slots=True)
-class PretrainConfig:
+class OptimizerConfig:
+    """AdamW and the fall of its learning rate, which every stage that trains has."""
+
+    schedule: str = setting("cosine", "how the learning rate falls after the warm-up", choices=SCHEDULES)
+    final_lr_fraction: float = setting(0.1, "where cosine and linear end, as a fraction of lr", min=0, max=1)
+    weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
+    beta1: float = setting(0.9, "beta1 of AdamW", min=0, below=1)
+    beta2: float = setting(0.95, "beta2 of AdamW", min=0, below=1)
+    max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
+
+
+@dataclass(slots=True)
+class WarmupConfig(OptimizerConfig):
+    """The same with a warm-up."""
+
+    warmup_fraction: float = setting(0.0, "fraction of the steps of linear warm-up", min=0, below=1)
+
+
+@dataclass(slots=True)
+class PretrainConfig(OptimizerConfig):
     """Language modelling on packed blocks (Brown et al. 2020, section 2.3 and appendix B)."""
 
     tokens: int | None = setting(None, "training tokens; none: 300 billion, or 0 for an adopted model", min=1)
@@ -55,49 +76,39 @@ class PretrainConfig:
     optimizer: str = setting("adamw", "muon: Muon on matrices, AdamW on the rest", choices=("adamw", "muon"))
     lr: float = setting(6e-4, "learning rate of AdamW", above=0, max=10)
     muon_lr: float = setting(0.02, "learning rate of Muon", above=0, max=10)
-    weight_decay: float = setting(0.1, "weight decay, on matrices only", min=0, max=10)
-    beta1: float = setting(0.9, "beta1 of AdamW", min=0, below=1)
-    beta2: float = setting(0.95, "beta2 of AdamW", min=0, below=1)
+    weight_decay: float = other_default(OptimizerConfig, "weight_decay", 0.1)
     warmup_tokens: int = setting(375_000_000, "tokens of linear warm-up", min=0)
-    schedule: str = setting("cosine", "half a cosine, or lr sqrt(warm-up / steps)", choices=("cosine", "inverse_sqrt"))
-    decay_fraction: float = setting(1.0, "part of the training after which the cosine ends", above=0, max=1)
-    final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
-    max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
+    schedule: str = setting("cosine", "inverse_sqrt: lr sqrt(warm-up / steps)", choices=(*SCHEDULES, "inverse_sqrt"))
+    decay_fraction: float = setting(1.0, "part of the training after which cosine and linear end", above=0, max=1)
     shuffle: bool = setting(True, "blocks in random order; false: in file order")
     isolate_documents: bool = setting(False, "no attention between documents in one block")
     eval_sequences: int = setting(256, "blocks used for the held-out loss", min=1)
 
 
 @dataclass(slots=True)
-class SftConfig:
+class SftConfig(WarmupConfig):
     """Supervised fine-tuning on demonstrations (Ouyang et al. 2022, appendix C.1)."""
 
     epochs: int = setting(16, "passes over the demonstrations; 0: the base model as it is", min=0)
     turns: str = setting("all", "the assistant's turns of a dialogue that are learned", choices=("all", "last"))
     batch_size: int = setting(32, "demonstrations per optimizer step", min=1)
-    lr: float = setting(9.65e-6, "learning rate of AdamW; cosine without warm-up", above=0, max=10)
-    final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
-    weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
+    lr: float = setting(9.65e-6, "learning rate of AdamW", above=0, max=10)
     dropout: float = setting(0.2, "residual dropout", min=0, below=1)
     pretrain_fraction: float = setting(0.0, "share of rows of pretraining text; 0.1 before PPO", min=0, below=1)
     lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 uses 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
-    max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
     pack: bool = setting(False, "several demonstrations per row, without attention between them")
 
 
 @dataclass(slots=True)
-class RewardConfig:
+class RewardConfig(WarmupConfig):
     """The reward model (Ouyang et al. 2022, section 3.5 and appendix C.2)."""
 
     epochs: int = setting(1, "passes over the comparisons; 0: none, with fit_head", min=0)
     fit_head: bool = setting(False, "first fit only the head to all comparisons, on the frozen trunk")
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_responses: int = setting(64, "responses per forward", min=1, changes=ROUNDING)
-    lr: float = setting(9e-6, "learning rate of AdamW; cosine without warm-up", above=0, max=10)
-    final_lr_fraction: float = setting(0.1, "final learning rate, as a fraction of lr", min=0, max=1)
-    weight_decay: float = setting(0.0, "weight decay, on matrices only", min=0, max=10)
-    max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
+    lr: float = setting(9e-6, "learning rate of AdamW", above=0, max=10)
     lm_coef: float = setting(0.0, "weight lambda of the language model's loss on the rows; GPT-1 uses 0.5", min=0)
     read_tokens: int = setting(1, "the score is the mean over this many last tokens, without end tokens", min=1)
     layers: int | None = setting(None, "number of the trunk's first blocks in the reward model; none: all", min=1)
@@ -122,7 +133,7 @@ class JudgeConfig(RewardConfig):
 
 
 @dataclass(slots=True)
-class PpoConfig:
+class PpoConfig(WarmupConfig):
     """PPO with a clipped objective (Ouyang et al. 2022, appendix C.4)."""
 
     policy: str = setting(
@@ -150,7 +161,8 @@ class PpoConfig:
     warmup_fraction: float = setting(
         0.02, "fraction of the updates in which the learning rate rises from a tenth", min=0, below=1
     )
-    final_lr_fraction: float = setting(1.0, "where both rates end linearly, as a fraction of each", min=0, max=1)
+    schedule: str = other_default(OptimizerConfig, "schedule", "linear")
+    final_lr_fraction: float = other_default(OptimizerConfig, "final_lr_fraction", 1.0)
     critic_warmup_updates: int = setting(0, "first updates, in which only the critic is trained", min=0)
     value_coef: float | None = setting(None, "weight of the value loss; none: 1, or 0.1 with a shared trunk", above=0)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
@@ -311,22 +323,20 @@ class RateConfig:
 
 
 @dataclass(slots=True)
-class DpoConfig:
+class DpoConfig(WarmupConfig):
     """Direct preference optimisation (Rafailov et al. 2023, appendix B)."""
 
     beta: float = setting(0.1, "strength of the pull towards the SFT model", above=0)
     epochs: int = setting(1, "passes over the comparisons", min=1)
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_prompts: int = setting(16, "prompts per forward on one device", min=1, changes=ROUNDING)
-    lr: float = setting(1e-6, "AdamW", above=0, max=10)
-    warmup_fraction: float = setting(0.1, "fraction of the steps of linear warm-up", min=0, below=1)
-    final_lr_fraction: float = setting(1.0, "where the cosine ends, as a share of lr; 1: constant", min=0, max=1)
-    weight_decay: float = setting(0.0, "on matrices only", min=0, max=10)
-    max_grad_norm: float = setting(1.0, "the gradient is scaled down to this norm", above=0)
+    lr: float = setting(1e-6, "learning rate of AdamW", above=0, max=10)
+    warmup_fraction: float = other_default(WarmupConfig, "warmup_fraction", 0.1)
+    final_lr_fraction: float = other_default(OptimizerConfig, "final_lr_fraction", 1.0)
 
 
 @dataclass(slots=True)
-class ClassifyConfig:
+class ClassifyConfig(WarmupConfig):
     """Fine-tuning on a labelled task (Radford et al. 2018, sections 3.2, 3.3 and 4.1)."""
 
     data: Any = setting(
@@ -345,12 +355,13 @@ class ClassifyConfig:
     epochs: int = setting(3, "passes over the examples", min=1)
     batch_size: int = setting(32, "examples per optimizer step", min=1)
     micro_batch_size: int = setting(32, "examples per forward", min=1, changes=ROUNDING)
-    lr: float = setting(6.25e-5, "learning rate of AdamW; linear warm-up, then linear decay to 0", above=0, max=10)
-    warmup_fraction: float = setting(0.002, "fraction of the steps of warm-up", min=0, below=1)
+    lr: float = setting(6.25e-5, "learning rate of AdamW", above=0, max=10)
+    warmup_fraction: float = other_default(WarmupConfig, "warmup_fraction", 0.002)
+    schedule: str = other_default(OptimizerConfig, "schedule", "linear")
+    final_lr_fraction: float = other_default(OptimizerConfig, "final_lr_fraction", 0.0)
     lm_coef: float = setting(0.5, "weight lambda of the language model's loss on the same text", min=0)
     dropout: float = setting(0.1, "dropout on the classifier's hidden state", min=0, below=1)
-    weight_decay: float = setting(0.01, "weight decay, on matrices only", min=0, max=10)
-    max_grad_norm: float = setting(1.0, "maximum norm of the gradient; larger ones are scaled down", above=0)
+    weight_decay: float = other_default(OptimizerConfig, "weight_decay", 0.01)
 
 
 @dataclass(slots=True)

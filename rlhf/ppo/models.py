@@ -20,6 +20,7 @@ from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
 from rlhf.training.next_token import NextToken
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy
 
 
@@ -212,8 +213,9 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
     checkpoint_activations(config, *(part for part in model.parts().values() if not isinstance(part, ScalarHead)))
     rates = {"policy": settings.lr, "critic": settings.critic_lr}
     groups = [
-        {"name": name, "params": [p for p in module.parameters() if p.requires_grad], "lr": rates[name]}
+        group
         for name, module in model.parts().items()
+        for group in decay_groups(module, settings, lr=rates[name], name=name)
     ]
     engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=model.policy)
     if settings.ema_decay is not None:

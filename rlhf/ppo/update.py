@@ -22,6 +22,7 @@ from rlhf.ppo.invariants import Checked, check_first_minibatch
 from rlhf.runs.metric_table import Sums
 from rlhf.system.processes import gather
 from rlhf.training.engine import Engine
+from rlhf.training.optim import fallen
 
 SHARED_VALUE_COEF = 0.1
 
@@ -81,11 +82,11 @@ def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
 def rate_factor(config: PpoConfig, update: int, first: int) -> float:
     """Factor on a model's learning rate at an update, from 1 on; `first`: the first update in which it trains.
 
-    It rises from 0.1 to 1 over warmup_updates, times a line from 1 at the first update that would reach final_lr_fraction after the last.
+    It rises from 0.1 to 1 over warmup_updates, times the schedule from 1 at the first update to final_lr_fraction after the last.
     """
     done, updates = max(0, update - first), config.episodes // config.episodes_per_update
     warm = min(1.0, 0.1 + 0.9 * done / config.warmup_updates) if config.warmup_updates else 1.0
-    return warm * (1.0 - (1.0 - config.final_lr_fraction) * (update - 1) / updates)
+    return warm * fallen(config, update - 1, updates)
 
 
 def train_minibatch(

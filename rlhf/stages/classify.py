@@ -6,7 +6,6 @@ Source: Radford et al. 2018, sections 3.2, 3.3 and 4.1 (batch 32, 3 epochs, rate
 decay, lambda 0.5, dropout 0.1 on the classifier). Differs: Adam's betas are those of the other stages.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from rlhf.system.files import write_json, write_jsonl
 from rlhf.training.batches import Batches, Objective, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
-from rlhf.training.optim import decay_groups, linear_schedule
+from rlhf.training.optim import decay_groups, make_schedule
 from rlhf.training.setup import checkpoint_activations, load_policy, set_up
 
 MEASURED_TOGETHER = 32  # examples per forward
@@ -65,14 +64,13 @@ def run(config: Config) -> None:
         model = LabelModel(lm, classes, bool(columns.choices), settings.dropout)
 
         # 3. Train
-        groups = decay_groups(model, settings.weight_decay, settings.lr)
+        groups = decay_groups(model, settings)
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
         batches = Batches(coded[0], settings.batch_size, shuffled_order(f"{stage.name}-{config.seed}"))
         steps, pad = settings.epochs * batches.per_epoch, tokenizer.pad_token_id
         with open_loop(stage, engine, steps) as loop:
-            warmup = math.ceil(settings.warmup_fraction * steps)
             objective = make_objective(config, engine, pad, most=max(len(example.rows) for example in coded[0]))
-            train(loop, batches, objective, lambda step: linear_schedule(step, steps, warmup), averages=False)
+            train(loop, batches, objective, make_schedule(settings, steps), averages=False)
             lm.save_pretrained(str(stage.model))
             tokenizer.save_pretrained(str(stage.model))
             model.save_head(stage.model)

@@ -10,7 +10,6 @@ Differs: all K answers of a prompt are one batch element with one forward per an
 as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ from rlhf.training.adapters import add_adapters, save_output, share_weights
 from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import open_loop
-from rlhf.training.optim import cosine_schedule, decay_groups
+from rlhf.training.optim import decay_groups, make_schedule
 from rlhf.training.setup import checkpoint_activations, load_policy, set_up
 
 ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
@@ -62,16 +61,15 @@ def run(config: Config) -> None:
         add_adapters(model, config, folder, device)
         checkpoint_activations(config, model)
         settings = config.dpo
-        groups = decay_groups(model, settings.weight_decay, settings.lr)
+        groups = decay_groups(model, settings)
         engine = make_engine(config, Reference(model), groups, device, max_grad_norm=settings.max_grad_norm)
         batches = Batches(items["train"], settings.batch_prompts, accelerate_order(config.seed))
 
         # 3. Train
         steps = settings.epochs * batches.per_epoch
         with open_loop(stage, engine, steps) as loop:
-            warmup, final = math.ceil(settings.warmup_fraction * steps), settings.final_lr_fraction
             objective = make_objective(config, engine, reference.to(device), tokenizer.pad_token_id)
-            train(loop, batches, objective, lambda step: cosine_schedule(step, steps, warmup, final))
+            train(loop, batches, objective, make_schedule(settings, steps))
             save_output(model, tokenizer, stage)
 
             # 4. Held-out figures

@@ -38,7 +38,7 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, put, tra
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.next_token import NextToken
-from rlhf.training.optim import MuonAdamW, cosine_schedule, decay_groups, inverse_sqrt_schedule
+from rlhf.training.optim import MuonAdamW, decay_groups, inverse_sqrt_schedule, warmed_up
 from rlhf.training.setup import checkpoint_activations, set_up
 
 if TYPE_CHECKING:
@@ -213,10 +213,7 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
 def make_optimizer(config: Config, model: torch.nn.Module) -> list[dict[str, Any]] | torch.optim.Optimizer:
     """AdamW's groups, or Muon."""
     settings = config.pretrain
-    betas = (settings.beta1, settings.beta2)
-    if settings.optimizer == "adamw":
-        return decay_groups(model, settings.weight_decay, settings.lr, betas)
-    return MuonAdamW(model, muon_lr=settings.muon_lr, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+    return decay_groups(model, settings) if settings.optimizer == "adamw" else MuonAdamW(model, settings)
 
 
 def make_schedule(config: Config, steps: int) -> Callable[[int], float]:
@@ -226,7 +223,7 @@ def make_schedule(config: Config, steps: int) -> Callable[[int], float]:
     if settings.schedule == "inverse_sqrt":
         return lambda step: inverse_sqrt_schedule(step, warmup)
     decay = round(settings.decay_fraction * steps)
-    return lambda step: cosine_schedule(step, decay, warmup, settings.final_lr_fraction)
+    return lambda step: warmed_up(settings, step, decay, warmup)
 
 
 def make_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dict[str, Tensor]]:

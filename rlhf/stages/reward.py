@@ -64,7 +64,7 @@ from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
-from rlhf.training.optim import cosine_schedule, decay_groups
+from rlhf.training.optim import decay_groups, make_schedule
 from rlhf.training.setup import checkpoint_activations, load_frozen, load_policy, set_up
 from rlhf.training.state import gathered_state, put_weights
 
@@ -98,7 +98,7 @@ def train_reward_model(config: Config, name: str) -> None:
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder, device)
         settings = config.reward
-        groups = decay_groups(model, settings.weight_decay, settings.lr)
+        groups = decay_groups(model, settings)
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
         later = config.round.later_reward_epochs
         epochs = settings.epochs if start is None or later is None else later
@@ -106,13 +106,7 @@ def train_reward_model(config: Config, name: str) -> None:
         steps = epochs * batches.per_epoch
         with open_loop(stage, engine, steps) as loop:
             objective = make_objective(config, engine)
-            train(
-                loop,
-                batches,
-                objective,
-                lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction),
-                averages=False,
-            )
+            train(loop, batches, objective, make_schedule(settings, steps), averages=False)
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
             write_model(model, tokenizer, stage)

@@ -38,7 +38,7 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, put, tra
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop, open_loop
 from rlhf.training.next_token import NextToken
-from rlhf.training.optim import cosine_schedule, decay_groups
+from rlhf.training.optim import decay_groups, make_schedule
 from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
 
 LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
@@ -193,9 +193,7 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
 def fine_tuned(
     stage: Stage, model: Any, tokenizer: Any, rows: list[TokenRow], epochs: int, device: torch.device
 ) -> Iterator[TrainingLoop]:
-    """Train on demonstrations and pretraining text, with AdamW and a cosine without warm-up; within the context the model is
-    trained and its loop still open.
-    """
+    """Train on demonstrations and pretraining text; within the context the model is trained and its loop still open."""
     settings = stage.config.sft
     context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
@@ -204,11 +202,11 @@ def fine_tuned(
     if settings.pack:
         check_packing(model, rows, tokenizer.pad_token_id)
     checkpoint_activations(stage.config, model)
-    groups = decay_groups(model, settings.weight_decay, settings.lr)
+    groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
     with open_loop(stage, engine, steps) as loop:
         objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
-        train(loop, batches, objective, lambda step: cosine_schedule(step, steps, 0, settings.final_lr_fraction))
+        train(loop, batches, objective, make_schedule(settings, steps))
         yield loop
 
 

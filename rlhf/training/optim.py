@@ -1,36 +1,48 @@
 """The optimizers of every stage (AdamW, Muon) and the schedules of their learning rates."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-BETAS = (0.9, 0.95)  # of AdamW (RECIPE, sections 2 to 4)
+from rlhf.config.stages import OptimizerConfig, WarmupConfig
 
 
-def make_adamw(
-    groups: list[dict[str, Any]], *, lr: float = 1e-3, betas: tuple[float, float] = BETAS, on_host: bool = False
-) -> torch.optim.Optimizer:
-    """AdamW over parameter groups, each with its own weight_decay (default 0).
+def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.optim.Optimizer:
+    """AdamW over parameter groups, as `decay_groups` makes them.
 
-    lr: for groups without their own. on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
+    on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
     """
     if not on_host:
         devices = {p.device.type for group in groups for p in group["params"]}
         fused = True if devices == {"cuda"} else None  # one kernel updates all; otherwise torch chooses
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=fused)
+        return torch.optim.AdamW(groups, weight_decay=0.0, fused=fused)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, weight_decay=0.0, adamw_mode=True)
+    return DeepSpeedCPUAdam(groups, weight_decay=0.0, adamw_mode=True)
 
 
-def cosine_schedule(step: int, steps: int, warmup: int, final: float) -> float:
-    """Factor on the learning rate: linear warm-up, then a half cosine down to `final`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
+def make_schedule(settings: WarmupConfig, steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate by the number of steps taken: linear warm-up, then the schedule."""
+    warmup = math.ceil(settings.warmup_fraction * steps)
+    return lambda step: warmed_up(settings, step, steps, warmup)
+
+
+def warmed_up(settings: OptimizerConfig, step: int, steps: int, warmup: int) -> float:
+    return (step + 1) / warmup if step < warmup else fallen(settings, step - warmup, steps - warmup)
+
+
+def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
+    """The factor that the schedule gives after `done` of its `steps`: 1 at first, final_lr_fraction at the end.
+
+    linear: 1 - (1 - final) t;   cosine: final + (1 - final) (1 + cos(pi t)) / 2;   constant: 1        t = done / steps, at most 1
+    """
+    final, done, steps = settings.final_lr_fraction, min(done, steps), max(1, steps)
+    if settings.schedule == "cosine":
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * (done / steps)))
+    return 1.0 - (1.0 - final) * done / steps if settings.schedule == "linear" else 1.0
 
 
 def inverse_sqrt_schedule(step: int, warmup: int) -> float:
@@ -38,19 +50,16 @@ def inverse_sqrt_schedule(step: int, warmup: int) -> float:
     return min((step + 1) / max(1, warmup), math.sqrt(max(1, warmup) / (step + 1)))
 
 
-def linear_schedule(step: int, steps: int, warmup: int) -> float:
-    """Factor on the learning rate: linear warm-up, then linear decay to 0."""
-    return (step + 1) / warmup if step < warmup else (steps - step) / (steps - warmup)
+def decay_groups(model: nn.Module, settings: Any, **more: Any) -> list[dict[str, Any]]:
+    """AdamW's parameter groups by a stage's `OptimizerConfig` with an `lr`: weight decay on matrices only.
 
-
-def decay_groups(
-    model: nn.Module, weight_decay: float, lr: float, betas: tuple[float, float] = BETAS
-) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay on matrices only."""
+    more: of each group, such as another lr.
+    """
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [{"lr": lr, "betas": betas} | group for group in groups if group["params"]]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    stated = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2)} | more
+    return [stated | group for group in groups if group["params"]]
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -61,12 +70,12 @@ class MuonAdamW(torch.optim.Optimizer):
     Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019 (AdamW).
     """
 
-    def __init__(self, model: nn.Module, *, muon_lr: float, lr: float, betas: tuple[float, float], weight_decay: float):
+    def __init__(self, model: nn.Module, settings: Any):
         inner = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{name}"}
         matrices = [p for p in model.parameters() if id(p) in inner and p.requires_grad]
         rest = [p for p in model.parameters() if id(p) not in inner and p.requires_grad]
-        self.muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
-        self.adamw = make_adamw([{"params": rest}], lr=lr, betas=betas)
+        self.muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay)
+        self.adamw = make_adamw([{"params": rest, "lr": settings.lr, "betas": (settings.beta1, settings.beta2)}])
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self.muon.state = self.adamw.state = self.state

@@ -101,7 +101,7 @@ def ours(spec: Spec, turns: Turns) -> None:
             model = harness.ours_like(harness.gpt2(spec["size"]))
             device = torch.device(spec["device"])
             model.to(device)
-            groups = decay_groups(model, config.sft.weight_decay, config.sft.lr)
+            groups = decay_groups(model, config.sft)
             engine = make_engine(config, NextToken(model), groups, device, max_grad_norm=config.sft.max_grad_norm)
             rows = sft.make_rows(make_rows(spec), spec["context"], pack=False)
             batches = Batches(rows, spec["batch"], accelerate_order(0)).after(0)

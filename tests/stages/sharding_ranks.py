@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlhf.config.compose import compose_config
+from rlhf.config.stages import SftConfig
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.stages import pretrain, sft
 from rlhf.system.exits import leave
@@ -66,7 +67,7 @@ def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
     model = GPTForCausalLM(preset("tiny", vocab_size=64))
     parameters = sum(p.numel() for p in model.parameters())
     persistent = sum(p.numel() for p in model.parameters() if p.numel() <= threshold) if name == "zero3" else 0
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1, 1e-3))
+    optimizer = torch.optim.AdamW(decay_groups(model, SftConfig(lr=1e-3, weight_decay=0.1)))
     settings = deepspeed_settings(config, bfloat16=precision == "bf16") | {"gradient_accumulation_steps": 2}
     engine = import_deepspeed(torch.device("cpu")).initialize(model=model, optimizer=optimizer, config=settings)[0]
     rows = torch.arange(4)[None] + rank()

@@ -242,7 +242,7 @@ def test_frozen_weights_are_held_in_the_precision_of_training(gold_run):
     add_adapters(policy, config, folder, torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         wanted = policy(TOKENS, use_cache=False).logits
-    make_engine(config, policy, decay_groups(policy, 0.0, 1e-3), torch.device("cpu"))
+    make_engine(config, policy, decay_groups(policy, config.sft), torch.device("cpu"))
     assert first.dtype == torch.bfloat16 and second.dtype == torch.float32, "on a CPU only what loses nothing"
     second.exact, second.data = second.data, second.data.bfloat16()  # as on a GPU
     with torch.autocast("cpu", torch.bfloat16):

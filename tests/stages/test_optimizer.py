@@ -5,10 +5,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
+from rlhf.config.stages import PretrainConfig, WarmupConfig
+from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.training.optim import MuonAdamW, make_adamw
+from rlhf.training.optim import MuonAdamW, make_adamw, make_schedule
 
-SETTINGS = {"muon_lr": 0.02, "lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+from .conftest import SHORT
+
+SETTINGS = PretrainConfig(muon_lr=0.02, lr=3e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
 TOKENS = torch.randint(0, 17, (4, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -25,7 +31,7 @@ def names_of(model: nn.Module, parameters: list[Tensor]) -> set[str]:
 
 def test_muon_gets_the_matrices_of_the_layers_and_adamw_everything_else():
     model = make_model()
-    optimizer = MuonAdamW(model, **SETTINGS)
+    optimizer = MuonAdamW(model, SETTINGS)
     muon, adamw = optimizer.param_groups
     inner, rest = names_of(model, muon["params"]), names_of(model, adamw["params"])
     assert not inner & rest and inner | rest == {name for name, _ in model.named_parameters()}
@@ -36,13 +42,13 @@ def test_muon_gets_the_matrices_of_the_layers_and_adamw_everything_else():
     assert (muon["weight_decay"], adamw["weight_decay"]) == (0.1, 0.0)
     for p in model.model.layers[0].parameters():
         p.requires_grad_(False)
-    taken = [p for group in MuonAdamW(model, **SETTINGS).param_groups for p in group["params"]]
+    taken = [p for group in MuonAdamW(model, SETTINGS).param_groups for p in group["params"]]
     assert taken and not any(".layers.0." in name for name in names_of(model, taken)), "frozen ones are left out"
 
 
 def test_steps_are_those_of_torchs_own_optimizers():
     model, twin = make_model(), make_model()
-    ours = MuonAdamW(model, **SETTINGS)
+    ours = MuonAdamW(model, SETTINGS)
     inner = [p for name, p in twin.named_parameters() if ".layers." in name and p.ndim == 2]
     rest = [p for name, p in twin.named_parameters() if not (".layers." in name and p.ndim == 2)]
     muon = torch.optim.Muon(inner, lr=0.02, weight_decay=0.1)
@@ -63,3 +69,66 @@ def test_adamw_is_fused_where_all_its_parameters_are_on_a_gpu(devices, fused):
         groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]} for device in devices]
         groups.append({"params": []})
         assert make_adamw(groups).defaults["fused"] is fused
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [  # four of twenty steps are warm-up; then 1 - 0.8 t, and 0.2 + 0.8 (1 + cos(pi t)) / 2, with t of 0, 1/4, 1/2, 1
+        ("linear", [1.0, 0.8, 0.6, 0.2]),
+        ("cosine", [1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2]),
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_schedules(schedule, wanted):
+    factor = make_schedule(WarmupConfig(schedule=schedule, final_lr_fraction=0.2, warmup_fraction=0.2), 20)
+    assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [factor(step) for step in (4, 8, 12, 20)] == pytest.approx(wanted)
+
+
+OPTIMIZER = ("beta1=0.5", "beta2=0.75", "weight_decay=0.25", "schedule=linear", "final_lr_fraction=0.5")
+FEW_STEPS = {
+    "classify": [
+        "classify.data=gold:topic",
+        "classify.layers=1",
+        "classify.examples=128",
+        "classify.warmup_fraction=0",
+    ],
+    "dpo": ["dpo.batch_prompts=20", "dpo.warmup_fraction=0"],
+    "pretrain": [*SHORT["pretrain"], "pretrain.warmup_tokens=0", "pretrain.optimizer=adamw"],
+    "ppo": ["ppo.ema_decay=null"],
+}
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward", "dpo", "ppo", "classify"])
+def test_every_stage_trains_by_its_own_settings_of_the_optimizer(copy_until, monkeypatch, stage):
+    """By what AdamW is given, and by the logged rates, which fall by a line towards half of lr."""
+    made = []
+
+    def make(groups, **more):
+        made.append([(group["betas"], group["weight_decay"]) for group in groups])
+        return make_adamw(groups, **more)
+
+    monkeypatch.setattr("rlhf.training.engine.make_adamw", make)
+    run = copy_until("ppo" if stage in ("dpo", "classify") else stage)
+    run.stage(stage, *(f"{stage}.{one}" for one in OPTIMIZER), *FEW_STEPS.get(stage, SHORT.get(stage, [])))
+    assert {betas for betas, _ in made[0]} == {(0.5, 0.75)} and {decay for _, decay in made[0]} == {0.25, 0.0}
+    rates, steps = [rate for _, rate in run.values(stage, "optim/lr")], run.record(stage)["steps"]
+    lr = getattr(run.config(), stage).lr
+    assert steps >= 3 and rates[-1] == pytest.approx(lr * (1 - 0.5 * (steps - 1) / steps))
+
+
+def test_dpos_warm_up_is_a_fraction_of_its_steps(copy_until):
+    """80 prompts in 16 steps: half of them are 8, over which the rate rises by eighths."""
+    run = copy_until("reward")
+    run.stage("dpo", "dpo.batch_prompts=5", "dpo.warmup_fraction=0.5", "dpo.lr=8e-5", "dpo.final_lr_fraction=1")
+    rates = [rate for _, rate in run.values("dpo", "optim/lr")]
+    assert rates == pytest.approx([1e-5 * min(8, step) for step in range(1, len(rates) + 1)]) and len(rates) == 16
+
+
+@pytest.mark.parametrize("setting", ["sft.final_lr_fraction=0.5", "pretrain.decay_fraction=0.5"])
+def test_what_a_constant_rate_does_not_fall_to_is_refused(setting):
+    group = setting.partition(".")[0]
+    with pytest.raises(
+        UserError, match=rf"{setting}: schedule=constant does not fall .* {group}.schedule=cosine or linear"
+    ):
+        check_config(compose_config([setting, f"{group}.schedule=constant"]), group)

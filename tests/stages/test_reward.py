@@ -216,7 +216,7 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
     items["dev"] = make_items(rankings(40, "d"), tokenizer, 128, 24)[0]
     config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
-    engine = make_engine(config, model, decay_groups(model, 0.0, config.reward.lr), CPU)
+    engine = make_engine(config, model, decay_groups(model, config.reward), CPU)
     drawn = Batches(items["train"], 8, shuffled_order("reward"))  # 64 prompts
     with open_stage(config, "reward") as stage, open_loop(stage, engine, 3 * 8) as loop:
         reward.train(loop, drawn, reward.make_objective(config, engine), lambda step: 1.0)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.config.compose import compose_config
+from rlhf.config.stages import SftConfig
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
@@ -109,7 +110,7 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     model = reward.make_model(config)
     records, _ = load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
     items, _ = reward.join_rankings(records, item_encoder(config, model, tokenizer), None)
-    engine = make_engine(config, model, decay_groups(model, 0.0, 1e-3), device, max_grad_norm=1e9)
+    engine = make_engine(config, model, decay_groups(model, SftConfig(lr=1e-3)), device, max_grad_norm=1e9)
     objective = reward.make_objective(config, engine)
     metrics = []
     for step in range(STEPS):
