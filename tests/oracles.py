@@ -49,7 +49,17 @@ def pairs_of(ranks):
     return [(i, j) for i in present for j in present if ranks[i] < ranks[j]]
 
 
-def ranking_loss(scores, pairs, weights=None):
+def smoothed_loss(difference, eps):
+    """Mitchell 2023, eq. 3: -(1 - eps) log sigmoid(x) - eps log sigmoid(-x)."""
+    return (1 - eps) * np.logaddexp(0.0, -difference) + eps * np.logaddexp(0.0, difference)
+
+
+def ipo_loss(difference, tau):
+    """Azar et al. 2023, eq. 17: (h - 1 / (2 tau))^2."""
+    return (difference - 1 / (2 * tau)) ** 2
+
+
+def ranking_loss(scores, pairs, weights=None, of_pair=lambda x: np.logaddexp(0.0, -x)):
     """Ouyang et al. 2022, eq. 1, with one list of (winner, loser) a prompt: loss, accuracy and margin.
 
     weights: one list a prompt, beside its pairs; 1 unless given. The mean is over prompts that have a pair.
@@ -62,7 +72,7 @@ def ranking_loss(scores, pairs, weights=None):
         for k, (w, l) in enumerate(prompt_pairs):  # noqa: E741 (the paper's letters)
             weight = 1.0 if weights is None else weights[n][k]
             difference = np.float64(scores[n][w]) - np.float64(scores[n][l])
-            loss -= weight * -np.logaddexp(0.0, -difference)  # log sigmoid(x) = -log(exp(0) + exp(-x))
+            loss += weight * of_pair(difference)  # log sigmoid(x) = -log(exp(0) + exp(-x))
             norm += weight
             correct += weight * (1.0 if difference > 0 else 0.5 if difference == 0 else 0.0)
             margin += weight * difference
@@ -104,12 +114,12 @@ def token_rewards(scores, logp_old, logp_ref, mask, kl_coef):
     return out
 
 
-def policy_loss(logp, logp_old, advantages, mask, clip_range):
-    """Schulman et al. 2017, eq. 7: minus the mean of min(rho A, clip(rho) A), and the statistics."""
+def policy_loss(logp, logp_old, advantages, mask, clip_range, high=None):
+    """Schulman et al. 2017, eq. 7: minus the mean of min(rho A, clip(rho) A), and the statistics. high: eps_high of DAPO."""
     objective, approxkl, clipped, ratios = 0.0, 0.0, 0, []
     for new, old, A in zip(kept(logp, mask), kept(logp_old, mask), kept(advantages, mask), strict=True):
         rho = np.exp(new - old)
-        rho_clipped = min(max(rho, 1 - clip_range), 1 + clip_range)
+        rho_clipped = min(max(rho, 1 - clip_range), 1 + (clip_range if high is None else high))
         objective += min(rho * A, rho_clipped * A)
         clipped += rho_clipped * A < rho * A
         approxkl += 0.5 * (new - old) ** 2

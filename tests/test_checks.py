@@ -212,6 +212,6 @@ def test_what_a_classifier_cannot_have_is_refused_beside_its_name(group):
 
 def test_the_scale_of_adapters_needs_adapters():
     assert problems(lora__alpha=32) == [
-        "lora.alpha=32: scales adapters, and lora.rank=0 has none: set lora.rank, or leave lora.alpha at 16"
+        "lora.alpha=32: is for adapters, and lora.rank=0 has none: set lora.rank, or leave lora.alpha at 16"
     ]
     check_config(with_settings(lora__alpha=32, lora__rank=4), "ppo")

@@ -18,7 +18,7 @@ Row = tuple[object, str]
 # Settings of `reward` that a classifier, which has a head of its own, cannot use.
 FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers", "lm_coef")
 TRAINED = ("pretrain", "sft", "reward", "judge", "ppo", "dpo", "classify")  # groups with a schedule
-LORA_ALPHA = settings_in(LoraConfig)["alpha"].default
+OF_ADAPTERS = {key: settings_in(LoraConfig)[key].default for key in ("alpha", "target_modules", "dropout")}
 
 
 def check_config(config: Config | ImportConfig, command: str) -> None:
@@ -92,14 +92,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         ]  # fmt: skip
     if context is not None:
         yield batch_relation(config, context, f"model.context_length={context}")
-    for key in (f"{name}.{key}" for name in TRAINED for key in ("final_lr_fraction", "decay_fraction")):
-        schedule, stated = get(config, f"{key.partition('.')[0]}.schedule"), settings_in(Config).get(key)
-        if schedule not in FALLING and stated is not None:
-            yield (
-                get(config, key) not in (stated.default, 1.0),
-                f"{key}={get(config, key)}: schedule={schedule} does not fall to it: leave it at {stated.default}, or want "
-                f"{key.partition('.')[0]}.schedule={' or '.join(FALLING)}",
-            )
+    yield from _training_relations(config)
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):
@@ -115,6 +108,30 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
     if isinstance(config, PlanConfig) and context is not None:  # else the plan reads the model's own configuration
         longest = min(context, data.max_tokens)
         yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
+
+
+def _training_relations(config: Config) -> Iterator[Row]:
+    for name in TRAINED:
+        settings, known = getattr(config, name), settings_in(type(getattr(config, name)))
+        for key in ("final_lr_fraction", "decay_fraction"):
+            value, default = getattr(settings, key, None), known[key].default if key in known else None
+            yield (
+                settings.schedule not in FALLING and value not in (default, 1.0),
+                (
+                    f"{name}.{key}={value}: schedule={settings.schedule} does not fall to it: leave it at {default}, or want "
+                    f"{name}.schedule={' or '.join(FALLING)}"
+                ),
+            )
+        patience = getattr(settings, "patience", None)
+        yield (
+            patience and not settings.eval_every,
+            f"{name}.patience={patience}: counts evaluations: set {name}.eval_every",
+        )
+    smoothing = config.dpo.label_smoothing
+    yield (
+        config.dpo.loss == "ipo" and smoothing,
+        f"dpo.label_smoothing={smoothing}: dpo.loss=ipo has none: want 0, or sigmoid",
+    )
 
 
 def _ppo_relations(config: Config, command: str) -> list[Row]:
@@ -136,6 +153,10 @@ def _ppo_relations(config: Config, command: str) -> list[Row]:
          "rewards: leave it out"),
         (not ppo.has_critic and (ppo.shared_critic or warmup), f"ppo.advantages={ppo.advantages}: has no critic: want "
          "ppo.shared_critic=false and ppo.critic_warmup_updates=0"),
+        (ppo.clip_range is None and ppo.clip_range_high, f"ppo.clip_range_high={ppo.clip_range_high}: ppo.clip_range=null clips "
+         "nothing: set it too, or leave this out"),
+        (ppo.drop_tied_groups and not compares, f"ppo.drop_tied_groups=true: ppo.advantages={ppo.advantages} compares no "
+         "responses to one prompt: want rloo or grpo"),
         (weights is not None and len(weights) != (len(listed(ppo.rewards)) or 1), f"ppo.reward_weights={ppo.reward_weights}: "
          "want one number for each of ppo.rewards"),
         (kl.target is not None and kl.coef == 0, "kl.coef=0: with kl.target it would stay 0: want more than 0, or "
@@ -156,8 +177,10 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
     return [
         (whole, f"lora.rank={lora.rank}: reward.model={reward.model} trains all its weights: run `rlhf reward` without "
          "lora.rank, and the other stages with it"),
-        (not lora.rank and lora.alpha != LORA_ALPHA, f"lora.alpha={lora.alpha}: scales adapters, and lora.rank=0 has none: set "
-         f"lora.rank, or leave lora.alpha at {LORA_ALPHA}"),
+        *((not lora.rank and getattr(lora, key) != default, f"lora.{key}={getattr(lora, key)}: is for adapters, and lora.rank=0 "
+           f"has none: set lora.rank, or leave lora.{key} at {json.dumps(default)}") for key, default in OF_ADAPTERS.items()),
+        (isinstance(config, PlanConfig) and lora.target_modules, f"lora.target_modules={lora.target_modules}: the plan counts "
+         "adapters on every linear layer: leave it out"),
         (shares and not lora.rank, "lora.share_trunk=true: the models differ only in their adapters: set lora.rank"),
         (shares and config.ppo.critic == "random", "lora.share_trunk=true: ppo.critic=random has another trunk: want "
          "ppo.critic=reward or sft"),

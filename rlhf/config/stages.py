@@ -86,7 +86,17 @@ class PretrainConfig(OptimizerConfig):
 
 
 @dataclass(slots=True)
-class SftConfig(WarmupConfig):
+class EvaluatedConfig(WarmupConfig):
+    """The same with evaluations during training."""
+
+    eval_every: int = setting(0, "steps between held-out losses; 0: after training only", min=0)
+    patience: int | None = setting(
+        None, "evaluations in a row without a better loss that end training; the best weights are kept", min=1
+    )
+
+
+@dataclass(slots=True)
+class SftConfig(EvaluatedConfig):
     """Supervised fine-tuning on demonstrations (Ouyang et al. 2022, appendix C.1)."""
 
     epochs: int = setting(16, "passes over the demonstrations; 0: the base model as it is", min=0)
@@ -101,7 +111,7 @@ class SftConfig(WarmupConfig):
 
 
 @dataclass(slots=True)
-class RewardConfig(WarmupConfig):
+class RewardConfig(EvaluatedConfig):
     """The reward model (Ouyang et al. 2022, section 3.5 and appendix C.2)."""
 
     epochs: int = setting(1, "passes over the comparisons; 0: none, with fit_head", min=0)
@@ -151,6 +161,7 @@ class PpoConfig(WarmupConfig):
         choices=("all", "ranked", "unranked"),
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
+    clip_range_high: float | None = setting(None, "ratios are clipped to 1 + this above; none: to 1 + eps", above=0)
     value_clip_range: float | None = setting(
         0.2, "eps_v: values are clipped to the old value ± eps_v; none: not clipped", above=0
     )
@@ -171,6 +182,9 @@ class PpoConfig(WarmupConfig):
         "gae", "estimator; only gae has a critic", choices=("gae", "reinforce", "rloo", "grpo"), kind="function"
     )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
+    drop_tied_groups: bool = setting(
+        False, "prompts whose responses all have one score train nothing and count in no mean (rloo and grpo)"
+    )
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
@@ -243,6 +257,10 @@ class LoraConfig:
 
     rank: int = setting(0, "rank of the adapters; 0: train all weights", min=0)
     alpha: int = setting(16, "the adapters' output is scaled by alpha / rank", min=1)
+    target_modules: Any = setting(
+        None, "names, or their ends, of the linear layers with adapters; none: all of the trunk", kind="names"
+    )
+    dropout: float = setting(0.0, "dropout on the adapters' input in SFT, reward model and DPO", min=0, below=1)
     share_trunk: bool = setting(False, "PPO's models share the SFT model's weights; the reward model needs lora.rank")
 
 
@@ -327,6 +345,10 @@ class DpoConfig(WarmupConfig):
     """Direct preference optimisation (Rafailov et al. 2023, appendix B)."""
 
     beta: float = setting(0.1, "strength of the pull towards the SFT model", above=0)
+    loss: str = setting(
+        "sigmoid", "of a pair; ipo: the log-ratios per token are drawn 1 / (2 beta) apart", choices=("sigmoid", "ipo")
+    )
+    label_smoothing: float = setting(0.0, "share of the judgements that are taken as wrong", min=0, below=0.5)
     epochs: int = setting(1, "passes over the comparisons", min=1)
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_prompts: int = setting(16, "prompts per forward on one device", min=1, changes=ROUNDING)

@@ -107,11 +107,14 @@ def policy_loss(
     mask: Tensor,
     clip_range: float,
     denominator: float | Tensor | None = None,
+    clip_range_high: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate objective, negated.
 
     rho = exp(logp - logp_old)
-    loss = sum max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)) / denominator        sum where mask
+    loss = sum max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range_high)) / denominator        sum where mask
+
+    clip_range_high: clip_range unless given; a larger one lets unlikely tokens gain more.
 
     denominator: the response tokens of the GLOBAL minibatch; those of this call unless given. All tensors of
     one shape, usually (B, T); logp, logp_old in nats; mask bool. Gradients flow only into logp. With clip_range
@@ -125,19 +128,21 @@ def policy_loss(
     Raises ValueError: wrong shapes or types, clip_range not positive, no token and no denominator,
     denominator <= 0.
 
-    Source: Schulman et al. 2017, eq. 7.
+    Source: Schulman et al. 2017, eq. 7; clip_range_high: Yu et al. 2025 (DAPO), section 3.1.
     Differs: the mean is over tokens rather than time steps of an actor, and its count can span micro-batches
     and ranks.
     """
     _check_tokens("policy_loss", mask, logp=logp, logp_old=logp_old, advantages=advantages)
-    _check_clip("policy_loss", clip_range)
+    high = clip_range if clip_range_high is None else clip_range_high
+    for limit in (clip_range, high):
+        _check_clip("policy_loss", limit)
     N = resolve_denominator("policy_loss", mask.sum(), denominator, "True in mask")
     # Masked before exp: the infinity of a pad's ratio would turn a zero gradient into NaN.
     log_ratio = torch.where(mask, upcast(logp) - upcast(logp_old).detach(), 0.0)
     ratio = log_ratio.exp()
     A = torch.where(mask, upcast(advantages).detach(), 0.0)
     unclipped = -A * ratio
-    clipped = -A * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    clipped = -A * ratio.clamp(1.0 - clip_range, 1.0 + high)
     loss = masked_mean(torch.maximum(unclipped, clipped), mask, N)
     with torch.no_grad():
         statistics = {

@@ -73,12 +73,21 @@ def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[f
 
 
 def ranking_loss(
-    scores: Tensor, pair_weights: Tensor, denominator: float | Tensor | None = None
+    scores: Tensor,
+    pair_weights: Tensor,
+    denominator: float | Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    target: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the labelers' comparisons, one prompt with all its pairs being one element.
 
-    loss_n = sum_ij w_nij * -log sigmoid(scores_ni - scores_nj) / sum_ij w_nij
+    m_ij   = scores_ni - scores_nj
+    loss_n = sum_ij w_nij * -log sigmoid(m_ij) / sum_ij w_nij
     loss   = sum_n loss_n / denominator        denominator: the prompts that have a pair, unless given
+
+    label_smoothing eps, the share of judgements that are taken as wrong: -(1 - eps) log sigmoid(m_ij) - eps log sigmoid(-m_ij).
+    target: (m_ij - target)^2 in place of the logarithm.
 
     For one labeler sum_ij w_nij = |P|, the number of strictly ordered pairs. A prompt without a pair adds
     nothing and is not counted. With the global number of prompts that have a pair as `denominator`, the
@@ -93,7 +102,8 @@ def ranking_loss(
     Raises ValueError: wrong shapes or types, a bad weight, no pair and no denominator, denominator not
     positive.
 
-    Source: Ouyang et al. 2022, eq. 1.
+    Source: Ouyang et al. 2022, eq. 1; label_smoothing: Mitchell 2023 ("A note on DPO with noisy preferences"), eq. 3; target:
+    Azar et al. 2023 (IPO), eq. 17.
     Differs: divides by the prompt's own number of pairs instead of C(K, 2), so that ties, K that varies, and
     several labelers (whose weights add) leave each prompt with weight 1.
     """
@@ -104,7 +114,9 @@ def ranking_loss(
     margins = torch.where(weights > 0, margins, 0.0)
     prompt_weights = weights.sum((1, 2))  # (N,)
     has_pair = prompt_weights > 0
-    prompt_losses = (weights * F.softplus(-margins)).sum((1, 2)) / torch.where(has_pair, prompt_weights, 1.0)
+    # -log sigmoid(-m) = m - log sigmoid(m)
+    pair_losses = F.softplus(-margins) + label_smoothing * margins if target is None else (margins - target) ** 2
+    prompt_losses = (weights * pair_losses).sum((1, 2)) / torch.where(has_pair, prompt_weights, 1.0)
     loss_sum = prompt_losses.sum()
     divisor = resolve_denominator("ranking_loss", has_pair.sum(), denominator, "prompt with an ordered pair")
     loss = loss_sum / divisor

@@ -117,7 +117,7 @@ def load_models(
     )
     if folder != reference_folder:
         check_tokenizer(reference_folder.parent, tokenizer)
-    policy = turn_off_dropout(load_policy(folder, dropout=0.0))
+    policy = load_policy(folder, dropout=0.0)
     shared_trunk = policy if config.lora.share_trunk else None
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
     sources = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
@@ -210,6 +210,7 @@ def turn_off_dropout(model: nn.Module) -> nn.Module:
 def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:
     """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
+    turn_off_dropout(model)
     checkpoint_activations(config, *(part for part in model.parts().values() if not isinstance(part, ScalarHead)))
     rates = {"policy": settings.lr, "critic": settings.critic_lr}
     groups = [

@@ -53,7 +53,10 @@ def optimize(
     factors = {name: rate_factor(settings, update, first) for name, first in firsts.items()}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     state.engine.module.train(state.engine.recomputes)
-    row_of = {episode: row for row, episode in enumerate(episodes)}
+    dropped = tied_rows(settings, experience.scores) if settings.drop_tied_groups else []
+    row_of = {episode: row for row, episode in enumerate(episodes) if row not in dropped}
+    if settings.drop_tied_groups:
+        sums.add("rollout/dropped", len(dropped), len(episodes))
     size = settings.episodes_per_update // settings.minibatches
     for epoch in range(settings.epochs):
         order = shuffled_prompts(settings, random.Random(f"minibatch-{config.seed}-{update}-{epoch}"))
@@ -69,6 +72,12 @@ def optimize(
     sums.add("optim/lr", settings.lr * factors.get("policy", 0.0))
     if "critic" in factors:
         sums.add("optim/critic_lr", settings.critic_lr * factors["critic"])
+
+
+def tied_rows(config: PpoConfig, scores: Tensor) -> set[int]:
+    """The rows whose prompt's responses all have one score. Source: Yu et al. 2025 (DAPO), section 3.2, without sampling others."""
+    low, high = scores.view(-1, config.responses_per_prompt).aminmax(dim=1)
+    return {*(low == high).repeat_interleave(config.responses_per_prompt).nonzero().flatten().tolist()}
 
 
 def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
@@ -102,7 +111,7 @@ def train_minibatch(
     """Gradients of one minibatch. chosen: this rank's rows of it. check: whether it is the policy's first."""
     engine, rollout = state.engine, experience.rollout
     model = engine.module
-    tokens = int(engine.ranks.sum(rollout.response_mask[chosen].sum()))  # N
+    tokens = max(1, int(engine.ranks.sum(rollout.response_mask[chosen].sum())))  # N
     alike = by_length(rollout.lengths[chosen].tolist(), config.ppo.micro_batch_episodes, engine.most_tokens)
     groups = [[chosen[i] for i in group] for group in alike]
     # Critic and policy one after the other, so that memory holds the activations of one; together if they share a trunk that
@@ -112,7 +121,7 @@ def train_minibatch(
     else:
         passes = [{"with_policy": False}, {"with_values": False}]
     checked: list[Checked] | None = [] if check else None
-    for number in range(int(engine.ranks.max(len(groups)))):
+    for number in range(max(1, int(engine.ranks.max(len(groups))))):
         # a rank with fewer micro-batches adds ones whose tokens do not count
         part = experience.rows(groups[number]) if number < len(groups) else experience.rows([0]).without_tokens()
         for parts in passes:
@@ -120,7 +129,8 @@ def train_minibatch(
             engine.backward(loss, part.rollout._asdict())
     if checked is not None:
         found = [part for of_rank in gather(checked) for part in of_rank]
-        check_first_minibatch(found, model.policy.config.vocab_size, engine.bfloat16)
+        if found:
+            check_first_minibatch(found, model.policy.config.vocab_size, engine.bfloat16)
 
 
 def micro_batch_loss(
@@ -158,7 +168,7 @@ def micro_batch_loss(
     if logp is not None:
         clip_range = settings.clip_range or math.inf
         surrogate, statistics = policy_loss(
-            logp, rollout.logp_old, part.advantages, mask, clip_range=clip_range, denominator=tokens
+            logp, rollout.logp_old, part.advantages, mask, clip_range, tokens, settings.clip_range_high
         )
         loss = loss + surrogate
         if settings.entropy_coef:

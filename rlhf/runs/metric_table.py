@@ -94,6 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("val/explained_var", "", _RESPONSE, "explained", "1 - var(returns - values) / var(returns)"),
     # PPO: the rollouts
     Metric("rollout/eos_fraction", _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
+    Metric("rollout/dropped", _SHARE, _SEQUENCES, "mean", "responses of ppo.drop_tied_groups, which train nothing"),
     Metric("rollout/response_len", "tokens", _SEQUENCES, "mean", "response tokens, end of turn included"),
     Metric("rollout/tokens_per_s", "tokens per second", _RESPONSE, "last", "global tokens over seconds"),
     Metric("rollout/mismatch", _NATS_TOKEN, _RESPONSE, "mean", "mean of |logp_old - logp_sampled|: trainer against sampler"),

@@ -3,9 +3,15 @@
     loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l)
     r(y) = beta (log pi(y|x) - log pi_sft(y|x))        sums over the response's tokens, its end token included
 
-which is the reward model's loss with the policy's own log-ratio as the score. The log-probs are PPO's: a prompt is read once for
+which is the reward model's loss with the policy's own log-ratio as the score; or with dpo.loss=ipo, r(y) per token of the response,
+
+    loss = mean over prompts of 1/|P| sum over (w, l) in P of (r_w - r_l - 1 / (2 beta))^2
+    r(y) = (log pi(y|x) - log pi_sft(y|x)) / |y|
+
+The log-probs are PPO's: a prompt is read once for
 its answers, and only their tokens are unembedded. A baseline for PPO.
-Source: Rafailov et al. 2023, equation 7 and appendix B.
+Source: Rafailov et al. 2023, equation 7 and appendix B; Azar et al. 2023 (IPO), equation 17, with the mean over tokens that its
+authors used.
 Differs: all K answers of a prompt are one batch element with one forward per answer, and each prompt's pairs weigh 1 together,
 as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
@@ -20,6 +26,7 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
+from rlhf.config.stages import DpoConfig
 from rlhf.data.encoding import Item, row_limit, token_encoder
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.scoring import by_item, item_length, pad_weights, scoring_batches
@@ -101,12 +108,22 @@ def collate(items: Sequence[Item], pad: int) -> dict[str, Tensor]:
     }
 
 
-def score(engine: Engine, reference: Any, items: Sequence[Item], batch: dict[str, Tensor], beta: float) -> Tensor:
-    """r (N, K) = beta (log pi - log pi_sft) of each answer, 0 if a prompt has fewer."""
+def score(
+    settings: DpoConfig, engine: Engine, reference: Any, items: Sequence[Item], batch: dict[str, Tensor]
+) -> Tensor:
+    """r (N, K) of each answer, 0 if a prompt has fewer."""
     logp = engine(**batch).sum(1)  # (R,)
     with torch.no_grad(), engine.autocast():
         logp_ref = reference(**batch).sum(1)
-    return by_item(list(items), beta * (logp - logp_ref))
+    factor = settings.beta if settings.loss == "sigmoid" else 1 / batch["mask"].sum(1)
+    return by_item(list(items), factor * (logp - logp_ref))
+
+
+def loss_settings(settings: DpoConfig) -> dict[str, float]:
+    """The arguments of `ranking_loss` for dpo.loss."""
+    if settings.loss == "ipo":
+        return {"target": 1 / (2 * settings.beta)}
+    return {"label_smoothing": settings.label_smoothing}
 
 
 def make_objective(config: Config, engine: Engine, reference: Any, pad: int) -> Objective[Item]:
@@ -115,8 +132,9 @@ def make_objective(config: Config, engine: Engine, reference: Any, pad: int) -> 
 
     def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         batch = put(collate(part, pad), engine.device)
-        scores = score(engine, reference, part, batch, settings.beta)
-        loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count)
+        scores = score(settings, engine, reference, part, batch)
+        weights = pad_weights(part, engine.device)
+        loss, figures = ranking_loss(scores, weights, denominator=count, **loss_settings(settings))
         add_ranking_figures(sums, "dpo", figures)
         return loss, batch | {"scores": scores}
 
@@ -129,7 +147,8 @@ def held_out_figures(engine: Engine, reference: Any, items: list[Item], settings
     engine.eval()
     sums = Sums()
     for part in scoring_batches(engine, items, ANSWERS * settings.micro_batch_prompts):
-        scores = score(engine, reference, part, put(collate(part, pad), engine.device), settings.beta)
-        _, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=1)
+        scores = score(settings, engine, reference, part, put(collate(part, pad), engine.device))
+        weights = pad_weights(part, engine.device)
+        _, figures = ranking_loss(scores, weights, denominator=1, **loss_settings(settings))
         add_ranking_figures(sums, "dpo", figures)
     return {name.removeprefix("dpo/"): value for name, value in sums.reduce().items()}

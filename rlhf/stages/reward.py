@@ -106,7 +106,13 @@ def train_reward_model(config: Config, name: str) -> None:
         steps = epochs * batches.per_epoch
         with open_loop(stage, engine, steps) as loop:
             objective = make_objective(config, engine)
-            train(loop, batches, objective, make_schedule(settings, steps), averages=False)
+
+            def evaluate() -> dict[str, float]:
+                with inference(config, device):
+                    return evaluate_items(engine, items["dev"], device)
+
+            looks = {"evaluate": evaluate if items["dev"] else None, "settings": settings}
+            train(loop, batches, objective, make_schedule(settings, steps), averages=False, **looks)
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
             write_model(model, tokenizer, stage)
@@ -114,7 +120,7 @@ def train_reward_model(config: Config, name: str) -> None:
             # 4. Held-out figures
             with inference(config, device):
                 summary = held_out_figures(loop, engine, items["dev"])
-            loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=steps)
+            loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=loop.total)
         zero = "demonstrations average 0" if demonstrations else "no demonstrations: SFT samples average 0"
         stage.say(f"calibrated: {zero} (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})")
 

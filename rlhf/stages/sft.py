@@ -83,14 +83,18 @@ def run(config: Config) -> None:
 
         # 2. Train: all weights, or with lora.rank low-rank adapters on them
         add_adapters(model, config, base, device)
-        with fine_tuned(stage, model, tokenizer, rows["train"], config.sft.epochs, device) as loop:
+
+        def evaluate() -> dict[str, float]:
+            with inference(config, device):
+                return {"loss": response_loss(model, rows["dev"], tokenizer.pad_token_id)}
+
+        held_out = evaluate if rows["dev"] else None
+        with fine_tuned(stage, model, tokenizer, rows["train"], config.sft.epochs, device, held_out) as loop:
             save_output(model, tokenizer, stage)
 
             # 3. Held-out loss
-            summary = {}
-            if rows["dev"]:
-                with inference(config, device):
-                    summary["loss"] = response_loss(model, rows["dev"], tokenizer.pad_token_id)
+            summary = evaluate() if rows["dev"] else {}
+            if summary:
                 loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
                 stage.say(f"held-out loss {summary['loss']:.3f} nats per response token")
         stage.finish(summary)
@@ -191,9 +195,18 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
 
 @contextlib.contextmanager
 def fine_tuned(
-    stage: Stage, model: Any, tokenizer: Any, rows: list[TokenRow], epochs: int, device: torch.device
+    stage: Stage,
+    model: Any,
+    tokenizer: Any,
+    rows: list[TokenRow],
+    epochs: int,
+    device: torch.device,
+    evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> Iterator[TrainingLoop]:
-    """Train on demonstrations and pretraining text; within the context the model is trained and its loop still open."""
+    """Train on demonstrations and pretraining text; within the context the model is trained and its loop still open.
+
+    evaluate: as of `train`; only SFT has held-out demonstrations, so that other stages do not look at sft.eval_every.
+    """
     settings = stage.config.sft
     context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
@@ -204,9 +217,10 @@ def fine_tuned(
     checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
+    looks = settings if stage.name == "sft" else None
     with open_loop(stage, engine, steps) as loop:
         objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
-        train(loop, batches, objective, make_schedule(settings, steps))
+        train(loop, batches, objective, make_schedule(settings, steps), evaluate=evaluate, settings=looks)
         yield loop
 
 

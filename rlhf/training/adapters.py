@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
+from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.model.linear import adapted_layers, merged
 from rlhf.runs.stage import Stage
@@ -31,7 +32,7 @@ PREFIX = "base_model.model."  # prefix of each name in PEFT's file
 
 
 def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -> None:
-    """Put adapters on every linear layer of a model's trunk and freeze the rest, except heads (a scalar head, for example).
+    """Put adapters on every linear layer of a model's trunk, or on lora.target_modules, and freeze the rest except heads.
 
     The unembedding counts as trunk: it is frozen and has no adapter. Adapters that the model already has are kept and frozen.
     With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file names.
@@ -49,8 +50,8 @@ def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -
     settings = peft.LoraConfig(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
-        lora_dropout=0.0,
-        target_modules=linear_layers(model),
+        lora_dropout=config.lora.dropout,
+        target_modules=chosen_layers(model, config),
         # GPT-2's layer, whose weight is (in, out)
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         base_model_name_or_path=str(base),
@@ -94,6 +95,20 @@ def linear_layers(model: Any) -> list[str]:
         and ".base_layer" not in name
         and ".lora_" not in name
     ]
+
+
+def chosen_layers(model: Any, config: Config) -> list[str]:
+    """The linear layers of lora.target_modules. Raises: UserError for a name that fits none."""
+    layers, chosen = linear_layers(model), []
+    for wanted in listed(config.lora.target_modules):
+        fitting = [name for name in layers if f".{name}".endswith(f".{wanted}")]
+        chosen += fitting
+        if not fitting:
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+            raise UserError(
+                f"lora.target_modules: {wanted}: no linear layer has this name: want some of {ends}, or null"
+            )
+    return chosen or layers
 
 
 def heads_of(model: Any) -> dict[str, nn.Parameter]:
@@ -147,6 +162,7 @@ def load_adapters(model: Any, folder: Path, name: str) -> None:
     """Put the adapters and heads of a folder that `save_adapters` wrote on a model, frozen, under an adapter name."""
     settings = import_peft().LoraConfig.from_pretrained(str(folder))
     settings.modules_to_save = None  # heads are read below, into the model's own
+    settings.lora_dropout = 0.0
     with torch.random.fork_rng():  # the random state afterwards is as if the whole model had been read
         inject(model, settings, name)
     weights = {key.removeprefix(PREFIX): t for key, t in load_file(str(folder / WEIGHTS)).items()}

@@ -11,6 +11,8 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
+from rlhf.config.stages import EvaluatedConfig
+from rlhf.errors import UserError
 from rlhf.model.batching import WORTH, by_length
 from rlhf.ops.fast import return_freed_memory
 from rlhf.runs.metric_table import Sums
@@ -190,12 +192,22 @@ def train(
     *,
     averages: bool = True,
     largest: T | None = None,
+    evaluate: Callable[[], dict[str, float]] | None = None,
+    settings: EvaluatedConfig | None = None,
 ) -> None:
     """One optimizer step per batch, from the newest checkpoint to the loop's last step.
 
     factor: on the learning rates, by the number of steps taken. averages: whether a line of metrics is over the steps since the
     last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
+    evaluate: the held-out figures, the loss among them, by which `settings` look and end training; then the module has the best weights.
+
+    Raises: UserError if there is nothing to evaluate on.
     """
+    looks = settings is not None and settings.eval_every
+    if looks and evaluate is None:
+        name = loop.stage.name
+        raise UserError(f"{name}.eval_every={looks}: nothing is held out: raise data.dev, or leave it out")
+
     longest = max(map(objective.tokens, items := batches.items if largest is None else [largest]))
     together = min(batches.size, objective.micro_batch_rows)
     set_budget(loop.stage, loop.engine, longest, together, lambda most: measure(loop.engine, objective, items, most))
@@ -213,6 +225,14 @@ def train(
             logged = {name.rpartition("/")[2]: x for name, x in loop.log(step, episodes=batches.seen(step)).items()}
             shown = {name: logged[name] for name in ("loss", "accuracy") if name in logged}
         loop.bar.update(1, **shown)
+        last = step == loop.total and settings is not None and settings.patience is not None
+        if settings and evaluate and looks and (step % looks == 0 or last):
+            figures = evaluate()
+            loop.tracker.log({f"eval/dev/{name}": value for name, value in figures.items()}, step=step)
+            if loop.is_enough(step, figures["loss"], settings.patience):
+                loop.total = loop.stage.steps = step
+                break
+    loop.restore_best()
     return_freed_memory()  # of activations: what follows needs blocks of other sizes
 
 

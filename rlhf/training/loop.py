@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from rlhf.training.usage import training_flops, usage_metrics
 class TrainingLoop:
     """The steps of one stage; the first `first` of `total` were taken before this process started.
 
-    tokens: seen so far, over all ranks. notes: what else the stage's loop keeps in its checkpoints, as JSON. figure: for
-    checkpoints.keep_best, higher is better.
+    tokens: seen so far, over all ranks. notes: what else the stage's loop keeps in its checkpoints, as JSON. figure: of a step, for
+    checkpoints.keep_best, higher is better. improved: whether a step has to have a checkpoint, since its held-out loss is the best.
     """
 
     def __init__(self, stage: Stage, engine: Engine, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
@@ -43,6 +44,7 @@ class TrainingLoop:
         self.first, self.saved, self.tokens = 0, 0, 0
         self.writing = 0.0  # seconds that the last checkpoint took
         self.figure: float | None = None
+        self.improved = False
         self.notes: dict[str, Any] = {}
         self.sums = Sums()  # of this rank, since the last line of metrics
         if resume is not None:
@@ -73,11 +75,15 @@ class TrainingLoop:
         self.bar.started = time.monotonic()  # what came before took no step
         with finish_step(self.stage.name):
             for step in range(self.first + 1, self.total + 1):
+                self.figure, self.improved = None, False
                 yield step
                 if self.threads is not None:
                     self.threads.look()
                 waited = time.monotonic() - self.saved_at
-                due = checkpoint_due(self.stage.config.checkpoints, step, waited, self.writing, first=self.saved == 0)
+                due = (
+                    checkpoint_due(self.stage.config.checkpoints, step, waited, self.writing, first=self.saved == 0)
+                    or self.improved
+                )
                 # rank 0's clock decides for all; a signal may have reached any rank
                 level = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
                 if level:
@@ -89,10 +95,33 @@ class TrainingLoop:
         """Write a checkpoint. Every rank has to call it."""
         started = time.monotonic()
         notes = self.notes | {"tokens": self.tokens, "sums": self.ranks.merge(self.sums).state()}
-        write_checkpoint(self.stage, step, self.engine.state(), notes, figure=self.figure)
+        keep = self.stage.config.checkpoints
+        keep = replace(keep, keep_best=max(keep.keep_best, int("best" in notes)))
+        write_checkpoint(self.stage, step, self.engine.state(), notes, keep=keep, figure=self.figure)
         self.stage.note_progress()
         self.saved, self.saved_at = step, time.monotonic()
         self.writing = self.saved_at - started
+
+    def is_enough(self, step: int, loss: float, patience: int | None) -> bool:
+        """Note a held-out loss; whether `patience` of them in a row were no better than the best."""
+        best = self.notes.get("best")
+        if patience is None:
+            return False
+        if best is None or loss < best["loss"]:
+            self.notes["best"] = {"step": step, "loss": loss, "since": 0}
+            self.figure, self.improved = -loss, True
+            return False
+        best["since"] += 1
+        return best["since"] >= patience
+
+    def restore_best(self) -> None:
+        """Give the module the weights of the step with the best held-out loss, if losses were noted. Every rank has to call it."""
+        best = self.notes.get("best")
+        if best is not None and best["step"] != self.total:
+            self.engine.restore(read_state(self.stage.checkpoints / f"step-{best['step']}")[0])
+            self.stage.say(
+                f"keeps step {best['step']} of {self.total}, whose held-out loss {best['loss']:.3f} is the best"
+            )
 
     def say_time(self, seconds: float, measured: str) -> None:
         """Print how long the steps take. seconds: of one of them, from what was `measured` here before the first."""

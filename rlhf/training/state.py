@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.model.linear import exact_weight
 from rlhf.runs.checkpoints import save_checkpoint
@@ -187,6 +188,7 @@ def write_checkpoint(
     state: State | None,
     notes: Mapping[str, Any],
     *,
+    keep: CheckpointConfig,
     figure: float | None = None,
 ) -> None:
     """checkpoints/step-N: the state, the loop's notes, every rank's random numbers. Every rank has to call it; rank 0, whose
@@ -202,7 +204,7 @@ def write_checkpoint(
         save_file(random, str(folder / "rng.safetensors"))
 
     if state is not None:
-        save_checkpoint(stage.checkpoints, step, write, stage.config.checkpoints, figure)
+        save_checkpoint(stage.checkpoints, step, write, keep, figure)
 
 
 def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:

@@ -135,6 +135,21 @@ def test_policy_loss_by_hand():
     assert half["ratio_max"].item() == pytest.approx(1.5)
 
 
+def test_a_higher_upper_limit_by_hand():
+    # clipped to 0.8 … 1.4; ratios 1.3, 1.5, 0.5 with advantages 1, 1, -1
+    #   -A rho        -1.3  -1.5  0.5
+    #   -A clip(rho)  -1.3  -1.4  0.8     the larger: -1.3 - 1.4 + 0.8 = -1.9, over 3 tokens; two are clipped
+    ratio, advantages = torch.tensor([[1.3, 1.5, 0.5]]), torch.tensor([[1.0, 1.0, -1.0]])
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    loss, statistics = policy_loss(ratio.log(), old, advantages, mask, clip_range=0.2, clip_range_high=0.4)
+    assert loss.item() == pytest.approx(-1.9 / 3, abs=1e-6) and statistics["clipfrac"].item() == pytest.approx(2 / 3)
+    # with one limit also the first: -1.2 - 1.2 + 0.8
+    loss, _ = policy_loss(ratio.log(), old, advantages, mask, clip_range=0.2)
+    assert loss.item() == pytest.approx(-1.6 / 3, abs=1e-6)
+    with pytest.raises(ValueError, match="clip_range is -1"):
+        policy_loss(ratio.log(), old, advantages, mask, clip_range=0.2, clip_range_high=-1)
+
+
 def test_value_loss_by_hand():
     # clip_range 0.2, V_old 0: V = 1, R = 2: (1 - 2)^2 = 1, clipped 0.2: (0.2 - 2)^2 = 3.24, larger
     #                          V = 1, R = 0: 1,              clipped 0.2: 0.04
@@ -151,11 +166,11 @@ def test_value_loss_by_hand():
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from([0.05, 0.2, 0.5]))
-def test_losses_agree_with_the_oracles(batch, clip_range):
+@given(batches(), st.sampled_from([0.05, 0.2, 0.5]), st.sampled_from([None, 0.1, 0.7]))
+def test_losses_agree_with_the_oracles(batch, clip_range, high):
     arrays = [x.numpy() for x in (batch.a, batch.b, batch.c, batch.mask)]
-    loss, statistics = policy_loss(batch.a, batch.b, batch.c, batch.mask, clip_range=clip_range)
-    expected, measured = oracles.policy_loss(*arrays, clip_range)
+    loss, statistics = policy_loss(batch.a, batch.b, batch.c, batch.mask, clip_range, clip_range_high=high)
+    expected, measured = oracles.policy_loss(*arrays, clip_range, high)
     assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for name, value in measured.items():
         assert statistics[name].item() == pytest.approx(value, rel=1e-4, abs=1e-5), name

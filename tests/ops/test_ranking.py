@@ -149,6 +149,36 @@ def test_gradient_reaches_every_compared_answer_and_no_absent_one():
     np.testing.assert_allclose(scores.grad.numpy(), [[g, 0, -g], [0, 0, 0]], atol=1e-6)
 
 
+def test_a_smoothed_loss_and_that_of_ipo_by_hand():
+    # margins 1, 1, 0 of prompt 0 and -1 of prompt 1; eps = 0.2: 0.8 softplus(-m) + 0.2 softplus(m)
+    scores = torch.tensor([[2.0, 1.0, 1.0], [0.0, -1.0, NAN]])
+    weights = pair_weights(torch.tensor([[0, 1, 2], [1, 0, -1]]))
+    loss, statistics = ranking_loss(scores, weights, label_smoothing=0.2)
+    one, back = 0.8 * softplus(-1) + 0.2 * softplus(1), 0.8 * softplus(1) + 0.2 * softplus(-1)
+    assert loss.item() == pytest.approx(((2 * one + softplus(0)) / 3 + back) / 2, abs=1e-6)
+    assert statistics["accuracy"].item() == 2.5 / 4, "as without"
+    # tau = 0.25: the target is 2, squares 1, 1, 4 and 9
+    loss, _ = ranking_loss(scores, weights, target=2.0)
+    assert loss.item() == pytest.approx((6 / 3 + 9) / 2, abs=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ranked(), st.floats(0, 0.49), st.floats(0.05, 3))
+def test_the_other_losses_agree_with_the_oracles(case, eps, tau):
+    scores, ranks = case
+    weights = pair_weights(ranks)
+    pairs = [[tuple(p) for p in one.nonzero().tolist()] for one in weights]
+    for given_, of_pair in (
+        ({"label_smoothing": eps}, lambda x: oracles.smoothed_loss(x, eps)),
+        ({"target": 1 / (2 * tau)}, lambda x: oracles.ipo_loss(x, tau)),
+    ):
+        expected, _, _ = oracles.ranking_loss(scores.numpy(), pairs, of_pair=of_pair)
+        assert ranking_loss(scores, weights, **given_)[0].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert torch.autograd.gradcheck(
+            lambda x, g=given_: ranking_loss(x, weights, **g)[0], scores.double().requires_grad_()
+        )
+
+
 def test_gradcheck():
     scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     weights = pair_weights(torch.tensor([[0, 1, 2, 3], [1, 1, 0, -1], [2, 0, 0, 1]]))

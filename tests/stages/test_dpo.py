@@ -103,8 +103,11 @@ def test_the_loss_is_that_of_every_ordered_pair_each_prompt_weighing_one(trained
     assert sums.reduce()["dpo/margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
 
 
-def test_on_single_pairs_the_loss_is_trls_own(trained, tmp_path):
-    """Of a prompt with two answers; TRL's trainer computes its reference from the model that it is given."""
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "smoothed"])
+def test_on_single_pairs_the_loss_is_trls_own(trained, tmp_path, kind):
+    """Of a prompt with two answers; TRL's trainer computes its reference from the model that it is given. A smoothed loss is
+    TRL's of the pair and of its reverse.
+    """
     import datasets
     from trl import DPOConfig, DPOTrainer
 
@@ -112,14 +115,21 @@ def test_on_single_pairs_the_loss_is_trls_own(trained, tmp_path):
     first = [len(row) - length for row, length in zip(item.rows, item.lengths, strict=True)]
     worse, better = ({"ids": row[start:], "prompt": row[:start]} for row, start in zip(item.rows, first, strict=True))
     row = {"prompt_ids": better["prompt"], "chosen_ids": better["ids"], "rejected_ids": worse["ids"]}
+    reverse = row | {"chosen_ids": worse["ids"], "rejected_ids": better["ids"]}
+    loss, eps = "ipo" if kind == "ipo" else "sigmoid", 0.2 if kind == "smoothed" else 0.0
+    trained.config.dpo.loss, trained.config.dpo.label_smoothing = loss, eps
     plain = {"report_to": "none", "use_cpu": True, "bf16": False, "max_length": None}
-    arguments = DPOConfig(output_dir=str(tmp_path), beta=BETA, **plain)
+    arguments = DPOConfig(output_dir=str(tmp_path), beta=BETA, loss_type=[loss], **plain)
     some = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     more = {"train_dataset": some, "processing_class": trained.tokenizer}
     trainer = DPOTrainer(trained.policy, trained.reference, arguments, **more)
     with torch.no_grad():
-        theirs = trainer.compute_loss(trained.policy, trainer.data_collator([row]))
-    assert trained.loss([item], 1) == pytest.approx(theirs.item(), abs=1e-5), "TRL unembeds the prompt too"
+        theirs, other = (
+            trainer.compute_loss(trained.policy, trainer.data_collator([one])).item() for one in (row, reverse)
+        )
+    assert abs(theirs - other) > 1e-3
+    wanted = (1 - eps) * theirs + eps * other
+    assert trained.loss([item], 1) == pytest.approx(wanted, abs=1e-5), "TRL unembeds the prompt too"
 
 
 def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float32_weights_do(gold_run):
@@ -133,7 +143,9 @@ def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float
     engine = make_engine(config, Reference(model), [{"params": list(model.parameters())}], CPU)
     batch = dpo.collate(items, tokenizer.pad_token_id)
     with torch.no_grad():
-        scores = [dpo.score(engine, each, items, batch, 0.1) for each in (reference, Reference(load_policy(folder)))]
+        scores = [
+            dpo.score(config.dpo, engine, each, items, batch) for each in (reference, Reference(load_policy(folder)))
+        ]
     assert torch.equal(*scores)
 
 

@@ -63,6 +63,44 @@ def test_linear_layers_of_the_trunk_have_learned_and_the_rest_is_the_base(adapte
     assert all(t.norm() > 0 for t in stored.values())
 
 
+def test_only_the_layers_asked_for_have_adapters(copy_until, capsys):
+    run = copy_until("sft")
+    run.stage("sft", *SHORT["sft"], "lora.target_modules=[qkv,layers.1.mlp.up]")
+    base, model = (
+        load_file(path / "model.safetensors") for path in (base_of(run, "sft"), run.folder / "sft" / "model")
+    )
+    changed = {name for name in model.keys() & base.keys() if not model[name].equal(base[name])}
+    wanted = {n for n in base if n.endswith("qkv.weight") or "layers.1.mlp.up.weight" in n}
+    assert changed == wanted and len(wanted) == 3
+    with pytest.raises(
+        UserError, match=r"lora.target_modules: q_proj: no linear layer has this name: want some of qkv, out,"
+    ):
+        run.stage("sft", *SHORT["sft"], "lora.target_modules=q_proj", "overwrite=true")
+
+
+def test_dropout_is_on_the_adapters_input_and_never_in_ppo(gold_run, copy_until):
+    """Between two forwards in training mode the outputs differ with it; PPO's policy and critic have none, nor do loaded adapters."""
+    for dropout, alike in ((0.0, True), (0.5, False)):
+        config = gold_run.config(*LORA, f"lora.dropout={dropout}")
+        model = gold_run.policy()
+        add_adapters(model, config, Path("base"), torch.device("cpu"))
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_()
+        model.train()
+        with torch.no_grad():
+            assert torch.equal(model(TOKENS).logits, model(TOKENS).logits) == alike
+    with open_trainer(copy_until("ppo"), *SMALL, *LORA, "lora.dropout=0.5") as trainer:
+        found = [m.p for m in trainer.engine.module.modules() if isinstance(m, torch.nn.Dropout)]
+        assert found and set(found) == {0.0}
+
+
+@pytest.mark.parametrize("setting", ["lora.dropout=0.1", "lora.target_modules=qkv"])
+def test_what_is_for_adapters_is_refused_without_them(setting):
+    with pytest.raises(UserError, match=rf"{setting}: is for adapters, and lora.rank=0 has none"):
+        check_config(compose_config([setting]), "sft")
+
+
 def test_peft_reads_the_adapters_of_sft(adapted):
     run = adapted["sft"]
     found = peft.PeftModel.from_pretrained(run.policy("pretrain"), str(run.folder / "sft" / "adapters"))

@@ -390,8 +390,44 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
     assert found.keys() == wanted.keys() and all(found[n].equal(wanted[n]) for n in wanted)
 
 
+def test_tied_groups_are_dropped(open_trainer):
+    """Of eight groups of four the first five are tied: the others train the policy as if they were alone."""
+    rloo = ["ppo.missing_eos_rule=none", "ppo.minibatches=1", "kl.penalty=loss", "kl.coef=0.5", *RLOO]
+
+    def scores(episodes):
+        return torch.tensor([float(i) * (i >= 20) for i in range(32)])
+
+    found = {}
+    for dropped in (False, True):
+        with open_trainer(*rloo, f"ppo.drop_tied_groups={str(dropped).lower()}") as trainer:
+            tokens = trainer.rollout().response_mask.sum(1)
+            found[dropped] = replace(trainer, reward=scores).update(1)
+    assert found[True]["rollout/dropped"] == 20 / 32 and "rollout/dropped" not in found[False]
+    # the losses are means over the tokens that count; tied groups have no part in the policy's
+    gradients = [found[dropped]["optim/policy_grad_norm"] for dropped in (True, False)]
+    factor = (tokens.sum() / tokens[20:].sum()).item()
+    assert gradients[0] == pytest.approx(gradients[1] * factor, rel=1e-4) and factor > 1.5
+    with open_trainer(*rloo, "ppo.drop_tied_groups=true") as trainer:
+        found = replace(trainer, reward=lambda episodes: torch.ones(32)).update(1)
+        assert found["rollout/dropped"] == 1.0 and found["optim/policy_grad_norm"] == 0.0
+
+
+def test_the_upper_limit_of_ratios_is_its_own(open_trainer):
+    """Beyond both limits no token with a positive advantage has a gradient; within the higher one it has."""
+    shares = {}
+    for high in ("null", "0.9"):
+        with open_trainer(
+            "ppo.clip_range=0.01", f"ppo.clip_range_high={high}", "ppo.lr=1e-3", "ppo.epochs=2"
+        ) as trainer:
+            shares[high] = trainer.update(1)["policy/clipfrac_avg"]
+    assert 0 < shares["0.9"] < 0.8 * shares["null"]
+
+
 def test_options_that_do_not_fit_are_refused():
     for settings, message in (
+        (["ppo.clip_range=null", "ppo.clip_range_high=0.3"], r"ppo.clip_range=null clips nothing: set it too"),
+        (["ppo.drop_tied_groups=true"], "ppo.advantages=gae compares no responses"),
+        (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.loss=ipo has none"),
         (["ppo.advantages=rloo"], "want ppo.responses_per_prompt of 2 or more"),
         ([*RLOO, "ppo.shared_critic=true"], "has no critic"),
         (["ppo.prompts=new"], "want one of all, ranked, unranked"),
