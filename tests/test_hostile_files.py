@@ -159,22 +159,6 @@ def test_a_record_of_wrong_types_is_one_line_in_every_command(tmp_path, capsys, 
     refused(lambda: rlhf.load(tmp_path / "runs" / "x"), f"stage.json: damaged .{name}")
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"../x": {"sha256": "0" * 64, "bytes": 1}},
-        {"a": {"sha256": "0" * 64, "bytes": -1}},
-        {"a": {"sha256": "x", "bytes": 1}},
-    ],
-)
-def test_an_imports_manifest_names_files_of_its_folder(tmp_path, files):
-    (tmp_path / "dataset.json").write_text(json.dumps({"rlhf_import": 2, "status": "complete", "files": files}))
-    (tmp_path / "ranking").mkdir()
-    (tmp_path / "ranking" / "train.jsonl").write_bytes(b"no record")
-    refused(lambda: load_all(str(tmp_path)), r"dataset.json: damaged \(files")
-
-
 def test_a_labels_file_may_nest_and_name_what_it_likes(tmp_path):
     row = {
         "kind": "ranking",

@@ -270,28 +270,19 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
 
 
 def _filled_rows(sheet: Any, stored: list[int]) -> Iterator[tuple[int, list[Any]]]:
-    """(number as the program shows it, cells); a cell merged over several rows appears in each of them.
+    """(number as the program shows it, cells). Spreadsheets have one kind of number: whole ones become int.
 
-    Empty rows after the last value are included if the file stores cells for them, such as formatted ones. Spreadsheets have
-    one kind of number: whole ones become int.
+    Empty rows after the last value are included if the file stores cells for them, such as formatted ones.
     """
-    left = (sheet.start or (0, 0))[1]
-    merges = sorted(sheet.merged_cell_ranges or [], reverse=True)
-    active: list[tuple[int, int, Any]] = []  # last row, column, value
     line = 0
     for line, values in enumerate(sheet.iter_rows(), start=1):
-        cells = [
-            int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-            for value in (None if value == "" else value for value in values)
-        ]
-        active = [one for one in active if one[0] >= line - 1]
-        for _, column, value in active:
-            cells[column] = value
-        while merges and merges[-1][0][0] <= line - 1:
-            (top, column), (bottom, _) = merges.pop()
-            if bottom > top == line - 1 and 0 <= column - left < len(cells):
-                active.append((bottom, column - left, cells[column - left]))
-        yield line, cells
+        yield (
+            line,
+            [
+                int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+                for value in (None if value == "" else value for value in values)
+            ],
+        )
     yield from ((after, []) for after in stored if after > line)
 
 

@@ -12,12 +12,8 @@ import pytest
 
 from rlhf.commands import import_data
 from rlhf.config.commands import ImportConfig
-from rlhf.data.corpus import iterate_documents
-from rlhf.data.encoding import encode_demonstrations, labels_of
 from rlhf.data.formats import FORMATS
-from rlhf.data.reading import load_comparisons, load_demonstrations
-from rlhf.data.tokenizer import train_tokenizer
-from rlhf.errors import UserError
+from rlhf.data.reading import load_comparisons
 
 
 class Expected(NamedTuple):
@@ -99,51 +95,3 @@ def test_qa_feedback_gives_rankings_pairs_and_ties(shared_data):
     in_rankings = sum(r.ranks()[i] == r.ranks()[j] for r in joined for i in range(4) for j in range(i))
     assert in_rankings + sum(len(r.metadata["ties"]) for r in unjoined) == 384
     assert sum(len(r.pair_list()) for r in rankings) == 3000 - 384
-
-
-def test_oasst_gives_a_ranking_for_each_set_of_ranked_siblings(shared_data):
-    path = shared_data / "comparisons/oasst-trees-100.jsonl"
-    expected: dict[str, dict[str, int]] = {}  # ranks of the ranked replies, by the message that they answer
-
-    def walk(message: dict[str, Any]) -> None:
-        ranks = {r["message_id"]: r["rank"] for r in message["replies"] if r.get("rank") is not None}
-        if ranks:
-            expected[message["message_id"]] = ranks
-        for reply in message["replies"]:
-            walk(reply)
-
-    for row in raw_rows(path):
-        walk(row["prompt"])
-    rankings, _ = load_comparisons(str(path))
-    assert len(rankings) == len(expected) == 212
-    for ranking in rankings:
-        ranks = expected[ranking.id]
-        assert ranking.ranking == [[name] for name in sorted(ranks, key=ranks.__getitem__)]  # ranks are 0, 1, 2, …
-        assert ranking.prompt[-1].role == "user"
-    # 57 sets of 2, 116 of 3, 28 of 4, 3 of 5, 6 of 6, 1 of 8, 1 of 9; one of the 28 has a fourth without a rank
-    assert sum(len(r.responses) for r in rankings) == 57 * 2 + 116 * 3 + 28 * 4 + 3 * 5 + 6 * 6 + 8 + 9
-    assert sum(rank < 0 for r in rankings for rank in r.ranks()) == 1
-
-
-def test_every_assistant_character_of_a_dialogue_is_learned(shared_data):
-    """1,000 turns of the assistant, whose last ones have 45% of the characters."""
-    path = shared_data / "demonstrations/sharegpt-500.json"
-    records, _ = load_demonstrations(str(path))
-    turns = [turn["value"] for row in raw_rows(path) for turn in row["conversations"] if turn["from"] == "gpt"]
-    tokenizer = train_tokenizer(turns, 500, context_length=512)
-    shares = {}
-    for which in ("last", "all"):
-        rows = encode_demonstrations(records, tokenizer, 2048, turns=which)
-        said = [[label for label in labels_of(row, -100) if label != -100] for row in rows]
-        shares[which] = sum(len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in said) / len("".join(turns))
-    assert len(turns) == 1000 and shares["all"] == 1.0 and shares["last"] == pytest.approx(0.4477, abs=1e-3), shares
-
-
-def test_latin1_text(shared_data):
-    path = shared_data / "text/little_women_latin1.txt"
-    raw = path.read_bytes()
-    offset = next(i for i, byte in enumerate(raw) if byte > 127)
-    with pytest.raises(UserError, match=f"byte 0x{raw[offset]:02x} at offset {offset} is not utf-8 text"):
-        list(iterate_documents(path))
-    [document] = iterate_documents(path, encoding="latin-1")
-    assert "Jo" in document and "\r" not in document and len(document) > 1_000_000

@@ -64,6 +64,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a.jsonl").write_text("{}")
     (folder / "b.jsonl").symlink_to(folder / "sub" / "a.jsonl")
+    (folder / "sub" / "loop").symlink_to(folder)
     (folder / "notes").symlink_to(tmp_path / "other" / "nothing there")
     assert names(str(folder)) == [str(folder / "b.jsonl"), str(folder / "sub" / "a.jsonl")]
     (tmp_path / "link").symlink_to(folder)

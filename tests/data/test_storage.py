@@ -121,34 +121,29 @@ def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):
     assert [r.id for r in load_all(str(folder.parent))[0]] == ["raw", "d", "r"]
 
 
-@pytest.mark.parametrize("harm", ["changed", "missing", "version", "torn", "no status"])
-def test_a_damaged_import_is_refused(folder, harm):
-    manifest = folder / "dataset.json"
+def test_a_damaged_import_is_refused(folder):
     data = folder / "demonstration" / "train.jsonl"
-    if harm == "changed":
-        data.write_bytes(data.read_bytes().replace(b"Hello", b"Jello"))
-        message = r"train.jsonl: changed since it was imported: run `rlhf import` again"
-    elif harm == "missing":
-        data.unlink()
-        message = "train.jsonl: missing from the import"
-    elif harm == "version":
-        manifest.write_text(manifest.read_text().replace('"rlhf_import": 2', '"rlhf_import": 1'))
-        message = "got version 1, want 2"
-    elif harm == "torn":
-        manifest.write_text(manifest.read_text()[:-20])
-        message = "dataset.json: damaged"
-    else:
-        manifest.write_text('{"rlhf_import": 2}')
-        message = "damaged .status: missing"
-    with pytest.raises(UserError, match=message) as caught:
+    data.write_bytes(data.read_bytes().replace(b"Hello", b"Jello"))
+    with pytest.raises(UserError, match=r"train.jsonl: changed since it was imported: run `rlhf import` again"):
         load_all(str(folder))
-    assert "\n" not in str(caught.value)
+    data.unlink()
+    with pytest.raises(UserError, match=r"train.jsonl: missing from the import"):
+        load_all(str(folder))
+    manifest = folder / "dataset.json"
+    manifest.write_text(manifest.read_text().replace('"rlhf_import": 2', '"rlhf_import": 1'))
+    with pytest.raises(UserError, match="got version 1, want 2"):
+        load_all(str(folder))
 
 
 @pytest.mark.parametrize(
     ("part", "message"),
     [
         ('"files": {"a": 3}', "files.a: got 3"),
+        ('"files": {}', "files"),
+        ('"files": {"../x": {"sha256": "' + "0" * 64 + '", "bytes": 1}}', "files"),
+        ('"files": {"a": {"sha256": "' + "0" * 64 + '", "bytes": -1}}', "files"),
+        ('"files": {"a": {"sha256": "x", "bytes": 1}}', "files"),
+        ('"files"', "Expecting"),
         ('"files": {"a": {"sha256": "' + "0" * 64 + '", "bytes": 1}}, "splits": 3', "splits: got 3"),
         ('"files": ' + '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
         ('"files": []', "files: got"),

@@ -13,7 +13,7 @@ import zstandard
 
 from rlhf.commands import sample
 from rlhf.config import Config
-from rlhf.data.reading import load_all, load_comparisons, load_demonstrations, load_prompts
+from rlhf.data.reading import load_all
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report
 from rlhf.ppo import experience as ppo_setup
@@ -102,13 +102,6 @@ def test_a_line_of_odd_white_space_is_no_blank_line(tmp_path, capsys):
     assert [entry["original"] for entry in entries] == ["\x0c", "\x1c", "\u00a0", "\u2028"]
 
 
-def test_the_rejects_of_an_array_say_which_row(tmp_path, capsys):
-    path = tmp_path / "labels.json"
-    path.write_text(json.dumps([DEMONSTRATION, {"kind": "x"}, PROMPT, {"kind": "y"}]))
-    _, out, _ = imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-    assert f"{path}:2: kind: got 'x'" in out and f"{path}:4: kind: got 'y'" in out
-
-
 def test_a_packed_file_cannot_fill_the_memory(tmp_path):
     """A quarter of a gigabyte of zeros in 10 kB, as one line: streamed past, and a reject."""
     packer = zstandard.ZstdCompressor(level=19).compressobj()
@@ -145,21 +138,6 @@ def test_a_name_that_is_no_utf8(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "report.json").read_text())["files"][0]["file"].endswith("caf\\xe9.jsonl")
 
 
-def test_a_folder_that_holds_itself_is_read_once(tmp_path, capsys):
-    folder = tmp_path / "in"
-    (folder / "deeper").mkdir(parents=True)
-    write(folder / "deeper" / "a.jsonl", [DEMONSTRATION])
-    (folder / "deeper" / "loop").symlink_to(folder)
-    code, out, _ = imported(capsys, f"path={folder}", f"out={tmp_path / 'out'}")
-    assert code == 0 and "rows: 1 input, 1 accepted, 0 duplicates" in out
-
-
-def test_a_pipe_is_no_file(tmp_path, capsys):
-    os.mkfifo(tmp_path / "labels.jsonl")
-    code, _, err = imported(capsys, f"path={tmp_path / 'labels.jsonl'}", f"out={tmp_path / 'out'}")
-    assert code == 2 and "not a regular file" in err
-
-
 def test_what_others_own_is_never_replaced(tmp_path, capsys):
     path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, "{"])
     mine = tmp_path / "out.partial"
@@ -189,20 +167,12 @@ def partial(tmp_path, capsys) -> Path:
 REFUSED = r"out\.partial: an import with more rejects than were allowed: .* data\.allow_partial=true"
 
 
-@pytest.mark.parametrize("load", [load_all, load_demonstrations, load_comparisons, load_prompts])
-def test_every_loader_refuses_a_partial_import_unless_allowed(partial, load):
-    with pytest.raises(UserError, match=REFUSED):
-        load(str(partial))
-    with pytest.raises(UserError, match=REFUSED):
-        load(str(partial.parent), "auto")  # found in a folder
-    assert len(load(str(partial), allow_partial=True)[0]) >= 40
-
-
 def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(partial):
     """What is refused is refused before a model or tokenizer is looked at, so that none is needed here."""
     config = Config()
     config.data.demonstrations = config.data.comparisons = config.data.prompts = str(partial)
     readers = {
+        "a folder above": lambda: load_all(str(partial.parent)),
         "pipeline: comparisons": lambda: read_comparisons(config),
         "pipeline: demonstrations": lambda: read_demonstrations(config),
         "pipeline: prompts": lambda: read_prompts(config),

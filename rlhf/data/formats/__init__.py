@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data.formats import argilla, dialogues, label_studio, preferences, scored
+from rlhf.data.formats import argilla, dialogues, label_studio, scored
 from rlhf.data.formats.shapes import BadRow, Format, Values, require_text
 from rlhf.data.formats.table import WANTS, propose_columns
 from rlhf.data.records import KINDS
@@ -37,8 +37,6 @@ _TABLE: dict[Any, dict[str, str]] = {
         "question_answer": "keys question and answer",
         "decoded": "keys instruction, text (a person's answer) and decoded (a model's)",
         "mt_bench": "key turns with a list of texts",
-    },
-    preferences: {
         "hh": "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score",
         "trl": "keys chosen and rejected, or prompt and completion (strings or messages); or prompt",
         "pairs": "a prompt (prompt, question or instruction) and chosen_response and rejected_response, "
@@ -108,17 +106,15 @@ def recognise(row: Values) -> str | None:
             return "ultrafeedback"
         case {"prompt": _, "answers": [{"answer": _, "rank": _}, *_]}:
             return "nectar"
-        case {"chosen": str(a), "rejected": str(b)} if "prompt" not in row and all(
-            map(preferences.is_dialogue, (a, b))
-        ):
+        case {"chosen": str(a), "rejected": str(b)} if "prompt" not in row and all(map(dialogues.is_dialogue, (a, b))):
             return "hh"
-        case {"text": [str(first), *_], "score": _} if preferences.is_dialogue(first):
+        case {"text": [str(first), *_], "score": _} if dialogues.is_dialogue(first):
             return "hh"
         case {"prompt": str(), "chosen": [str(), *_], "rejected": [str(), *_]}:
             return "choices"
-        case _ if row.keys() & {"label", "kto_tag"} and preferences.has_one_answer(row):
+        case _ if row.keys() & {"label", "kto_tag"} and dialogues.has_one_answer(row):
             return "kto"
-        case _ if preferences.pair_keys(row):
+        case _ if dialogues.pair_keys(row):
             return "pairs"
         case {"prompt": _, "completion": _} | {
             "chosen": str() | [{"role": _}, *_],
@@ -139,7 +135,7 @@ def recognise(row: Values) -> str | None:
             return "question_answer"  # a question about one of these columns would be incomplete without it
         case {"turns": [str(), *_]}:
             return "mt_bench"
-        case {"prompt": str() | [{"role": _}, *_]} if preferences.is_prompt_alone(row):
+        case {"prompt": str() | [{"role": _}, *_]} if dialogues.is_prompt_alone(row):
             return "trl"
     return None
 

@@ -1,22 +1,35 @@
-"""Demonstrations and prompts: alpaca, sharegpt, messages, self_instruct, question_answer, decoded and mt_bench."""
+"""Dialogues that demonstrate or ask (alpaca, sharegpt, messages, self_instruct, question_answer, decoded, mt_bench), and
+judgements of their last answers: hh, trl, pairs, choices (several chosen and several rejected answers) and kto.
+"""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any
 
 from rlhf.data.formats.shapes import (
+    RATINGS,
+    ROLES,
     BadRow,
     Turns,
     Values,
     chat_turns,
     id_and_rest,
+    is_chat,
     is_learned,
     is_list,
     is_text,
+    last_answer,
+    letters,
+    number,
     one_answer,
     other_keys,
     preference,
+    ranking_of,
     require,
     require_text,
+    response_of,
     user_turn,
     with_system,
 )
@@ -24,6 +37,9 @@ from rlhf.data.formats.shapes import (
 Made = Iterator[dict[str, Any]]
 _INPUTS = ("input", "context")  # Dolly's name for the input is context
 _JUDGED = ("chosen", "rejected")
+_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_HEADING = re.compile(r"(?:\A|\n)\s*#{2,3} ?(Human|Assistant):")
 
 
 def _demonstration(prompt: Any, response: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -108,4 +124,195 @@ def from_mt_bench(row: Values) -> Made:
         "kind": "prompt",
         "prompt": first,
         "metadata": other_keys(row, "turns") | ({"later_turns": later} if later else {}),
+    }
+
+
+# --- hh --------------------------------------------------------------------------------------------------------------
+
+
+def _hh_text(text: str) -> str:
+    """The text with HH's own markers; some sets write them as headings, "## Human:"."""
+    if re.match(r"\s*#{2,3} ?Human:", text):
+        text = _HEADING.sub(r"\n\n\1:", text)
+    return "\n\n" + text.lstrip()
+
+
+def is_dialogue(value: Any) -> bool:
+    return isinstance(value, str) and _hh_text(value).startswith(_HUMAN)
+
+
+def _hh_turns(text: str) -> Turns:
+    """The turns of a dialogue; one speaker's turns in a row are one turn, its parts a blank line apart."""
+    _, *parts = _TURN.split(text)  # role, text, role, text, …
+    spoken = zip(parts[::2], parts[1::2], strict=True)
+    return [
+        {"role": ROLES[speaker.lower()], "content": "\n\n".join(said.strip() for _, said in group)}
+        for speaker, group in groupby(spoken, key=itemgetter(0))
+    ]
+
+
+def prompt_turns(prompt: Any) -> Any:
+    """A prompt as turns: a list of them, the turns of a text that ends with "Assistant:", or one user turn of any other text.
+    Any other value is returned unchanged, and the record's validation refuses it.
+    """
+    if not isinstance(prompt, str):
+        return chat_turns(prompt, "prompt") if is_chat(prompt) else prompt
+    whole = _hh_text(prompt).rstrip()
+    if is_dialogue(prompt) and whole.endswith(_ASSISTANT):
+        return _hh_turns(whole.removesuffix(_ASSISTANT))
+    return user_turn(prompt)
+
+
+def _shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(a, b, strict=False)))
+
+
+def from_hh(row: Values) -> Made:
+    """One ranking with K = 2: response "a" is the chosen one, or the first text, whose higher score wins.
+
+    The prompt ends at the last "Assistant:" that both dialogues share, not at each one's own last one: an answer may itself
+    contain that marker, and two answers may begin with the same words. White space around each turn belongs to the markers.
+    """
+    scored = "text" in row and "chosen" not in row
+    texts: Any = row["text"] if scored else [require_text(row, key) for key in _JUDGED]
+    field = "text" if scored else "chosen"
+    fits = is_list(texts, str) and len(texts) == 2 and all(map(is_dialogue, texts))
+    require(fits, field, texts, 'two dialogues that begin with "Human:"')
+    first, second = map(_hh_text, texts)
+    at = first.rfind(_ASSISTANT, 0, _shared_length(first, second))
+    answers = [text[at + len(_ASSISTANT) :] for text in (first, second)]
+    if at < 0 or any(_HUMAN in answer for answer in answers):
+        raise BadRow(field, "the two dialogues part before the last answer: want the same dialogue up to it")
+    judged = preference(*({"content": answer.strip()} for answer in answers))
+    if scored:
+        scores = {name: number(score, "score") for name, score in zip("ab", row["score"], strict=True)}
+        judged["ranking"] = ranking_of(scores, best="highest")
+    yield {"prompt": _hh_turns(first[:at]), **judged, "metadata": other_keys(row, *(("text",) if scored else _JUDGED))}
+
+
+# --- trl -------------------------------------------------------------------------------------------------------------
+
+
+def is_prompt_alone(row: Values) -> bool:
+    """Whether a row holds nothing besides its prompt that could be an answer or a judgement."""
+    words = (*_JUDGED, "completion", "response", "answer", "output", "label", "winner", "messages")
+    others = (value for key, value in row.items() if key != "prompt")
+    return not any(word in key for key in row for word in words) and not any(is_list(value, dict) for value in others)
+
+
+def _split_messages(chosen: Turns, rejected: Turns) -> tuple[Turns, list[dict[str, Any]]]:
+    """The turns that both share, and the answer's turn of each; an equal last turn is still an answer."""
+    shared = _shared_length(*([(one["role"], one["content"]) for one in turns[:-1]] for turns in (chosen, rejected)))
+    return chosen[:shared], [one_answer(chosen[shared:], "chosen"), one_answer(rejected[shared:], "rejected")]
+
+
+def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
+    """An implicit prompt: what both strings share, up to the last white space that leaves both an answer."""
+    at = _shared_length(chosen.rstrip()[:-1], rejected.rstrip()[:-1])
+    while at > 0 and not chosen[at - 1].isspace():
+        at -= 1
+    if not chosen[:at].strip():
+        raise BadRow("chosen", "chosen and rejected share no beginning that could be the prompt: give the key prompt")
+    return chosen[:at].strip(), [chosen[at:].strip(), rejected[at:].strip()]
+
+
+def from_trl(row: Values) -> Made:
+    """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
+    prompt: Any = row.get("prompt")
+    if "chosen" in row or "rejected" in row:
+        both: list[Any] = [row[key] for key in _JUDGED]
+        if all(isinstance(text, str) for text in both):
+            if prompt is None:
+                prompt, both = _split_strings(*both)
+            answers: Any = [{"content": text} for text in both]
+        else:
+            shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
+            # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
+            prompt = shared if shared or prompt is None else prompt
+        yield {"prompt": prompt_turns(prompt), **preference(*answers), "metadata": other_keys(row, "prompt", *_JUDGED)}
+    elif "completion" in row:
+        answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
+        if isinstance(answer, list):
+            turn = one_answer(answer, "completion")
+            answer, more = turn["content"], other_keys(turn, "role", "content")
+            metadata |= {"answer": more} if more else {}
+        yield {"kind": "demonstration", "prompt": prompt_turns(prompt), "response": answer, "metadata": metadata}
+    else:
+        name, rest = id_and_rest(row, "prompt", "user", ids=("id", "prompt_id"))
+        inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
+        user = row.get("user")
+        yield {"kind": "prompt", "id": name, "prompt": prompt_turns(prompt), "user": user, "metadata": inner | rest}
+
+
+# --- pairs, choices --------------------------------------------------------------------------------------------------
+
+
+def pair_keys(row: Values) -> tuple[str, str, str] | None:
+    """Which keys hold the prompt, the better and the worse answer."""
+    prompt = next((key for key in ("prompt", "question", "instruction") if isinstance(row.get(key), str)), None)
+    ways = (("chosen_response", "rejected_response"), ("response_j", "response_k"), _JUDGED)
+    answers = next((pair for pair in ways if all(key in row for key in pair)), None)
+    if prompt is None or answers is None or (prompt == "prompt" and answers == _JUDGED):
+        return None
+    return prompt, *answers
+
+
+def from_pairs(row: Values) -> Made:
+    """One ranking with K = 2: response "a" is the better one. Texts stay as they are, a maker's special tokens included."""
+    keys = pair_keys(row)
+    if keys is None:
+        raise BadRow("prompt", "missing: want prompt, question or instruction, and two answers as in the rows before")
+    given = row.get("input") if keys[0] == "instruction" else None
+    prompt = user_turn(f"{row[keys[0]]}\n\n{given}" if is_text(given) else row[keys[0]])
+    name, rest = id_and_rest(row, *keys, "system", *(["input"] if keys[0] == "instruction" else []))
+    judged = preference(*({"content": row[key]} for key in keys[1:]))
+    yield {"id": name, "prompt": with_system(row.get("system"), prompt), **judged, "metadata": rest}
+
+
+def from_choices(row: Values) -> Made:
+    """One ranking, as in reward benchmarks: every chosen answer beats every rejected one; answers of the same side are tied."""
+    for key in _JUDGED:
+        require(is_list(row.get(key), str), key, row.get(key), "a list of strings")
+    chosen, rejected = row["chosen"], row["rejected"]
+    names = letters(len(chosen) + len(rejected))
+    name, rest = id_and_rest(row, "prompt", *_JUDGED, "system")
+    yield {
+        "kind": "ranking",
+        "id": name,
+        "prompt": with_system(row.get("system"), prompt_turns(require_text(row, "prompt"))),
+        "responses": [{"id": i, "text": text} for i, text in zip(names, [*chosen, *rejected], strict=True)],
+        "ranking": [names[: len(chosen)], names[len(chosen) :]],
+        "metadata": rest,
+    }
+
+
+# --- kto -------------------------------------------------------------------------------------------------------------
+
+
+def has_one_answer(row: Values) -> bool:
+    """Whether a row has a request and an answer, apart or as the turns of a chat."""
+    chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations"))
+    return chat or row.keys() >= {"prompt", "completion"} or row.keys() >= {"instruction", "output"}
+
+
+def from_kto(row: Values) -> Made:
+    """One answer labelled true or false: a ranking with K = 1, rated 7 or 1; the label is kept under `metadata`."""
+    key = "label" if "label" in row else "kto_tag"
+    label: Any = row[key]
+    require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
+    chat = next((key for key in ("messages", "conversations") if key in row), None)
+    if chat is not None:
+        prompt, answer = last_answer(chat_turns(row[chat], chat), chat)
+    elif "instruction" in row:
+        prompt, answer = user_turn(request(row)), {"content": row["output"]}
+    else:
+        prompt, completion = prompt_turns(row["prompt"]), row["completion"]
+        answer = one_answer(completion, "completion") if isinstance(completion, list) else {"content": completion}
+    used = ("messages", "conversations", "instruction", "input", "context", "output", "prompt", "completion", "system")
+    yield {
+        "kind": "ranking",
+        "prompt": with_system(row.get("system"), prompt),
+        "responses": [response_of("a", answer)],
+        "ratings": {"a": RATINGS[label]},
+        "metadata": other_keys(row, *used),
     }

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
-from rlhf.data.formats.preferences import prompt_turns
+from rlhf.data.formats.dialogues import prompt_turns
 from rlhf.data.formats.shapes import (
     ROLES,
     BadRow,

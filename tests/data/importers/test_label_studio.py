@@ -82,11 +82,6 @@ def test_an_export_of_the_server_comes_back_as_what_the_labelers_meant(interface
         assert {pair: got.get(pair, "nothing") for pair in judged} == judged
         more += len(got) - len(judged)
     assert more <= (interface == "pairwise")  # the pair that was skipped may follow from the two others
-
-
-@pytest.mark.parametrize("interface", ["pairwise", "ranker"])
-def test_ids_texts_policies_and_the_prompts_split_survive(interface, tmp_path):
-    folder = FIXTURES / interface
     shown: dict[str, dict[str, str]] = {}
     for task in json.loads((folder / "tasks.json").read_text()):
         data = task["data"]
@@ -96,7 +91,7 @@ def test_ids_texts_policies_and_the_prompts_split_survive(interface, tmp_path):
             else {response["id"]: response["body"] for response in data["responses"]}
         )
         shown.setdefault(data["item"], {}).update(texts)
-    for record in imported(folder / "export.json", tmp_path):
+    for record in records:
         assert {r.id: r.text for r in record.responses} == shown[record.metadata["item"]]
         assert {r.policy for r in record.responses} == {f"small/sft@{record.metadata['item'].split('@')[1]}"}
         assert all(isinstance(r.metadata["ended"], bool) for r in record.responses)
