@@ -148,13 +148,13 @@ def differences(whole: Path, killed: Path) -> list[str]:
     """The differences between two runs: output files by hash, figures by value."""
     differing = []
     for stage in PLAN:
-        one, two = (json.loads((run / stage / "stage.json").read_text()) for run in (whole, killed))
+        one, two = (json.loads((run / stage / "stage.json").read_text(encoding="utf-8")) for run in (whole, killed))
         names = sorted((one["files"].keys() | two["files"].keys()) - {"results.json"})
         differing += [f"{stage}/{name}" for name in names if one["files"].get(name) != two["files"].get(name)]
         differing += [f"{stage}: {key}" for key in ("summary", "parents") if one[key] != two[key]]
         if numbers(whole / stage) != numbers(killed / stage):
             differing.append(f"{stage}/metrics.jsonl")
-    results = [json.loads((run / "evaluate" / "results.json").read_text()) for run in (whole, killed)]
+    results = [json.loads((run / "evaluate" / "results.json").read_text(encoding="utf-8")) for run in (whole, killed)]
     figures = [{k: v for k, v in one.items() if k not in ("seconds", "peak_rss_mb")} for one in results]
     return differing + (["evaluate/results.json"] if figures[0] != figures[1] else [])
 
@@ -218,7 +218,7 @@ def main(out: Path, kills: int, saves: int, seed: int) -> int:
     seconds = time.monotonic() - started
     result: dict[str, Any] = {"kills": len(hits), "in_save": sum(hit["in_save"] for hit in hits), "runs": runs}
     result |= {"seed": seed, "seconds": round(seconds, 1), "undisturbed_s": {k: round(v, 2) for k, v in times.items()}}
-    (out / "faults.json").write_text(json.dumps(result | {"hits": hits}, indent=1))
+    (out / "faults.json").write_text(json.dumps(result | {"hits": hits}, indent=1), encoding="utf-8")
     print(f"\n{'stage':<11}{'kills':>7}{'in a save':>11}")
     for stage in PLAN:
         of_stage = [hit for hit in hits if hit["stage"] == stage]

@@ -108,12 +108,12 @@ def forge(stage: Path) -> None:
     """Give a stage's record the hashes of what is there."""
     from rlhf.runs.folders import hash_of
     from rlhf.runs.stage import RECORDS
-    from rlhf.system.files import hash_files
+    from rlhf.system.files import hash_files, write_json
 
     with contextlib.suppress(Exception):
-        record = json.loads((stage / "stage.json").read_text())
+        record = json.loads((stage / "stage.json").read_text(encoding="utf-8"))
         record["files"] = hash_files(stage, skip=(*RECORDS, "checkpoints"))
-        (stage / "stage.json").write_text(json.dumps(record | {"hash": hash_of(record)}))
+        write_json(stage / "stage.json", record | {"hash": hash_of(record)})
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
@@ -233,6 +233,7 @@ def make_files(home: Path) -> None:
 
     from rlhf.config import CheckpointConfig
     from rlhf.runs.checkpoints import save_checkpoint
+    from rlhf.system.files import write_json, write_jsonl
     from rlhf.training.state import random_state, write_state
 
     run = Path("runs/small")
@@ -243,21 +244,17 @@ def make_files(home: Path) -> None:
     ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [tokenizer.eos_token_id], "pad_token_id": 0}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends))
     model.save_pretrained("foreign", max_shard_size="20KB")
-    Path("foreign/README.md").write_text("---\nlicense: mit\n---\n")
+    Path("foreign/README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
     judge = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes | {"num_labels": 1}))
     judge.save_pretrained("judge")
-    Path("judge/text_reward.json").write_text('{"gain": 1.0, "shift": 0.0, "rendering": "template"}')
+    write_json(Path("judge/text_reward.json"), {"gain": 1.0, "shift": 0.0, "rendering": "template"})
     for folder in ("foreign", "judge"):
         tokenizer.save_pretrained(folder)
-        (Path(folder) / "special_tokens_map.json").write_text(json.dumps({"eos_token": tokenizer.eos_token}))
+        write_json(Path(folder, "special_tokens_map.json"), {"eos_token": tokenizer.eos_token})
     (run / "evaluate").mkdir(exist_ok=True)
     interval = {"value": 0.5, "ci95": [0.4, 0.6]}
-    gold = {
-        "win_rate_vs_sft": interval,
-        "win_rate_greedy": interval,
-        "mean_score": {"ppo": interval},
-        "parts": {"ppo": {"a": 1}},
-    }
+    gold: dict[str, Any] = dict.fromkeys(("win_rate_vs_sft", "win_rate_greedy"), interval)
+    gold |= {"mean_score": {"ppo": interval}, "parts": {"ppo": {"a": 1}}}
     reward = {"accuracy": interval, "calibration": [{"gap": 1, "predicted": 0.5, "observed": 0.5, "n": 3}]}
     results = {
         "kl_to_sft_nats": 1.0,
@@ -266,19 +263,14 @@ def make_files(home: Path) -> None:
         "reward": {"ppo": interval},
         "ended": {"ppo": 1.0},
     }
-    (run / "evaluate/results.json").write_text(json.dumps(results))
-    sample = {
-        "step": 1,
-        "prompt": [{"role": "user", "content": "a"}],
-        "response": "b",
-        "score": 1.0,
-        "answers": {"sft": "c"},
-    }
+    write_json(run / "evaluate/results.json", results)
+    prompt = [{"role": "user", "content": "a"}]
+    sample = {"step": 1, "prompt": prompt, "response": "b", "score": 1.0, "answers": {"sft": "c"}}
     for place in ("evaluate/samples.jsonl", "sft/samples.jsonl"):
-        (run / place).write_text(json.dumps(sample) + "\n")
+        write_jsonl(run / place, [sample])
     stages = {"sft": {"seconds": 1.0, "peak_rss_mb": 1.0, "state": "done", "summary": {}}}
-    (run / "pipeline.json").write_text(json.dumps({"stages": stages, "seconds": 2.0}))
-    (run / "reward/audit.json").write_text(json.dumps({"attacks": {"length": {"value": 1.0, "ci95": [0, 1]}}}))
+    write_json(run / "pipeline.json", {"stages": stages, "seconds": 2.0})
+    write_json(run / "reward/audit.json", {"attacks": {"length": {"value": 1.0, "ci95": [0, 1]}}})
 
     def write(folder: Path) -> None:
         write_state(folder, {"weights": {"a": torch.zeros(2)}, "steps": {}}, {"step": 1})
@@ -290,7 +282,7 @@ def make_files(home: Path) -> None:
          "ranking": [["a"], ["b"]], "labeler": "x", "metadata": {"task": f"t{i}", "replaces": f"q{i}", "group": "g", "deep": {"a": [1]}}}
         for i in range(8)
     ]  # fmt: skip
-    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("labels.jsonl"), rows)
     command("import", "path=labels.jsonl", "out=imported")()
 
 
@@ -323,7 +315,7 @@ def run_reader(reader: Callable[[], None], said: Path) -> tuple[int | None, str]
     if ended is None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return ended, said.read_text(errors="replace")
+    return ended, said.read_text(encoding="utf-8", errors="replace")
 
 
 def problem(code: int | None, said: str) -> str | None:
@@ -370,7 +362,7 @@ def main(folder: Path, minutes: float, seed: int) -> int:
             with contextlib.suppress(OSError):
                 if (home / name).is_file():
                     shutil.copy(home / name, kept)
-            (broken / f"{cases}.txt").write_text(f"{name} ({way}), {reader.__name__}: {why}\n{said}")
+            (broken / f"{cases}.txt").write_text(f"{name} ({way}), {reader.__name__}: {why}\n{said}", encoding="utf-8")
             print(
                 f"BROKEN {cases}: {name} ({way}), {reader.__name__}: {why}: {said.strip().splitlines()[-1:]}",
                 flush=True,

@@ -57,7 +57,7 @@ def measure(path: Path, out: Path) -> tuple[float, float]:
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     peak = 0
     while child.poll() is None:
-        found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())
+        found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8"))
         peak = max(peak, int(found[1]) * 1024 if found else 0)
         time.sleep(0.1)
     if child.returncode != 0:

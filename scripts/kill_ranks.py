@@ -43,7 +43,7 @@ def launch(way: str, home: Path) -> subprocess.Popen:
     """Two ranks of a stage in a session of their own."""
     stage, *more = WAYS[way]
     words = [stage, "--shared-settings", *SMALL, "runs_dir=runs", "run=small", *SHORT, *more]
-    with (home / "log.txt").open("a") as log:
+    with (home / "log.txt").open("a", encoding="utf-8") as log:
         return subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *words], cwd=home, stdout=log, stderr=log, start_new_session=True
         )
@@ -54,7 +54,7 @@ def of_session(session: int) -> dict[int, int]:
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent, _, of = path.read_text().rpartition(")")[2].split()[:4]
+            state, parent, _, of = path.read_text(encoding="utf-8").rpartition(")")[2].split()[:4]
         except OSError:
             continue
         if int(of) == session and state != "Z":
@@ -64,7 +64,11 @@ def of_session(session: int) -> dict[int, int]:
 
 def listening() -> dict[str, str]:
     """{inode: address} of the TCP sockets that listen on this machine."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text(encoding="utf-8").splitlines()[1:]
+    ]
     return {row[9]: row[1] for row in rows if row[3] == "0A"}
 
 
@@ -171,13 +175,14 @@ def run_way(way: str, out: Path, kills: int, seed: int, found: dict[str, Any], k
 
 def main(out: Path, only: str, kills: int, seed: int) -> int:
     """Run the ways; returns the exit code."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "extensions")  # a killed compilation delays nobody else's
     if not (out / "base" / "whole").exists():
         import_everything()
         for stage in PARENTS:
             run_stage(stage, out / "base", [])
         (out / "base" / "whole").touch()
     file, wrong = out / "kills.json", 0
-    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for names in ([way for way in WAYS if zero in way] for zero in ("zero2", "zero3")):
         for i, way in enumerate(names):
             if only not in way:

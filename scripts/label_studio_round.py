@@ -79,7 +79,7 @@ def running_server(environment: Path, folder: Path, port: int) -> Iterator[Clien
     command = [str(environment / "bin" / "label-studio"), "start", *options]
     owner = Client(f"http://127.0.0.1:{port}", token)
     log = folder / "server.log"
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, env=variables, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -95,12 +95,12 @@ def wait_until_up(owner: Client, process: subprocess.Popen, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text()[-2000:]}")
+            raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text(encoding='utf-8')[-2000:]}")
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             owner.request("GET", "/health")
             return
         time.sleep(1.0)
-    raise RuntimeError(f"the server did not answer in {START_SECONDS:.0f} s: {log.read_text()[-2000:]}")
+    raise RuntimeError(f"the server did not answer in {START_SECONDS:.0f} s: {log.read_text(encoding='utf-8')[-2000:]}")
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -137,14 +137,14 @@ def processor_seconds(pids: list[int]) -> float:
     """User and system time of processes."""
     ticks = 0
     for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def resident(pids: list[int]) -> float:
     """Resident memory of processes in MiB."""
-    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 

@@ -130,7 +130,8 @@ def main() -> None:
         print(f"{row['link']:<15} {row['way']:<6} {beside}: {share:.1%}")
     if arguments.out:
         arguments.out.write_text(
-            json.dumps({"size": arguments.size, "measured": figures, "on_paper": paper}, indent=1) + "\n"
+            json.dumps({"size": arguments.size, "measured": figures, "on_paper": paper}, indent=1) + "\n",
+            encoding="utf-8",
         )
 
 

@@ -1,5 +1,6 @@
 """How commands end when the system refuses: one line, exit code 2, 130 or 141. A bug of ours keeps its traceback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -37,8 +38,27 @@ def test_an_ascii_locale_shows_escapes():
     assert "[key=value \\u2026]" in done.stdout
 
 
+@pytest.mark.parametrize("forced", [{}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["as UTF-8", "as ASCII"])
+def test_the_locale_decides_no_encoding(tmp_path, forced):
+    """LC_ALL=C, which Python takes as UTF-8 unless it is told not to."""
+    name = "größe"
+    environment = ENVIRONMENT | {"LC_ALL": "C"} | forced
+    rows = [{"prompt": f"Größe {i}?", "chosen": "zwölf", "rejected": "日本", "rater": "Jürgen"} for i in range(4)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    done = rlhf("import", f"path={name}.jsonl", f"out={name}", env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    read = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / name).glob("ranking/*.jsonl"))
+    assert read.count("zwölf") == 4 and "Größe 3?" in read
+    (tmp_path / f"{name}.txt").write_text("Straße und Übung. " * 200 + "\n\n" + "Ärger. " * 99, encoding="utf-8")
+    settings = [f"data.corpus={name}.txt", "tokenizer.vocab_size=300", "run=x", "device=cpu"]
+    for _ in range(2):  # the second time, it reads what the first one wrote
+        done = rlhf("tokenizer", *settings, "overwrite=true", env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_full_standard_output_is_one_line(tmp_path):
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         done = rlhf("--help", stdout=full, cwd=tmp_path)
     assert_one_line(done, "standard output: No space left on device: free space, or write elsewhere")
 

@@ -55,7 +55,7 @@ def test_every_file_of_the_page_is_used_by_a_command(files):
 
 def test_a_verifiable_reward_compares_with_the_reference(files):
     rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n:,}"} for n in (2, 600)]
-    Path("gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     records = load_prompts("gsm8k.jsonl")[0]
     assert [record.metadata["reference"] for record in records] == ["Twice 2.\n#### 4", "Twice 600.\n#### 1,200"]
     texts, ended = ["It is 4.", "It is 600 and"], torch.tensor([True, False])
@@ -110,10 +110,10 @@ def test_a_format_reads_rankings_and_a_bad_row_is_a_reject(files):
         {"ask": "Shape?", "answers": ["Round."], "stars": [3], "who": "kim"},
     ]
     path = Path("stars.jsonl")
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]), encoding="utf-8")
     records, info = load_comparisons("stars.jsonl", "stars.py:ranking")
     assert [record.ranks() for record in records] == [[0, 1], [0, 0]] and sum(file.rows for file in info) == 2
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(UserError, match=r"stars\.jsonl:3: .*list index out of range"):
         load_comparisons("stars.jsonl", "stars.py:ranking")
 

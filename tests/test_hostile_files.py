@@ -34,7 +34,7 @@ from .tiny_stages import write_record
 
 
 def edit(path: Path, **values) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
 
 def refused(call, said: str) -> None:

@@ -140,3 +140,17 @@ def test_files_and_functions_fit_on_a_few_screens():
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 long += [f"{path.relative_to(ROOT)}: {node.name}: {lines} lines"] * (lines > 70)
     assert long == []
+
+
+def test_text_files_name_their_encoding():
+    """Also where the linter does not know that something is a path."""
+
+    def unnamed(call: ast.Call) -> bool:
+        name, words = getattr(call.func, "attr", None), {word.arg for word in call.keywords}
+        modes = [a.value for a in call.args if isinstance(a, ast.Constant)]
+        opens = name == "open" and bool({"r", "w", "a", "x"} & {*modes})
+        return (opens or (name, len(call.args)) in (("read_text", 0), ("write_text", 1))) and "encoding" not in words
+
+    paths = [path for folder in (PACKAGE, PACKAGE.parent / "scripts") for path in folder.rglob("*.py")]
+    nodes = [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    assert [f"{p}:{node.lineno}" for p, node in nodes if isinstance(node, ast.Call) and unnamed(node)] == []

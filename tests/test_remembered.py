@@ -21,7 +21,7 @@ def call(monkeypatch, capsys, tmp_path):
     rows = [
         json.dumps({"text": f"The {word} is in the garden, said the {word}. " * 9}) for word in ("cat", "dog", "owl")
     ]
-    Path("books.jsonl").write_text("\n".join(rows))
+    Path("books.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
     def run(*arguments: str) -> tuple[int, str]:
         code = 0

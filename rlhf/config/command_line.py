@@ -131,10 +131,12 @@ def read_words(arguments: list[str], command: str) -> Words:
 
 
 def quoted(word: str) -> str:
-    """An override of a column or a verdict's word, in Hydra's quotes if the name needs them, as `columns.prompt=Frage (Kunde)` does."""
+    """An override in Hydra's quotes if it needs them: with other letters than ASCII's, as `path=größe.csv`; of a column or a verdict's
+    word with any signs, as `columns.prompt=Frage (Kunde)`.
+    """
     key, _, value = word.partition("=")
     plain = re.fullmatch(r"[\w./:,@+%-]*|[\[{'\"].*|.*\$\{.*", value, re.ASCII | re.DOTALL)
-    if plain or not key.startswith(("columns.", "words.")):
+    if plain or (value.isascii() and not key.startswith(("columns.", "words."))):
         return word
     escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), value)
     return f"{key}='{escaped}'"

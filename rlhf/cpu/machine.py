@@ -30,7 +30,7 @@ def threads_for(available: float, most: int) -> int:
 def processor_seconds() -> tuple[float, float]:
     """(processor time of this process, idle time of its cores), each since some fixed time."""
     cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+    lines = (line.split() for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines())
     # fields 4 and 5: idle, and waiting for a disk
     idle = sum(int(fields[4]) + int(fields[5]) for fields in lines if fields[0] in cores)
     return time.process_time(), idle / os.sysconf("SC_CLK_TCK")

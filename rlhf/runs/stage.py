@@ -69,7 +69,8 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
     """{"commit", "branch", "dirty"} of the git checkout that contains the code; empty if there is none."""
     try:
         # An installed package may be inside another project's checkout, which does not contain this file.
-        call = partial(subprocess.run, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        texts = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+        call = partial(subprocess.run, cwd=folder, timeout=5, check=True, **texts)
         call(["git", "ls-files", "--error-unmatch", Path(__file__).name])
         status = call(["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]).stdout
     except (OSError, subprocess.SubprocessError):

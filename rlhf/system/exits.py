@@ -63,7 +63,10 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
 
 
 def end_interrupted(message: str) -> NoReturn:
-    tell(f"\nrlhf: {message}\n")
+    if is_first():
+        with contextlib.suppress(OSError):
+            say("", sys.stderr)
+            say(f"rlhf: {message}", sys.stderr)
     end(INTERRUPTED)
 
 

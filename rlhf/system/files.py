@@ -119,7 +119,7 @@ def locked(lock: Path, place: Path, busy: str, setting: str = "runs_dir") -> Ite
     """
     with writing(place, setting):
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
+        file = lock.open("w", encoding="utf-8")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

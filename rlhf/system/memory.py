@@ -56,7 +56,7 @@ def free_bytes(device: "torch.device") -> int:
 def left_in_cgroups() -> Iterator[int]:
     """What each cgroup of this process leaves, of version 2 or 1. File pages that the kernel can drop do not count as used."""
     with contextlib.suppress(OSError):
-        for line in OF_PROCESS.read_text().splitlines():
+        for line in OF_PROCESS.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
@@ -70,7 +70,11 @@ def left_in_cgroups() -> Iterator[int]:
             for group in (folder, *folder.parents):  # in a container its own group can be the root
                 with contextlib.suppress(OSError, ValueError):
                     cache = read_fields(group / "memory.stat").get(dropped, 0)
-                    yield int((group / limit).read_text()) - int((group / used).read_text()) + cache
+                    yield (
+                        int((group / limit).read_text(encoding="utf-8"))
+                        - int((group / used).read_text(encoding="utf-8"))
+                        + cache
+                    )
                 if group == root:
                     break
 
@@ -84,7 +88,7 @@ def read_fields(path: Path) -> dict[str, int]:
     """{name: number} of a file of the kernel with a field per line; kB as bytes. Empty where there is no such file."""
     fields = {}
     with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             name, *rest = line.replace(":", " ").split()
             if rest and rest[0].isdigit():
                 fields[name] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)

@@ -211,12 +211,12 @@ def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:
     """Whole tensors as safetensors, the loop's own notes as JSON."""
     for name, tensors in state.items():
         save_file(dict(tensors), str(folder / f"{name}.safetensors"))
-    (folder / "state.json").write_text(json.dumps({"form": FORM, "notes": notes}))
+    (folder / "state.json").write_text(json.dumps({"form": FORM, "notes": notes}), encoding="utf-8")
 
 
 def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The result of `write_state`. Raises: UserError for a checkpoint of an earlier version."""
-    notes = json.loads((folder / "state.json").read_text()) if (folder / "state.json").exists() else {}
+    notes = json.loads((folder / "state.json").read_text(encoding="utf-8")) if (folder / "state.json").exists() else {}
     if notes.get("form") != FORM:
         raise UserError(
             f"{folder}: was written by an earlier version, in a form that is no longer read: "

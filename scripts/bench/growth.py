@@ -152,7 +152,7 @@ def measure(axis: str, x: float) -> dict[str, float]:
     clock = Clock()
     with (
         tempfile.TemporaryDirectory() as home,
-        Path(os.devnull).open("w") as nowhere,
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
         redirect_stderr(nowhere),
     ):
@@ -211,7 +211,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import rlhf.stages.ppo  # noqa: F401 (imported before the processes are forked)
 
-    measured = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    measured = json.loads(given.out.read_text(encoding="utf-8")) if given.out and given.out.exists() else {}
     for axis in given.only:
         points = measured.get(axis, [])
         for x in POINTS[axis][1][len(points) :]:
@@ -219,7 +219,7 @@ def main() -> None:
                 points.append(pool.apply(measure, (axis, x)))
             measured[axis] = points
             if given.out:
-                given.out.write_text(json.dumps(measured, indent=1))
+                given.out.write_text(json.dumps(measured, indent=1), encoding="utf-8")
         print(f"\n| {axis} ({POINTS[axis][0]}) | work | processor s | cost | MB |\n|---|---|---|---|---|")
         for one in with_cost(points):
             print(

@@ -38,7 +38,7 @@ class Turns:
     """The contestant's side: `for _ in turns:` does one repeat per turn; `done` stops the turn's clock and reports figures."""
 
     def __init__(self, device: str, answers: int) -> None:
-        self._answers = os.fdopen(answers, "w", buffering=1)
+        self._answers = os.fdopen(answers, "w", buffering=1, encoding="utf-8")
         self.device = device
         self.base = memory("VmRSS") if device == "cpu" else 0.0  # on a GPU imports allocate nothing
         self._begun: tuple[float, float] | None = None
@@ -80,7 +80,7 @@ Contestant = Callable[[Spec, Turns], None]
 def memory(name: str) -> float:
     """Bytes of VmRSS (held now) or VmHWM (the peak) of this process, as Linux tells; elsewhere the peak."""
     try:
-        match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
         assert match
         return int(match[1]) * 1024.0
     except (OSError, AssertionError):
@@ -95,7 +95,7 @@ def reset_peak(device: str) -> None:
 
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
 
 
 def peak_mb(device: str) -> float:
@@ -231,7 +231,7 @@ def keep(worker: Worker, spec: Spec, options: argparse.Namespace) -> None:
     print(f"{worker.name}: {line['units_per_second']:.1f}/s, peak {line['peak_mb']:.0f} MB", flush=True)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.with_suffix(".jsonl").open("a") as file:
+        with options.out.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -336,7 +336,7 @@ def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: a
             "commit": commit(),
         }
         about |= {"repeats": options.repeats, "apart": options.apart, "python": platform.python_version()}
-        options.out.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
+        options.out.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
 def machine(options: argparse.Namespace) -> str:

@@ -110,7 +110,7 @@ def ours(spec: Spec, turns: Turns) -> None:
 
     with tempfile.TemporaryDirectory() as home:
         prompts = Path(home) / "prompts.jsonl"
-        prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n')
+        prompts.write_text('{"kind": "prompt", "id": "a", "prompt": "a"}\n', encoding="utf-8")
         settings = f"""
             runs_dir={home} run=bench tracking=off device={spec["device"]} threads={spec["threads"]}
             precision={spec.get("precision", "auto")} data.prompts={prompts} data.dev=0 data.test=0

@@ -53,7 +53,7 @@ def main() -> None:
         "tests": outcomes.tests,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     sys.exit(int(code))
 
 

@@ -130,7 +130,7 @@ def run_cell(cell: Cell) -> int:
     """Run a cell's missing stages in separate processes, logging next to its folder; returns the exit code."""
     cell.home.parent.mkdir(parents=True, exist_ok=True)
     cell.beside(".json").write_text(json.dumps(cell.steps), encoding="utf-8")
-    with cell.beside(".log").open("a") as log:
+    with cell.beside(".log").open("a", encoding="utf-8") as log:
         for command, *overrides in cell.steps:
             if is_complete(cell.home / last_stage(command)):
                 continue

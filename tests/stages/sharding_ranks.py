@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> None:
         with contextlib.suppress(CutOff):
             import_module(f"rlhf.stages.{stage}").run(compose_config(overrides.split()))
     if is_first():
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def prompts(gold_run, tmp_path_factory) -> Path:
 
 def generated(gold_run: Any, prompts: Path, out: Path, *more: str) -> list[dict[str, Any]]:
     run(gold_run.config(f"data.prompts='{prompts}'", f"generate.out='{out}'", *more))
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_a_packed_file_cannot_fill_the_memory(tmp_path):
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"RLHF_PROGRESS": "off"})
     peak = 0
     while child.poll() is None:
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8"))
         peak = max(peak, int(found[1]) if found else 0)
         time.sleep(0.02)
     [entry] = rejects_of(tmp_path / "out")

@@ -72,7 +72,7 @@ def test_the_processes_die_with_what_started_them(tmp_path):
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 

@@ -272,8 +272,8 @@ def test_what_calibration_lacks_is_said_before_training(copy_until, tmp_path):
 
 
 def write_rankings(source: Path, target: Path, keep) -> str:
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    target.write_text("".join(json.dumps(row) + "\n" for row in rows if keep(row)))
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows if keep(row)), encoding="utf-8")
     return str(target)
 
 

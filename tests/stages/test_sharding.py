@@ -35,7 +35,7 @@ MORE_HELD = ("zero2:bf16:0", "zero2:fp32:0", "zero3:fp32:0", "zero1:bf16:0", "ze
 def launch(out: Path, processes: int, jobs: list[str]) -> list[Any]:
     """Run the jobs in one launch; what each left on the devices."""
     run_ranks("sharding_ranks", processes, str(out), *jobs)
-    return json.loads(out.read_text())
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def job(run: Run, stage: str, saves: int, *more: str) -> str:
