@@ -23,6 +23,19 @@ def reading(what: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{what} ({reason_of(error)}): {remedy}") from error
 
 
+def hub_remedy(error: BaseException | None, page: str, otherwise: str) -> str:
+    """What to do about a repository of the hub that could not be read, whose page is huggingface.co/`page`."""
+    kinds = set()
+    while error is not None:  # libraries wrap the hub's own error
+        kinds.add(type(error).__name__)
+        error = error.__cause__ or error.__context__
+    if "GatedRepoError" in kinds:
+        return f"it is gated: accept its terms on https://huggingface.co/{page}, then set HF_TOKEN to a token of that account"
+    if kinds & {"RepositoryNotFoundError", "LocalTokenNotFoundError"}:
+        return f"{otherwise}; if it is private, set HF_TOKEN to a token that may read it"
+    return otherwise
+
+
 def reason_of(error: BaseException) -> str:
     """Why a library could not load a model or a tokenizer, in one line."""
     if "trust_remote_code" in str(error):

@@ -27,7 +27,10 @@ class TrackingConfig:
         "wandb", "wandb: offline without a key; off: no samples", choices=("wandb", "tensorboard", "jsonl", "off")
     )
     project: str = setting("rlhf", "W&B project")
-    entity: str | None = setting(None, "W&B user or team of the dashboard; none: the key's own")
+    entity: str | None = setting(None, "W&B user or team; none: the key's own")
+    name: str | None = setting(None, "name of the W&B runs, before the stage's; none: the run's name")
+    group: str | None = setting(None, "W&B group of the stages; none: the run's name")
+    tags: Any = setting(None, "W&B tags", kind="names")
     log_every: int | None = setting(
         None, "optimizer steps between lines (pretraining and SFT); none: 10, fewer for 20 lines in a short run", min=1
     )
@@ -59,6 +62,7 @@ class ShardingConfig:
 
     bucket_elements: int = setting(50_000_000, "elements of each communication buffer", min=1)
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
+    file: str | None = setting(None, "your own DeepSpeed JSON, whose settings are added to ours")
 
 
 @dataclass(slots=True)

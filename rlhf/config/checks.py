@@ -92,7 +92,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         ]  # fmt: skip
     if context is not None:
         yield batch_relation(config, context, f"model.context_length={context}")
-    yield from _training_relations(config)
+    yield from _training_relations(config, command)
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):
@@ -110,7 +110,13 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
 
 
-def _training_relations(config: Config) -> Iterator[Row]:
+def _training_relations(config: Config, command: str) -> Iterator[Row]:
+    for key in ("name", "group", "tags") + (("entity",) if command != "dashboard" else ()):
+        value, kind = getattr(config.tracking, key), config.tracking.kind
+        yield (
+            value and kind != "wandb",
+            f"tracking.{key}={value}: is for W&B, and tracking={kind}: want tracking=wandb, or null",
+        )
     for name in TRAINED:
         settings, known = getattr(config, name), settings_in(type(getattr(config, name)))
         for key in ("final_lr_fraction", "decay_fraction"):
@@ -197,5 +203,7 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
          "deepspeed=none"),
         (processes > 1 and command == "evaluate" and config.evaluate.turned_on, f"evaluate.{', '.join(config.evaluate.turned_on)}: "
          "runs on one process: start it without a launcher"),
+        (config.sharding.file and not sharded, f"sharding.file={config.sharding.file}: is for DeepSpeed: set "
+         "deepspeed=zero1 to zero3, or leave it out"),
         (processes > 1 and one_process, f"{command}: started as {processes} processes, runs as one: {remedy}"),
     ]  # fmt: skip

@@ -36,7 +36,7 @@ from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Recor
 from rlhf.data.splits import given_split, prompt_key
 from rlhf.data.storage import check_whole, read_records, verify
 from rlhf.data.tables import read_columns, read_delimited, read_sheet
-from rlhf.errors import UserError
+from rlhf.errors import UserError, hub_remedy
 from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line, say
 
@@ -78,9 +78,10 @@ def _read_hub(name: str) -> Iterator[Row]:
         splits = datasets.load_dataset(name)
     except Exception as error:  # no network, no such name, gated, scripts
         reason = one_line(str(error) or type(error).__name__, 200)
+        otherwise = "check the path or the name and the network, or download it and give the file"
         raise UserError(
             f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
-            "check the path or the name and the network, or download it and give the file"
+            + hub_remedy(error, f"datasets/{name}", otherwise)
         ) from error
     for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
         yield Row(number, dict(row), number)

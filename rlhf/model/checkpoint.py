@@ -12,7 +12,7 @@ from pydantic import Field
 from safetensors import safe_open
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rlhf.errors import UserError, reading
+from rlhf.errors import UserError, hub_remedy, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
 from rlhf.system.files import check_regular
@@ -170,10 +170,8 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the library raises many kinds for missing, private or unreachable repositories
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(
-            f"model.pretrained={name}: not readable from the hub ({reason}): "
-            "check the name and the connection, or give a local folder"
-        ) from error
+        remedy = hub_remedy(error, name, "check the name and the connection, or give a local folder")
+        raise UserError(f"model.pretrained={name}: not readable from the hub ({reason}): {remedy}") from error
 
 
 def _read_config(source: str, folder: Path, gguf: str | None) -> Any:

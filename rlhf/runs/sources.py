@@ -17,7 +17,7 @@ from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompt
 from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
 from rlhf.data.storage import MANIFEST, check_whole, verify
-from rlhf.errors import UserError
+from rlhf.errors import UserError, hub_remedy
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
 from rlhf.system.files import read_json, sha256_file
@@ -197,9 +197,9 @@ def hub_folder(name: str, setting: str) -> Path | None:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(CLASSIFIER_FILES)))
     except Exception as error:  # the library raises many kinds of errors
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        remedy = hub_remedy(error, repository, "check the name and the connection, or give a folder")
         raise UserError(
-            f"{setting}: {name}: no such run or folder here, and not readable from the hub ({reason}): "
-            "check the name and the connection, or give a folder"
+            f"{setting}: {name}: no such run or folder here, and not readable from the hub ({reason}): {remedy}"
         ) from error
 
 

@@ -229,6 +229,7 @@ def make_tracker(
     config: dict[str, Any],
     resume_step: int = 0,
     project: str = "rlhf",
+    labels: Mapping[str, Any] | None = None,
 ) -> Tracker:
     """Opens the records of one stage.
 
@@ -236,6 +237,7 @@ def make_tracker(
         metrics.jsonl alone, "silent" nothing.
     resume_step: the step of the checkpoint from which training continues. Lines after it are dropped, since
         they will be written again; 0 empties the files.
+    labels: arguments of `wandb.init` in place of the name and the group that the run gives.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
     keeps its run id over a resume. Its failures give one warning and stop nothing.
     Raises: UserError for an unknown kind, and for tensorboard if the package is missing.
@@ -258,7 +260,7 @@ def make_tracker(
 
         return Background(
             "Weights & Biases",
-            lambda: wandb_run.WandbRun(folder, run, stage, config, project),
+            lambda: wandb_run.WandbRun(folder, run, stage, config, project, labels or {}),
             # a stage may end before W&B has started, so the wait covers both
             wandb_run.init_timeout() + wandb_run.finish_timeout() + FINISH_MARGIN,
         )

@@ -38,7 +38,9 @@ finish_timeout = partial(seconds_allowed, "RLHF_WANDB_FINISH_SECONDS", 30.0)
 class WandbRun:
     """A W&B run, written by `trackers.Background`, which handles the errors of wandb that it raises."""
 
-    def __init__(self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str) -> None:
+    def __init__(
+        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, labels: Mapping[str, Any]
+    ) -> None:
         self._table: Any = None
         self._columns: list[str] = []
         self._step = 0  # of the last line: a table is logged at the same step
@@ -51,7 +53,7 @@ class WandbRun:
             if not run_id:
                 run_id = secrets.token_hex(4)
                 id_file.write_text(run_id + "\n", encoding="ascii")
-            self._run = start_run(folder, run_id, run, stage, config, project)
+            self._run = start_run(folder, run_id, config, project, {**default_labels(run, stage), **labels})
             for axis in ("progress/step", "progress/episodes", "progress/tokens"):
                 self._run.define_metric(axis)
             self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
@@ -106,12 +108,15 @@ def environment(home: Path) -> Iterator[None]:
                 del os.environ[name]
 
 
-def start_run(folder: Path, run_id: str, run: str, stage: str, config: dict[str, Any], project: str) -> Any:
+def default_labels(run: str, stage: str) -> dict[str, Any]:
+    return {"name": f"{run}/{stage}", "group": run, "job_type": stage}
+
+
+def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str, labels: dict[str, Any]) -> Any:
     """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
     import wandb
 
     place = {"project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id}
-    labels = {"name": f"{run}/{stage}", "group": run, "job_type": stage}
     options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
     settings = wandb.Settings(
         silent=True,

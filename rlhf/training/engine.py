@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib.util
 import io
+import json
 import logging
 import os
 import sys
@@ -28,6 +29,7 @@ from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, round_frozen
+from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect_alone, local_rank
 from rlhf.system.terminal import say
 from rlhf.training.ema import Ema
@@ -388,7 +390,7 @@ def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float =
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    return {
+    ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
@@ -398,3 +400,42 @@ def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float =
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    return ours if config.sharding.file is None else with_file(ours, config.sharding.file)
+
+
+# Sections of DeepSpeed's configuration that settings of ours decide, and which.
+DECIDED_HERE = {
+    "optimizer": "<stage>.lr", "scheduler": "<stage>.schedule", "fp16": "precision", "amp": "precision",
+    "train_batch_size": "the stage's batch", "offload_optimizer": "deepspeed=…_offload", "offload_param": "deepspeed=…_offload",
+}  # fmt: skip
+
+
+def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
+    """Our settings of DeepSpeed with those of a user's JSON; "auto" stands for ours.
+
+    Raises: UserError that names all settings of the file that ours decide otherwise.
+    """
+    given, conflicts = read_json(Path(path)), list[str]()
+    if not given:
+        raise UserError(
+            f"sharding.file={path}: contains no settings: want a JSON object, as DeepSpeed's documentation has it"
+        )
+
+    def merge(mine: dict[str, Any], theirs: dict[str, Any], prefix: str) -> dict[str, Any]:
+        merged = dict(mine)
+        for key, value in theirs.items():
+            old, name = mine.get(key), prefix + key
+            if value == "auto" or value == old:
+                continue
+            if isinstance(old, dict) and isinstance(value, dict):
+                merged[key] = merge(old, value, f"{name}.")
+            elif key in mine or key in DECIDED_HERE:
+                conflicts.append(f"{name} ({DECIDED_HERE.get(key) or f'ours: {json.dumps(old)}'})")
+            else:
+                merged[key] = value
+        return merged
+
+    merged = merge(ours, given, "")
+    if conflicts:
+        raise UserError(f"sharding.file={path}: {', '.join(conflicts)}: other settings decide this: leave it out")
+    return merged

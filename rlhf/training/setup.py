@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from rlhf.config import Config
+from rlhf.config.setting import listed
 from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.checkpoint import load_whole, read_config
@@ -60,15 +61,18 @@ def choose_device(config: Config) -> torch.device:
 
 
 def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
-    config = stage.config
+    config, tracking = stage.config, stage.config.tracking
+    labels = {"entity": tracking.entity, "group": tracking.group, "tags": listed(tracking.tags) or None}
+    labels["name"] = tracking.name and f"{tracking.name}/{stage.name}"
     return make_tracker(
-        config.tracking.kind if stage.writes else "silent",  # type: ignore[arg-type]
+        tracking.kind if stage.writes else "silent",  # type: ignore[arg-type]
         folder=stage.folder,
         run=config.run,
         stage=stage.name,
         config=tracking_config(stage.record("running")),
         resume_step=resume_step,
-        project=config.tracking.project,
+        project=tracking.project,
+        labels={name: label for name, label in labels.items() if label},
     )
 
 
