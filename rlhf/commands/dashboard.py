@@ -134,8 +134,7 @@ def send_within(seconds: float, specification: dict[str, Any], path: Path) -> st
 
     Raises: UserError if the server refuses or does not answer in time.
     """
-    addresses: list[str] = []
-    reasons: list[str] = []
+    answer: dict[str, str] = {}
 
     def work() -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -153,16 +152,16 @@ def send_within(seconds: float, specification: dict[str, Any], path: Path) -> st
                 there.name, there.sections, there.settings = workspace.name, workspace.sections, workspace.settings
                 workspace = there
             workspace.save()
-            addresses.append(str(workspace.url))
+            answer["url"] = str(workspace.url)
         except Exception as error:
-            reasons.append(" ".join(str(error).split())[:300])
+            answer["reason"] = " ".join(str(error).split())[:300]
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    if addresses:
-        return addresses[0]
-    reason = reasons[0] if reasons else f"no answer within {seconds:.0f} s"
+    if "url" in answer:
+        return answer["url"]
+    reason = answer.get("reason", f"no answer within {seconds:.0f} s")
     raise UserError(
         f"dashboard: W&B did not take it ({reason}): check WANDB_API_KEY, WANDB_BASE_URL and "
         f"tracking.entity; the specification is in {json.dumps(str(path))}"

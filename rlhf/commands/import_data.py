@@ -29,12 +29,13 @@ def run(config: ImportConfig) -> None:
 
     assert config.out is not None
     out = Path(os.path.abspath(config.out))
+    too_many_rejects = out.with_name(out.name + ".partial")
     sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
     started = time.monotonic()
     with held(out):
-        mend(_partial(out))
+        mend(too_many_rejects)
         check_replaceable(out, config.overwrite, "out", "import", is_import)
-        check_replaceable(_partial(out), True, "out", "import", is_import)
+        check_replaceable(too_many_rejects, True, "out", "import", is_import)
         with working(out) as folder:
             earlier = Assignments()  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
@@ -46,7 +47,7 @@ def run(config: ImportConfig) -> None:
             partial = importer.damaged or importer.reject_count > config.max_rejects
             splits = {name: getattr(config, name) for name in ("prefix_characters", "seed", "dev", "test")}
             seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
-            target = _partial(out) if partial else out
+            target = too_many_rejects if partial else out
             swap(target, folder)
     for line in describe(report):
         _say(line)
@@ -57,22 +58,19 @@ def run(config: ImportConfig) -> None:
         _say(f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}")
     seconds = time.monotonic() - started
     _say(f"{size / 1e6:,.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s) -> {target}")
+    if not partial:
+        return
+    why, cure = (
+        f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}",
+        "correct the rows, or set max_rejects",
+    )
     if importer.damaged:
-        raise UserError(
-            f"a file could not be read to its end (see the rejects): what was accepted before is in {target}, which training "
-            "refuses without data.allow_partial=true: replace the damaged file and import again"
-        )
-    if partial:
-        raise UserError(
-            f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, "
-            "which training refuses without data.allow_partial=true: correct the rows, or set max_rejects"
-        )
+        why = "a file could not be read to its end (see the rejects)"
+        cure = "replace the damaged file and import again"
+    raise UserError(
+        f"{why}: the accepted rows are in {target}, which training refuses without data.allow_partial=true: {cure}"
+    )
 
 
 def _say(text: str) -> None:
     say(f"import: {text[:4000]}")
-
-
-def _partial(out: Path) -> Path:
-    """The folder of an import with too many rejects."""
-    return out.with_name(out.name + ".partial")

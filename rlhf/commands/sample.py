@@ -56,10 +56,8 @@ def run(config: Config) -> None:
         # 1. Sample
         tasks, alike, too_long = draw_tasks(config, policies, prompts)
         if not tasks:
-            raise UserError(
-                f"sample: {alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context, which "
-                "leaves no task: raise sample.temperature or sample.prompts"
-            )
+            left = f"{alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context"
+            raise UserError(f"sample: {left}, which leaves no task: raise sample.temperature or sample.prompts")
 
         # 2. Write
         with replaced(out) as temporary:
@@ -85,8 +83,8 @@ def run(config: Config) -> None:
         "left out: longer than the context": too_long,
         "passed over: labelled already": labelled,
     }
-    notes = "; ".join(f"{number:,} {why}" for why, number in left_out.items() if number)
     drawn = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
+    notes = "; ".join(f"{number:,} {why}" for why, number in left_out.items() if number)
     say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out}" + (f" ({notes})" if notes else ""))
     say(f"sample: next: {step}")
 
@@ -125,11 +123,8 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
     source = data_source(config, "comparisons")
     labelled: set[str] = set()
-    if (
-        source is not None
-        and not config.sample.stages
-        and (config.data.comparisons is not None or Path(source).is_file())
-    ):
+    given = source is not None and (config.data.comparisons is not None or Path(source).is_file())
+    if given and not config.sample.stages:
         ranked = [r for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None]
         labelled = {prompt_key(record.prompt) for record in ranked}
     fresh = [record for record in candidates if prompt_key(record.prompt) not in labelled]
@@ -181,8 +176,7 @@ def draw_tasks(
                 RankedResponse(id=chr(ord("a") + place), text=text, policy=name, metadata={"ended": ended})
                 for place, (text, ended, name) in enumerate(given)
             ]
-            metadata = dict(record.metadata) | {"prompt_id": record.id}
-            metadata |= {} if record.user is None else {"user": record.user}
+            metadata = record.metadata | {"prompt_id": record.id} | ({"user": record.user} if record.user else {})
             task = Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata)
             tasks.append(shuffle_responses(task, config.seed))
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
