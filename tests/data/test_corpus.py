@@ -162,14 +162,6 @@ def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tokenizer, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hostile_documents_hold_no_separator(tokenizer, tmp_path):
-    packed = pack(["a<|endoftext|>b", "c"], tokenizer, tmp_path)
-    assert sorted(documents_of(packed, "train", tokenizer) + documents_of(packed, "heldout", tokenizer)) == [
-        "a<|endoftext|>b",
-        "c",
-    ]
-
-
 def test_an_interrupted_run_leaves_no_finished_corpus(tokenizer, tmp_path):
     pack(DOCUMENTS, tokenizer, tmp_path)
 

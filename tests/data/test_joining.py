@@ -58,11 +58,6 @@ def test_what_is_no_weak_order_stays_pairs_with_its_ties():
     assert record.metadata["ties"] == [["a", "b"], ["b", "c"]]
 
 
-def test_a_circle_is_spelled_out():
-    with pytest.raises(BadRow, match="go in a circle, a over b over c over a: drop one of them"):
-        joined(judged(0, "a", "b"), judged(1, "b", "c"), judged(2, "c", "a"))
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

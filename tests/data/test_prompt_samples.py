@@ -8,7 +8,6 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.config.stages import DataConfig
-from rlhf.data.records import PromptRecord
 from rlhf.runs.sources import (
     count_files,
     in_split,
@@ -90,8 +89,3 @@ def test_a_sample_of_prompts_does_not_follow_the_files(tmp_path):
     assert turned == chosen[::-1], "the order of the data does not matter"
     config.data.split_seed = 1
     assert sample_prompts(config, records, 90) != chosen
-
-
-def test_records_made_otherwise_have_no_file():
-    record = PromptRecord(id="p", prompt="Why?")
-    assert record.file == "" and "file" not in record.model_dump_json()

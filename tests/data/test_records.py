@@ -1,4 +1,3 @@
-import time
 from itertools import pairwise, product
 
 import pytest
@@ -188,13 +187,6 @@ def test_judgements_that_follow_or_are_missing():
     assert join_judgements("ab", ["ab"], ["ab"]) == ({"ranking": None, "pairs": [["a", "b"]]}, {"ties": [["a", "b"]]})
     with pytest.raises(ValueError, match="a over b over a"):
         join_judgements("ab", ["ab", "ba"], [])
-
-
-def test_joining_takes_time_in_proportion_to_the_judgements():
-    """With a quadratic or cubic step it takes minutes."""
-    started = time.process_time()
-    said, _ = join_judgements(range(2001), [(i, i + 1) for i in range(2000)], [])
-    assert said["ranking"] == [[i] for i in range(2001)] and time.process_time() - started < 5
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15))

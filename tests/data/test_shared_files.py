@@ -13,7 +13,6 @@ import pytest
 from rlhf.commands import import_data
 from rlhf.config.commands import ImportConfig
 from rlhf.data.formats import FORMATS
-from rlhf.data.reading import load_comparisons
 
 
 class Expected(NamedTuple):
@@ -83,15 +82,3 @@ def test_every_file_without_columns_to_name_is_in_the_table(shared_data):
     here = {f"{folder}/{path.name}" for folder in folders for path in (shared_data / folder).iterdir()}
     named_columns = {"comparisons/pandalm-999x3-annotators.json", "comparisons/alpaca-eval-annotations-805.json.gz"}
     assert here - named_columns == {expected.file for expected in FILES}
-
-
-def test_qa_feedback_gives_rankings_pairs_and_ties(shared_data):
-    path = shared_data / "comparisons/qa-feedback-500x4.json.gz"
-    assert sum(row["preference"].count(0) for row in raw_rows(path)) == 384
-    rankings, _ = load_comparisons(str(path))
-    joined = [r for r in rankings if r.ranking is not None]
-    unjoined = [r for r in rankings if r.pairs is not None]
-    assert (len(joined), len(unjoined)) == (478, 22)
-    in_rankings = sum(r.ranks()[i] == r.ranks()[j] for r in joined for i in range(4) for j in range(i))
-    assert in_rankings + sum(len(r.metadata["ties"]) for r in unjoined) == 384
-    assert sum(len(r.pair_list()) for r in rankings) == 3000 - 384

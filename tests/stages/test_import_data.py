@@ -224,19 +224,6 @@ def test_one_bad_file_does_not_lose_the_others(tmp_path, capsys):
     assert [file["counts"]["accepted"] > 0 for file in read] == [True, False, False, True, True]
 
 
-def test_what_came_before_a_damage_is_kept_and_partial(tmp_path, capsys):
-    lines = b"".join(
-        json.dumps(PROMPT | {"prompt": f"{i} {os.urandom(30).hex()}", "user": None}).encode() + b"\n"
-        for i in range(2000)
-    )
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
-    refused(capsys, f"path={tmp_path / 'd.jsonl.gz'}", f"out={tmp_path / 'out'}", "max_rejects=9")
-    counts = report_of(tmp_path / "out.partial")["counts"]
-    assert counts["accepted"] > 1500 and counts["rejected"] == 1
-    [entry] = rejects_of(tmp_path / "out.partial")
-    assert entry["line"] == counts["accepted"] + 1 and "damaged .gz file" in entry["message"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

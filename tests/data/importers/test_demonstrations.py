@@ -132,19 +132,3 @@ def test_a_prompt_alone(load):
     row = {"prompt": "Hi", "user": "u", "id": 3, "metadata": {"a": 1}, "topic": "x"}
     [record] = load("trl", row)
     assert record.kind == "prompt" and record.user == "u" and record.metadata == {"a": 1, "id": 3, "topic": "x"}
-
-
-def test_native_records_come_as_they_are(load):
-    demonstration = {"kind": "demonstration", "id": "d-1", "prompt": "Hi", "response": "Hello"}
-    ranking = {
-        "kind": "ranking",
-        "id": "r",
-        "prompt": [USER],
-        "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
-        "ranking": [["b"], ["a"]],
-        "extra": 1,
-    }
-    records = load("native", demonstration, ranking, {"kind": "prompt", "prompt": "Yes?", "user": "u"})
-    assert [record.kind for record in records] == ["demonstration", "ranking", "prompt"]
-    assert records[1].metadata == {"extra": 1} and records[1].ranks() == [1, 0]
-    assert records[2].id == "data.jsonl:3" and records[2].user == "u"

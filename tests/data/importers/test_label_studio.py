@@ -1,13 +1,12 @@
 """Label Studio: exports that a real server wrote come back as what the labelers meant; foreign tasks; bad rows."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.data.formats import FORMATS, BadRow, recognise
+from rlhf.data.formats import FORMATS, BadRow
 from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.records import Ranking
@@ -152,20 +151,6 @@ def test_one_response_keeps_its_rating_and_flags_and_gives_no_pair():
     assert [r.ratings for r in records] == [{"response": 2}, {"response": 3}, {}, {"response": 5}, {"response": 4}]
     assert [r.flags for r in records] == [{}, {"response": ["rude"]}, {"response": ["harmful"]}, {}, {}]
     assert not any(r.pair_list() for r in records)
-
-
-def test_the_real_pairwise_export_and_its_tasks(shared_data):
-    rows = rows_of(shared_data / "labels/label-studio-pairwise-32-export.json")
-    records = [r for row in rows for r in convert(row)]
-    assert len(records) == 32
-    assert Counter(r.ranking[0][0] for r in records if r.ranking) == {"answer1": 18, "answer2": 14}
-    assert {r.labeler for r in records} == {"2"} and records[0].seconds == 12.51
-    tasks = rows_of(shared_data / "labels/label-studio-pairwise-32-tasks.json")
-    unlabelled = [r for row in tasks for r in convert(row)]
-    assert len(unlabelled) == 32 and all(r.ranking is None and r.pairs is None for r in unlabelled)
-    assert [r.responses for r in unlabelled] == [r.responses for r in records]
-    for row in (*rows, *tasks):
-        assert recognise(row) == "label_studio"
 
 
 # --- one annotation --------------------------------------------------------------------------------------------------
