@@ -66,13 +66,13 @@ def fit_records(
     config: Config, folder: Path, records: list[PromptRecord], temperature: float, greedy: bool = False
 ) -> tuple[Any, list[tuple[PromptRecord, list[int], bool]], dict[str, Any]]:
     """A policy's tokenizer; the prompts that fit its context, with their tokens and whether they were cut; and how they are answered."""
+    from rlhf.data.encoding import fitting_prompts
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.policies import fit_prompts, room_for
+    from rlhf.evaluation.policies import room_for
 
     tokenizer = load_tokenizer(folder / "model")
     length, room = room_for(tokenizer.model_max_length, config.rollout.max_new_tokens)
-    fitted = zip(records, fit_prompts(tokenizer, [record.prompt for record in records], room), strict=True)
-    asked = [(record, *found) for record, found in fitted if found is not None]
+    asked = list(fitting_prompts(tokenizer, records, room))
     return tokenizer, asked, {"temperature": temperature, "greedy": greedy, "max_new_tokens": length}
 
 

@@ -67,11 +67,6 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> float | None
     return float(value) if isfinite(value) else None
 
 
-def compute_fleiss(counts: np.ndarray) -> float | None:
-    """Fleiss' kappa (Fleiss 1971) of (N, 3) counts of labelers by verdict, every row with the same sum; None without variance."""
-    return _call("statsmodels.stats.inter_rater", "fleiss_kappa", np.concatenate([counts, counts[:, ::-1]]))
-
-
 def _alpha(counts: np.ndarray, values: Sequence[float]) -> float | None:
     """Ordinal alpha (Krippendorff 2011) of (N, V) counts of labelers by value; None without variance."""
     scale = {"value_domain": np.array(values), "level_of_measurement": "ordinal"}
@@ -239,8 +234,11 @@ def _fleiss_and_alpha(verdicts: "pd.DataFrame", notes: dict[str, str]) -> dict[s
     size = units.sum(1)
     numbers, counts = np.unique(size, return_counts=True)
     labelers, pairs = max(zip(numbers.tolist(), counts.tolist(), strict=True), key=lambda n: n[::-1], default=(None, 0))
-    fleiss = compute_fleiss(units[size == labelers]) if pairs else None
-    alpha = _alpha(np.concatenate([units, units[:, ::-1]]), (-1, 0, 1)) if pairs else None
+    fleiss = alpha = None
+    if pairs:
+        same, both = units[size == labelers], np.concatenate([units, units[:, ::-1]])  # each pair in both directions
+        fleiss = _call("statsmodels.stats.inter_rater", "fleiss_kappa", np.concatenate([same, same[:, ::-1]]))
+        alpha = _alpha(both, (-1, 0, 1))
     if pairs < len(units):
         left = f"{len(units) - pairs:,} pairs judged by another number of labelers than {labelers} are left out"
         notes["fleiss_kappa"] = left

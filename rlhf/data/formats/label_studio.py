@@ -8,8 +8,8 @@ keys. The import joins the pairs of one item into a ranking.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from rlhf.data.formats.shapes import (
     BadRow,
@@ -121,24 +121,13 @@ def _listed(one: Any, place: int, where: str) -> dict[str, Any]:
 # --- what one annotation says ----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """One annotation's judgements, by response id."""
 
-    ranking: list[list[str]] | None = None
-    scores: dict[str, float] = field(default_factory=dict)
-    flags: dict[str, list[str]] = field(default_factory=dict)
-    other: dict[str, list[Any]] = field(default_factory=dict)  # {control: values} that judge no response
-
-    @property
-    def is_judgement(self) -> bool:
-        return self.ranking is not None or bool(self.scores) or bool(self.flags)
-
-    def rank(self, ranking: list[list[str]]) -> None:
-        """Set the ranking. Raises: BadRow if another control stated a different one."""
-        both = [self.ranking, ranking]
-        require(self.ranking in (None, ranking), "result", both, "one judgement: remove the other")
-        self.ranking = ranking
+    rankings: list[list[list[str]]]  # of each control; want one
+    scores: dict[str, float]
+    flags: dict[str, list[str]]
+    other: dict[str, list[Any]]  # {control: values} that judge no response
 
 
 def _preferred(choice: str, task: Task) -> list[list[str]] | None:
@@ -163,13 +152,13 @@ def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
     if "selected" in value:
         require(value["selected"] in ("left", "right"), "value.selected", value["selected"], "left or right")
         require(len(task.ids) == 2, "data", task.ids, "2 responses in a pairwise task")
-        judgement.rank(judged(["left", "right"].index(value["selected"]), task.ids)["ranking"])
+        judgement.rankings.append(judged(["left", "right"].index(value["selected"]), task.ids)["ranking"])
     elif "ranker" in value:
         columns = {control: value["ranker"]} if isinstance(value["ranker"], list) else value["ranker"]
         unknown = [str(name) for names in columns.values() for name in names if str(name) not in task.ids]
         require(not unknown, "value.ranker", unknown, f"the task's responses, {', '.join(task.ids)}")
         if len(columns) == 1 or control in columns:
-            judgement.rank([[str(name)] for name in columns.get(control, next(iter(columns.values())))])
+            judgement.rankings.append([[str(name)] for name in columns.get(control, next(iter(columns.values())))])
         else:  # several buckets, whose order an export does not state; "_" holds what was not moved
             for bucket, name in ((b, str(name)) for b, names in columns.items() for name in names if b != "_"):
                 judgement.flags.setdefault(name, []).append(bucket)
@@ -178,7 +167,7 @@ def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
         require(choices == [] or is_list(choices, str), "value.choices", choices, "a list of strings")
         ranking = _preferred(choices[0], task) if len(choices) == 1 and named is None else None
         if ranking is not None:
-            judgement.rank(ranking)
+            judgement.rankings.append(ranking)
         elif about:
             judgement.flags.setdefault(about, []).extend(choices)
         else:
@@ -205,9 +194,9 @@ def _record(task: Task, judgement: Judgement, annotation: Values, parts: dict[st
 
     Scores outside 1 to 7 are kept in metadata and still rank.
     """
-    ranking, scores = judgement.ranking, judgement.scores
-    if ranking is None and len(scores) > 1:
-        ranking = ranking_of(scores, best="highest")
+    scores = judgement.scores
+    by_scores = ranking_of(scores, best="highest") if len(scores) > 1 else None
+    ranking = judgement.rankings[0] if judgement.rankings else by_scores
     in_scale = fits_scale(scores)
     parts = parts | {"scores": {} if in_scale else scores, "results": judgement.other}
     parts["annotation"] = without_empty(
@@ -243,16 +232,18 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
     task = task_fields(row["data"])
     about = without_empty(other_keys(row, "data", "annotations"))
     if not row.get("annotations"):
-        yield _record(task, Judgement(), {}, {"task": about})
+        yield _record(task, Judgement([], {}, {}, {}), {}, {"task": about})
         return
     skipped: list[str] = []
     unread: dict[str, Any] = {}
     judgements: list[tuple[Values, Judgement]] = []
     for annotation in row["annotations"]:
-        said = Judgement()
+        said = Judgement([], {}, {}, {})
         for result in [] if annotation.get("was_cancelled") else annotation["result"]:
             _read_result(result, task, said)
-        if said.is_judgement:
+        first = said.rankings[:1]
+        require(said.rankings == first * len(said.rankings), "result", said.rankings, "one judgement: remove the other")
+        if said.rankings or said.scores or said.flags:
             judgements.append((annotation, said))
         else:
             skipped.append(_labeler_of(annotation) or "unknown")
