@@ -25,6 +25,7 @@ ROW_SUFFIXES = (".jsonl", ".json")
 TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".xls", ".ods", ".parquet", ".arrow")
 RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
+MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held in memory
 MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
 MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
 _TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
@@ -263,6 +264,8 @@ def _constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_ITEM = json.JSONDecoder(parse_constant=_constant)  # of two equal keys in an item of an array the last one counts
+_SPACE = re.compile(r"\s*")
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
@@ -306,54 +309,39 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
                 yield Reject(name, number, "", one_line(error), number, line)
 
 
-class _Counted:
-    """A file whose `read` fails if one record is longer than MAX_RECORD_BYTES."""
-
-    def __init__(self, file: IO[bytes], name: str):
-        self.file, self.name, self.number, self.since = file, name, 0, 0
-
-    def read(self, size: int = -1) -> bytes:
-        chunk = self.file.read(size)
-        self.since += len(chunk)
-        if self.since > MAX_RECORD_BYTES + (1 << 20):
-            raise UserError(f"{self.name}: row {self.number + 1} is above {MAX_RECORD_BYTES >> 20} MB: make it shorter")
-        return chunk
-
-
 def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The items of a JSON array, or objects one after another, read as a stream.
+    """The items of a JSON array, or objects one after another.
 
-    Built from events, since `ijson.items` needs memory that grows with the square of the depth.
-
-    Raises: UserError if the file is damaged, after the rows before the damage.
+    Raises: UserError if the file is damaged, after the rows before the damage, or larger than MAX_ARRAY_BYTES.
     """
-    import ijson
-
-    counted = _Counted(file, name)
-    builder: Any = None
-    in_list = False
-    depth = deepest = 0
+    number = place = 0
     try:
-        for event, value in ijson.basic_parse(counted, use_float=True, multiple_values=True):
-            if builder is None:
-                if event in ("start_array", "end_array") and in_list == (event == "end_array"):
-                    in_list = event == "start_array"  # the list that holds the rows
-                    continue
-                builder, deepest = ijson.ObjectBuilder(), 0
-            depth += {"start_map": 1, "start_array": 1, "end_map": -1, "end_array": -1}.get(event, 0)
-            deepest = max(deepest, depth)
-            if deepest <= MAX_DEPTH:
-                builder.event(event, value)
-            if depth:
-                continue
-            made, builder = builder.value if deepest <= MAX_DEPTH else None, None
-            counted.number, counted.since = counted.number + 1, 0
-            if isinstance(made, dict):
-                yield Row(counted.number, made, counted.number)
+        content = file.read(MAX_ARRAY_BYTES + 1)
+        if len(content) > MAX_ARRAY_BYTES:
+            raise UserError(f"{name}: above {MAX_ARRAY_BYTES >> 20} MB: write it as JSON Lines, one object per line")
+        text = content.decode("utf-8")
+        del content
+        in_list = text.lstrip().startswith("[")
+        between, end = (
+            (re.compile(r"\s*,\s*"), re.compile(r"\s*\]\s*\Z")) if in_list else (_SPACE, re.compile(r"\s*\Z"))
+        )
+        place = len(text) - len(text.lstrip()) + in_list
+        while not end.match(text, place):
+            gap = (between if number else _SPACE).match(text, place)
+            if gap is None:
+                raise ValueError(f"want a comma or the end of the list at character {place}")
+            value, place = _ITEM.raw_decode(text, gap.end())
+            number += 1
+            deep = is_deep(value)
+            if isinstance(value, dict) and not deep:
+                yield Row(number, value, number)
             else:
-                problem = _TOO_DEEP if deepest > MAX_DEPTH else f"got {shown(made)}, want an object {{…}}"
-                yield Reject(name, counted.number, "", problem, counted.number, json.dumps(made).encode())
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        if counted.number or counted.since or builder is not None:  # else the file is empty
-            place = f"row {counted.number + 1} ({one_line(str(error), 200)})"
-            raise UserError(f"{name}: damaged JSON in {place}: correct it or download it again") from error
+                problem = _TOO_DEEP if deep else f"got {shown(value)}, want an object {{…}}"
+                yield Reject(
+                    name, number, "", problem, number, text[gap.end() : place].encode("utf-8", "surrogatepass")
+                )
+    except (ValueError, RecursionError) as error:
+        reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
+        raise UserError(
+            f"{name}: damaged JSON in row {number + 1} ({reason}): correct it or download it again"
+        ) from error
