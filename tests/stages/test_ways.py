@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf import cli
-from rlhf.commands import pipeline
+from rlhf.commands import pipeline, sample
 from rlhf.config.commands import SHARED_FLAG
 from rlhf.runs.folders import read_stage
 from rlhf.system.files import read_json
@@ -217,6 +217,48 @@ def test_rounds_of_peoples_labels(first, capsys, continued):
     lines = (runs / name / "label" / "comparisons.jsonl").read_text().splitlines()
     before = (runs / f"{name}-round-2" / "label" / "comparisons.jsonl").read_text().splitlines()
     assert lines[: len(before)] == before and len(before) > 20 and len(lines) > len(before)
+
+
+def test_rounds_killed_between_and_within_stages_with_imported_labels(first, monkeypatch):
+    """Each call does one stage and is killed at the beginning of the next; the first sampling is killed as it writes. Nothing is
+    done twice, and what is half written is not taken for the tasks.
+    """
+    name, runs, ran = "killed", first.folder / "runs", []
+    write_tasks = sample.write_tasks
+
+    def killed_once(*given):
+        monkeypatch.setattr(sample, "write_tasks", write_tasks)
+        raise KeyboardInterrupt
+
+    def one_stage(config, stage: str, overrides: list[str]) -> None:
+        if first.ran:
+            raise KeyboardInterrupt
+        first.run_stage(config, stage, overrides)
+        ran.append(first.ran[-1].removeprefix(name).strip("-/"))
+
+    def killed(*more: str) -> int:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:
+            first("pipeline", name, *more, fresh=bool(more))
+        return stop.value.code if isinstance(stop.value, SystemExit) else 130
+
+    monkeypatch.setattr(sample, "write_tasks", killed_once)
+    monkeypatch.setattr(pipeline, "run_stage", one_stage)
+    codes = [killed("data.comparisons=labels.csv", "data.prompts=prompts.jsonl", "rounds=2", "sample.prompts=5")]
+    while codes[-1] == 130 and len(codes) < 20:
+        codes.append(killed())
+    assert codes[-1] == 2, "only labels are missing"
+    assert ran == ["tokenizer", "pretrain", "sft", "round-1/reward", "round-1/ppo", "sample"]
+    label(runs / name)
+    cli.main(["import", f"path={runs / name / 'serve' / 'labels.jsonl'}", f"out={runs / name / 'sample-imported'}"])
+    (runs / name / "serve" / "labels.jsonl").unlink()
+    while first.record(name, "evaluate").get("status") != "complete" and len(codes) < 40:
+        first.ran.clear()
+        try:
+            first("pipeline", name, fresh=False)
+        except (SystemExit, KeyboardInterrupt):
+            codes.append(130)
+    assert ran[6:] == ["label", "reward", "ppo", "evaluate"]
+    assert f"{name}-round-1/ppo" in first.record(name, "label")["parents"]
 
 
 def test_two_processes_do_what_one_does(first, monkeypatch):
