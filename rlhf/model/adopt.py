@@ -13,7 +13,16 @@ from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
-from rlhf.model.checkpoint import UNSTATED_CONTEXT, Checkpoint, check_weights, download, load_whole, read_checkpoint
+from rlhf.model.checkpoint import (
+    ADAPTED,
+    UNSTATED_CONTEXT,
+    Checkpoint,
+    check_finite,
+    check_weights,
+    download,
+    load_whole,
+    read_checkpoint,
+)
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
@@ -58,7 +67,10 @@ def adopt(
     model, reason = choose_way(checkpoint, model, native)
     if reason:
         notes.append(f"runs as transformers' {type(model).__name__}: {reason}")
-    ends = tokenizer.init_kwargs[ENDS]
+    ends, files = tokenizer.init_kwargs[ENDS], checkpoint.weight_files()
+    if checkpoint.adapters is not None:
+        notes.append(f"with the adapters of {checkpoint.adapters}")
+        files.append(checkpoint.adapters / ADAPTED)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=ends or None
     )
@@ -71,7 +83,7 @@ def adopt(
         "parameters": checkpoint.parameters,
         "dtype": checkpoint.dtype,
         "licence": checkpoint.licence,
-        "sha256": {path.name: sha256_file(path) for path in checkpoint.weight_files()},
+        "sha256": {path.name: sha256_file(path) for path in files},
         "native": not reason,
         "logits": lm(model).logits_are,
         "end_token_ids": ends,
@@ -89,7 +101,10 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
     Pad may be the end token: masks come from lengths.
     """
     what = f"model.pretrained={checkpoint.source}: no readable tokenizer"
-    tokenizer = open_tokenizer(AutoTokenizer, what, "give a checkpoint with its tokenizer", **checkpoint.arguments())
+    given, adapters = checkpoint.arguments(), checkpoint.adapters
+    if adapters is not None and (adapters / "tokenizer.json").is_file():
+        given = {"pretrained_model_name_or_path": str(adapters)}
+    tokenizer = open_tokenizer(AutoTokenizer, what, "give a checkpoint with its tokenizer", **given)
     if not tokenizer.is_fast:
         raise UserError(
             f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
@@ -160,7 +175,23 @@ def load_weights(checkpoint: Checkpoint) -> Any:
         fresh.load_state_dict(model.state_dict(), assign=True)
         fresh.tie_weights()
         model = fresh
+    if checkpoint.adapters is not None:
+        model = merge_adapters(model, checkpoint)
     return model.eval()
+
+
+def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
+    """The model with the weights that PEFT's adapters give it."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError(f"model.pretrained={checkpoint.adapters}: needs PEFT: pip install peft") from None
+    with reading(
+        f"model.pretrained={checkpoint.adapters}: not readable adapters", f"give those of {checkpoint.source}"
+    ):
+        model = peft.PeftModel.from_pretrained(model, str(checkpoint.adapters)).merge_and_unload()
+    check_finite(model, str(checkpoint.adapters))
+    return model
 
 
 def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any, str]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCa
 from rlhf.errors import UserError, hub_remedy, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
-from rlhf.system.files import check_regular
+from rlhf.system.files import check_regular, read_json
 from rlhf.system.schemas import INTEGERS, Finite, Schema, Size, check_value, read_checked
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -24,6 +24,7 @@ MOST_TENSORS = 500_000
 # A configuration could name kernels of the hub here, which are code; every load and every construction passes these.
 CHOSEN_HERE = {"attn_implementation": None, "experts_implementation": None}
 LAYER = re.compile(r"\.\d+\.")  # in the name of a weight that belongs to a numbered layer
+ADAPTERS, ADAPTED = "adapter_config.json", "adapter_model.safetensors"  # PEFT's files
 # The files of a hub repository that are read before its weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
 
@@ -74,6 +75,7 @@ class Checkpoint:
     parameters: int
     dtype: str  # of the stored weights
     licence: str | None
+    adapters: Path | None = None  # the folder of PEFT's adapters that are merged into it
 
     @property
     def context(self) -> int | None:
@@ -131,6 +133,8 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
         name, _, named_revision = source.partition("@")
         folder = download(name, named_revision or None, DESCRIPTION)
         revision = folder.name  # the commit
+    if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file():
+        return _read_adapters(source, folder, revision)
     if gguf is None:
         _check_folder(source, folder)
     config = _read_config(source, folder, gguf)
@@ -149,13 +153,24 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     )
 
 
+def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoint:
+    """The model that adapters belong to, with them."""
+    base = read_json(folder / ADAPTERS).get("base_model_name_or_path")
+    if revision is not None:
+        download(source.partition("@")[0], revision, (ADAPTED,))
+    if not isinstance(base, str) or not (folder / ADAPTED).is_file():
+        raise UserError(
+            f"model.pretrained={source}: adapters without {ADAPTED} or their model's name: save them with PEFT"
+        )
+    try:
+        checkpoint = read_checkpoint(base)
+    except UserError as error:
+        raise UserError(f"{folder / ADAPTERS}: base_model_name_or_path: {error}") from None
+    return replace(checkpoint, adapters=folder)
+
+
 def _check_folder(source: str, folder: Path) -> None:
     """Raises: UserError for a folder without a model; the message says what to give instead."""
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"model.pretrained={source}: adapters without their model: merge them (PEFT's merge_and_unload), save the result "
-            "with save_pretrained, and give that folder"
-        )
     if not (folder / "config.json").is_file():
         inside = folder / "model" / "config.json"
         instead = f"give {inside.parent}" if inside.is_file() else "want a folder that save_pretrained wrote"

@@ -228,7 +228,7 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
         ("sft lora=8", "lora=8: lora is a group of settings: write lora.<setting>=…"),
         ("tokenizer model.pretrained={folder}/config.json", "is one file of a model: give its folder, {folder}"),
         ("tokenizer model.pretrained={folder}/stage", "no config.json in it: give {folder}/stage/model"),
-        ("tokenizer model.pretrained={folder}/adapter", "adapters without their model: merge them (PEFT's merge_and_unload)"),
+        ("tokenizer model.pretrained={folder}/adapter", "adapters without adapter_model.safetensors or their model's name"),
         ("tokenizer model.pretrained={folder}/bert", "a bert writes no text: give a causal language model, or use this one as reward "
                                                      "model: reward.model={folder}/bert"),
         ("tokenizer model.pretrained={folder}/judge", "a LlamaForSequenceClassification writes no text"),

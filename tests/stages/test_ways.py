@@ -116,6 +116,43 @@ def test_dpo_only_and_its_evaluation(ways):
     assert results["policy"] == "dpo" and set(results["kl"]) == {"dpo"} and "best_of_n" not in results
 
 
+def test_an_sft_checkpoint_of_trl_and_its_adapters(ways):
+    """What its trainer writes: a model's folder, or adapters beside a tokenizer, which are merged into their model."""
+    import datasets
+    import peft
+    import trl
+
+    rows = [{"prompt": f"Say {i} words.", "completion": f" word {i}"} for i in range(8)]
+    plain = {
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 2,
+        "learning_rate": 0.05,
+        "save_strategy": "no",
+    }
+    for name, adapters in (
+        ("trl", None),
+        ("adapted", peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")),
+    ):
+        arguments = trl.SFTConfig(output_dir=str(ways.folder / name), per_device_train_batch_size=4, **plain)
+        data = datasets.Dataset.from_list(rows)
+        trainer = trl.SFTTrainer(str(ways.folder / "hf"), arguments, train_dataset=data, peft_config=adapters)
+        trainer.train()
+        trainer.save_model()
+        words = ["data.comparisons=labels.csv", f"model.pretrained={ways.folder / name}", "stages=dpo"]
+        assert ways("pipeline", f"from-{name}", *words) == ["tokenizer", "pretrain", "sft", "dpo"]
+        found = load_policy(ways.folder / "runs" / f"from-{name}" / "sft" / "model")
+        model = trainer.model.merge_and_unload() if adapters else trainer.model
+        with torch.no_grad():
+            theirs, ours = model(torch.arange(5, 25)[None]).logits, found(torch.arange(5, 25)[None]).logits
+            before = AutoModelForCausalLM.from_pretrained(ways.folder / "hf")(torch.arange(5, 25)[None]).logits
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert (before - theirs).abs().max() > 0.01
+        record = read_json(ways.folder / "runs" / f"from-{name}" / "pretrain" / "adopted.json")
+        assert ("adapter_model.safetensors" in record["sha256"]) == bool(adapters)
+
+
 def test_demonstrations_only_end_with_sft(ways, capsys):
     assert ways("pipeline", "demos", "data.demonstrations=demos.json") == ["tokenizer", "pretrain", "sft"]
     assert (
@@ -262,7 +299,7 @@ def test_rounds_killed_between_and_within_stages_with_imported_labels(first, mon
 
 
 def test_two_processes_do_what_one_does(first, monkeypatch):
-    """DPO, rejection sampling and evaluation, each by its own command; PPO's processes are in other tests."""
+    """DPO, rejection sampling, evaluation and PPO, each by its own command."""
     words = [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo")]
     words += ["data.comparisons=labels.csv", "rejection.prompts=9", "sft.dropout=0", "stages=[dpo,rejection,evaluate]"]
     assert first("pipeline", "one", *words) == ["rejection", "dpo", "evaluate"]
@@ -283,3 +320,15 @@ def test_two_processes_do_what_one_does(first, monkeypatch):
     for part in ("reward", "kl", "ended", "best_of_n"):
         assert json.dumps(two[part]) == json.dumps(one[part]), part
     assert set(two["baselines"]) == {"rejection", "dpo"} and two["policy"] == "ppo"
+    alone = [word for word in given if not word.startswith("parents.ppo=")]
+    cli.main(["ppo", "run=two", f"runs_dir={first.folder / 'runs'}", *alone])
+    torch.testing.assert_close(first.weights("two", "ppo"), first.weights("first", "ppo"), atol=1e-5, rtol=0)
+
+
+def test_two_processes_rate_as_one_does(copy_until):
+    one, two = copy_until("reward", "one"), copy_until("reward", "two")
+    words = ["rate.ratings=40", "rate.epochs=1", "sft.batch_size=110", "sft.dropout=0"]
+    one.stage("rate", *words)
+    cli.main(["rate", SHARED_FLAG, *two.words(*words), "launcher.processes=2"])
+    a, b = (torch.cat([p.detach().flatten() for p in run.policy("rate").parameters()]) for run in (one, two))
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
