@@ -11,8 +11,13 @@ from safetensors.torch import save_file
 
 import rlhf
 from rlhf.cli import main
+from rlhf.commands.export import model_card
+from rlhf.commands.sample import check_free
+from rlhf.config import Config
 from rlhf.config.compose import compose_config
+from rlhf.data.corpus import PackedCorpus
 from rlhf.data.reading import load_all
+from rlhf.data.storage import read_manifest
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.labelled_task import columns_of, load_task
@@ -20,12 +25,14 @@ from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import MOST_TENSORS
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.model.heads import RewardModel
+from rlhf.model.heads import LabelModel, RewardModel
 from rlhf.report.details import make_skipped
 from rlhf.runs.run_files import read_run
 from rlhf.serving.labelling import LabelFile, Labelling
+from rlhf.serving.managing import Staff
 from rlhf.system import schemas
 from rlhf.training.setup import load_policy
+from rlhf.training.state import read_state
 from tests.model.test_pretrained import save
 
 from .tiny_stages import write_record
@@ -155,6 +162,37 @@ def test_a_record_of_wrong_types_is_one_line_in_every_command(tmp_path, capsys, 
         [line] = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2 and f"stage.json: damaged ({name}" in line
     refused(lambda: rlhf.load(tmp_path / "runs" / "x"), f"stage.json: damaged .{name}")
+
+
+DAMAGES = {
+    "a list": "[1]", "cut": '{"files": {', "other keys": '{"a": 1}', "deep": '{"a":' * 100_000, "bytes": b"\xff\xfe",
+    "other types": json.dumps({key: [1] for key in ("dtype", "form", "notes", "splits", "files", "counts", "sha256", "source")}),
+}  # fmt: skip
+READERS = {
+    "meta.json": lambda folder: PackedCorpus.load(folder),
+    "state.json": lambda folder: read_state(folder),
+    "sample.json": lambda folder: check_free(folder, overwrite=True),
+    "adopted.json": lambda folder: model_card(Config(runs_dir=str(folder.parents[1]), run="x"), "sft", "", []),
+    "labelers.json": lambda folder: Staff(folder, ["ann"], "http://x/", folder / "instructions.txt", ""),
+    "label_head.json": lambda folder: LabelModel.with_head(None, folder),
+    "dataset.json": lambda folder: read_manifest(folder),
+    "model.safetensors.index.json": lambda folder: adopt(folder, say=quiet),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "a pipe"])
+@pytest.mark.parametrize("name", READERS)
+def test_each_file_has_a_schema(tmp_path, name, damage):
+    folder = tmp_path / "x" / "pretrain"
+    save(folder)
+    (tmp_path / "x" / "sft").mkdir()
+    write_record(tmp_path / "x" / "sft")
+    if damage == "a pipe":
+        os.mkfifo(folder / name)
+    else:
+        text = DAMAGES[damage]
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(lambda: READERS[name](folder), f"{name}|is no labelling round")
 
 
 def test_a_labels_file_may_nest_and_name_what_it_likes(tmp_path):

@@ -18,7 +18,7 @@ from rlhf.runs.folders import (
     run_folder,
     stage_folder,
 )
-from rlhf.system.files import check_replaceable, held, read_json, replaced, share, writing
+from rlhf.system.files import check_replaceable, held, replaced, share, writing
 from rlhf.system.terminal import one_line, say
 
 NOT_MEASURED = (
@@ -101,11 +101,13 @@ def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> st
     """Markdown with a header that the hub reads. loading: the line of Python that loads the folder."""
     folders = {name: stage_folder(config, name) for name in (*ancestors(stage), stage)}
     records = {name: read_stage(folder) or {} for name, folder in folders.items() if is_complete(folder)}
-    adopted = read_json(stage_folder(config, "pretrain") / "adopted.json")  # empty if the stage pretrained a model
-    licence = str(adopted.get("licence") or "")
+    adopted = read_record(
+        stage_folder(config, "pretrain") / "adopted.json", "adopted"
+    )  # None if the stage pretrained a model
+    licence = (adopted or {}).get("licence") or ""
     header = ["library_name: transformers", f"tags: [rlhf, {stage}]"]
     header += [f"license: {one_line(licence)}"] if licence else []
-    header += [f"base_model: {json.dumps(one_line(adopted['source']))}"] if adopted.get("source") else []
+    header += [f"base_model: {json.dumps(one_line(adopted['source']))}"] if adopted else []
     record, what = records[stage], STAGES[stage].help
     about = f"{what[:1].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
     parts = [
@@ -120,14 +122,14 @@ def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> st
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def base_lines(adopted: dict[str, Any], licence: str) -> list[str]:
-    if not adopted:
+def base_lines(adopted: dict[str, Any] | None, licence: str) -> list[str]:
+    if adopted is None:
         return ["None: pretrained from random weights by the stages below."]
     lines = [
-        f"- {one_line(adopted.get('source'))}, revision {one_line(adopted.get('revision') or 'not known')}",
+        f"- {one_line(adopted['source'])}, revision {one_line(adopted.get('revision') or 'not known')}",
         f"- licence: {one_line(licence or 'not stated')}",
     ]
-    return lines + [f"- `{one_line(name)}` {digest}" for name, digest in (adopted.get("sha256") or {}).items()]
+    return lines + [f"- `{one_line(name)}` {digest}" for name, digest in adopted["sha256"].items()]
 
 
 def data_rows(records: dict[str, dict[str, Any]]) -> list[str]:

@@ -17,10 +17,10 @@ from rlhf.data.splits import prompt_key
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES
-from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
+from rlhf.runs.folders import check_output, read_record, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts
-from rlhf.system.files import check_replaceable, held, read_json, replaced, sha256_file, write_json
+from rlhf.system.files import check_replaceable, held, replaced, sha256_file, write_json
 from rlhf.system.terminal import say
 
 RECORD = "sample.json"
@@ -95,7 +95,7 @@ def check_free(out: Path, overwrite: bool) -> None:
     Raises: UserError otherwise.
     """
     check_replaceable(out, overwrite, "sample.out", "labelling round", lambda path: (path / RECORD).is_file())
-    written = read_json(out / RECORD).get("files", {})
+    written = (read_record(out / RECORD, "round") or {"files": {}})["files"]
     others = [path for path in sorted(out.glob("*")) if path.name not in (RECORD, "README.md")]
     changed = [p.name for p in others if not p.is_file() or sha256_file(p) != written.get(p.name)]
     if changed:

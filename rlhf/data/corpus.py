@@ -1,14 +1,13 @@
 """The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
 
 import io
-import json
 import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
-from rlhf.system.schemas import shown
+from rlhf.system.schemas import Count, Digest, Schema, read_checked, shown
 from rlhf.system.terminal import one_line
 
 if TYPE_CHECKING:
@@ -232,6 +231,23 @@ def _finish(folder: Path, meta: dict[str, Any], splits: dict[str, Any]) -> "Pack
     return PackedCorpus(folder, meta)
 
 
+class _Split(Schema):
+    tokens: Count
+    sha256: Digest
+
+
+class _Splits(Schema):
+    train: _Split
+    heldout: _Split
+
+
+class _Packed(Schema):  # meta.json
+    dtype: Literal["<u2", "<u4"]
+    separator: Count
+    tokenizer: Digest
+    splits: _Splits
+
+
 @dataclass(frozen=True, slots=True)
 class PackedCorpus:
     """A tokenised corpus on disk. `splits` is "train" or "heldout"."""
@@ -257,16 +273,11 @@ class PackedCorpus:
     def load(cls, path: Path | str) -> "PackedCorpus":
         """Open a packed corpus. Raises: UserError if it is missing, unfinished or not of the size that its meta.json says."""
         folder = Path(path)
-        try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            width = np.dtype(meta["dtype"]).itemsize
-            sizes = {split: meta["splits"][split]["tokens"] * width for split in _SPLITS}
-        except FileNotFoundError as error:
-            raise UserError(f"{folder}: no meta.json, so no finished packed corpus: pack it again") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder}/meta.json: damaged ({error}): pack the corpus again") from error
-        for split, size in sizes.items():
-            file = folder / f"{split}.bin"
+        meta = read_checked(folder / "meta.json", _Packed, "pack the corpus again")
+        if meta is None:
+            raise UserError(f"{folder}: no meta.json, so no finished packed corpus: pack it again")
+        for split in _SPLITS:
+            file, size = folder / f"{split}.bin", meta["splits"][split]["tokens"] * np.dtype(meta["dtype"]).itemsize
             came = file.stat().st_size if file.is_file() else 0
             if came != size:
                 raise UserError(f"{file}: has {came} bytes, meta.json says {size}: pack the corpus again")

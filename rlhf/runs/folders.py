@@ -28,7 +28,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import GOLD_STAGES, PARENTS, POLICY_STAGES, ROUND_STAGES, STAGES, ancestors
 from rlhf.system.files import beside, sha256_file
 
-Kind = Literal["stage", "manifest", "results"]
+Kind = Literal["stage", "manifest", "results", "adopted", "round"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SCORED_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source
 ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
@@ -166,6 +166,8 @@ REMEDY: dict[Kind, str] = {
     "stage": "restore the file, or run the stage again with overwrite=true",
     "manifest": "remove the checkpoint",
     "results": "run `rlhf evaluate overwrite=true` again",
+    "adopted": "restore the file, or run `rlhf pretrain overwrite=true` again",
+    "round": "restore the file, or sample to another folder",
 }
 
 
@@ -236,7 +238,21 @@ def _schemas() -> dict[str, Any]:
         policy: str = "ppo"
         gold: Gold | None = None
 
-    return {"stage": StageRecord, "manifest": Manifest, "results": Results}
+    class Adopted(Schema):
+        """adopted.json of a model that was not pretrained here."""
+
+        source: str
+        revision: str | None = None
+        licence: str | None = None
+        sha256: dict[str, Digest]
+
+    class Round(Schema):
+        """sample.json of a round of labelling."""
+
+        counts: dict[str, Count]
+        files: Files
+
+    return {"stage": StageRecord, "manifest": Manifest, "results": Results, "adopted": Adopted, "round": Round}
 
 
 def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:

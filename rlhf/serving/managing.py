@@ -8,6 +8,7 @@ from statistics import median
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body
+from pydantic import RootModel
 
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import Ranking, Text
@@ -15,11 +16,16 @@ from rlhf.errors import UserError
 from rlhf.runs.folders import NAME
 from rlhf.serving.labelling import Labelling, RankingRequest
 from rlhf.serving.security import RefusedError
-from rlhf.system.files import read_json, write_json, write_text
+from rlhf.system.files import write_json, write_text
+from rlhf.system.schemas import read_checked
 
 LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
 DECIDES = "manager"  # the labeler of the decisions
 Change = Literal["add", "revoke", "pause", "resume"]
+
+
+class Changes(RootModel[dict[str, Change]]):
+    """labelers.json, by name."""
 
 
 class Staff:
@@ -34,7 +40,8 @@ class Staff:
                 f"serve.labelers: {DECIDES!r} is the name under which disagreements are decided: choose another"
             )
         self.folder, self.address, self.path, self.text = folder, address, instructions, text
-        self.changes: dict[str, Any] = read_json(folder / "labelers.json")  # by name: add, pause or revoke
+        remedy = "restore it; without it, labelers who were revoked or paused would come in again"
+        self.changes: dict[str, Any] = read_checked(folder / "labelers.json", Changes, remedy) or {}
         known = [name for name in dict.fromkeys([*names, *self.changes]) if self.changes.get(name) != "revoke"]
         self.secrets = labeler_secrets(folder / "labelers.txt", known, address)
         self.manager = labeler_secrets(folder / "manager.txt", [DECIDES], address)[DECIDES]

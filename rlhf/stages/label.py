@@ -22,11 +22,11 @@ from rlhf.errors import UserError
 from rlhf.evaluation.statistics import batched, flatten, split_like
 from rlhf.gold.people import rank_responses, tune_noise
 from rlhf.gold.truth import Truth, need_truth
-from rlhf.runs.folders import earlier_run, read_stage, run_folder, stage_folder
+from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
-from rlhf.system.files import read_json, write_jsonl
+from rlhf.system.files import write_jsonl
 from rlhf.training.setup import load_frozen, set_up
 
 PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call
@@ -51,7 +51,7 @@ def take_in_labels(config: Config) -> None:
         )
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
         imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
-        tasks = read_json(folder / "sample" / "sample.json").get("counts", {}).get("items", 0)
+        tasks = (read_record(folder / "sample" / "sample.json", "round") or {"counts": {}})["counts"].get("items", 0)
         new = load_comparisons(str(place))[0] if (place := imported if imported.exists() else served).exists() else []
         left = tasks - len({prompt_key(ranking.prompt) for ranking in new})
         if not new or (place == served and left > 0):

@@ -25,6 +25,7 @@ from rlhf.runs.checkpoints import save_checkpoint
 from rlhf.runs.stage import Stage
 from rlhf.system.files import read_json, write_json
 from rlhf.system.processes import Ranks, gather, is_first, rank
+from rlhf.system.schemas import Schema, read_checked
 from rlhf.training.optim import steps_on_device
 
 
@@ -133,6 +134,11 @@ FORM = 2  # of a checkpoint; raised when an older one can no longer be read
 State = Mapping[str, Mapping[str, Tensor]]
 
 
+class Written(Schema):  # state.json
+    form: int
+    notes: dict[str, Any]
+
+
 class PlainState:
     """Reads and writes the state of a module whose optimizer holds whole tensors."""
 
@@ -216,14 +222,14 @@ def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:
 
 def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The result of `write_state`. Raises: UserError for a checkpoint of an earlier version."""
-    notes = json.loads((folder / "state.json").read_text(encoding="utf-8")) if (folder / "state.json").exists() else {}
-    if notes.get("form") != FORM:
+    written = read_checked(folder / "state.json", Written, "remove the checkpoint") or {}
+    if written.get("form") != FORM:
         raise UserError(
             f"{folder}: was written by an earlier version, in a form that is no longer read: "
             "add overwrite=true to start again"
         )
     files = [path for path in folder.glob("*.safetensors") if path.stem != "rng"]
-    return {path.stem: load_file(str(path)) for path in files}, notes["notes"]
+    return {path.stem: load_file(str(path)) for path in files}, written["notes"]
 
 
 def random_state() -> dict[str, Tensor]:
