@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.config.setting import NOTHING, flatten, settings_in
 from rlhf.recipe import GOLD_STAGES, PIPELINE
-from rlhf.report.drawing import MAX_POINTS, format_value
+from rlhf.report.drawing import format_value, spread
 from rlhf.report.evaluation_tables import MODELS, Table
 from rlhf.runs.run_files import RunFiles, entries, entry_at, is_figure, number_at, prompt_text, visible
 
@@ -76,17 +76,11 @@ def make_rollouts(runs: list[RunFiles]) -> list[dict[str, Any]]:
                     "gold": _total(row.get("gold")),
                 }
                 for run in dict.fromkeys(name for name, _ in rows)
-                for row in pick([row for name, row in rows if name == run], ROLLOUT_STEPS if len(runs) == 1 else 2)
+                for row in spread([row for name, row in rows if name == run], ROLLOUT_STEPS if len(runs) == 1 else 2)
             ],
         }
         for _, rows in often
     ]
-
-
-def pick(rows: list[Any], count: int) -> list[Any]:
-    """At most `count` of the rows, evenly spread, first and last among them."""
-    last = len(rows) - 1
-    return [rows[i] for i in sorted({round(i * last / (count - 1)) for i in range(count)})]
 
 
 def shade_tokens(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
@@ -192,16 +186,12 @@ def make_skipped(run: RunFiles) -> list[str]:
     for name, stage in run.stages.items():
         if stage.status != "complete":
             notes.append(f"{name}: {stage.status}" + (f", at step {stage.last_step:,.0f}." if stage.last_step else "."))
-        if stage.unreadable:
-            notes.append(
-                f"{name}: {stage.unreadable:,} lines of metrics.jsonl cannot be read and are missing from its curves."
-            )
-        if stage.misplaced:
-            notes.append(
-                f"{name}: {stage.misplaced:,} lines of metrics.jsonl were added to it: its curves are not the stage's alone."
-            )
-        if stage.gaps:
-            notes.append(f"{name}: {stage.gaps:,} values that were not finite are gaps in its curves.")
+        for count, what in (
+            (stage.unreadable, "lines of metrics.jsonl cannot be read and are missing from its curves"),
+            (stage.misplaced, "lines of metrics.jsonl were added to it: its curves are not the stage's alone"),
+            (stage.gaps, "values that were not finite are gaps in its curves"),
+        ):
+            notes += [f"{name}: {count:,} {what}."] * (count > 0)
     notes += [visible(text, 300) for text in run.damage]
     if not run.results:
         notes.append("No evaluation: win rates, calibration, histograms and rank agreement are missing.")
@@ -213,6 +203,4 @@ def make_skipped(run: RunFiles) -> list[str]:
         notes.append(f"The last call of the pipeline skipped what was complete: {names}.")
     if len(run.samples) > SHOWN_SAMPLES + MORE_SAMPLES:
         notes.append(f"{SHOWN_SAMPLES + MORE_SAMPLES} of {len(run.samples):,} held-out prompts are shown.")
-    if any(len(xs) > MAX_POINTS for stage in run.stages.values() for xs, _ in stage.points.values()):
-        notes.append(f"Curves of more than {MAX_POINTS} points are thinned; every peak is kept.")
     return notes

@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ SIZE, HALF_SIZE = (380.0, 190.0), (580.0, 230.0)
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
-MAX_POINTS, TABLE_POINTS = 400, 12
+TABLE_POINTS = 12
 # The series of one colour: solid, dashed, dotted.
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.2, 2)))
 # The light page's colours. Inside the page each becomes the CSS variable --s0 … --s5 or of its own name, so that one picture
@@ -83,9 +83,11 @@ class Picture:
 
     @property
     def log_svg(self) -> str:
-        """The same over a logarithmic axis; empty if that shows nothing."""
-        picture = for_log(self)
-        return "" if picture is None else draw_svg(picture, log=True)
+        """The same over a logarithmic axis; empty if most points are not above 0, or span too little."""
+        ys = [y for one in self.series for y in one.ys]
+        above = [y for y in ys if y > 0]
+        shown = not self.bars and len(above) > 1 and len(above) >= 0.8 * len(ys) and max(above) >= 1.05 * min(above)
+        return draw_svg(self, log=True) if shown else ""
 
     @property
     def legend(self) -> list[tuple[str, int, int, str]]:
@@ -97,13 +99,11 @@ class Picture:
 
     @property
     def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(curve, its points as text), for readers with a keyboard: few points that keep the peaks."""
-        tables = []
-        for one in self.series:
-            texts = {(x, y): one.describe(i) for i, (x, y) in enumerate(zip(one.xs, one.ys, strict=True))}
-            points = zip(*thin(one.xs, one.ys, TABLE_POINTS), strict=True)
-            tables.append((one.label, [(format_value(x), texts[x, y]) for x, y in points]))
-        return tables
+        """(curve, some of its points as text), for readers with a keyboard."""
+        return [
+            (one.label, [(format_value(one.xs[i]), one.describe(i)) for i in spread(range(len(one.xs)), TABLE_POINTS)])
+            for one in self.series
+        ]
 
 
 def format_value(value: float) -> str:
@@ -117,11 +117,10 @@ def format_value(value: float) -> str:
     return f"{value / 1e3:.3g}k" if size >= 1e4 else f"{value + 0.0:.4g}"
 
 
-def moving_average(ys: Sequence[float], reach: int) -> list[float]:
-    """Mean over up to `reach` neighbours on either side, fewer at the ends."""
-    import pandas as pd
-
-    return pd.Series(ys).rolling(2 * reach + 1, center=True, min_periods=1).mean().tolist()
+def spread(rows: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the rows, evenly spread, first and last among them."""
+    last = len(rows) - 1
+    return [rows[i] for i in sorted({round(i * last / (count - 1)) for i in range(count)})]
 
 
 def is_noisy(ys: Sequence[float]) -> bool:
@@ -130,41 +129,19 @@ def is_noisy(ys: Sequence[float]) -> bool:
     return len(ys) >= SMOOTH_FROM and travelled > 5 * (max(ys) - min(ys))
 
 
-def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """At most `limit` points that keep every peak: the smallest and largest y of each stretch, in order."""
-    if len(xs) <= limit:
-        return list(xs), list(ys)
-    stretches = limit // 2
-    chosen: list[int] = []
-    for i in range(stretches):
-        stretch = range(i * len(xs) // stretches, (i + 1) * len(xs) // stretches)
-        chosen += sorted({min(stretch, key=ys.__getitem__), max(stretch, key=ys.__getitem__)})
-    return [xs[j] for j in chosen], [ys[j] for j in chosen]
-
-
-def for_log(picture: Picture) -> Picture | None:
-    """The picture's points above 0, for a logarithmic axis; None if most are not, or if they span too little."""
-    if picture.bars:
-        return None
-    series = []
-    for one in picture.series:
-        above = [(x, y) for x, y in zip(one.xs, one.ys, strict=True) if y > 0]
-        if len(above) < 0.8 * len(one.ys):
-            return None
-        series.append(replace(one, xs=[x for x, _ in above], ys=[y for _, y in above], lows=[], highs=[]))
-    ys = [y for one in series for y in one.ys]
-    if len(ys) < 2 or max(ys) / min(ys) < 1.05:
-        return None
-    return replace(picture, series=series, marks=[mark for mark in picture.marks if mark.y > 0])
-
-
 # --- matplotlib's figure ------------------------------------------------------------------------------------
 
 
 def drawing_settings() -> Any:
     import matplotlib
 
-    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "path.simplify": True}
+    # a long curve is simplified as far as the eye cannot see it; its peaks stay
+    options: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "report",
+        "path.simplify": True,
+        "path.simplify_threshold": 0.5,
+    }
     return matplotlib.rc_context(options)
 
 
@@ -188,17 +165,17 @@ def make_axes(picture: Picture, width: float, height: float, log: bool = False) 
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     axes.margins(0.0, 0.07)
-    for mark in picture.marks:
+    for mark in (mark for mark in picture.marks if mark.y > 0 or not log):
         axes.axhline(mark.y, color=MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=MUTED, fontsize=9, ha="right", **place)
     for one in series:
-        _plot(axes, one, picture.bars)
+        _plot(axes, one, picture.bars, bands=not log)
     whole, steps = all(float(x).is_integer() for one in series for x in one.xs), [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     if log:
-        axes.set_yscale("log")
+        axes.set_yscale("log", nonpositive="mask")
         low, high = axes.get_ylim()
         few = high < 16 * low
         axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5) if few else (1,), numticks=12 if few else 6))
@@ -208,11 +185,11 @@ def make_axes(picture: Picture, width: float, height: float, log: bool = False) 
     return figure, axes
 
 
-def _plot(axes: Any, one: Series, bars: bool) -> None:
+def _plot(axes: Any, one: Series, bars: bool, bands: bool) -> None:
     colour = SERIES[one.colour % SERIES_COLOURS]
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
     strong = style | {"linestyle": DASHES[one.dash % len(DASHES)], "linewidth": 1.6, "label": one.label}
-    if one.lows:
+    if one.lows and bands:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
     if bars:
         axes.plot(one.xs, one.ys, drawstyle="steps-mid", **strong)
@@ -220,10 +197,13 @@ def _plot(axes: Any, one: Series, bars: bool) -> None:
     elif one.dots or len(one.xs) == 1:
         axes.plot(one.xs, one.ys, marker="o", markersize=4.4, markeredgewidth=0, **strong)
     elif not is_noisy(one.ys):
-        axes.plot(*thin(one.xs, one.ys), **strong)
+        axes.plot(one.xs, one.ys, **strong)
     else:
-        axes.plot(*thin(one.xs, one.ys), linewidth=1, alpha=0.3, **style)
-        axes.plot(*thin(one.xs, moving_average(one.ys, reach=len(one.ys) // 40)), **strong)
+        import pandas as pd
+
+        window = pd.Series(one.ys).rolling(2 * (len(one.ys) // 40) + 1, center=True, min_periods=1)
+        axes.plot(one.xs, one.ys, linewidth=1, alpha=0.3, **style)
+        axes.plot(one.xs, window.mean(), **strong)
 
 
 def save_picture(picture: Picture, path: Path) -> Path:
@@ -245,11 +225,7 @@ def save_picture(picture: Picture, path: Path) -> Path:
 
 
 def draw_svg(picture: Picture, log: bool = False) -> str:
-    """The picture as an <svg> element, for use inside an HTML page that defines the colour variables.
-
-    log: a logarithmic y axis; pass the result of `for_log`.
-    Raises: ValueError if no series has a point.
-    """
+    """The picture as an <svg> element for a page that defines the colour variables. Raises: ValueError without a point."""
     out, (width, height) = io.StringIO(), HALF_SIZE if picture.half else SIZE
     with drawing_settings():
         figure, _ = make_axes(picture, width, height, log)

@@ -182,9 +182,9 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     def tables(specs: Sequence[Spec], *computed: Table) -> list[Table]:
         return [table for table in (*(make_table(spec, files) for spec in specs), *computed) if table.rows]
 
-    evaluated = tables(EVALUATION, *rank_table(run), calibration_table(run))
+    evaluated = tables(EVALUATION, rank_table(run), calibration_table(run))
     people = people_tables(run.evaluations.get("labels"))
-    external = tables(EXTERNAL, *people, *shots_table(run), *benchmarks_table(run))
+    external = tables(EXTERNAL, *people, shots_table(run), benchmarks_table(run))
     return {
         "run": run.name,
         "sections": [
@@ -218,30 +218,23 @@ def parts_table(results: dict[str, Any]) -> Table:
 
 def policies_table(results: dict[str, Any]) -> Table:
     """PPO beside its baselines; empty without baselines."""
-    columns = ("policy", "reward", "KL to SFT", "win rate over SFT, reward model", "true win rate", "true score")
-    return Table("PPO and its baselines, held-out prompts", columns, list(policy_rows(results)))
-
-
-def policy_rows(results: dict[str, Any]) -> Iterator[list[str]]:
-    """Policy, reward, KL to SFT, win rates over SFT by the reward model and by the true score, mean true score."""
-    baselines = entry_at(results, "baselines")
-    if not isinstance(baselines, dict):
-        return
-
-    def row(name: str, tree: Any, kl: str, reward: float | None, score: Any) -> list[str]:
-        columns = {"KL": f"{kl} 3", "by the model": "rm_win_rate_vs_sft %", "by the truth": "win_rate_vs_sft %"}
-        ((_, *figures),) = fill([("", tree)], columns)
-        return [name, decimal(reward), *figures, figure_cell(score, decimal)]
-
-    ppo = results | {"win_rate_vs_sft": entry_at(results, "gold", "win_rate_vs_sft")}
-    for name, tree in [("sft", {}), ("ppo", ppo), *baselines.items()]:
-        score = entry_at(results, "gold", "score", name) or entry_at(results, "gold", "mean_score", name)
-        yield row(titled(name), tree, "kl_to_sft_nats", number_at(results, "reward", name), score)
-    for title, best in [("best of", entry_at(results, "best_of_n")), *entries(results, "generate_and_rate", "picked")]:
-        if best:
-            score = entry_at(best, "score") or entry_at(best, "gold")
-            name = f"{titled(title)} {number_at(best, 'n') or 0:g}"
-            yield row(name, best, "kl_estimate_nats", number_at(best, "reward"), score)
+    columns = {"reward": "reward 3", "KL to SFT": "kl 3", "win rate over SFT, reward model": "rm_win_rate_vs_sft %",
+               "true win rate": "win_rate_vs_sft %", "true score": "true 3"}  # fmt: skip
+    named: list[tuple[str, Any]] = []
+    if baselines := entries(results, "baselines"):
+        ppo = results | {"win_rate_vs_sft": entry_at(results, "gold", "win_rate_vs_sft")}
+        for name, tree in [("sft", {}), ("ppo", ppo), *baselines]:
+            true = entry_at(results, "gold", "score", name) or entry_at(results, "gold", "mean_score", name)
+            row = {"kl": entry_at(tree, "kl_to_sft_nats"), "reward": entry_at(results, "reward", name), "true": true}
+            named.append((titled(name), dict(entries(tree)) | row))
+        picked = entries(results, "generate_and_rate", "picked")
+        for title, best in [("best of", entry_at(results, "best_of_n")), *picked]:
+            if n := number_at(best, "n"):
+                true = entry_at(best, "score") or entry_at(best, "gold")
+                named.append(
+                    (f"{titled(title)} {n:g}", best | {"kl": entry_at(best, "kl_estimate_nats"), "true": true})
+                )
+    return Table("PPO and its baselines, held-out prompts", ("policy", *columns), fill(named, columns))
 
 
 def calibration_table(run: RunFiles) -> Table:
@@ -252,14 +245,9 @@ def calibration_table(run: RunFiles) -> Table:
     return Table("Calibration in numbers", ("score gap", "predicted", "observed", "difference", "pairs"), rows)
 
 
-def rank_table(run: RunFiles) -> Iterator[Table]:
-    rows = [[model, decimal(tau, 2), f"{n:,.0f}"] for model, tau, n in rank_agreement(run)]
-    caption = f"Agreement of ranks: the reward model against the {judge_name(run.results)}, over the same answers"
-    yield Table(caption, ("answers of", "Kendall's τ-b", "answers"), rows)
-
-
-def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
-    """(model, Kendall's tau-b, n): whether the reward model and the gold judge order the same responses in the same way."""
+def rank_table(run: RunFiles) -> Table:
+    """Kendall's tau-b: whether the reward model and the gold judge order the same responses in the same way."""
+    rows = []
     for model in ("sft", "ppo"):
         both = [(number_at(row, "scores", model), number_at(row, "gold", model)) for row in run.samples]
         pairs = [(score, gold) for score, gold in both if score is not None and gold is not None]
@@ -268,7 +256,9 @@ def rank_agreement(run: RunFiles) -> Iterator[tuple[str, float, int]]:
 
             tau = float(kendalltau(*zip(*pairs, strict=True)).statistic)
             if math.isfinite(tau):
-                yield model, tau, len(pairs)
+                rows.append([model, decimal(tau, 2), f"{len(pairs):,}"])
+    caption = f"Agreement of ranks: the reward model against the {judge_name(run.results)}, over the same answers"
+    return Table(caption, ("answers of", "Kendall's τ-b", "answers"), rows)
 
 
 def confusion_table(results: dict[str, Any]) -> Iterator[Table]:
@@ -280,25 +270,20 @@ def confusion_table(results: dict[str, Any]) -> Iterator[Table]:
         yield Table("Label (down) against prediction (across)", ["", *names], matrix)
 
 
-def shots_table(run: RunFiles) -> Iterator[Table]:
+def shots_table(run: RunFiles) -> Table:
     shots = run.evaluations.get("shots")
     task, majority = visible(str(entry_at(shots, "task")), 60), percent(number_at(shots, "majority"))
-    rows = [
-        [name, *cells]
-        for name, of_model in shot_rows(shots)
-        for cells in fill(
-            [(f"{k:g}", row) for row, (k, *_) in of_model], {"shown": "shown #", "accuracy": "accuracy %"}
-        )
-    ]
+    columns = {"examples": "shots #", "that fit": "shown #", "accuracy": "accuracy %"}
+    named = [(name, row) for name, of_model in shot_rows(shots) for row, _ in of_model]
     caption = f"In-context learning on {task}; the most frequent label alone: {majority}"
-    yield Table(caption, ("model", "examples", "that fit", "accuracy"), rows)
+    return Table(caption, ("model", *columns), fill(named, columns))
 
 
-def benchmarks_table(run: RunFiles) -> Iterator[Table]:
+def benchmarks_table(run: RunFiles) -> Table:
     models = [(titled(name), model) for name, model in entries(run.evaluations, "benchmarks", "models")]
     tasks = dict.fromkeys(key for _, model in models for key, _ in entries(model))
     rows = [[visible(task, 60), *(figure_cell(entry_at(model, task)) for _, model in models)] for task in tasks]
-    yield Table("Benchmarks (lm-eval)", ("task", *(name for name, _ in models)), rows)
+    return Table("Benchmarks (lm-eval)", ("task", *(name for name, _ in models)), rows)
 
 
 def people_tables(labels: Any) -> Iterator[Table]:
@@ -321,9 +306,8 @@ def people_tables(labels: Any) -> Iterator[Table]:
         "correlation": "rho 3",
         "tasks without labels": "judged #",
     }
-    yield Table(
-        "Win rates of people, corrected by a judge on more tasks", ("policies", *columns), fill(corrected, columns)
-    )
+    caption = "Win rates of people, corrected by a judge on more tasks"
+    yield Table(caption, ("policies", *columns), fill(corrected, columns))
 
 
 # --- the lines above them -----------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Pictures: the averages by hand, thinning that keeps peaks, and SVG that a strict page can hold."""
+"""Pictures: long and noisy curves, and SVG that a strict page can hold."""
 
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,9 @@ from rlhf.report.drawing import (
     Picture,
     Series,
     draw_svg,
-    for_log,
     format_value,
     is_noisy,
-    moving_average,
     save_picture,
-    thin,
 )
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
 from rlhf.runs.metric_table import Chart
@@ -30,21 +28,21 @@ def test_values_are_short() -> None:
     assert [is_figure(v) for v in (1, 0.5, float("nan"), float("inf"), True, "1", None)] == [True] * 2 + [False] * 5
 
 
-def test_moving_average_by_hand() -> None:
-    # reach 1: (1+2+6)/3 = 3 and (2+6+4)/3 = 4 inside, (1+2)/2 and (6+4)/2 at the ends
-    assert moving_average([1.0, 2.0, 6.0, 4.0], reach=1) == [1.5, 3.0, 4.0, 5.0]
-    slope = [0.5 * i for i in range(100)]
-    assert moving_average(slope, reach=3)[3:-3] == pytest.approx(slope[3:-3], abs=1e-12), "a slope is not shifted"
-    zigzag = [float(i % 2) for i in range(200)]
-    assert is_noisy(zigzag) and not is_noisy(zigzag[:10]) and not is_noisy(slope)
+def test_a_noisy_curve_is_drawn_faint_under_its_average() -> None:
+    xs = [float(i) for i in range(200)]
+    noisy, smooth = (draw_svg(Picture("t", [Series("x", xs, ys)])) for ys in ([x % 2 for x in xs], xs))
+    assert "opacity: 0.3" in noisy and "opacity: 0.3" not in smooth
+    assert not is_noisy([0.0, 1.0] * 5)
 
 
-def test_thinning_keeps_peaks_and_order() -> None:
-    ys = [0.0] * 10_000
-    ys[4321], ys[8765] = 9.0, -7.0
-    xs, thinned = thin(list(range(10_000)), ys, limit=100)
-    assert len(xs) <= 100 and xs == sorted(xs)
-    assert (xs[thinned.index(9.0)], xs[thinned.index(-7.0)]) == (4321, 8765)
+def test_a_long_curve_is_drawn_short_with_its_peaks() -> None:
+    ys = [float(i % 2) for i in range(100_000)]
+    ys[43_210], ys[87_650] = 9.0, -7.0
+    svg = draw_svg(Picture("t", [Series("x", [float(i) for i in range(100_000)], ys)]))
+    assert len(svg) < 60_000
+    heights = [float(y) for d in re.findall(r' d="([^"]*)"', svg) for y in re.findall(r"[ML] ?[-\d.]+ ([-\d.]+)", d)]
+    top, bottom = 20 + 170 * 0.07 / 1.14, 168 - 148 * 0.07 / 1.14  # the margins of the picture
+    assert min(heights) < top and max(heights) > bottom - 2
 
 
 def test_a_picture_is_wellformed_and_takes_the_pages_colours() -> None:
@@ -118,17 +116,16 @@ def test_no_metric_is_lost() -> None:
 
 def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
     xs = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    curve = for_log(
-        Picture("t", [Series("x", xs, [0.0, 1.0, 10.0, 100.0, 1000.0, 1e4])], [Mark("zero", 0.0), Mark("ten", 10.0)])
-    )
-    assert curve is not None and curve.series[0].xs == xs[1:] and [mark.y for mark in curve.marks] == [10.0]
-    svg = draw_svg(curve, log=True)
+
+    def over_log(ys: list[float], **more: Any) -> str:
+        return Picture("t", [Series("x", xs, ys)], [Mark("zero", 0.0), Mark("level", 10.0)], **more).log_svg
+
+    svg = over_log([0.0, 1.0, 10.0, 100.0, 1000.0, 1e4])
     ElementTree.fromstring(svg)
     labels = re.findall(r">([^<>]+)</text>", svg)
-    assert {"1", "10", "100", "1000"} <= set(labels)
-    assert for_log(Picture("t", [Series("x", xs, [-1.0, 1.0, -2.0, 2.0, -3.0, 3.0])])) is None
-    assert for_log(Picture("t", [Series("x", xs, [1.0] * 6)])) is None  # nothing to see
-    assert for_log(Picture("t", [Series("x", xs, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])], bars=True)) is None
+    assert {"1", "10", "100", "1000", "level"} <= set(labels) and "zero" not in labels
+    assert over_log([-1.0, 1.0, -2.0, 2.0, -3.0, 3.0]) == "" == over_log([1.0] * 6)  # most are below; nothing to see
+    assert over_log([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], bars=True) == ""
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf.cli import main
 from rlhf.report.details import shade
-from rlhf.report.evaluation_tables import rank_agreement
+from rlhf.report.evaluation_tables import rank_table
 from rlhf.report.overview import make_overview
 from rlhf.report.page import write_figures, write_report
 from rlhf.report.pictures import make_histogram
@@ -310,7 +310,7 @@ def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
     # 25 values from 0 to 2.4 in 24 bins of 0.1: one a bin, and the largest shares the last.
     assert (sft.xs[0], sft.ys[0], sft.ys[-1]) == pytest.approx((0.05, 1 / 25, 2 / 25))
     assert sum(ppo.ys) == pytest.approx(1.0, abs=1e-12)
-    assert list(rank_agreement(run)) == [("sft", pytest.approx(1.0), 25), ("ppo", pytest.approx(-1.0), 25)]
+    assert rank_table(run).rows == [["sft", "1.00", "25"], ["ppo", "−1.00", "25"]]
 
 
 def test_figures_are_files_of_their_own(complete: tuple[Path, str], tmp_path: Path) -> None:
