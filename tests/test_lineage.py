@@ -38,16 +38,14 @@ def test_the_hash_covers_settings_parents_data_and_output(config):
 
 def test_the_world_is_a_parent_only_where_it_is_enabled(config):
     chain(config, "tokenizer")
-    with pytest.raises(UserError, match="no finished world there: run `rlhf world` first"):
+    with pytest.raises(UserError, match="no finished world there: run `rlhf world`"):
         runs.collect_parents(changed(config, gold__enabled=True), "pretrain")
     assert list(runs.collect_parents(config, "pretrain")) == ["tokenizer"]
     assert runs.is_needed(config, "sft") and not runs.is_needed(config, "label")
 
 
 def test_a_parent_that_is_missing_or_not_finished(config):
-    with pytest.raises(
-        UserError, match=r"pretrain: no finished pretrain there: run `rlhf pretrain` first, or name one w"
-    ):
+    with pytest.raises(UserError, match=r"pretrain: no finished pretrain there: run `rlhf pretrain`, or name one w"):
         run_stage(config, "sft")
     assert not runs.stage_folder(config, "sft").exists()
     interrupt(config, "tokenizer")
@@ -75,7 +73,7 @@ def test_a_parent_whose_record_was_edited(config, edit):
         (folder / "model" / "weights.txt").write_text("other")
         record["files"]["model/weights.txt"] = sha256_file(folder / "model" / "weights.txt")
     (folder / "stage.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"stage.json: changed since tokenizer wrote it \(its hash"):
+    with pytest.raises(UserError, match=r"stage.json: changed since tokenizer wrote it"):
         run_stage(config, "pretrain")
 
 
@@ -105,7 +103,7 @@ def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
         assert runs.stage_folder(child, "pretrain") == folders["pretrain"]
         assert runs.read_stage(run_stage(child, "sft"))["parents"].keys() == {"pretrain"}
     stray = changed(config, parents__pretrain="nowhere")
-    with pytest.raises(UserError, match=r"parents.pretrain=nowhere: neither a run under .*runs/ nor a"):
+    with pytest.raises(UserError, match=r"parents.pretrain=nowhere: neither a run nor a stage folder"):
         runs.stage_folder(stray, "pretrain")
 
 

@@ -49,16 +49,12 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
     settings = config.evaluate
     names = listed(settings.benchmarks)
     if settings.benchmark_tasks is not None and not Path(settings.benchmark_tasks).is_dir():
-        raise UserError(
-            f"evaluate.benchmark_tasks={settings.benchmark_tasks}: no such folder: want one with YAML files"
-        )
+        raise UserError(f"evaluate.benchmark_tasks={settings.benchmark_tasks}: want a folder with YAML files")
     manager = TaskManager(include_path=settings.benchmark_tasks)
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
-        raise UserError(
-            f"evaluate.benchmarks: {unknown[0]!r}: lm-eval {lm_eval.__version__} has no such task, nor has "
-            "evaluate.benchmark_tasks: `lm-eval ls tasks` lists them"
-        )
+        missing = f"neither lm-eval {lm_eval.__version__} nor evaluate.benchmark_tasks has such a task"
+        raise UserError(f"evaluate.benchmarks: {unknown[0]!r}: {missing}: `lm-eval ls tasks` lists them")
     figures: dict[str, Figures] = {}
     for name in models_of(config):
         policy, tokenizer = load_stage(config, name, device)
@@ -77,10 +73,8 @@ def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
                 fewshot_random_seed=config.seed,
             )
         except Exception as error:  # tasks and their data can raise anything
-            raise UserError(
-                f"evaluate.benchmarks: lm-eval stopped on {', '.join(names)} ({reason_of(error)}): check the tasks and the "
-                "connection to their data"
-            ) from error
+            what = f"lm-eval stopped on {', '.join(names)} ({reason_of(error)})"
+            raise UserError(f"evaluate.benchmarks: {what}: check the tasks and the connection to their data") from error
         assert results is not None
         figures[name] = task_figures(results)
     return {"models": figures, "differences": differences(figures), "lm_eval": lm_eval.__version__}
@@ -286,10 +280,8 @@ def evaluate_overlap(config: Config, device: torch.device) -> Figures:
         sets[str(config.classify.data)] = {example.where: "\n".join(example.rows[0]) for example in held_out}
     sets = {name: prompts for name, prompts in sets.items() if prompts}
     if not sets:
-        raise UserError(
-            "evaluate.overlap: no test prompts and no classify.data: give the run's data.prompts or experiment=…, raise data.test, "
-            "or name a task with classify.data"
-        )
+        remedy = "give the run's data.prompts or experiment=…, raise data.test, or name a task with classify.data"
+        raise UserError(f"evaluate.overlap: no test prompts and no classify.data: {remedy}")
     corpus = need_source(config, "corpus")
     return {
         name: find_overlap(prompts, iterate_documents(corpus, config.data.encoding)) for name, prompts in sets.items()

@@ -35,9 +35,7 @@ def columns_of(config: Config) -> Columns:
     if given.data is None:
         raise UserError(f"classify.data is not set: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
     if given.from_scratch and given.layers is not None:
-        raise UserError(
-            f"classify.layers={given.layers} with classify.from_scratch=true: the second transfers nothing: give one"
-        )
+        raise UserError(f"classify.layers={given.layers} with classify.from_scratch=true: give one of the two")
     if (name := gold_task(config)) is not None:
         if name not in TASKS:
             raise UserError(f"classify.data={given.data}: want one of {GOLD}{f', {GOLD}'.join(TASKS)}")
@@ -94,10 +92,8 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
     if settings.examples is not None and settings.examples < len(train):
         train = random.Random(f"examples-{config.seed}").sample(train, settings.examples)
     if not train or not held_out:
-        raise UserError(
-            f"classify.data: {len(train)} examples to train on and {len(held_out)} held out: add examples, or "
-            "name held-out ones with classify.test"
-        )
+        counts = f"{len(train)} examples to train on and {len(held_out)} held out"
+        raise UserError(f"classify.data: {counts}: add examples, or name held-out ones with classify.test")
     return train, held_out, classes
 
 

@@ -38,10 +38,8 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
     people = [r for r in records if r.ranking is not None or r.pairs is not None or r.ratings]
     names = policy_names(records)
     if not (points := mean_points(verdicts(people, names))):
-        raise UserError(
-            f"evaluate.labels={config.evaluate.labels}: no label compares two policies: make tasks with `rlhf sample "
-            "sample.stages=[sft,ppo]`, and give the file of their labels"
-        )
+        wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
+        raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
     held_out = held_out_labelers(config, records) & {str(record.labeler) for record in people}
     groups = {"all labelers": people}
     if held_out:

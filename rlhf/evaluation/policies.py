@@ -47,9 +47,7 @@ def models_of(config: Config, base: bool = False) -> list[str]:
     stages = [name for name in POLICY_STAGES if base or name != "pretrain"]
     models = names or [name for name in stages if is_complete(stage_folder(config, name))]
     if not models:
-        raise UserError(
-            f"{run_folder(config)}: no finished policy to evaluate: run `rlhf sft` first, or set evaluate.models"
-        )
+        raise UserError(f"{run_folder(config)}: no finished policy: run `rlhf sft` first, or set evaluate.models")
     return models
 
 

@@ -133,10 +133,8 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
     folder = stage_folder(config, "reward")
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
     if sorted(names_of(trained)) != sorted(names_of(config.data.held_out_labelers)):
-        raise UserError(
-            f"data.held_out_labelers={config.data.held_out_labelers}: the reward model in {folder} was trained "
-            f"with {trained}: give the same, or train it again"
-        )
+        other = f"the reward model in {folder} was trained with {trained}"
+        raise UserError(f"data.held_out_labelers={config.data.held_out_labelers}: {other}: give the same")
     return {name for name in held_out_labelers(config, records) if any(r.labeler == name for r in records)}
 
 
@@ -336,10 +334,8 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     encode = item_encoder(config, model, tokenizer)
     items = [item for record in records for item in join_rankings([record], encode)[0]]
     if not items:
-        raise UserError(
-            f"evaluate.pairs={config.evaluate.pairs}: no pair of different answers whose prompt fits the model: "
-            "give other files"
-        )
+        none = "no pair of different answers whose prompt fits the model"
+        raise UserError(f"evaluate.pairs={config.evaluate.pairs}: {none}: give other files")
     scores = score_each(model, items)
     return {"model": str(folder), "left_out": len(records) - len(items)} | pair_figures(items, scores)
 

@@ -197,9 +197,7 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item]) -> dict[str,
     Source: Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features" (linear probing, then fine-tuning).
     """
     if len(items) < 2:
-        raise UserError(
-            f"reward.fit_head=true: the training split has {len(items)} prompt with a ranking: cross-validation needs 2 or more"
-        )
+        raise UserError(f"reward.fit_head=true: {len(items)} training prompt with a ranking: cross-validation needs 2")
     weights, scale = pad_weights(items, features.device).double(), features.std(0).clamp(min=1e-8)
     rows = ((features - features.mean(0)) / scale).split([len(item.rows) for item in items])
 

@@ -61,15 +61,11 @@ def stage_folder(config: Config, stage: str) -> Path:
     for candidate in (Path(given) / stage, Path(given)):
         if (candidate / "stage.json").exists():
             return candidate
-    if (Path(given) / "config.json").is_file() or given.endswith(".gguf"):
-        raise UserError(
-            f"parents.{stage}={given}: a pretrained model, and no run: adopt it with `rlhf tokenizer "
-            f"model.pretrained={given}` and `rlhf pretrain model.pretrained={given}`, or in `rlhf pipeline`"
-        )
-    raise UserError(
-        f"parents.{stage}={given}: neither a run under {config.runs_dir}/ nor a stage folder: check the name "
-        "(a pretrained model is named with model.pretrained)"
+    pretrained = (Path(given) / "config.json").is_file() or given.endswith(".gguf")
+    remedy = (
+        f"give model.pretrained={given} instead" if pretrained else "a pretrained model is named with model.pretrained"
     )
+    raise UserError(f"parents.{stage}={given}: neither a run nor a stage folder: {remedy}")
 
 
 def stages_of(run: Path) -> dict[str, Path]:
@@ -139,10 +135,8 @@ def policy_folder(config: Config, name: str, setting: str = "ppo.policy") -> Pat
         for folder in (place, *(place / stage for stage in reversed(POLICY_STAGES))):
             if (read_stage(folder) or {}).get("stage") in POLICY_STAGES:
                 return folder
-    raise UserError(
-        f"{setting}={name}: want {', '.join(STAGES['ppo'].starts_from)}, or another run (or its stage, as run/stage) with a "
-        "finished policy: check the name"
-    )
+    wanted = f"want {', '.join(STAGES['ppo'].starts_from)}, or another run (or run/stage) with a finished policy"
+    raise UserError(f"{setting}={name}: {wanted}: check the name")
 
 
 def lend_parents(config: Config) -> None:
@@ -190,28 +184,21 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
     """The record of a complete stage, after checking that its files have the recorded hashes. Raises: UserError otherwise."""
     record = read_stage(folder)
     stage = stage or folder.name
+    again = f"run `rlhf {stage} overwrite=true` again"
     if record is not None and record.get("stage") != stage:
         raise UserError(f"{folder}: was written by {record.get('stage')}, want a {stage}: point parents.{stage} at one")
     if record is None:
-        raise UserError(
-            f"{folder}: no finished {stage} there: run `rlhf {stage}` first, or name one with parents.{stage}=…"
-        )
+        raise UserError(f"{folder}: no finished {stage} there: run `rlhf {stage}`, or name one with parents.{stage}=…")
     if record.get("status") != "complete":
         raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
     if hash_of(record) != record["hash"]:
-        raise UserError(
-            f"{folder / 'stage.json'}: changed since {stage} wrote it (its hash is not that of its settings, "
-            f"parents and files): restore it, or run `rlhf {stage} overwrite=true` again"
-        )
+        raise UserError(f"{folder / 'stage.json'}: changed since {stage} wrote it: restore it, or {again}")
     for name, digest in record["files"].items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path}: missing, {stage} wrote it: run `rlhf {stage} overwrite=true` again")
+            raise UserError(f"{path}: missing, {stage} wrote it: {again}")
         if sha256_file(path) != digest:
-            raise UserError(
-                f"{path}: cut short or changed since {stage} wrote it (its sha256 differs from stage.json's): "
-                f"restore it, or run `rlhf {stage} overwrite=true` again"
-            )
+            raise UserError(f"{path}: cut short or changed since {stage} wrote it: restore it, or {again}")
     return record
 
 
@@ -221,10 +208,8 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     for parent in parents_of(config, stage):
         folder = stage_folder(config, parent)
         if parent == "reward" and stage in SCORED_STAGES and read_stage(folder) is None:
-            raise UserError(
-                f"{folder}: no finished reward there: run `rlhf reward` first, name one with parents.reward=…, or give "
-                "ppo.rewards=… a finished classifier or a function"
-            )
+            others = "name one with parents.reward=…, or give ppo.rewards=… a finished classifier or a function"
+            raise UserError(f"{folder}: no finished reward there: run `rlhf reward` first, {others}")
         records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:
@@ -253,9 +238,8 @@ def check_fit(records: dict[str, dict], remedy: str | None = None) -> None:
             if parent in records and records[parent]["hash"] != digest:
                 folder, here = records[parent]["folder"], records[parent]["hash"]
                 again = f"run `rlhf {name} overwrite=true` again, or point parents.{parent} at the one it was built on"
-                raise UserError(
-                    f"{record['folder']}: built on another {parent} ({digest[:8]}) than {folder} ({here[:8]}): {remedy or again}"
-                )
+                built = f"built on another {parent} ({digest[:8]}) than {folder} ({here[:8]})"
+                raise UserError(f"{record['folder']}: {built}: {remedy or again}")
 
 
 def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -283,10 +267,7 @@ def earlier_run(config: Config) -> Config | None:
         return None
     base = ROUND.sub("", config.run)
     if base != config.run and int(config.run.rpartition("-")[2]) < config.rounds:
-        raise UserError(
-            f"run={config.run}: {base} has a labelling round of that name: choose another name, or label once, "
-            "with rounds=1"
-        )
+        raise UserError(f"run={config.run}: {base} has a round of that name: choose another, or give rounds=1")
     earlier = deepcopy(config)
     earlier.run = f"{base}-round-{config.rounds - 1}"
     earlier.gold.comparison_prompts = config.gold.comparison_prompts // config.rounds * (config.rounds - 1)
@@ -328,16 +309,14 @@ def check_round(earlier: Config) -> dict[str, dict]:
     for name in (stage for stage in ROUND_STAGES if is_needed(earlier, stage)):
         folder = run_folder(earlier) / name
         if not is_complete(folder):
-            raise UserError(
-                f"{folder}: no finished {name} of the previous labelling round: `rlhf pipeline` makes it; or "
-                "label once, with rounds=1"
-            )
+            missing = f"{folder}: no finished {name} of the previous labelling round"
+            raise UserError(f"{missing}: `rlhf pipeline` makes it; or give rounds=1")
         records[name] = check_output(folder, name) | {"folder": folder}
     check_fit(records, "`rlhf pipeline overwrite=true` makes the labelling round again")
     labelled = records.get("label")
     if labelled and (changed := changed_settings(labelled["settings"], identity_of(earlier, "label"))):
+        folder = labelled["folder"]
         raise UserError(
-            f"{labelled['folder']}: the previous labelling round had other settings ({changed}): restore them, or "
-            "choose another run=…"
+            f"{folder}: the previous round had other settings ({changed}): restore them, or choose another run"
         )
     return {name: records[name] for name in ("label", "ppo") if name in records}

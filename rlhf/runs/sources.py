@@ -162,24 +162,16 @@ def classifier_folder(config: Config, name: str, setting: str) -> Path:
     """
     folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name, setting)
     if folder is None:
-        raise UserError(
-            f"{setting}: {name}: neither a run under {config.runs_dir}/ with a reward model, nor a reward "
-            "stage's folder, nor a folder or hub id of a classifier, nor a function module:name: check the "
-            "name"
-        )
+        no = f"no run under {config.runs_dir}/ with a reward model, and no folder or hub id of a classifier"
+        raise UserError(f"{setting}: {name}: {no}, nor a function module:name: check the name")
     described = read_json(folder / "config.json")
     if described.get("model_type") == "rlhf_reward":
-        raise UserError(
-            f"{setting}: {name}: the model of a reward stage without its record: name the stage's folder, "
-            "which contains stage.json"
-        )
+        raise UserError(f"{setting}: {name}: the model of a reward stage: name the stage's folder, with stage.json")
     labels = described.get("id2label")
     count = len(labels) if isinstance(labels, dict) else 2  # transformers' default
     if count != 1 and not (folder / "text_reward.json").is_file():
-        raise UserError(
-            f"{setting}: {name}: a {described.get('model_type', 'model')} with {count} labels: want a sequence "
-            "classifier with one label, or train on it with reward.model"
-        )
+        kind = f"a {described.get('model_type', 'model')} with {count} labels"
+        raise UserError(f"{setting}: {name}: {kind}: want a classifier with one label, or give reward.model")
     return folder
 
 
@@ -198,9 +190,8 @@ def hub_folder(name: str, setting: str) -> Path | None:
     except Exception as error:  # the library raises many kinds of errors
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         remedy = hub_remedy(error, repository, "check the name and the connection, or give a folder")
-        raise UserError(
-            f"{setting}: {name}: no such run or folder here, and not readable from the hub ({reason}): {remedy}"
-        ) from error
+        unread = f"no such run or folder here, and not readable from the hub ({reason})"
+        raise UserError(f"{setting}: {name}: {unread}: {remedy}") from error
 
 
 def check_base(name: str, setting: str) -> None:

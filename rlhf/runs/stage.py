@@ -234,10 +234,8 @@ def _begin_or_resume(stage: Stage) -> dict | None:
     complete = recorded is not None and recorded["status"] == "complete"
     misfit = None if recorded is None else _misfit(stage, recorded)
     if complete and not replaces:
-        raise UserError(
-            f"{stage.folder}: run {stage.config.run!r} already has a complete {stage.name}: "
-            "choose another run=…, or add overwrite=true to replace it"
-        )
+        done = f"run {stage.config.run!r} already has a complete {stage.name}"
+        raise UserError(f"{stage.folder}: {done}: choose another run=…, or add overwrite=true to replace it")
     if misfit is not None and not replaces and has_begun(stage.folder, stage.name):
         raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start again")
     if recorded is None or complete or misfit is not None:
@@ -284,10 +282,8 @@ def _empty(stage: Stage, replace_others: bool) -> None:
     present = [path for path in stage.folder.iterdir() if path.name != ".lock"]
     strangers = sorted(path.name for path in present if not path.name.startswith("."))
     if strangers and not replace_others:
-        raise UserError(
-            f"{stage.folder}: has no readable stage.json but other files ({', '.join(strangers[:3])}): choose another "
-            f"run=…, or run `rlhf {stage.name} overwrite=true` to replace them"
-        )
+        others = f"has no readable stage.json but other files ({', '.join(strangers[:3])})"
+        raise UserError(f"{stage.folder}: {others}: choose another run=…, or add overwrite=true to replace them")
     with writing(stage.folder):
         for path in sorted(present, key=lambda p: p.name == "stage.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -247,10 +247,8 @@ def make_tracker(
     if kind == "silent":
         return Tracker(None, 0)
     if kind == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(
-            "tracking=tensorboard: the package tensorboard is not installed: run pip install tensorboard, "
-            "or set tracking=jsonl"
-        )
+        missing = "the package tensorboard is not installed"
+        raise UserError(f"tracking=tensorboard: {missing}: run pip install tensorboard, or set tracking=jsonl")
 
     def view() -> Background:
         if kind == "tensorboard":

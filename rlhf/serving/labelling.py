@@ -91,9 +91,7 @@ class LabelFile:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(
-                f"{path}: another server writes it: stop that one, or choose another serve.labels=…"
-            ) from None
+            raise UserError(f"{path}: another server writes it: stop it, or choose another serve.labels=…") from None
         self._read()
 
     def _read(self) -> None:

@@ -36,9 +36,7 @@ class Staff:
 
     def __init__(self, folder: Path, names: list[str], address: str, instructions: Path, text: str):
         if DECIDES in names:
-            raise UserError(
-                f"serve.labelers: {DECIDES!r} is the name under which disagreements are decided: choose another"
-            )
+            raise UserError(f"serve.labelers: {DECIDES!r} is who decides disagreements: choose another name")
         self.folder, self.address, self.path, self.text = folder, address, instructions, text
         remedy = "restore it; without it, labelers who were revoked or paused would come in again"
         self.changes: dict[str, Any] = read_checked(folder / "labelers.json", Changes, remedy) or {}

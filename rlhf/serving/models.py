@@ -92,10 +92,8 @@ def served_models(config: Config, folders: Sequence[Path], stages: list[str] | N
             chosen = [stage for stage in run.policies if stages is None or stage in stages]
             missing = [stage for stage in stages or [] if stage not in run.policies]
             if missing or not chosen:
-                raise UserError(
-                    f"{folder}: no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}: "
-                    "run the stage, or choose others with serve.stages=…"
-                )
+                found = f"no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}"
+                raise UserError(f"{folder}: {found}: run the stage, or choose others with serve.stages=…")
             for stage in chosen:
                 name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
                 weights.enter_context(packed(policy, rows))

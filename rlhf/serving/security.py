@@ -177,11 +177,8 @@ class Guard:
         if who is None and access.token is None:
             who = ""
         if who is None and path not in OPEN and not path.startswith("/page/"):
-            raise RefusedError(
-                401,
-                "this server needs a token: open the link that you were given, or send `Authorization: Bearer`",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "this server needs a token: open the link that you were given, or send `Authorization: Bearer`"
+            raise RefusedError(401, message, headers={"www-authenticate": "Bearer"})
         if tab is not None and tab != (who or "") and path not in OPEN:
             raise RefusedError(403, f"this tab belongs to {tab or 'the operator'}: open that link again")
         if (

@@ -65,7 +65,7 @@ def test_a_local_task_on_the_models_of_two_stages(gold_run, tasks):
     values = [found["models"][name]["our_colours acc"]["value"] for name in ("pretrain", "ppo")]
     assert tax["value"] == pytest.approx(values[1] - values[0], abs=1e-4)
     config = gold_run.config("evaluate.benchmarks=[no_such_task]", f"evaluate.benchmark_tasks='{tasks}'")
-    with pytest.raises(UserError, match=r"'no_such_task': lm-eval .* has no such task"):
+    with pytest.raises(UserError, match=r"'no_such_task': neither lm-eval .* has such a task"):
         benchmarks.evaluate_benchmarks(config, CPU)
 
 

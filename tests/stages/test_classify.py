@@ -289,7 +289,7 @@ def test_mistakes_in_the_data_are_one_line(tmp_path, rows, columns, told):
         ([], "classify.data is not set"),
         (["classify.data=x.csv", "classify.label=y"], "classify.text is not set"),
         (["classify.data=gold:topics"], "want one of gold:topic, gold:entailment"),
-        (["classify.data=gold:topic", "classify.layers=1", "classify.from_scratch=true"], "the second transfers nothing"),
+        (["classify.data=gold:topic", "classify.layers=1", "classify.from_scratch=true"], "classify.from_scratch=true: give one"),
         (["classify.data=x.csv", "classify.text=t", "classify.label=y", "classify.both_orders=true"], "name the second one"),
     ],
 )  # fmt: skip

@@ -58,7 +58,7 @@ def test_labels_that_say_nothing_give_a_strong_decay_and_a_coin():
 
 
 def test_a_single_prompt_is_refused_in_one_line():
-    with pytest.raises(UserError, match=r"^reward.fit_head=true: the training split has 1 prompt with a ranking"):
+    with pytest.raises(UserError, match=r"^reward.fit_head=true: 1 training prompt with a ranking"):
         fit_head(ScalarHead(3), torch.zeros(4, 3, dtype=torch.float64), ranked_items(torch.zeros(1, 4), noise=1.0))
 
 

@@ -96,9 +96,9 @@ def test_what_is_no_classifier_is_refused_before_anything_is_written(copy_until,
     own = run.folder / "reward" / "model"
     (tmp_path / "bare").mkdir()
     for source, message in (
-        (two, "a bert with 3 labels: want a sequence classifier with one label"),
+        (two, "a bert with 3 labels: want a classifier with one label"),
         (own, "name the stage's folder"),
-        ("bare", "neither a run under"),
+        ("bare", "no run under"),
         ("nobody/nothing", "no such run or folder here, and not readable from the hub"),
     ):
         with pytest.raises(UserError, match=message):

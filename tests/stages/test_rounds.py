@@ -102,7 +102,7 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
 
     continue_from(run, early)
     whole = read_stage(early / "label")
-    told = r"previous labelling round had other settings \(gold.comparison_prompts 40 -> 30\)"
+    told = r"previous round had other settings \(gold.comparison_prompts 40 -> 30\)"
     with pytest.raises(UserError, match=told):
         run.stage("label", *ROUNDS, "gold.comparison_prompts=60", "overwrite=true")
     changed = whole | {"data": {"x": "y"}}
@@ -137,7 +137,7 @@ def test_a_run_is_not_its_own_earlier_round(gold_run):
     for name, rounds in (("x-round-1", 2), ("x-round-1", 3), ("x-round-2", 3)):
         config = gold_run.config(f"rounds={rounds}")
         config.run = name
-        with pytest.raises(UserError, match=f"run={name}: x has a labelling round of that name: choose another name"):
+        with pytest.raises(UserError, match=f"run={name}: x has a round of that name: choose another"):
             earlier_run(config)
     config.run = "x-round-7"
     assert earlier_run(config).run == "x-round-2"
