@@ -58,16 +58,16 @@ def main() -> None:
     for name, stage, settings in ROWS:
         run = [text for text in settings if text.startswith("run=")][-1].removeprefix("run=")
         record = given.out / run / stage / "stage.json"
-        if record.is_file() and json.loads(record.read_text())["status"] == "complete":
+        if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["status"] == "complete":
             continue
         command = [sys.executable, "-m", "rlhf", stage, "--shared-settings", *common, *settings]
         started = time.monotonic()
-        with (given.out / f"{run}-{stage}.log").open("w") as log:
+        with (given.out / f"{run}-{stage}.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
             _, code, used = os.wait4(process.pid, 0)
         if code:
             sys.exit(f"{name or stage}: ended with {os.waitstatus_to_exitcode(code)}: see {log.name}")
-        said = json.loads(record.read_text()).get("memory", {}).get("needs_gb")
+        said = json.loads(record.read_text(encoding="utf-8")).get("memory", {}).get("needs_gb")
         peak, processor = used.ru_maxrss * 1024 / 1e9, used.ru_utime + used.ru_stime
         lines.append(
             f"| {name or 'its weights'} | {peak:.1f} | {'–' if said is None else f'{said:.1f}'} | {processor:.0f} | "
