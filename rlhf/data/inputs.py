@@ -2,12 +2,10 @@
 hub; opens files; reads JSON. `tables.py` reads the other kinds of files, `reading.py` makes records from rows.
 """
 
-import gzip
 import io
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +27,8 @@ MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held
 MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
 MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
 _TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
-_PACKED = ("", ".gz", ".zst")
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_PACKED = ("", *_CODECS)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
 _SAVED = ("dataset_info.json", "state.json")  # in a folder that `Dataset.save_to_disk` of the library datasets wrote
@@ -142,16 +141,15 @@ def open_bytes(path: Path, reading: Reading | None = None) -> Iterator[IO[bytes]
         with path.open("rb") as file:
             if reading is not None:
                 reading.file = file
-            if suffix == ".gz":
-                yield gzip.GzipFile(fileobj=file)  # type: ignore[misc]
-            elif suffix == ".zst":
+            if suffix in _CODECS:
                 import pyarrow
 
-                yield io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd"))
+                packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), _CODECS[suffix])
+                yield io.BufferedReader(packed)
             else:
                 yield file
-    except (EOFError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+    except OSError as error:
+        if error.errno is not None:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         raise UserError(f"{path}: damaged {suffix} file ({error}): copy or download it again") from error
 

@@ -157,18 +157,12 @@ def _arrow_batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
             yield from file.iter_batches(batch_size=_BATCH)
         return
     with pyarrow.memory_map(str(path)) as mapped:
-        try:
-            opened = ipc.open_stream(mapped)
-            batches = iter(opened)
-        except pyarrow.ArrowInvalid:  # not the form for streams: the one for files
-            mapped.seek(0)
-            opened = ipc.open_file(mapped)
-            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-        check_header(opened.schema.names, name)
-        for batch in batches:
-            batch.validate(full=True)  # Arrow trusts the offsets in a file, and would read outside of it
-            for start in range(0, batch.num_rows, _BATCH):
-                yield batch.slice(start, _BATCH)
+        form = ipc.open_file if mapped.read(6) == b"ARROW1" else ipc.open_stream
+        mapped.seek(0)
+        table = form(mapped).read_all()
+        check_header(table.column_names, name)
+        table.validate(full=True)  # Arrow trusts the offsets in a file, and would read outside of it
+        yield from table.to_batches(max_chunksize=_BATCH)
 
 
 def read_columns(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
