@@ -7,7 +7,7 @@ from collections import Counter
 from math import comb
 from typing import Any, NamedTuple
 
-from rlhf.data.records import Ranking, Record
+from rlhf.data.records import Record
 from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, uniform
 
 PII_KINDS = ("card", "email", "phone")
@@ -61,12 +61,6 @@ def find_pii(text: str) -> set[str]:
     return kinds
 
 
-def _digest(value: Any) -> int:
-    """64 bits of a hash of lists, strings and numbers; compared within one import only."""
-    plain = marshal.dumps(value, 2)  # later versions write what is one object in memory once
-    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
-
-
 def identity_of(record: Record, own_id: bool) -> int:
     """The hash of what makes two records duplicates: prompt, responses, judgement (by position, so that the responses'
     names do not matter) and labeler.
@@ -87,17 +81,8 @@ def identity_of(record: Record, own_id: bool) -> int:
             sorted((at[name], sorted(values)) for name, values in record.flags.items()),
         ]
         said += [judgement, record.labeler, record.id if own_id and record.labeler is None else None]
-    return _digest(said)
-
-
-def _count_pairs(record: Ranking) -> tuple[int, int]:
-    """Strictly ordered pairs and ties of a ranking; the ties that accompany `pairs` are in the metadata."""
-    if record.pairs is not None:
-        ties = record.metadata.get("ties")
-        return len({(a, b) for a, b in record.pairs}), len(ties) if isinstance(ties, list) else 0
-    sizes = [len(tie) for tie in record.ranking or ()]
-    tied = sum(comb(size, 2) for size in sizes)
-    return comb(sum(sizes), 2) - tied, tied
+    plain = marshal.dumps(said, 2)  # later versions write what is one object in memory once
+    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
 
 
 def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) -> Facts:
@@ -107,7 +92,14 @@ def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) ->
     prefix = 0
     if record.kind == "prompt":
         prefix = hash64(prompt_key(conversation(turns)[: 2 * prefix_characters])[:prefix_characters])
-    pairs, ties = _count_pairs(record) if record.kind == "ranking" else (0, 0)
+    pairs = ties = 0
+    if record.kind == "ranking" and record.pairs is not None:
+        beside = metadata.get("ties")  # those judged equal, of judgements that form no order
+        pairs, ties = len({(a, b) for a, b in record.pairs}), len(beside) if isinstance(beside, list) else 0
+    elif record.kind == "ranking":
+        sizes = [len(tie) for tie in record.ranking or ()]
+        ties = sum(comb(size, 2) for size in sizes)
+        pairs = comb(sum(sizes), 2) - ties
     return Facts(
         identity_of(record, own_id),
         key_hash(turns, prefix_characters),

@@ -52,6 +52,12 @@ def _check_time(created: str) -> str:
     return created
 
 
+def _check_response(response: str) -> str:
+    if not response.strip():
+        raise _problem("response", "response: got no text, want the demonstrated answer: remove the record")
+    return response
+
+
 # The length constraint makes pydantic itself refuse lone surrogates, without a call of Python per text.
 Text = Annotated[str, Field(strict=True, min_length=0)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
@@ -110,18 +116,11 @@ class Demonstration(_FromFile):
     kind: Literal["demonstration"] = "demonstration"
     id: Name
     prompt: Prompt
-    response: Text
+    response: Annotated[Text, AfterValidator(_check_response)]
     labeler: Text | None = None
     source: Text | None = None
     split: Name | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("response")
-    @classmethod
-    def _response_says_something(cls, response: str) -> str:
-        if not response.strip():
-            raise _problem("response", "response: got no text, want the demonstrated answer: remove the record")
-        return response
 
 
 class PromptRecord(_FromFile):

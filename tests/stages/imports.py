@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from rlhf.cli import main
 
 DEMONSTRATION = {"kind": "demonstration", "id": "d", "prompt": "Name a town.", "response": "Bern"}
@@ -39,20 +37,16 @@ def imported(capsys, *arguments: object) -> tuple[int, str, str]:
 
 def run(capsys, *arguments: object) -> str:
     """What an import that succeeds prints."""
-    capsys.readouterr()
-    main(["import", *map(str, arguments)])
-    return capsys.readouterr().out
+    code, out, err = imported(capsys, *arguments)
+    assert code == 0, err
+    return out
 
 
 def refused(capsys, *arguments: object) -> tuple[str, str]:
     """The one line with which an import ends that does not succeed, and what it printed."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        main(["import", *map(str, arguments)])
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
+    code, out, err = imported(capsys, *arguments)
     lines = [line for line in err.splitlines() if not line.startswith("import: ")]  # progress
-    assert len(lines) == 1 and lines[0].startswith("rlhf: error: "), err
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("rlhf: error: "), err
     return lines[0], out
 
 
