@@ -23,7 +23,21 @@ def texts(record: Any) -> list[str]:
     return [response.text for response in record.responses]
 
 
+ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
+SHAREGPT = {"conversations": [says("human", "Hi"), says("gpt", "Hello")]}
+COMPARED = {"conversations": [says("human", "Hi")], "chosen": says("gpt", "a"), "rejected": says("gpt", "b")}
+MESSAGES = {"messages": [USER, answer("Blue.")]}
+SEED = {"id": "seed_0", "name": "n", "instruction": " Add. ", "instances": [{"input": "1 2", "output": "3"}]}
+QUESTION = {"question": "1 + 1?", "answer": "2\n#### 2"}
+DECODED = {"id": 0, "instruction": "Hi", "text": "Hello", "decoded": "Hum"}
+MT_BENCH = {"question_id": 81, "category": "c", "turns": ["Say a.", "Say b."], "reference": ["a", "b"]}
+TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
+PAIR = {"prompt": "Hi", "chosen_response": "Hello", "rejected_response": "No"}
+STACK = {"qid": 4, "question": " Why?\n", "response_j": "So.&nbsp;", "response_k": "No.", "date": "2020"}
+CHOICES = {"id": "7", "prompt": "Hi", "chosen": ["Hello"], "rejected": ["No", "Bah"]}
+KTO = {"prompt": "Hi", "completion": "Hello", "label": True}
 HH = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go away"}
+SCORED = {"text": [HH["rejected"], HH["chosen"]], "score": [0.0, 1.0]}
 QA_FEEDBACK = {
     "question": "Who?",
     "passages": [["T", "T\n\nFirst.", "Second. "], ["U", "Third."]],
@@ -42,7 +56,6 @@ COMPARISON = {
         "title": "Cat [question]",
         "subreddit": "cats",
         "site": None,
-        "article": None,
     },
     "split": "valid1",
     "summaries": [
@@ -55,14 +68,7 @@ COMPARISON = {
     "extra": {"confidence": 8},
 }
 AXES = {
-    "info": {
-        "id": "n-1",
-        "article": "Rain fell on Lima.",
-        "title": None,
-        "site": "news",
-        "post": None,
-        "subreddit": None,
-    },
+    "info": {"id": "n-1", "article": "Rain fell on Lima.", "title": None, "site": "news", "post": None},
     "split": "test",
     "summary": {
         "text": "It rained.",
@@ -200,8 +206,8 @@ SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds o
     ("native", {"kind": "demonstration", "prompt": "Hi", "response": "Hello"}, ["demonstration"]),
     ("native", {"kind": "prompt", "prompt": "Hi"}, ["prompt"]),
     ("hh", HH, ["ranking"]),
-    ("hh", {"text": [HH["chosen"], HH["rejected"]], "score": [1.0, 0.0]}, ["ranking"]),
-    ("trl", {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}, ["ranking"]),
+    ("hh", SCORED, ["ranking"]),
+    ("trl", TRL, ["ranking"]),
     ("trl", {"chosen": "It is blue.", "rejected": "It is red."}, ["ranking"]),
     ("trl", {"chosen": [USER, answer("a")], "rejected": [USER, answer("b")]}, ["ranking"]),
     ("trl", {"prompt": [USER], "topic": "x"}, ["prompt"]),
@@ -219,20 +225,16 @@ SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds o
         },
         ["ranking"],
     ),
-    ("pairs", {"prompt": "Hi", "chosen_response": "Hello", "rejected_response": "No"}, ["ranking"]),
-    ("pairs", {"qid": 1, "question": "Hi", "response_j": "Hello", "response_k": "No"}, ["ranking"]),
+    ("pairs", PAIR, ["ranking"]),
+    ("pairs", STACK, ["ranking"]),
     ("pairs", {"system": "S", "question": "Hi", "chosen": "Hello", "rejected": "No"}, ["ranking"]),
     ("pairs", {"instruction": "Hi", "input": "", "chosen": "a", "rejected": "b"}, ["ranking"]),
-    ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}, ["demonstration"]),
+    ("alpaca", ALPACA, ["demonstration"]),
     ("alpaca", {"instruction": "Hi", "context": "", "response": "Yes"}, ["demonstration"]),
-    ("sharegpt", {"conversations": [says("human", "Hi"), says("gpt", "Yes")]}, ["demonstration"]),
-    (
-        "sharegpt",
-        {"conversations": [says("human", "Hi")], "chosen": says("gpt", "a"), "rejected": says("gpt", "b")},
-        ["ranking"],
-    ),
-    ("messages", {"messages": [USER, answer("Blue.")]}, ["demonstration"]),
-    ("messages", {"prompt": "Name a colour.", "prompt_id": "f00", "messages": [USER, answer("Blue.")]}, ["demonstration"]),
+    ("sharegpt", SHAREGPT, ["demonstration"]),
+    ("sharegpt", COMPARED, ["ranking"]),
+    ("messages", MESSAGES, ["demonstration"]),
+    ("messages", MESSAGES | {"prompt": "Name a colour.", "prompt_id": "f00"}, ["demonstration"]),
     ("openai_comparisons", COMPARISON, ["ranking"]),
     ("openai_comparisons", AXES, ["ranking"]),
     ("webgpt", WEBGPT, ["ranking"]),
@@ -240,20 +242,16 @@ SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds o
     ("oasst_messages", {"message_id": "m", "parent_id": None, "text": "Hi", "role": "prompter"}, ["prompt"]),
     ("ultrafeedback", ULTRAFEEDBACK, ["ranking"]),
     ("nectar", NECTAR, ["ranking"]),
-    ("choices", {"id": "7", "prompt": "Hi", "chosen": ["Hello"], "rejected": ["No", "Bah"]}, ["ranking"]),
-    ("kto", {"prompt": "Hi", "completion": "Hello", "label": True}, ["ranking"]),
+    ("choices", CHOICES, ["ranking"]),
+    ("kto", KTO, ["ranking"]),
     ("kto", {"messages": [USER, answer("Tree.")], "label": False}, ["ranking"]),
     ("kto", {"conversations": [says("human", "Hi"), says("gpt", "No")], "kto_tag": False}, ["ranking"]),
     ("kto", {"instruction": "Hi", "input": "", "output": "No", "kto_tag": False}, ["ranking"]),
-    (
-        "self_instruct",
-        {"id": "seed_0", "name": "n", "instruction": "Add.", "instances": [{"input": "1 2", "output": "3"}]},
-        ["demonstration"],
-    ),
+    ("self_instruct", SEED, ["demonstration"]),
     ("qa_feedback", QA_FEEDBACK, ["ranking"]),
-    ("question_answer", {"question": "1 + 1?", "answer": "2\n#### 2"}, ["demonstration"]),
-    ("decoded", {"id": 0, "instruction": "Hi", "text": "Hello", "decoded": "Hum"}, ["demonstration"]),
-    ("mt_bench", {"question_id": 81, "category": "c", "turns": ["Say a.", "Say b."]}, ["prompt"]),
+    ("question_answer", QUESTION, ["demonstration"]),
+    ("decoded", DECODED, ["demonstration"]),
+    ("mt_bench", MT_BENCH, ["prompt"]),
     ("argilla", ARGILLA_1, ["ranking", "ranking"]),
     ("argilla", ARGILLA_2, ["ranking", "ranking"]),
     ("argilla", ARGILLA_FLAT_2, ["ranking", "ranking"]),

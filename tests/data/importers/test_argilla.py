@@ -2,20 +2,10 @@
 
 import pytest
 
-from tests.data.importers.samples import (
-    ARGILLA_1,
-    ARGILLA_2,
-    ARGILLA_FLAT_2,
-    USER,
-    answer,
-)
+from tests.data.importers.samples import ARGILLA_1, ARGILLA_2, ARGILLA_FLAT_2, USER, answer, turns
 
 TWO = {"prompt": "Hi", "response-1": "a", "response-2": "b"}
 THREE = TWO | {"response-3": "c"}
-
-
-def turns(record):
-    return [(message.role, message.content) for message in record.prompt]
 
 
 def row(fields, **answers):

@@ -5,6 +5,7 @@ import pytest
 from tests.data.importers.samples import (
     AXES,
     COMPARISON,
+    KTO,
     NECTAR,
     QA_FEEDBACK,
     ULTRAFEEDBACK,
@@ -15,8 +16,6 @@ from tests.data.importers.samples import (
     texts,
     turns,
 )
-
-KTO = {"prompt": "Hi", "completion": "Hello", "label": True}
 
 
 def test_qa_feedback_joins_six_judgements_into_one_ranking(load):

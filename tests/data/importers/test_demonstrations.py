@@ -6,20 +6,18 @@ import json
 import pytest
 
 from rlhf.data.reading import load_demonstrations
-from tests.data.importers.samples import USER, answer, says
-
-ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
-SHAREGPT = {"id": "x", "conversations": [says("human", "Hi"), says("gpt", "Hello")]}
-MESSAGES = {"messages": [USER, answer("Blue.")]}
-SEED = {"id": "seed_0", "name": "n", "instruction": " Add. ", "instances": [{"input": "1 2", "output": "3"}]}
-QA = {"question": "1 + 1?", "answer": "2\n#### 2"}
-DECODED = {"id": 0, "instruction": "Hi", "text": "Hello", "decoded": "Hum"}
-TURNS = {"question_id": 81, "category": "c", "turns": ["Say a.", "Say b."], "reference": ["a", "b"]}
-NO_ANSWER = "got no text, want the demonstrated answer: remove the row"
-
-
-def turns(record):
-    return [(message.role, message.content) for message in record.prompt]
+from tests.data.importers.samples import (
+    ALPACA,
+    DECODED,
+    MT_BENCH,
+    QUESTION,
+    SEED,
+    SHAREGPT,
+    USER,
+    answer,
+    says,
+    turns,
+)
 
 
 def test_alpaca(tmp_path):
@@ -109,7 +107,7 @@ def test_self_instruct_gives_a_demonstration_an_instance(load):
 @pytest.mark.parametrize(
     ("format", "row", "prompt", "response", "metadata"),
     [
-        ("question_answer", QA | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
+        ("question_answer", QUESTION | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
         ("decoded", DECODED, "Hi", "Hello", {"decoded": "Hum", "id": 0}),
         ("trl", {"prompt": "Hi", "completion": "Hello", "n": 1}, "Hi", "Hello", {"n": 1}),
         ("trl", {"prompt": [USER], "completion": [answer("Yes")]}, "Name a colour.", "Yes", {}),
@@ -123,7 +121,7 @@ def test_a_request_and_its_answer(load, format, row, prompt, response, metadata)
 
 
 def test_mt_bench_gives_the_first_turn_as_a_prompt(load):
-    [record] = load("mt_bench", TURNS)
+    [record] = load("mt_bench", MT_BENCH)
     assert record.kind == "prompt" and turns(record) == [("user", "Say a.")]
     assert record.metadata == {"question_id": 81, "category": "c", "reference": ["a", "b"], "later_turns": ["Say b."]}
 

@@ -12,11 +12,7 @@ from pydantic import BaseModel
 
 from rlhf.data.inputs import Reject, Source
 from rlhf.data.reading import FileInfo, load_all, read
-from tests.data.importers.samples import OASST
-
-
-def turns(record):
-    return [(message.role, message.content) for message in record.prompt]
+from tests.data.importers.samples import OASST, turns
 
 
 def reply(name, rank, *replies, text=None, role="assistant", **more):

@@ -5,17 +5,8 @@ import time
 import pytest
 
 from rlhf.data.formats import FORMATS, BadRow
-from tests.data.importers.samples import HH, USER, answer, says, texts, turns
+from tests.data.importers.samples import COMPARED, PAIR, SCORED, STACK, TRL, USER, answer, texts, turns
 
-TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
-SCORED = {"text": [HH["rejected"], HH["chosen"]], "score": [0.0, 1.0]}
-PAIR = {"prompt": "Hi", "chosen_response": "Hello", "rejected_response": "No"}
-STACK = {"qid": 4, "question": " Why?\n", "response_j": "So.&nbsp;", "response_k": "No.", "date": "2020"}
-SHAREGPT = {
-    "conversations": [says("system", "S"), says("human", "Hi")],
-    "chosen": says("gpt", "a"),
-    "rejected": says("gpt", "b"),
-}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
 
 
@@ -160,6 +151,6 @@ def test_pairs(load, row, prompt, answers, metadata):
 
 
 def test_sharegpt_with_chosen_and_rejected(load):
-    [record] = load("sharegpt", SHAREGPT | {"id": "x-1", "n": 1})
+    [record] = load("sharegpt", COMPARED | {"id": "x-1", "n": 1, "system": "S"})
     assert turns(record) == [("system", "S"), ("user", "Hi")] and texts(record) == ["a", "b"]
     assert record.ranking == [["a"], ["b"]] and record.id == "x-1" and record.metadata == {"n": 1}

@@ -3,13 +3,24 @@
 import pytest
 
 from tests.data.importers.samples import (
+    ALPACA,
     ARGILLA_1,
     AXES,
+    CHOICES,
+    COMPARED,
     COMPARISON,
     HH,
+    KTO,
+    MESSAGES,
     NECTAR,
     OASST,
+    PAIR,
     QA_FEEDBACK,
+    QUESTION,
+    SCORED,
+    SEED,
+    SHAREGPT,
+    TRL,
     ULTRAFEEDBACK,
     USER,
     WEBGPT,
@@ -17,19 +28,8 @@ from tests.data.importers.samples import (
     says,
 )
 
-ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
-SHAREGPT = {"conversations": [says("human", "Hi"), says("gpt", "Hello")]}
-COMPARED = {"conversations": [says("human", "Hi")], "chosen": says("gpt", "a"), "rejected": says("gpt", "b")}
 TOOL = [says("human", "Hi"), says("tool", "x"), says("gpt", "y")]
-MESSAGES = {"messages": [USER, answer("Blue.")]}
-SEED = {"instruction": "Add.", "instances": [{"input": "1 2", "output": "3"}]}
-TRL = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
-PAIR = {"prompt": "Hi", "chosen_response": "Hello", "rejected_response": "No"}
-KTO = {"prompt": "Hi", "completion": "Hello", "label": True}
-SCORED = {"text": [HH["rejected"], HH["chosen"]], "score": [0.0, 1.0]}
-CHOICES = {"prompt": "Hi", "chosen": ["Hello"], "rejected": ["No"]}
 NATIVE = {"kind": "prompt", "prompt": "Hi"}
-QUESTION = {"question": "1 + 1?", "answer": "2"}
 NO_ANSWER = "response: got no text, want the demonstrated answer"
 ROLE = "want system, user (human) or assistant (gpt): remove the row"
 WEIGHTS = {"messages": [USER, answer("a") | {"loss_weight": 0}]}
