@@ -1,4 +1,4 @@
-"""A small tokenizer, and a way to write data files."""
+"""A small tokenizer, and ways to write data files and to import them."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlhf.commands import import_data
+from rlhf.config.compose import compose_config
+from rlhf.data.storage import read_records
 from rlhf.data.tokenizer import train_tokenizer
 
 TEXT = [
@@ -29,3 +32,16 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Callable[..., tuple[list[Any], list[dict[str, Any]], dict[str, Any]]]:
+    """What `rlhf import` makes of a file, whatever is rejected: (records, rejects, report)."""
+
+    def run(path: Path, *settings: str) -> tuple[list[Any], list[dict[str, Any]], dict[str, Any]]:
+        out = tmp_path / "out"
+        import_data.run(compose_config([f"path='{path}'", f"out='{out}'", "max_rejects=9999", *settings], "import"))
+        rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+        return list(read_records(out)), rejects, json.loads((out / "report.json").read_text())
+
+    return run

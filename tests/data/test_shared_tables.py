@@ -3,14 +3,7 @@
 import gzip
 import json
 
-import pytest
-
-from rlhf.config.compose import compose_config
-from rlhf.data.importer import Importer
-from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
-from rlhf.data.splits import Assignments
-from rlhf.data.storage import read_records
-
+TABLE = ["format=table", "duplicates=keep", "filter_prefixes=false"]
 OPEN_INSTRUCT = [
     "columns.prompt=prompt", "columns.responses=[completion_a,completion_b]", "columns.winner=preference",
     "columns.labeler=evaluator", "columns.created=timestamp", "columns.id=id",
@@ -26,24 +19,8 @@ def read_json(path):
     return json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
 
 
-@pytest.fixture
-def imported(shared_data, tmp_path):
-    """What the import of one file gives: (records, rejects, report)."""
-
-    def run(name, *overrides):
-        given = [f"path={shared_data / name}", f"out={tmp_path / 'out'}", "format=table", "duplicates=keep", *overrides]
-        config = compose_config([*given, "filter_prefixes=false"], "import")
-        (tmp_path / "out").mkdir()
-        importer = Importer(config, tmp_path / "out", Assignments(), lambda done: None)
-        report = importer.run(resolve_sources(config.path, RECORD_SUFFIXES))
-        rejects = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
-        return list(read_records(tmp_path / "out")), rejects, report
-
-    return run
-
-
 def test_pandalm(shared_data, imported):
-    records, rejects, report = imported("comparisons/pandalm-999x3-annotators.json", *PANDALM)
+    records, rejects, report = imported(shared_data / "comparisons/pandalm-999x3-annotators.json", *TABLE, *PANDALM)
     items = read_json(shared_data / "comparisons/pandalm-999x3-annotators.json")
     assert len(items) == 999 and len(records) == 2997 and not rejects
     said = {"0": [["a", "b"]], "1": [["a"], ["b"]], "2": [["b"], ["a"]]}
@@ -56,9 +33,11 @@ def test_pandalm(shared_data, imported):
     assert report["agreement"]["items"] > 800
 
 
-def test_the_spreadsheet_of_annotations(imported):
+def test_the_spreadsheet_of_annotations(shared_data, imported):
     """1302 rows below the header: 1150 with a judgement, and 152 at the end that hold formatted cells and nothing else."""
-    records, rejects, report = imported("labels/open-instruct-annotations-1302.xlsx", *OPEN_INSTRUCT)
+    records, rejects, report = imported(
+        shared_data / "labels/open-instruct-annotations-1302.xlsx", *TABLE, *OPEN_INSTRUCT
+    )
     assert report["counts"] == {"input": 1302, "accepted": 1150, "duplicates": 0, "filtered": 0, "rejected": 152}
     assert [one["line"] for one in rejects] == list(range(1152, 1304))  # the header is line 1
     assert {one["field"] for one in rejects} == {"preference"}

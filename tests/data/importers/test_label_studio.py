@@ -28,17 +28,6 @@ def convert(row: dict[str, Any]) -> list[Ranking]:
     return [Ranking.model_validate(values) for values in made]
 
 
-def imported(path: Path, tmp_path: Path) -> list[Ranking]:
-    """Through `rlhf import` as a whole, which joins the pairs of an item."""
-    from rlhf.commands.import_data import run
-    from rlhf.config.compose import compose_config
-    from rlhf.data.reading import load_kind
-
-    out = tmp_path / "out"
-    run(compose_config([f"path='{path}'", f"out='{out}'", "format=auto"], "import"))
-    return load_kind(Ranking, str(out), "auto")[0]
-
-
 # --- the round trip --------------------------------------------------------------------------------------------------
 
 
@@ -68,10 +57,10 @@ def said(record: Ranking) -> dict[frozenset[str], str | None]:
 
 
 @pytest.mark.parametrize("interface", ["pairwise", "ranker"])
-def test_an_export_of_the_server_comes_back_as_what_the_labelers_meant(interface, tmp_path):
+def test_an_export_of_the_server_comes_back_as_what_the_labelers_meant(interface, imported):
     folder = FIXTURES / interface
     intended = meant(folder)
-    records = imported(folder / "export.json", tmp_path)
+    records, _, _ = imported(folder / "export.json")
     assert sorted((r.metadata["item"], r.labeler) for r in records) == sorted(intended)
     # Three labelers of six items; the ranker's third skipped the first, and so gave five.
     assert len(records) == {"pairwise": 18, "ranker": 17}[interface]
@@ -107,7 +96,7 @@ def test_a_skipped_task_is_no_judgement_and_is_remembered():
     assert not any("skipped_by" in r.metadata for several in records[1:] for r in several)
 
 
-def test_a_circle_of_pairs_is_a_reject_spelled_out(tmp_path):
+def test_a_circle_of_pairs_is_a_reject_spelled_out(tmp_path, imported):
     """a over b, b over c, c over a: the item of that labeler is a reject, spelled out."""
     rows = rows_of(FIXTURES / "pairwise" / "export.json")[3:6]  # the three pairs of the second item
     for row in rows:
@@ -118,12 +107,8 @@ def test_a_circle_of_pairs_is_a_reject_spelled_out(tmp_path):
         row["annotations"] = [row["annotations"][0] | {"result": [value]}]
     path = tmp_path / "cycle.json"
     path.write_text(json.dumps(rows))
-    from rlhf.errors import UserError
-
-    with pytest.raises(UserError, match="reject"):
-        imported(path, tmp_path)
-    told = (tmp_path / "out.partial" / "rejects.jsonl").read_text()
-    assert len(told.splitlines()) == 3 and all("a over b over c over a" in line for line in told.splitlines())
+    records, rejects, _ = imported(path)
+    assert len(rejects) == 3 and all("a over b over c over a" in one["message"] for one in rejects) and not records
 
 
 # --- other projects --------------------------------------------------------------------------------------------------

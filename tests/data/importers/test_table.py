@@ -4,13 +4,9 @@ import re
 import pytest
 
 from rlhf.config.commands import ColumnsConfig, WordsConfig
-from rlhf.config.compose import compose_config
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.importer import Importer
-from rlhf.data.inputs import Row, Source
+from rlhf.data.inputs import Row
 from rlhf.data.reading import convert_row
-from rlhf.data.splits import Assignments
-from rlhf.data.storage import read_records
 from rlhf.errors import UserError
 
 PAIR = {"prompt": "q", "responses": ["a", "b"]}
@@ -285,19 +281,12 @@ def test_settings_that_make_no_sense_are_told_at_once(columns, words, said):
 # --- the import as a whole -------------------------------------------------------------------------------------------
 
 
-def run_import(tmp_path, content, *overrides):
-    (tmp_path / "t.csv").write_text(content)
-    (tmp_path / "out").mkdir()
-    given = [f"path={tmp_path / 't.csv'}", f"out={tmp_path / 'out'}", "format=table", *overrides]
-    config = compose_config([*given, "columns.prompt=q", "columns.responses=[a,b]", "columns.winner=w"], "import")
-    importer = Importer(config, tmp_path / "out", Assignments(), lambda done: None)
-    report = importer.run([Source("t.csv", tmp_path / "t.csv")])
-    return report, sorted(read_records(tmp_path / "out"), key=lambda one: one.id)
-
-
-def test_import_looks_at_the_column_before_the_first_row(tmp_path):
-    report, records = run_import(tmp_path, "q;a;b;w\n1?;x;y;0\n2?;x;y;1\n3?;x\n4?;x;y;2\n")
-    assert [(one.id, one.ranking) for one in records] == [("t.csv:1", TIE), ("t.csv:2", A), ("t.csv:4", B)]
+def test_import_looks_at_the_column_before_the_first_row(tmp_path, imported):
+    (tmp_path / "t.csv").write_text("q;a;b;w\n1?;x;y;0\n2?;x;y;1\n3?;x\n4?;x;y;2\n")
+    columns = ["columns.prompt=q", "columns.responses=[a,b]", "columns.winner=w"]
+    records, _, report = imported(tmp_path / "t.csv", "format=table", *columns)
+    found = sorted((one.id, one.ranking) for one in records)
+    assert found == [("t.csv:1", TIE), ("t.csv:2", A), ("t.csv:4", B)]
     assert report["counts"] == {"input": 4, "accepted": 3, "duplicates": 0, "filtered": 0, "rejected": 1}
     assert report["files"][0]["why"] == (
         "asked for; columns divided by a semicolon; w: numbers: 1 the first, 2 the second, 0 a tie"
