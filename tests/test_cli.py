@@ -124,6 +124,18 @@ def test_help_and_mistakes_import_nothing_heavy():
     (["ppo", "kl.coef=-1", "device=tpu"], "device=tpu: want one of auto, cpu, cuda; kl.coef=-1.0: want 0 or more"),
     (["report", "run=a/b"], "run='a/b': want letters, digits"),
     (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
+    (["report", "--config-dir", "none"], "--config-dir none: no such folder"),
+    (["report", "--config-path", "x"], "--config-path: would hide the schema: use --config-dir x"),
+    (["report", "--multirum"], "unknown option '--multirum' (did you mean '--multirun'?)"),
+    (["report", "hydra/nothing=x"], ""),
+    (["report", "hydra/launcher=none"], ""),
+    (["report", "--", "some", "text"], "--: only `rlhf chat` and `rlhf next` take text after it"),
+    (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, dpo, ppo do: leave it out"),
+    (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
+    (["ppo", "rollout.temperature=2"], "unknown setting 'rollout.temperature': PPO samples at temperature 1"),
+    (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),
+    (["ppo", "study.kind=details"], "unknown setting 'study.kind': use the options of `python scripts/studies/"),
+    (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(call, arguments, said):
     code, out, err = call(*arguments)
@@ -201,22 +213,6 @@ def test_a_users_file_that_is_no_yaml_or_includes_itself_is_one_line(call, own_f
     (own_files / "experiment" / "broken.yaml").write_text(text)
     code, _, err = call("report", "--config-dir", str(own_files), "experiment=broken")
     assert code == 2 and len(err.splitlines()) == 1 and re.search(told, err), err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--config-dir", "none"], "--config-dir none: no such folder"),
-        (["--config-path", "x"], "--config-path: would hide the schema: use --config-dir x"),
-        (["--multirum"], "unknown option '--multirum' (did you mean '--multirun'?)"),
-        (["hydra/nothing=x"], ""),
-        (["hydra/launcher=none"], ""),
-        (["--", "some", "text"], "--: only `rlhf chat` and `rlhf next` take text after it"),
-    ],
-)
-def test_a_mistake_in_an_option_is_one_line(call, runs, arguments, said):
-    code, _, err = call("report", *arguments)
-    assert code == 2 and err.startswith(f"rlhf: error: {said}") and err.count("\n") == 1
 
 
 def test_text_for_chat_needs_no_quotes(call, monkeypatch):
@@ -315,22 +311,6 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
         for command in set(alone) - set(users):
             with pytest.raises(UserError, match=rf"^{key}: `rlhf {command}` does not use it; .*: leave it out, or add"):
                 words.check_used([f"{key}=1"], command)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, dpo, ppo do: leave it out"),
-        (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
-        (["ppo", "rollout.temperature=2"], "unknown setting 'rollout.temperature': PPO samples at temperature 1"),
-        (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),
-        (["ppo", "study.kind=details"], "unknown setting 'study.kind': use the options of `python scripts/studies/"),
-        (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
-    ],
-)  # fmt: skip
-def test_a_setting_that_a_command_does_not_use_is_refused(call, arguments, said):
-    code, out, err = call(*arguments)
-    assert (code, out) == (2, "") and err.startswith(f"rlhf: error: {said}") and err.count("\n") == 1
 
 
 def test_settings_of_several_commands_pass_when_they_are_said_to_be_shared(call, runs):
