@@ -213,9 +213,6 @@ def test_a_labels_file_may_nest_and_name_what_it_likes(tmp_path):
     ):
         (tmp_path / "labels.jsonl").write_text(json.dumps(row | {"metadata": metadata}) + "\n")
         assert len(load_all(str(tmp_path / "labels.jsonl"))[0]) == 1
-    for inside in ("[" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
-        (tmp_path / "labels.jsonl").write_text(json.dumps(row)[:-1] + ', "metadata": {"a": ' + inside + "}}\n")
-        refused(lambda: load_all(str(tmp_path / "labels.jsonl")), "labels.jsonl:1")
 
 
 def test_a_server_reads_labels_that_nest_and_name_what_they_like(tmp_path):

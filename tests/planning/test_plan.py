@@ -210,19 +210,11 @@ def test_pretraining_time_is_6nd_over_the_machine():
 
 
 BAD = {
-    "gpus=0": "gpus=0: want 1 or more",
-    "deepspeed=zero4": "deepspeed=zero4: want one of none, zero1",
-    "dtype=fp16": "dtype=fp16: want one of bf16, fp32",
     "mfu=40": "mfu=40.0: want more than 0 and at most 1",
-    "memory_margin=1": "memory_margin=1.0: want 0 or more and less than 1",
     "sequence=4096": "use data.max_tokens",
     "rollout.max_new_tokens=1024": "leaves no room for a prompt",
-    "model.n_kv_head=5": "model.n_kv_head=5: want a divisor of model.n_head=12",
-    "model.mlp_width=0": "model.mlp_width=0: want 1 or more",
-    "model=gpt5": "model=gpt5: want one of chinchilla",
     "gpu=3": "unknown setting 'gpu' (did you mean 'gpus'?)",
     "gpus=many": "could not be converted to Integer",
-    "gpu_memory_gb=nan": "want more than 0",
 }
 
 

@@ -63,47 +63,24 @@ def test_a_run_that_has_nothing_yet(refused, tmp_path, command, settings, told):
     assert told in refused(command, *plain(tmp_path, *settings))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("missing.txt", None, "missing.txt"),
-        ("empty.txt", b"", "empty.txt"),
-        ("blank.txt", b" \n\n ", "blank.txt"),
-        ("latin.txt", "Caf\xe9 au lait. ".encode("latin-1") * 50, "latin.txt"),
-        ("rows.jsonl", b'{"body": "no text here"}\n', "rows.jsonl:1"),
-        ("torn.jsonl", b'{"text": "good"}\n{"text": "bro', "torn.jsonl:2"),
-    ],
-)
-def test_a_corpus_that_cannot_be_read(refused, tmp_path, folder, name, content, told):
-    path = folder / name
-    if content is not None:
-        path.write_bytes(content)
-    for command in ("tokenizer", "pipeline"):
-        if command == "pipeline" and content is not None:
-            continue  # in processes of their own: the stage says it, as here
-        data = [f"data.{kind}={path}" for kind in ("corpus", "demonstrations", "comparisons")]
-        assert told in refused(command, *plain(tmp_path, *data))
+def test_a_corpus_that_cannot_be_read(refused, tmp_path, folder):
+    (folder / "torn.jsonl").write_text('{"text": "good"}\n{"text": "bro')
+    assert "torn.jsonl:2" in refused("tokenizer", *plain(tmp_path, f"data.corpus={folder / 'torn.jsonl'}"))
+    data = [f"data.{kind}={folder / 'missing.txt'}" for kind in ("corpus", "demonstrations", "comparisons")]
+    assert "missing.txt" in refused("pipeline", *plain(tmp_path, *data))
 
 
 BAD_DEMONSTRATIONS = [
-    ("missing.jsonl", None, "missing.jsonl"),
-    ("empty.jsonl", "", "empty.jsonl"),
-    ("other.jsonl", '{"kind": "prompt", "id": "1", "prompt": "Hello"}', "no demonstration"),
-    ("odd.jsonl", '{"question": "Hello", "reply": "Hi"}', "odd.jsonl: no format recognised"),
-    ("bad.jsonl", '{"kind": "demonstration", "id": "1", "prompt": "Hello"}', "bad.jsonl:1"),
-    (
-        "held.jsonl",
-        '{"kind": "demonstration", "id": "1", "prompt": "a", "response": "b", "split": "dev"}',
-        "none is left",
-    ),
+    ('{"question": "Hello", "reply": "Hi"}', "mine.jsonl: no format recognised"),
+    ('{"kind": "demonstration", "id": "1", "prompt": "Hello"}', "mine.jsonl:1"),
+    ('{"kind": "demonstration", "id": "1", "prompt": "a", "response": "b", "split": "dev"}', "none is left"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "told"), BAD_DEMONSTRATIONS)
-def test_demonstrations_that_cannot_be_used(refused, copy_until, folder, name, content, told):
-    if content is not None:
-        (folder / name).write_text(content + "\n" * bool(content))
-    assert told in refused("sft", *copy_until("sft").words(), f"data.demonstrations={folder / name}")
+@pytest.mark.parametrize(("content", "told"), BAD_DEMONSTRATIONS)
+def test_demonstrations_that_cannot_be_used(refused, copy_until, folder, content, told):
+    (folder / "mine.jsonl").write_text(content + "\n")
+    assert told in refused("sft", *copy_until("sft").words(), f"data.demonstrations={folder / 'mine.jsonl'}")
 
 
 def test_comparisons_without_an_ordered_pair(refused, copy_until, folder):
