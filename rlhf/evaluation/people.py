@@ -16,13 +16,9 @@ from rlhf.data.encoding import Item
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import held_out_labelers, item_encoder, score_each
+from rlhf.evaluation.scoring import held_out_labelers, load_judge, score_each
 from rlhf.evaluation.statistics import Figures, interval, prediction_powered, win
-from rlhf.model.classifier import load_reward_model
-from rlhf.model.linear import hold_frozen
-from rlhf.runs.sources import reward_folder, reward_model_folder
 
 # Two policies, a prompt, and 1 if the first one's response is better, 1/2 for a tie, else 0.
 Verdict = tuple[tuple[str, str], str, float]
@@ -110,9 +106,7 @@ def scored(
     config: Config, records: Sequence[Ranking], names: Mapping[str, str], device: torch.device
 ) -> Iterator[Verdict]:
     """As `verdicts`, by the scores of evaluate.labels_model on every task once, labelled or not."""
-    folder = reward_model_folder(reward_folder(config, config.evaluate.labels_model, "evaluate.labels_model"))
-    model = hold_frozen(config, load_reward_model(folder, device), device)
-    encode = item_encoder(config, model, model.tokenizer if model.reads_text else load_tokenizer(folder))
+    _, model, encode = load_judge(config, config.evaluate.labels_model, "evaluate.labels_model", device)
     items, tasks = [], {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
     for record in tasks.values():
         answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]

@@ -20,7 +20,6 @@ from rlhf.data.encoding import Encode, Item, join_rankings, names_of, row_limit
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import (
     JudgedPair,
@@ -30,23 +29,15 @@ from rlhf.evaluation.scoring import (
     item_encoder,
     judged_pairs,
     length_scores,
+    load_judge,
     score_each,
 )
 from rlhf.evaluation.statistics import Figures, figure, flatten, mean_by, share_by, show, win
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
-from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
-from rlhf.model.linear import hold_frozen
-from rlhf.runs.folders import check_output, read_stage, stage_folder
-from rlhf.runs.sources import (
-    data_source,
-    in_split,
-    read_comparisons,
-    read_demonstrations,
-    reward_folder,
-    reward_model_folder,
-)
+from rlhf.runs.folders import read_stage, stage_folder
+from rlhf.runs.sources import data_source, in_split, read_comparisons, read_demonstrations
 from rlhf.system.terminal import say
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
@@ -101,14 +92,13 @@ def comparison_figures(
     items = [item.of_labelers({pair.labeler for pair in pairs}) for item in held_out[0]]
     length, longer = length_scores(items)
     by_length = judged_pairs(items, length)
+    above = [a.won - b.won for a, b in zip(pairs, by_length, strict=True)]
     agreement, curve = agreements(records, strangers), calibration_curve(pairs, gain)
     results: Figures = {
         "accuracy": accuracy(pairs),
         "length_baseline": accuracy(by_length)["value"],
         "length_prefers": "longer" if longer else "shorter",
-        "above_length": mean_by(
-            [pair.item for pair in pairs], [a.won - b.won for a, b in zip(pairs, by_length, strict=True)]
-        ),
+        "above_length": mean_by([pair.item for pair in pairs], above),
         "labeler_agreement": agreement["training"]["value"],
         "agreement": agreement,
         "by_labeler": {
@@ -223,9 +213,9 @@ def describe_reward_model(results: Figures) -> list[str]:
         )
     if "gold_regression" in results:
         parts = results["gold_regression"]["parts"].items()
-        weights = [
+        weights = (
             f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts if row["weight"] is not None
-        ]
+        )
         lines.append(f"it rewards (in brackets: what labelers reward) {', '.join(weights)}")
     return lines
 
@@ -322,16 +312,10 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
     Raises: UserError if there is no such model, or no pair in the files.
     """
-    name = config.evaluate.pairs_model
-    folder = reward_folder(config, name, "evaluate.pairs_model")
-    if name is None:
-        check_output(folder, "reward")
-    model = hold_frozen(config, load_reward_model(reward_model_folder(folder), device), device)
-    tokenizer = model.tokenizer if model.reads_text else load_tokenizer(reward_model_folder(folder))
+    folder, model, encode = load_judge(config, config.evaluate.pairs_model, "evaluate.pairs_model", device)
     records, files = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
     for line in files:
         say(f"evaluate: {line}")
-    encode = item_encoder(config, model, tokenizer)
     items = [item for record in records for item in join_rankings([record], encode)[0]]
     if not items:
         none = "no pair of different answers whose prompt fits the model"
@@ -354,10 +338,8 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     if len(subsets) > 1:  # the plain mean of independent shares, as benchmarks average their subsets
         for key in ("pairs", "all_right"):
             shares = [row[key] for row in subsets.values()]
-            known = all(row["ci95"] for row in shares)
-            half = (
-                math.hypot(*((row["ci95"][1] - row["ci95"][0]) / 2 for row in shares)) / len(shares) if known else None
-            )
+            ends = [row["ci95"] for row in shares]
+            half = math.hypot(*((high - low) / 2 for low, high in ends)) / len(shares) if all(ends) else None
             mean = figure(fmean(row["value"] for row in shares), half, len(shares))
             figures.setdefault("mean_of_subsets", {})[key] = mean
     if (styles := style_figures(items, scores)) is not None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +11,20 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
 from rlhf.data.records import PromptRecord, Ranking
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like, win
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
+from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score, unwrapped
+from rlhf.model.linear import hold_frozen
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.rewards import Reward
+from rlhf.runs.folders import check_output
+from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.system.processes import divide
 
 Scores = list[list[float]]  # a list per item or prompt
@@ -32,6 +38,16 @@ def item_encoder(config: Config, model: Any, tokenizer: Any, counts: Counter[str
     """The encoder of prompts and answers for this model; `tokenizer` is the policy's. counts: see `RewardSource.answer_encoder`."""
     limit = row_limit(config, tokenizer)
     return model.answer_encoder(tokenizer, limit, min(config.rollout.max_new_tokens, limit // 2), counts)
+
+
+def load_judge(config: Config, name: str | None, setting: str, device: torch.device) -> tuple[Path, Any, Encode]:
+    """The reward model that a setting names (None: the run's own) with its folder and its encoder. Raises: UserError."""
+    folder = reward_folder(config, name, setting)
+    if name is None:
+        check_output(folder, "reward")
+    files = reward_model_folder(folder)
+    model = hold_frozen(config, load_reward_model(files, device), device)
+    return folder, model, item_encoder(config, model, model.tokenizer if model.reads_text else load_tokenizer(files))
 
 
 def item_length(item: Item) -> int:

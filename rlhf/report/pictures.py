@@ -144,11 +144,9 @@ def make_calibration(runs: list[RunFiles]) -> Picture | None:
         prefix, colours = (f"{run} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
         series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
         series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
-    note, axes = (
-        "Share of pairs that the higher score wins, against the gap between the scores.",
-        ("score gap", "share of wins"),
-    )
-    return _picture("Calibration of the reward model", "reward", series, note, axes, [Mark("chance", 0.5)])
+    note = "Share of pairs that the higher score wins, against the gap between the scores."
+    axes: Any = {"x_name": "score gap", "y_name": "share of wins", "marks": [Mark("chance", 0.5)]}
+    return _picture("Calibration of the reward model", series, note, **axes)
 
 
 def make_histogram(runs: list[RunFiles]) -> Picture | None:
@@ -167,8 +165,8 @@ def make_histogram(runs: list[RunFiles]) -> Picture | None:
             colour, dash = (place, first) if several else (first, 0)
             label = f"{runs[place].name} {model}" if several else model
             series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
-    note, axes = "Share of responses to held-out prompts by the reward model's score.", ("score", "share of responses")
-    return _picture("Scores of SFT and PPO", "reward", series, note, axes, bars=True)
+    note = "Share of responses to held-out prompts by the reward model's score."
+    return _picture("Scores of SFT and PPO", series, note, x_name="score", y_name="share of responses", bars=True)
 
 
 def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tuple[float, float, float, float]]]]]:
@@ -191,24 +189,16 @@ def make_shots(results: Any, of_run: str) -> Picture | None:
         series.append(Series(name, ks, values, colour, dots=True, lows=lows, highs=highs))
     majority = number_at(results, "majority")
     marks = [] if majority is None else [Mark("most frequent label", majority)]
-    note, axes = (
+    note, x, y = (
         "The same held-out examples and draws for every model; 95% intervals.",
-        ("examples in the prompt", "accuracy"),
+        "examples in the prompt",
+        "accuracy",
     )
-    unit = f"{axes[1]}, over {axes[0]}"
-    return _picture(f"In-context learning{of_run}", "evaluate", series, note, axes, marks, unit=unit)
+    about: Any = {"x_name": x, "y_name": y, "unit": f"{y}, over {x}", "marks": marks, "stage": "evaluate"}
+    return _picture(f"In-context learning{of_run}", series, note, **about)
 
 
-def _picture(
-    title: str,
-    stage: str,
-    series: list[Series],
-    note: str,
-    axes: tuple[str, str],
-    marks: Sequence[Mark] = (),
-    **more: Any,
-) -> Picture | None:
+def _picture(title: str, series: list[Series], note: str, **more: Any) -> Picture | None:
     """A picture of half the page's width with a note, without last values; None without a series."""
-    x_name, y_name = axes
-    about: Any = {"stage": stage, "note": note, "half": True, "last": False} | more
-    return Picture(title, series, [*marks], x_name, y_name, **about) if series else None
+    about: Any = {"stage": "reward", "note": note, "half": True, "last": False} | more
+    return Picture(title, series, **about) if series else None

@@ -99,7 +99,7 @@ def test_a_classifiers_folder(files, tmp_path):
     ("overrides", "message"),
     [
         (["evaluate.pairs=nowhere.jsonl"], "nowhere.jsonl"),
-        (["evaluate.pairs_model=nobody"], "evaluate.pairs_model: nobody: neither a run"),
+        (["evaluate.pairs_model=nobody"], "evaluate.pairs_model: nobody: no run under"),
     ],
 )
 def test_mistakes_are_one_line(gold_run, files, overrides, message):
