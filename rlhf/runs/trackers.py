@@ -41,30 +41,29 @@ class Background:
     def __init__(self, name: str, start: Callable[[], Any], finish_timeout: float) -> None:
         self._name, self._finish_timeout = name, finish_timeout
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUE_CALLS)
-        self._dropped = self._reported = False
+        self._reported = False
         self._thread = threading.Thread(target=self._work, args=(start,), name=f"tracking {name}", daemon=True)
         self._thread.start()
 
     def _work(self, start: Callable[[], Any]) -> None:
-        doing, failed = "start", set[str]()
-        try:
-            sink = start()
-        except Exception as error:
-            return self._warn(doing, error)
-        while doing != "finish":
-            doing, arguments = self._queue.get()
-            if doing not in failed:
-                try:
+        sink, failed = None, set[str]()
+        doing: str = "start"
+        arguments: tuple[Any, ...] = ()
+        while doing != "finish" and "start" not in failed:
+            try:
+                sink = start() if sink is None else sink
+                doing, arguments = self._queue.get()
+                if doing not in failed:
                     getattr(sink, doing)(*arguments)
-                except Exception as error:
-                    failed.add(doing)
-                    self._warn(doing, error)
+            except Exception as error:
+                failed.add(doing)
+                self._warn(f"could not {doing} ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
 
-    def _warn(self, doing: str, error: Exception) -> None:
+    def _warn(self, what: str) -> None:
         if not self._reported:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            remedy = "continuing without it, metrics.jsonl and samples.jsonl have everything"
-            logger.warning("%s could not %s (%s): %s", self._name, doing, reason, remedy)
+            logger.warning(
+                "%s %s: continuing without it, metrics.jsonl and samples.jsonl have everything", self._name, what
+            )
         self._reported = True
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -74,9 +73,7 @@ class Background:
         try:
             self._queue.put_nowait((name, arguments))
         except queue.Full:
-            if not self._dropped:
-                logger.warning("%s does not keep up: lines are dropped from it, metrics.jsonl has them", self._name)
-            self._dropped = True
+            self._warn("does not keep up, and lacks some lines")
 
     def finish(self, failed: bool) -> None:
         """Waits until everything is written, but at most `finish_timeout` seconds."""
@@ -86,9 +83,7 @@ class Background:
                 self._queue.put(("finish", (failed,)), timeout=self._finish_timeout)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._reported = True
-            remedy = "continuing without it, metrics.jsonl has everything"
-            logger.warning("%s did not finish in %.0f s: %s", self._name, self._finish_timeout, remedy)
+            self._warn(f"did not finish in {self._finish_timeout:.0f} s")
 
 
 class Tracker:

@@ -186,7 +186,7 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
     assert 0.25 < time.monotonic() - started < 3
     release.set()
     view._thread.join(5)
-    remedy = "continuing without it, metrics.jsonl has everything"
+    remedy = "continuing without it, metrics.jsonl and samples.jsonl have everything"
     assert [record.getMessage() for record in caplog.records] == [f"View did not finish in 0 s: {remedy}"]
 
 
