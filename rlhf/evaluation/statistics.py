@@ -57,9 +57,8 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], s
     half = None if n < LEAST_PROMPTS else 1.96 * math.sqrt(n / (n - 1) * residuals) / total
     if half is None or not share or 0 < ratio - half <= ratio + half < 1:
         return figure(ratio, half, round(total))
-    z = (
-        half**2 / spread if half and (spread := ratio * (1 - ratio)) > 0 else 1.96**2 / n
-    )  # 1.96^2 over the number of cases
+    spread = ratio * (1 - ratio)
+    z = half**2 / spread if half and spread > 0 else 1.96**2 / n  # 1.96^2 over the number of cases
     centre, half = (ratio + z / 2) / (1 + z), math.sqrt(z * ratio * (1 - ratio) + z**2 / 4) / (1 + z)
     return figure(ratio, None, round(total)) | {"ci95": [round(centre - half, 4), round(centre + half, 4)]}
 

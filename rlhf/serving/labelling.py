@@ -122,7 +122,7 @@ class LabelFile:
     def append(self, record: Ranking | Demonstration) -> Any:
         """Write a record, unless its submission is stored; returns the stored one. Raises: UserError if the disk cannot be written."""
         line = (json.dumps(record.model_dump(mode="json"), ensure_ascii=False) + "\n").encode()
-        if (stored := self.find(record.kind, record.labeler, record.metadata["submission"])) is not None:
+        if stored := self.submissions.get((record.kind, record.labeler, record.metadata["submission"])):
             return stored
         size = os.fstat(self.file).st_size
         try:
@@ -137,10 +137,6 @@ class LabelFile:
             raise disk_error(error, self.path) from error
         self._add(record)
         return record
-
-    def find(self, kind: str, labeler: str | None, submission: str) -> Any:
-        """The record of a stored submission, or None."""
-        return self.submissions.get((kind, labeler, submission))
 
     def close(self) -> None:
         os.close(self.file)
@@ -201,11 +197,11 @@ class Labelling:
         """
         name, replaces = verdict.name, verdict.replaces
         with self.lock:
-            if (stored := self.file.find("ranking", labeler, verdict.submission)) is not None:
+            if stored := self.file.submissions.get(("ranking", labeler, verdict.submission)):
                 return stored
             task, longest = (self.comparisons if compared else self.tasks).get(name), ASSIGNED_SECONDS
             if task is None or (compared and task.labeler != labeler):
-                raise RefusedError(404, "no such comparison, or it was judged" if compared else "no such task", "name")
+                raise RefusedError(404, "no such task or comparison, or it was judged", "name")
             more: dict[str, Any] = {"comparison": name}
             if not compared:
                 before = self.ranked[name].get(labeler)
@@ -233,10 +229,8 @@ class Labelling:
                 metadata=task.metadata | more | {"submission": verdict.submission},
             )
             self.file.append(record)
-            if compared:
-                del self.comparisons[name]
-            else:
-                self.ranked[name][labeler] = record
+            self.comparisons.pop(name, None)
+            self._count(record)
             return record
 
     def last(self, labeler: str) -> Ranking | None:
@@ -302,22 +296,23 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+def task_body(task: Ranking, responses: Sequence[RankedResponse]) -> dict[str, Any]:
+    """A task without the policies that wrote the responses."""
+    messages = [{"role": m.role, "content": m.content} for m in task.prompt]
+    return {"name": task.id, "messages": messages, "responses": [{"id": r.id, "text": r.text} for r in responses]}
+
+
 def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
     """The next task, the last one again, a ranking, a demonstration. These routes wait for the disk in threads. who: gives the labeler."""
     router = APIRouter(prefix="/api")
 
-    def task_body(task: Ranking, labeler: str) -> dict[str, Any]:
-        """A task for its labeler: without the policies that wrote the responses."""
-        return {
-            "name": task.id,
-            "messages": [{"role": m.role, "content": m.content} for m in task.prompt],
-            "responses": [{"id": r.id, "text": r.text} for r in labelling.shown(task, labeler)],
-        }
+    def body_for(task: Ranking, labeler: str) -> dict[str, Any]:
+        return task_body(task, labelling.shown(task, labeler))
 
     @router.get("/rank/next")
     def next_task(labeler: str = who) -> dict[str, Any]:
         task = labelling.next_task(labeler)
-        return {"task": task and task_body(task, labeler), "progress": labelling.progress(labeler)}
+        return {"task": task and body_for(task, labeler), "progress": labelling.progress(labeler)}
 
     @router.get("/rank/last")
     def last_task(labeler: str = who) -> dict[str, Any]:
@@ -326,7 +321,7 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
             raise RefusedError(404, "there is nothing to undo")
         answer = record.model_dump(include={"ranking", "ratings", "flags"})
         answer |= {"note": record.metadata.get("note", ""), "replaces": record.id}
-        return {"task": task_body(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
+        return {"task": body_for(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
 
     @router.post("/rank")
     def rank(asked: RankingRequest, labeler: str = who) -> dict[str, Any]:
@@ -335,7 +330,7 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
     @router.get("/demonstrate/next")
     def next_prompt(labeler: str = who) -> dict[str, Any]:
         task = labelling.next_prompt(labeler)
-        body = task_body(task, labeler) if task else {"name": None, "messages": None, "responses": []}
+        body = body_for(task, labeler) if task else {"name": None, "messages": None, "responses": []}
         return {"task": body.pop("name")} | body
 
     @router.post("/demonstrate")

@@ -14,7 +14,7 @@ from rlhf.data.agreement import AgreementCounter
 from rlhf.data.records import Ranking, Text
 from rlhf.errors import UserError
 from rlhf.runs.folders import NAME
-from rlhf.serving.labelling import Labelling, RankingRequest
+from rlhf.serving.labelling import Labelling, RankingRequest, task_body
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import write_json, write_text
 from rlhf.system.schemas import read_checked
@@ -48,9 +48,8 @@ class Staff:
         """Add, revoke, pause or resume a labeler; returns the link of a new one. Raises: RefusedError, UserError."""
         if (do == "add") == (name in self.secrets) or name == DECIDES:
             raise RefusedError(409, f"{name!r} is {'no' if name not in self.secrets else 'a'} labeler", "name")
-        new = labeler_secrets(
-            self.folder / "labelers.txt", [name] * (do == "add"), self.address, name if do == "revoke" else None
-        )
+        links, revoked = self.folder / "labelers.txt", name if do == "revoke" else None
+        new = labeler_secrets(links, [name] * (do == "add"), self.address, revoked)
         write_json(self.folder / "labelers.json", self.changes | {name: do})
         self.changes[name] = do
         self.secrets |= new
@@ -100,16 +99,11 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
         agreed = counter.report()["by_labeler"] if counter.rankings else {}
         people = []
         for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
-            records, known = by_name.get(name, []), {"known": name in staff.secrets, "paused": staff.paused(name)}
-            last = max((r.created or "" for r in records), default="")
-            seconds = median([r.seconds or 0 for r in records]) if records else None
-            about = {
-                "done": len(records),
-                "seconds": seconds,
-                "last": last,
-                "agreement": agreed.get(name, {}).get("agreement"),
-            }
-            people.append({"name": name, **known, **about})
+            records = by_name.get(name, [])
+            row = {"name": name, "known": name in staff.secrets, "paused": staff.paused(name), "done": len(records)}
+            row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
+            row["last"] = max((r.created or "" for r in records), default="")
+            people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
         tasks: list[dict[str, Any]] = [
             {"name": name, "labels": len(by.keys() - {DECIDES}), "decided": DECIDES in by, **clashes(by)}
             for name, by in said.items() if by
@@ -126,9 +120,7 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             {"labeler": who, "note": r.metadata.get("note", ""), **r.model_dump(include={"id", "ranking", "ratings", "flags", "seconds"})}
             for who, r in labelling.ranked[name].items()
         ]  # fmt: skip
-        responses = [{"id": r.id, "text": r.text} for r in task.responses]
-        messages = [{"role": m.role, "content": m.content} for m in task.prompt]
-        return {"name": name, "messages": messages, "responses": responses, "labels": labels}
+        return task_body(task, task.responses) | {"labels": labels}
 
     @router.post("/decide")
     def decide(asked: RankingRequest) -> dict[str, Any]:

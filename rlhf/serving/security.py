@@ -10,7 +10,7 @@ import hmac
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -54,12 +54,7 @@ class RefusedError(Exception):
     """A request that is answered with an error. param: the field that is wrong; code: as in the OpenAI API."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Any = None
     ):
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers
@@ -164,6 +159,7 @@ class Guard:
     def check(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raises: RefusedError for a request that must not reach the application."""
         access, path = self.access, scope["path"]
+        is_open = path in OPEN or path.startswith("/page/")
         if self.active > access.requests_at_once:
             raise RefusedError(503, "the server is busy: try again in a moment", headers={"retry-after": "1"})
         host = headers.get("host", "")
@@ -176,16 +172,12 @@ class Guard:
             raise RefusedError(429, "too many requests: wait a moment", headers={"retry-after": retry_after})
         if who is None and access.token is None:
             who = ""
-        if who is None and path not in OPEN and not path.startswith("/page/"):
+        if who is None and not is_open:
             message = "this server needs a token: open the link that you were given, or send `Authorization: Bearer`"
             raise RefusedError(401, message, headers={"www-authenticate": "Bearer"})
         if tab is not None and tab != (who or "") and path not in OPEN:
             raise RefusedError(403, f"this tab belongs to {tab or 'the operator'}: open that link again")
-        if (
-            path.startswith("/api/manage") != (who == MANAGER)
-            and path not in (*OPEN, "/api/me")
-            and not path.startswith("/page/")
-        ):
+        if path.startswith("/api/manage") != (who == MANAGER) and not is_open and path != "/api/me":
             raise RefusedError(403, "the manager's link opens the manager's page, and no other does")
         if who and path.startswith("/v1/score" if access.labelers_chat else CHAT):
             raise RefusedError(403, "labelers may not do this")
@@ -215,11 +207,10 @@ def session_of(headers: dict[str, str]) -> str | None:
     if kind.lower() == "bearer":
         return bearer.strip()
     try:
-        cookies = {
-            name: one.value for name, one in SimpleCookie(headers.get("cookie", "")).items() if name.startswith(COOKIE)
-        }
+        given = SimpleCookie(headers.get("cookie", ""))
     except CookieError:
         return None
+    cookies = {name: one.value for name, one in given.items() if name.startswith(COOKIE)}
     if (tab := headers.get("x-tab")) is not None:
         return cookies.get(cookie_of(tab))
     return next(iter(cookies.values())) if len(cookies) == 1 else None
