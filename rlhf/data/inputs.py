@@ -317,7 +317,7 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
         content = file.read(MAX_ARRAY_BYTES + 1)
         if len(content) > MAX_ARRAY_BYTES:
             raise UserError(f"{name}: above {MAX_ARRAY_BYTES >> 20} MB: write it as JSON Lines, one object per line")
-        text = content.decode("utf-8")
+        text = content.decode("utf-8", "surrogateescape")
         del content
         in_list = text.lstrip().startswith("[")
         between, end = (
@@ -330,14 +330,15 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
                 raise ValueError(f"want a comma or the end of the list at character {place}")
             value, place = _ITEM.raw_decode(text, gap.end())
             number += 1
-            deep = is_deep(value)
-            if isinstance(value, dict) and not deep:
-                yield Row(number, value, number)
-            else:
-                problem = _TOO_DEEP if deep else f"got {shown(value)}, want an object {{…}}"
-                yield Reject(
-                    name, number, "", problem, number, text[gap.end() : place].encode("utf-8", "surrogatepass")
-                )
+            piece, problem = text[gap.end() : place], ""
+            if is_deep(value):
+                problem = _TOO_DEEP
+            elif not isinstance(value, dict):
+                problem = f"got {shown(value)}, want an object {{…}}"
+            elif not piece.isascii() and (wrong := re.search("[\udc80-\udcff]", piece)):
+                problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not UTF-8: save the file as UTF-8"
+            raw = piece.encode("utf-8", "surrogateescape")
+            yield Reject(name, number, "", problem, number, raw) if problem else Row(number, value, number)
     except (ValueError, RecursionError) as error:
         reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
         raise UserError(

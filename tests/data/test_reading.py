@@ -73,6 +73,8 @@ def test_an_array_gives_its_objects_and_rejects_what_is_none(read, indent):
     assert [row.number for row in rows] == [1, 2, 3, 4] and values([rows[0], rows[3]]) == [items[0], items[3]]
     assert [row.message for row in rows[1:3]] == ["got 3, want an object {…}", "got 'x', want an object {…}"]
     assert read("[]", "a.json") == [] and read("", "a.json") == []
+    [bad, good] = read(b'[{"a": "\xff"}, {"a": 2}]', "a.json")
+    assert bad.message.startswith("byte 0xff is not UTF-8") and bad.raw == b'{"a": "\xff"}' and good.value == {"a": 2}
 
 
 def test_a_json_file_can_hold_lines_or_objects_one_after_another(read):
