@@ -266,26 +266,15 @@ _ITEM = json.JSONDecoder(parse_constant=_constant)  # of two equal keys in an it
 _SPACE = re.compile(r"\s*")
 
 
-def _parse_line(line: bytes) -> dict[str, Any]:
-    """The object of a line, stricter than the json module. Raises: ValueError with what is wrong."""
-    try:
-        text = line.decode("utf-8").strip(" \t\r\n")
-        value = _DECODER.decode(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8: save the file as UTF-8") from error
-    except UnicodeEncodeError:
-        raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error}): want one object per line") from error
+def _problem_of(value: Any, text: str) -> str:
+    """What is wrong with the value of a row with this text; empty if nothing is."""
     if not isinstance(value, dict):
-        raise ValueError(f"got {shown(value)}, want an object {{…}}")
-    if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value):
-        raise ValueError(_TOO_DEEP)
-    return value
+        return f"got {shown(value)}, want an object {{…}}"
+    if not text.isascii() and (wrong := re.search("[\udc80-\udcff]", text)):
+        return f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not UTF-8: save the file as UTF-8"
+    if "\\u" in text and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
+        return "got a lone surrogate (half of a character), want text that UTF-8 can hold"
+    return _TOO_DEEP if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value) else ""
 
 
 def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
@@ -297,14 +286,22 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
         while size >= MAX_RECORD_BYTES and not ended and (rest := file.readline(1 << 20)):
             size, ended, line = size + len(rest), rest.endswith(b"\n"), line[: 1 << 20]
         line = line.rstrip(b"\r\n")
+        text = line.decode("utf-8", "surrogateescape").strip(" \t\r\n")
+        if not text:
+            continue
+        value: Any = None
+        try:
+            value = _DECODER.decode("" if size > MAX_RECORD_BYTES else text)
+            problem = _problem_of(value, text)
+        except RecursionError:
+            problem = _TOO_DEEP
+        except json.JSONDecodeError as error:
+            problem = _problem_of({}, text) or f"not JSON ({error}): want one object per line"
+        except ValueError as error:
+            problem = str(error)
         if size > MAX_RECORD_BYTES:
             problem = f"got a line of {size:,} bytes, want one of at most {MAX_RECORD_BYTES >> 20} MB"
-            yield Reject(name, number, "", problem, number, line)
-        elif line.strip(b" \t\r\n"):
-            try:
-                yield Row(number, _parse_line(line), number, line)
-            except ValueError as error:
-                yield Reject(name, number, "", one_line(error), number, line)
+        yield Reject(name, number, "", one_line(problem), number, line) if problem else Row(number, value, number, line)
 
 
 def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
@@ -330,14 +327,9 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
                 raise ValueError(f"want a comma or the end of the list at character {place}")
             value, place = _ITEM.raw_decode(text, gap.end())
             number += 1
-            piece, problem = text[gap.end() : place], ""
-            if is_deep(value):
-                problem = _TOO_DEEP
-            elif not isinstance(value, dict):
-                problem = f"got {shown(value)}, want an object {{…}}"
-            elif not piece.isascii() and (wrong := re.search("[\udc80-\udcff]", piece)):
-                problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not UTF-8: save the file as UTF-8"
+            piece = text[gap.end() : place]
             raw = piece.encode("utf-8", "surrogateescape")
+            problem = _problem_of(value, piece)
             yield Reject(name, number, "", problem, number, raw) if problem else Row(number, value, number)
     except (ValueError, RecursionError) as error:
         reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
