@@ -1,10 +1,11 @@
-"""Damage the files of a small run, of a foreign checkpoint and of an import, and read them with the commands. Seeded.
+"""Damage the files of a small run, a foreign checkpoint, an import, a labelling server and YAML; read them with the commands. Seeded.
 
     python scripts/fuzz_files.py FOLDER [minutes=5] [seed=0]
 
 Each case damages one file (JSON with values of other types, sizes and depths, cut or flipped bytes, a pipe, a device, a folder in
-its place), gives the stage's record the hash of what is there, as a forger would, and runs one reader. The reader must end with 0,
-or with 2 and one line: no traceback, no more than CASE_SECONDS and CASE_BYTES. What broke lies in FOLDER/broken; exit code 1.
+its place), gives the stage's record the hash of what is there, as a forger would, and runs one reader. Some readers get odd arguments,
+hosts or closed streams instead. The reader must end with 0, or with 2 and one line: no traceback, no more than CASE_SECONDS and
+CASE_BYTES. What broke lies in FOLDER/broken; exit code 1.
 The first start trains the run (a minute). Readers run in processes forked from this one.
 """
 
@@ -41,31 +42,17 @@ KEYS = (
     "status", "files", "splits", "rlhf_import", "weight_map", "metadata", "task", "replaces", "group", "split", "user", "prompt_id",
 )  # fmt: skip
 ODD: tuple[Any, ...] = (
-    5,
-    -1,
-    0,
-    2**31,
-    2**63,
-    10**30,
-    1e308,
-    "5",
-    "",
-    True,
-    None,
-    [],
-    {},
-    [[1]],
-    [None],
-    {"a": [1]},
-    "../../x",
-    "\0",
-    "\ud800",
-    -0.5,
-)
+    5, -1, 0, 2**31, 2**63, 10**30, 1e308, "5", "", True, None, [], {}, [[1]], [None], {"a": [1]}, "../../x", "\0", "\ud800", -0.5,
+)  # fmt: skip
+PACKAGE = b"# @package _global_\n"  # first line of a YAML file; JSON, which is YAML too, follows
+BOMB = b"".join(b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1) if i else b"x"] * 9)) for i in range(9))
 
 
 def damaged(raw: bytes, chance: random.Random) -> bytes:
     """One damage; most of them leave JSON."""
+    if raw.startswith(PACKAGE):
+        inside = raw[len(PACKAGE) :]
+        return PACKAGE + (BOMB if chance.random() < 0.1 else damaged(inside, chance))
     try:
         value = json.loads(raw)
         if not isinstance(value, dict) or not value:
@@ -114,9 +101,6 @@ def forge(stage: Path) -> None:
         record = json.loads((stage / "stage.json").read_text(encoding="utf-8"))
         record["files"] = hash_files(stage, skip=(*RECORDS, "checkpoints"))
         write_json(stage / "stage.json", record | {"hash": hash_of(record)})
-
-
-# --- readers ---------------------------------------------------------------------------------------------------------
 
 
 def command(*words: str) -> Callable[[], None]:
@@ -172,8 +156,7 @@ def reads_import() -> None:
 def reads_corpus() -> None:
     from rlhf.data.corpus import PackedCorpus
 
-    corpus = PackedCorpus.load("runs/small/pretrain/corpus")
-    corpus.blocks("train", 16)
+    PackedCorpus.load("runs/small/pretrain/corpus").blocks("train", 16)
 
 
 def reads_checkpoint() -> None:
@@ -185,12 +168,76 @@ def reads_checkpoint() -> None:
         put_random_state(folder)
 
 
+def reads_labelling() -> None:
+    from rlhf.commands.sample import check_free
+    from rlhf.serving.labelling import LabelFile, Labelling
+    from rlhf.serving.managing import Staff
+
+    Labelling(LabelFile(Path("serve/labels.jsonl")), [], 1, 0)
+    Staff(Path("serve"), ["ann"], "http://127.0.0.1/", Path("serve/instructions.txt"), "")
+    check_free(Path("serve/sample"), overwrite=True)
+
+
+def odd_call() -> None:
+    """A loaded run with arguments of other types."""
+    import rlhf
+
+    given: dict[str, Any] = {"prompts": ["hello"], "stage": "sft", "temperature": 1.0, "max_new_tokens": 2, "seed": 0}
+    given[random.choice(list(given))] = random.choice((*ODD, ["sft"], [{"role": "user"}], [["a"]], float("nan")))
+    rlhf.load("runs/small", device="cpu").sample(**given)
+
+
+def odd_host() -> None:
+    """A Host header, and an address to listen at."""
+    from rlhf.commands.serve import UserError, check_address
+    from rlhf.config import Config
+    from rlhf.serving.security import Access, Guard, RefusedError
+
+    parts = (
+        "127.0.0.1",
+        "localhost",
+        "[::1]",
+        "[",
+        "]",
+        ":",
+        "8000",
+        "x",
+        "@",
+        "evil.com",
+        "#",
+        "\\",
+        "/",
+        "\0",
+        " ",
+        "é",
+    )
+    host = "".join(random.choices(parts, k=random.randint(1, 5)))
+    with contextlib.suppress(RefusedError):
+        Guard(None, Access(None, {}, True, 10**6, 60, 8)).check({"path": "/", "method": "GET"}, {"host": host})
+        if host.removesuffix(":8000") not in ("127.0.0.1", "localhost", "[::1]"):
+            raise AssertionError(f"the server answers to {host!r}")
+    config = Config()
+    config.serve.host = host
+    with contextlib.suppress(UserError):
+        check_address(config)
+
+
+def closed_streams() -> None:
+    names = random.choice((["stdout"], ["stderr"], ["stdout", "stderr"]))
+    vars(sys).update(dict.fromkeys(names))  # so does Python, if they are closed when it starts
+    command("watch", "watch.wait=false")()
+
+
+def odd_text() -> None:
+    texts = ("\ud800", "a\udfffb", "\0", "\x1b[31m", "${oc.env:HOME}", "[" * 999, "\U0010ffff", "a" * 10_000)
+    command("next", "next.stage=sft", f"next.text={random.choice(texts)}")()
+
+
+ODD_READERS = odd_call, odd_host, closed_streams, odd_text
 EXPORT = command("export", "export.stage=sft", "export.out=out", "overwrite=true")
 EXPORT_REWARD = command("export", "export.stage=reward", "export.out=out", "overwrite=true")
-NEXT, SHOW = (
-    command("next", "next.stage=sft", "next.text=hello"),
-    (command("report"), command("watch", "watch.wait=false")),
-)
+NEXT = command("next", "next.stage=sft", "next.text=hello")
+SHOW = command("report"), command("watch", "watch.wait=false")
 READERS: dict[str, tuple[Callable[[], None], ...]] = {
     "runs/small/sft/stage.json": (EXPORT, *SHOW, NEXT, scores, command("reward", "overwrite=true", "reward.epochs=0")),
     "runs/small/reward/stage.json": (EXPORT_REWARD, *SHOW, scores),
@@ -208,6 +255,11 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
     "runs/small/sft/model/model.safetensors": (EXPORT, NEXT),
     "runs/small/reward/model/config.json": (EXPORT_REWARD, scores),
     "runs/small/pretrain/corpus/meta.json": (reads_corpus,),
+    "runs/small/pretrain/adopted.json": (EXPORT,),
+    "runs/small/settings.json": (NEXT, SHOW[0]),
+    "own/experiment/mine.yaml": (command("next", "--config-dir", "own", "experiment=mine", "next.stage=sft", "next.text=hello"),),
+    **{f"serve/{name}": (reads_labelling,) for name in ("labels.jsonl", "labelers.json", "labelers.txt", "sample/sample.json")},
+    "serve/instructions.txt": ODD_READERS,
     "runs/small/sft/checkpoints/step-1/manifest.json": (reads_checkpoint,),
     "runs/small/sft/checkpoints/step-1/state.json": (reads_checkpoint,),
     **{f"foreign/{name}": (adopts,) for name in (
@@ -219,28 +271,16 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
 }  # fmt: skip
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def make_files(home: Path) -> None:
-    """A run, a foreign checkpoint, a classifier, labels and their import."""
-    for stage in STAGES:
-        run_stage(stage, home, [])
-    os.chdir(home)
-    import torch
+def make_models() -> None:
+    """A language model and a classifier under transformers' names."""
     import transformers
-    from safetensors.torch import save_file
 
-    from rlhf.config import CheckpointConfig
-    from rlhf.runs.checkpoints import save_checkpoint
-    from rlhf.system.files import write_json, write_jsonl
-    from rlhf.training.state import random_state, write_state
+    from rlhf.system.files import write_json
 
-    run = Path("runs/small")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "sft/model", trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("runs/small/sft/model", trust_remote_code=False)
     blocks = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
-    sizes: dict[str, Any] = blocks | {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16}
-    sizes["max_position_embeddings"] = 32
+    sizes: dict[str, Any] = blocks | dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 32}
     ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [tokenizer.eos_token_id], "pad_token_id": 0}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends))
     model.save_pretrained("foreign", max_shard_size="20KB")
@@ -251,6 +291,23 @@ def make_files(home: Path) -> None:
     for folder in ("foreign", "judge"):
         tokenizer.save_pretrained(folder)
         write_json(Path(folder, "special_tokens_map.json"), {"eos_token": tokenizer.eos_token})
+
+
+def make_files(home: Path) -> None:
+    """A run, a foreign checkpoint, a classifier, labels and their import."""
+    for stage in STAGES:
+        run_stage(stage, home, [])
+    os.chdir(home)
+    make_models()
+    import torch
+    from safetensors.torch import save_file
+
+    from rlhf.config import CheckpointConfig
+    from rlhf.runs.checkpoints import save_checkpoint
+    from rlhf.system.files import write_json, write_jsonl
+    from rlhf.training.state import random_state, write_state
+
+    run = Path("runs/small")
     (run / "evaluate").mkdir(exist_ok=True)
     interval = {"value": 0.5, "ci95": [0.4, 0.6]}
     gold: dict[str, Any] = dict.fromkeys(("win_rate_vs_sft", "win_rate_greedy"), interval)
@@ -273,7 +330,7 @@ def make_files(home: Path) -> None:
     write_json(run / "reward/audit.json", {"attacks": {"length": {"value": 1.0, "ci95": [0, 1]}}})
 
     def write(folder: Path) -> None:
-        write_state(folder, {"weights": {"a": torch.zeros(2)}, "steps": {}}, {"step": 1})
+        write_state(folder, {"weights": {"a": torch.zeros(2)}, "steps": {}}, {})
         save_file(random_state(), str(folder / "rng.safetensors"))
 
     save_checkpoint(run / "sft/checkpoints", 1, write, CheckpointConfig())
@@ -282,7 +339,17 @@ def make_files(home: Path) -> None:
          "ranking": [["a"], ["b"]], "labeler": "x", "metadata": {"task": f"t{i}", "replaces": f"q{i}", "group": "g", "deep": {"a": [1]}}}
         for i in range(8)
     ]  # fmt: skip
-    write_jsonl(Path("labels.jsonl"), rows)
+    Path("serve/sample").mkdir(parents=True)
+    for file in (Path("labels.jsonl"), Path("serve/labels.jsonl")):
+        write_jsonl(file, rows)
+    Path("serve/instructions.txt").touch()
+    write_json(Path("serve/labelers.json"), {"ben": "add", "ann": "pause"})
+    Path("serve/labelers.txt").write_text(f"ann http://127.0.0.1/#{'a' * 32}\n", encoding="utf-8")
+    write_json(Path("serve/sample/sample.json"), {"counts": {"items": 1}, "files": {}})
+    write_json(run / "pretrain/adopted.json", {"source": "x", "revision": None, "licence": "mit", "sha256": {}})
+    write_json(run / "settings.json", {"sft.lr": "0.001"})
+    Path("own/experiment").mkdir(parents=True)
+    Path("own/experiment/mine.yaml").write_bytes(PACKAGE + b'{"sft": {"lr": 0.001, "epochs": 1}, "next": {"count": 2}}')
     command("import", "path=labels.jsonl", "out=imported")()
 
 
@@ -344,38 +411,31 @@ def main(folder: Path, minutes: float, seed: int) -> int:
     for readers in READERS.values():
         for reader in dict.fromkeys(readers):
             code, said = run_reader(reader, folder / "said.txt")
-            if code and reader is not READERS["runs/small/sft/stage.json"][-1]:
+            if code and reader not in (READERS["runs/small/sft/stage.json"][-1], *ODD_READERS):
                 sys.exit(f"{reader.__name__}: ends with {code} on good files: {said[-2000:]}")
     until, cases, tally = time.monotonic() + 60 * minutes, 0, Counter[str]()
     while time.monotonic() < until:
         chance = random.Random(f"files-{seed}-{cases}")
+        random.seed(f"arguments-{seed}-{cases}")
         name = chance.choice(list(READERS))
         way = put(home / name, chance)
-        if name.startswith("runs/"):
-            stage = Path(*Path(name).parts[:3])
+        stage = Path(*Path(name).parts[:3]) if name.startswith("runs/") and name.count("/") > 2 else None
+        if stage is not None:
             forge(home / stage)
         reader = chance.choice(READERS[name])
         code, said = run_reader(reader, folder / "said.txt")
         tally[f"exit {code}"] += 1
         if (why := problem(code, said)) is not None:
-            kept = broken / f"{cases}-{Path(name).name}"
-            with contextlib.suppress(OSError):
-                if (home / name).is_file():
-                    shutil.copy(home / name, kept)
-            (broken / f"{cases}.txt").write_text(f"{name} ({way}), {reader.__name__}: {why}\n{said}", encoding="utf-8")
-            print(
-                f"BROKEN {cases}: {name} ({way}), {reader.__name__}: {why}: {said.strip().splitlines()[-1:]}",
-                flush=True,
-            )
-        for place in (
-            {home / name, home / Path(*Path(name).parts[:3]) / "stage.json"}
-            if name.startswith("runs/")
-            else {home / name}
-        ):
+            told = f"{name} ({way}), {reader.__name__}: {why}"
+            if (home / name).is_file():
+                shutil.copy(home / name, broken / f"{cases}-{Path(name).name}")
+            (broken / f"{cases}.txt").write_text(f"{told}\n{said}", encoding="utf-8")
+            print(f"BROKEN {cases}: {told}: {said.strip().splitlines()[-1:]}", flush=True)
+        for place in {home / name, *([home / stage / "stage.json"] if stage else [])}:
             if place.is_dir() and not place.is_symlink():
                 shutil.rmtree(place)
-            elif place.exists() or place.is_symlink():
-                place.unlink()
+            else:
+                place.unlink(missing_ok=True)
             if (good / place.relative_to(home)).exists():
                 shutil.copy(good / place.relative_to(home), place)
         cases += 1
