@@ -79,3 +79,14 @@ def test_a_documented_command_passes_the_command_lines_checks(page, line, monkey
     monkeypatch.setattr(cli, "module_of", lambda command: SimpleNamespace(run=lambda *_: None))
     monkeypatch.setattr(cli, "lend_parents", lambda config: None)  # the runs are not there
     cli._dispatch(words)
+
+
+def test_the_settings_of_the_lectures_page_exist():
+    from rlhf.config import PlanConfig
+    from rlhf.config.setting import settings_in
+
+    text = (ROOT / "docs" / "lectures.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z]+\.[a-z_]+)(?:=[^`]*)?`", text))
+    assert len(named) > 25 and named <= set(settings_in(PlanConfig)), named - set(settings_in(PlanConfig))
+    presets = set(re.findall(r"`model=([\w.-]+)`", text))
+    assert len(presets) >= 5 and all((ROOT / "conf" / "model" / f"{name}.yaml").is_file() for name in presets)

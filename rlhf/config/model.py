@@ -53,6 +53,9 @@ class TokenizerSettings:
     """Byte-level BPE trained on the pretraining text."""
 
     vocab_size: int = setting(50257, "entries, special tokens included", min=1)
+    digits: str = setting(
+        "together", "of numbers: together as they come, or single, as PaLM's", choices=("together", "single")
+    )
     max_characters: int = setting(200_000_000, "characters of text that the BPE is trained on", min=1)
 
 

@@ -37,12 +37,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length: int) -> "PreTrainedTokenizerFast":
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, *, context_length: int, single_digits: bool = False
+) -> "PreTrainedTokenizerFast":
     """Learn a byte-level BPE (GPT-2's pre-tokenisation) of `vocab_size` entries, special tokens included.
 
     The 256 bytes are always in the vocabulary, so every text can be encoded and decoded without loss. A small
     text may have fewer merges than requested: `len(tokenizer)` is the number of entries. The same
-    documents in the same order give the same tokenizer. `context_length` (tokens) becomes `model_max_length`.
+    documents in the same order give the same tokenizer. `context_length` (tokens) becomes `model_max_length`. With `single_digits` no
+    token has more than one digit (Chowdhery et al. 2022, section 2).
 
     The time of training is proportional to the text times the longest word, so runs longer than LONGEST_WORD are
     split. A signal stops it at once.
@@ -57,7 +60,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, context_length
     if vocab_size < smallest:
         raise UserError(f"tokenizer.vocab_size is {vocab_size}: want at least {smallest} (256 bytes, 6 special tokens)")
     backend = Tokenizer(models.BPE())
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if single_digits:
+        words = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

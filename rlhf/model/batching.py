@@ -16,10 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf.system.memory import SCORING_BYTES
 
 
-def right_pad(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded tokens (B, T) int64 and lengths (B,) int64."""
+def right_pad(rows: Sequence[Sequence[int]], pad: int, side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (B, T) int64, padded on the right or on the `side` "left", and lengths (B,) int64."""
     tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    return pad_sequence(tokens, batch_first=True, padding_value=pad), torch.tensor([len(row) for row in rows])
+    padded = pad_sequence(tokens, batch_first=True, padding_value=pad, padding_side=side)
+    return padded, torch.tensor([len(row) for row in rows])
 
 
 def by_length(

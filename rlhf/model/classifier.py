@@ -219,10 +219,15 @@ class TextRewardModel(nn.Module):
         return self.encoder.encode(prompt, response, ended)
 
     def collate(self, rows: Sequence[TextRow]) -> dict[str, Tensor]:
-        """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the right."""
-        ids, lengths = right_pad([row.ids for row in rows], self.pad)
-        inputs = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
-        return inputs | ({"token_type_ids": right_pad([row.types for row in rows], 0)[0]} if self._takes_types else {})
+        """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the right, or before the last place if the head reads that."""
+        side = "left" if getattr(self.network.config, "summary_type", None) == "last" else "right"  # XLNet's
+        fields = {
+            "input_ids": ([row.ids for row in rows], self.pad),
+            "attention_mask": ([[1] * len(row) for row in rows], 0),
+        }
+        if self._takes_types:
+            fields["token_type_ids"] = ([row.types for row in rows], 0)
+        return {name: right_pad(values, pad, side)[0] for name, (values, pad) in fields.items()}
 
     def forward(self, calibrated: bool = True, **inputs: Tensor) -> Tensor:
         """Scores (B,) float32 of a batch from `collate`."""

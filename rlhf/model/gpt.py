@@ -68,9 +68,12 @@ class GPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, initializer_range); projections that write to the residual stream scaled by 1/sqrt(2 n_layer)."""
+        """N(0, initializer_range); where norms precede the sums, projections that write to the residual stream are scaled by
+        1/sqrt(2 n_layer) (Radford et al. 2019, section 2.3; not Radford et al. 2018).
+        """
         if isinstance(module, nn.Linear | nn.Embedding):
-            depth = 2 * self.config.n_layer if isinstance(module, ResidualLinear) else 1
+            scaled = isinstance(module, ResidualLinear) and self.config.block != "post"
+            depth = 2 * self.config.n_layer if scaled else 1
             nn.init.normal_(module.weight, 0.0, self.config.initializer_range / math.sqrt(depth))
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm | QKNorm):
             nn.init.ones_(module.weight)

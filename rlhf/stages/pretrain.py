@@ -1,4 +1,4 @@
-"""Stage 1: the GPT from random weights, by next-token prediction on packed blocks; or a pretrained model, adopted.
+"""Step 0: the GPT from random weights, by next-token prediction on packed blocks; or a pretrained model, adopted.
 
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1).
 """

@@ -1,4 +1,4 @@
-"""Stage 3: the reward model on ranked comparisons.
+"""Step 2: the reward model on ranked comparisons.
 
 loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l), with all K answers of a prompt
 in one batch element (Ouyang et al. 2022, equation 1); on request plus lm_coef times the language model's loss on the same rows

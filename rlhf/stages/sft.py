@@ -1,4 +1,4 @@
-"""Stage 2: supervised fine-tuning on demonstrations.
+"""Step 1: supervised fine-tuning on demonstrations.
 
 The loss counts the assistant's tokens, each turn's end token included, never the user's text (Ouyang et al. 2022, section
 3.5). With sft.turns=last only a dialogue's last answer counts.

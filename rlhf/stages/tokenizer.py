@@ -1,4 +1,4 @@
-"""Stage 0: the byte-level BPE, trained on the pretraining text; or the tokenizer of the model to adopt."""
+"""Before step 0: the byte-level BPE, trained on the pretraining text; or the tokenizer of the model to adopt."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +22,7 @@ def run(config: Config) -> None:
                 limited(documents, config.tokenizer.max_characters),
                 config.tokenizer.vocab_size,
                 context_length=config.model.context_length,
+                single_digits=config.tokenizer.digits == "single",
             )
             if config.data.form == "completion":
                 use_completion(tokenizer)

@@ -27,6 +27,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
                    SMALL | PLACES | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, "cls"),
     "distilbert": ("DistilBertForSequenceClassification",
                    {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32} | PLACES, "cls"),
+    "xlnet": ("XLNetForSequenceClassification", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}, "cls"),
+    "big_bird": ("BigBirdForSequenceClassification", SMALL | PLACES | {"attention_type": "original_full"}, "cls"),
     "gpt2": ("GPT2ForSequenceClassification", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}, "none"),
     "llama": ("LlamaForSequenceClassification", SMALL | PLACES, "none"),
 }  # fmt: skip
