@@ -272,11 +272,9 @@ def _alpha_of_ratings(ratings: "pd.DataFrame", notes: dict[str, str]) -> dict[st
 
 def _tau(ranks: "pd.DataFrame", notes: dict[str, str]) -> dict[str, Any]:
     """Mean of tau-b (Kendall 1945) over comparisons of two people's rankings of an item."""
-    orders: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)  # both ranks of each response
-    columns = ["item", "person_a", "person_b", "value_a", "value_b"]
-    for *key, first, second in _couples(ranks)[columns].itertuples(index=False, name=None):
-        orders[tuple(key)].append((first, second))
-    counts = Counter(tuple(sorted(order)) for order in orders.values() if len(order) > 1)
+    both = _couples(ranks).groupby(["item", "person_a", "person_b"])[["value_a", "value_b"]]
+    orders = (sorted(map(tuple, said.to_numpy().tolist())) for _, said in both)  # both ranks of each response
+    counts = Counter(tuple(order) for order in orders if len(order) > 1)
     taus = [(_call("scipy.stats", "kendalltau", *np.array(order).T), n) for order, n in sorted(counts.items())]
     defined = [(tau, count) for tau, count in taus if tau is not None]
     total, compared = sum(count for _, count in defined), counts.total()
