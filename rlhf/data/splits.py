@@ -6,9 +6,10 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import UserError
@@ -251,26 +252,25 @@ class Assigner:
         """The split of each set of prompts that users and groups connect, by its root; the best reason and the least hash
         decide, whatever the order of the rows.
         """
-        known: dict[_Node, tuple[int, int]] = {}  # (rank of the reason, split)
 
-        def propose(node: _Node, rank: int, split: int | None) -> None:
-            root = self._root(node)
-            if split is not None and (root not in known or rank < known[root][0]):
-                known[root] = rank, split
+        def proposals() -> Iterator[tuple[int, _Node, int | None]]:
+            """(rank of the reason, root, split)"""
+            for what, value in sorted(self._above):
+                root = self._root((what, value))
+                if what == "user":
+                    yield 0, root, self.earlier.users.get(value)
+                    yield 3, root, self._choose(uniform(f"user {value:016x}", self.seed))
+                elif what == "group":
+                    yield 4, root, self._choose(value)
+                else:
+                    yield 1, root, self.earlier.prompts.get(value)
+                    yield 2, root, self._given.get(value)
 
-        for node in sorted(self._above):
-            what, value = node
-            if what == "user":
-                propose(node, 0, self.earlier.users.get(value))
-                propose(node, 3, self._choose(uniform(f"user {value:016x}", self.seed)))
-            elif what == "group":
-                propose(node, 4, self._choose(value))
-            else:
-                propose(node, 1, self.earlier.prompts.get(value))
-        for key, split in self._given.items():
-            if ("key", key) in self._above:
-                propose(("key", key), 2, split)
-        return {root: split for root, (_, split) in known.items()}
+        known: dict[_Node, int] = {}
+        for _, root, split in sorted(proposals(), key=itemgetter(0)):
+            if split is not None:
+                known.setdefault(root, split)
+        return known
 
     def report(self) -> dict[str, Any]:
         """Prompts by split, and stated splits that could not be kept."""
