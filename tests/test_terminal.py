@@ -1,4 +1,4 @@
-"""What reaches the terminal: no control character out of a file's name, a label, a record or a model's answer."""
+"""What reaches the terminal: no control character out of a name, a label, a record or an answer; and what `rlhf chat` reads."""
 
 import ast
 import io
@@ -11,9 +11,10 @@ import pytest
 
 import rlhf
 from rlhf.commands import chat
-from rlhf.config import compose
+from rlhf.config import Config, compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
 from rlhf.engines import sampling
+from rlhf.errors import UserError
 from rlhf.system.terminal import one_line, printable, say
 
 # A title and the clipboard by OSC, a cursor by CSI, the same with C1's single characters, a right-to-left override, an
@@ -84,3 +85,32 @@ def test_standard_output_that_is_gone_is_named(monkeypatch):
     assert refusal.value.filename == "standard output"
     monkeypatch.setattr(sys, "stdout", None)
     say("nobody listens")
+
+
+def given(monkeypatch: pytest.MonkeyPatch, content: bytes, errors: str = "strict") -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors))
+
+
+def test_messages_are_read_until_the_end(monkeypatch):
+    given(monkeypatch, "  naïve 東京 \n\n".encode())
+    assert list(chat.read_lines(False)) == ["naïve 東京", ""]
+
+
+def test_a_closed_input_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(
+        UserError, match=r"chat: standard input is closed: connect it, or ask one question with chat\.message"
+    ):
+        next(chat.read_lines(False))
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter as in the C locale
+def test_bytes_that_are_no_text_are_one_line(monkeypatch, errors):
+    given(monkeypatch, b"caf\xe9\n", errors)
+    with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
+        next(chat.read_lines(False))
+
+
+def test_half_characters_from_a_command_line_are_one_line():
+    with pytest.raises(UserError, match="chat: the message is not UTF-8"):
+        chat.answer(Config(), None, None, [{"role": "user", "content": "caf\udce9"}], 0)

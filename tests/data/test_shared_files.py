@@ -82,3 +82,45 @@ def test_every_file_without_columns_to_name_is_in_the_table(shared_data):
     here = {f"{folder}/{path.name}" for folder in folders for path in (shared_data / folder).iterdir()}
     named_columns = {"comparisons/pandalm-999x3-annotators.json", "comparisons/alpaca-eval-annotations-805.json.gz"}
     assert here - named_columns == {expected.file for expected in FILES}
+
+
+TABLE = ["format=table", "duplicates=keep", "filter_prefixes=false"]
+OPEN_INSTRUCT = [
+    "columns.prompt=prompt", "columns.responses=[completion_a,completion_b]", "columns.winner=preference",
+    "columns.labeler=evaluator", "columns.created=timestamp", "columns.id=id",
+]  # fmt: skip
+PANDALM = [
+    "columns.prompt=[instruction,input]",
+    "columns.responses=[response1,response2]",
+    "columns.winner=[annotator1,annotator2,annotator3]",
+]
+
+
+def test_pandalm(shared_data, imported):
+    records, rejects, report = imported(shared_data / "comparisons/pandalm-999x3-annotators.json", *TABLE, *PANDALM)
+    items = raw_rows(shared_data / "comparisons/pandalm-999x3-annotators.json")
+    assert len(items) == 999 and len(records) == 2997 and not rejects
+    said = {"0": [["a", "b"]], "1": [["a"], ["b"]], "2": [["b"], ["a"]]}
+    for labeler in ("annotator1", "annotator2", "annotator3"):
+        mine = {one.metadata["idx"]: one for one in records if one.labeler == labeler}
+        assert all(mine[item["idx"]].ranking == said[str(item[labeler])] for item in items)
+        assert all(mine[item["idx"]].responses[1].text == str(item["response2"]) for item in items)
+    ties = sum(item[name] == 0 for item in items for name in ("annotator1", "annotator2", "annotator3"))
+    assert sum(one.ranking == [["a", "b"]] for one in records) == ties == 97 + 116 + 113
+    assert report["agreement"]["items"] > 800
+
+
+def test_the_spreadsheet_of_annotations(shared_data, imported):
+    """1302 rows below the header: 1150 with a judgement, and 152 at the end that hold formatted cells and nothing else."""
+    records, rejects, report = imported(
+        shared_data / "labels/open-instruct-annotations-1302.xlsx", *TABLE, *OPEN_INSTRUCT
+    )
+    assert report["counts"] == {"input": 1302, "accepted": 1150, "duplicates": 0, "filtered": 0, "rejected": 152}
+    assert [one["line"] for one in rejects] == list(range(1152, 1304))  # the header is line 1
+    assert {one["field"] for one in rejects} == {"preference"}
+    said = {"a-is-better", "a-is-slightly-better", "tie", "b-is-slightly-better", "b-is-better"}
+    assert {one.metadata["preference_scale"] for one in records} == said
+    orders = {"a": [["a"], ["b"]], "b": [["b"], ["a"]], "t": [["a", "b"]]}
+    assert all(one.ranking == orders[one.metadata["preference_scale"][0]] for one in records)
+    assert len({one.labeler for one in records}) == 16
+    assert min(one.created for one in records).startswith("2023-05-")
