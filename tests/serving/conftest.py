@@ -14,6 +14,7 @@ import pytest
 from tests.stages.conftest import gold_run  # noqa: F401 (a fixture)
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
+SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -32,6 +33,37 @@ def browser():
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield made
         made.close()
+
+
+@pytest.fixture
+def visit(browser, request):
+    """Opens a labeler's link, or the page without one, in the same browser unless a new one is asked for; no console error, no
+    request outside.
+    """
+    site = request.getfixturevalue("managed" if "managed" in request.fixturenames else "site")
+    secrets = SECRETS if len(site) == 2 else site[2].secrets
+    contexts, problems = [], []
+
+    def open_page(name="", width=1280, scheme="light", new=True):
+        if new or not contexts:
+            size = {"width": width, "height": 850}
+            contexts.append(browser.new_context(viewport=size, color_scheme=scheme, has_touch=width < 500))
+        page = contexts[-1].new_page()
+        refused = "Failed to load resource: the server responded"  # of requests that a test wants refused
+        page.on("console", lambda m: m.type == "error" and refused not in m.text and problems.append(m.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(site[0]) or problems.append(f"outside: {r.url}"))
+        secret = site[2].manager if name == "manager" else secrets[name] if name else ""
+        page.goto(f"{site[0]}/#{secret}")
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        for page in context.pages:
+            assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+        context.close()
+    assert problems == []
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,8 @@ from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, RankingRequest
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
-from tests.serving.conftest import access, make_labelling
+from tests.serving.conftest import SECRETS, access, make_labelling
 
-SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
 ASKED = [{"role": "user", "content": "what is red ?"}]
 pytestmark = pytest.mark.anyio
 

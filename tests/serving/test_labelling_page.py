@@ -6,53 +6,24 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.serving.conftest import access, make_labelling, serving
+from tests.serving.conftest import SECRETS, access, make_labelling, serving
 
 pytestmark = pytest.mark.timeout(600)
-SECRETS = {"anna": "a" * 32, "ben": "b" * 32}
 SIZES = [(1280, "light"), (390, "dark")]
 RANKED = "#rank .strip .chip:not(.divider ~ .chip)"
 
 
 @pytest.fixture
 def site(tmp_path):
-    """A server with twenty tasks of three responses and no model: its address, and its labelling."""
+    """A server with six tasks of three responses and no model: its address, and its labelling."""
     from rlhf.serving.app import make_app
     from rlhf.serving.models import ModelThread
 
-    labelling = make_labelling(tmp_path / "labels.jsonl", count=20)
+    labelling = make_labelling(tmp_path / "labels.jsonl", count=6)
     thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
     for address in serving(make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")):
         yield address, labelling
     thread.stop()
-
-
-@pytest.fixture
-def visit(browser, request):
-    """Opens a labeler's link, in the same browser unless a new one is asked for; no console error, no request outside."""
-    site = request.getfixturevalue("managed" if "managed" in request.fixturenames else "site")
-    secrets = SECRETS if len(site) == 2 else site[2].secrets
-    contexts, problems = [], []
-
-    def open_page(name, width=1280, scheme="light", new=True):
-        if new or not contexts:
-            size = {"width": width, "height": 850}
-            contexts.append(browser.new_context(viewport=size, color_scheme=scheme, has_touch=width < 500))
-        page = contexts[-1].new_page()
-        refused = "Failed to load resource: the server responded"  # of requests that a test wants refused
-        page.on("console", lambda m: m.type == "error" and refused not in m.text and problems.append(m.text))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda r: r.url.startswith(site[0]) or problems.append(f"outside: {r.url}"))
-        page.goto(f"{site[0]}/#{site[2].manager if name == 'manager' else secrets[name]}")
-        page.wait_for_selector("body[data-ready]")
-        return page
-
-    yield open_page
-    for context in contexts:
-        for page in context.pages:
-            assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
-        context.close()
-    assert problems == []
 
 
 @pytest.fixture
@@ -108,10 +79,10 @@ def drag(page, source, x, y, touch):
 
 
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
-def test_twenty_rankings_by_drag_alone(visit, site, width, scheme):
+def test_rankings_by_drag_alone(visit, site, width, scheme):
     """Mouse on a desktop and touch on a phone: nothing but the drags sets the ranks, in the order of each task's ids."""
     page = visit("anna", width, scheme)
-    for _ in range(20):
+    for _ in range(6):
         task_of(page)
         for place, name in enumerate("cab"):
             chip, divider = page.locator(f"#rank .chip[data-id={name}]"), page.locator("#rank .divider").bounding_box()
@@ -119,7 +90,25 @@ def test_twenty_rankings_by_drag_alone(visit, site, width, scheme):
             assert page.locator(RANKED).count() == place + 1
         save(page)
     page.get_by_text("Nothing is left").wait_for()
-    assert [row["ranking"] for row in rows(site[1])] == [[["c"], ["a"], ["b"]]] * 20
+    assert [row["ranking"] for row in rows(site[1])] == [[["c"], ["a"], ["b"]]] * 6
+
+
+def test_a_task_is_ranked_by_buttons_or_is_beyond_judging(visit, site):
+    page = visit("anna")
+    task_of(page)
+    for _ in range(3):
+        page.locator("#rank .card:not(.placed) .put").first.click()
+    page.get_by_role("button", name="Tie with above").last.click()
+    page.locator("#rank .rating input").nth(4).click()
+    save(page)
+    page.keyboard.press("u")  # the last answer is there again, and is replaced
+    page.get_by_text("Your last answer").wait_for()
+    assert page.locator("#rank .card.placed").count() == 3
+    save(page, "Cannot judge")
+    first, second = rows(site[1])
+    assert sorted(map(len, first["ranking"])) == [1, 2] and 5 in first["ratings"].values() and first["seconds"] > 0
+    assert second["ranking"] is None and second["metadata"]["replaces"] == first["id"]
+    assert SECRETS["anna"] not in page.url
 
 
 def test_a_chip_is_dragged_between_others_into_a_tie_and_out_of_the_ranking(visit):
@@ -175,7 +164,7 @@ def test_labelers_see_no_model_no_score_and_no_agreement(visit):
         for key in "123":
             page.keyboard.press(key)
         save(page)
-    assert page.locator(".bar .name").inner_text() == "2 labelled, 18 to go"
+    assert page.locator(".bar .name").inner_text() == "2 labelled, 4 to go"
     for path in ("/v1/score", "/v1/chat/completions", "/api/compare", "/api/next"):
         status = "path => fetch(path, {method: 'POST', headers: {'content-type': 'application/json'}, body: '{}'}).then(a => a.status)"
         assert page.evaluate(status, path) == 403
