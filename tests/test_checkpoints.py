@@ -13,7 +13,6 @@ from rlhf.errors import UserError
 from rlhf.runs.checkpoints import (
     MANIFEST,
     checkpoint_due,
-    checkpoint_figure,
     checkpoints,
     is_whole,
     latest_checkpoint,
@@ -103,11 +102,6 @@ def test_the_newest_the_best_and_every_so_many_steps_stay(tmp_path, keep, figure
     assert [p.name for p in checkpoints(tmp_path)] == [f"step-{step}" for step in kept]
 
 
-def test_a_figure_is_read_back(tmp_path):
-    sealed(tmp_path, 6, 0.9, CheckpointConfig())
-    assert checkpoint_figure(tmp_path / "step-6") == 0.9
-
-
 def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys_place(tmp_path):
     checkpoint(tmp_path, 1)
     (tmp_path / "step-2").mkdir()
@@ -124,25 +118,19 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "keep_every", "step", "due"),
-    [(599.0, 0, 5, False), (600.0, 0, 5, True), (1.0, 5, 5, True), (1.0, 5, 6, False), (1.0, 5, 10, True)],
-)
-def test_when_a_checkpoint_is_due(seconds, keep_every, step, due):
-    assert checkpoint_due(CheckpointConfig(keep_every=keep_every), step, seconds) is due
-
-
-def test_the_first_checkpoint_comes_early():
-    settings = CheckpointConfig(every_seconds=600.0)
-    assert [checkpoint_due(settings, 1, seconds, first=True) for seconds in (119, 121)] == [False, True]
-    assert not checkpoint_due(settings, 1, 121)
-    assert checkpoint_due(CheckpointConfig(every_seconds=5.0), 1, 6, first=True)
-
-
-def test_writing_checkpoints_takes_at_most_a_twentieth_of_the_time():
-    settings = CheckpointConfig(every_seconds=600.0)
-    assert checkpoint_due(settings, 1, 601, writing=30.0)
-    assert [checkpoint_due(settings, 1, seconds, writing=60.0) for seconds in (601, 1199, 1201)] == [False, False, True]
-    assert checkpoint_due(CheckpointConfig(every_seconds=0.0), 1, 0.1, writing=60.0), "asked for after each step"
+    ("step", "seconds", "more", "due"),
+    [
+        (5, 599, {}, False), (5, 600, {}, True), (5, 1, {"keep_every": 5}, True), (6, 1, {"keep_every": 5}, False),
+        (1, 119, {"first": True}, False), (1, 121, {"first": True}, True), (1, 121, {}, False),  # the first comes early
+        (1, 6, {"first": True, "every_seconds": 5.0}, True),
+        (1, 601, {"writing": 30.0}, True), (1, 1199, {"writing": 60.0}, False), (1, 1201, {"writing": 60.0}, True),
+        (1, 0.1, {"writing": 60.0, "every_seconds": 0.0}, True),  # asked for after each step
+    ],
+)  # fmt: skip
+def test_when_a_checkpoint_is_due(step, seconds, more, due):
+    """After every_seconds; writing takes at most a twentieth of the time."""
+    settings = CheckpointConfig(**{key: more.pop(key) for key in ("keep_every", "every_seconds") if key in more})
+    assert checkpoint_due(settings, step, seconds, **more) is due
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -156,39 +144,30 @@ def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_p
     assert [p.name for p in checkpoints(tmp_path)] == ["step-10", "step-15"][-keep:]
 
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind", "told"),
     [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
-        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
+        (FULL, UserError, r"step-2: cannot write: No space left on device: free .* resumes"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError, "No space left"),
+        (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), UserError, "No space left"),
+        (None, UserError, "No space left"),
+        (RuntimeError("shapes differ"), RuntimeError, "shapes differ"),
     ],
-    ids=["python", "torch", "safetensors"],
-)
-def test_a_full_disk_keeps_the_checkpoints_before_it(tmp_path, error):
+    ids=["python", "torch", "safetensors", "while sealing", "another error"],
+)  # fmt: skip
+def test_a_save_that_fails_keeps_the_checkpoints_before_it(tmp_path, monkeypatch, error, kind, told):
     before = checkpoint(tmp_path, 1)
+    if error is None:
+        monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
 
     def write(path: Path) -> None:
         (path / "half").write_text("x")
-        raise error
+        if error is not None:
+            raise error
 
-    with pytest.raises(UserError, match=r"step-2: cannot write: No space left on device: free .* resumes"):
-        save_checkpoint(tmp_path, 2, write, CheckpointConfig())
+    with pytest.raises(kind, match=told):
+        save_checkpoint(tmp_path, 2, write, CheckpointConfig(keep=1))
     assert [*tmp_path.iterdir()] == [before] and is_whole(before)
-
-
-def test_a_disk_that_fills_while_sealing_keeps_the_checkpoints_before_it(tmp_path, monkeypatch):
-    before = checkpoint(tmp_path, 1)
-    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
-    with pytest.raises(UserError, match="No space left on device"):
-        checkpoint(tmp_path, 2, keep=1)
-    assert [*tmp_path.iterdir()] == [before] and is_whole(before)
-
-
-def test_another_error_is_not_taken_for_the_disks(tmp_path):
-    def write(path: Path) -> None:
-        raise RuntimeError("shapes differ")
-
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        save_checkpoint(tmp_path, 1, write, CheckpointConfig())
-    assert not any(tmp_path.iterdir())
