@@ -38,8 +38,6 @@ VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
 
-MOST_TOKENS = 10**9  # a larger number in a reply's usage is ignored
-
 # --- the endpoint --------------------------------------------------------------------------------------------------
 
 
@@ -52,10 +50,7 @@ class Endpoint(Client):
         """cache: JSON lines: key (hash of URL and request), reply, usage. Raises: UserError."""
         super().__init__("evaluate.judge", url, "evaluate.judge_key", key_variable, first_wait)
         self.model, self.cache = model, cache
-        if cache.exists() and not cache.is_file():
-            raise UserError(f"{cache}: not a regular file: remove it, so that replies can be stored there")
-        known = ((row.get("key"), row.get("reply")) for row in read_jsonl(cache))
-        self._known = {key: reply for key, reply in known if isinstance(key, str) and isinstance(reply, str)}
+        self._known = {row["key"]: row["reply"] for row in read_jsonl(cache)}
 
     def ask(self, messages: list[dict[str, str]]) -> str | None:
         """The reply's text; None if the request failed permanently, which is counted. Raises: UserError if the settings are wrong."""
@@ -65,11 +60,10 @@ class Endpoint(Client):
             if key in self._known:
                 self.counts["cached"] += 1
                 return self._known[key]
-        answered = self.post("chat/completions", body, read_reply)
+        if (answered := self.post("chat/completions", body, read_reply)) is None:
+            return None
+        reply, usage = answered
         with self.lock:
-            if answered is None:
-                return None
-            reply, usage = answered
             self.counts.update(usage)
             self._known[key] = reply
             self.cache.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +80,7 @@ def read_reply(content: bytes) -> tuple[str, dict[str, int]]:
         raise TypeError("the reply has no text")
     usage = usage if isinstance(usage, dict) else {}
     counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-    return text, {name: n for name, n in counts.items() if isinstance(n, int) and 0 <= n < MOST_TOKENS}
+    return text, {name: n for name, n in counts.items() if isinstance(n, int)}
 
 
 # --- verdicts ------------------------------------------------------------------------------------------------------
@@ -97,11 +91,7 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     settings = config.evaluate
     ours, theirs = settings.judge_pair or ("ppo", "sft")
     path = stage_folder(config, "evaluate") / "samples.jsonl"
-    rows = [
-        row
-        for row in read_jsonl(path)
-        if holds(row, "responses", (ours, theirs), str) and isinstance(row.get("prompt"), str)
-    ][: settings.judge_prompts]
+    rows = [row for row in read_jsonl(path) if {ours, theirs} <= row["responses"].keys()][: settings.judge_prompts]
     if not rows:
         missing = f"{path}: has no answers of both {ours} and {theirs}"
         raise UserError(f"{missing}: run `rlhf evaluate` first, or give evaluate.judge_pair")
@@ -123,12 +113,6 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
         used = [endpoint.counts[name] for name in ("prompt_tokens", "completion_tokens")]
         results["cost"] = round(sum(n * price for n, price in zip(used, settings.judge_prices, strict=True)) / 1e6, 6)
     return results
-
-
-def holds(row: dict[str, Any], key: str, names: Sequence[str], kind: Any) -> bool:
-    """Whether a line of samples.jsonl has a value of this kind for each of the names."""
-    given = row.get(key)
-    return isinstance(given, dict) and all(isinstance(given.get(name), kind) for name in names)
 
 
 def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:
@@ -177,7 +161,7 @@ def compare_judges(
     """
     judges, (our_low, our_high) = {}, ends(interval(points, share=True))
     for name, key in OTHER_JUDGES.items():
-        known = [(row[key], p) for row, p in zip(rows, points, strict=True) if holds(row, key, pair, int | float)]
+        known = [(row[key], p) for row, p in zip(rows, points, strict=True) if {*pair} <= row.get(key, {}).keys()]
         if not known:
             continue
         theirs = [win(s[pair[0]], s[pair[1]]) for s, _ in known]

@@ -112,7 +112,6 @@ def test_passing_trouble_is_tried_again(server, tmp_path, trouble):
 
 
 OK = b"HTTP/1.0 200 OK\r\n\r\n"
-WITH_USAGE = OK + b'{"choices": [{"message": {"content": "A"}}], "usage": %s}'
 
 
 @pytest.mark.parametrize(
@@ -134,9 +133,6 @@ def test_an_endpoint_that_nobody_answers_at_is_given_up_at_once(server, tmp_path
         dead = Endpoint(f"http://127.0.0.1:{nobody.getsockname()[1]}", "m", tmp_path / "c", first_wait=0.001)
         with pytest.raises(UserError, match=r"no answer in 5 attempts \(.*failed.*\): check the URL and the network"):
             dead.ask(MESSAGES)
-    (tmp_path / "cache.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"cache.jsonl: not a regular file"):
-        client(server, tmp_path)
 
 
 def test_a_reply_that_drips_is_given_up_after_a_time(server, tmp_path, monkeypatch):
@@ -244,24 +240,3 @@ def test_without_answers_it_says_what_to_run(gold_run, server):
     config = gold_run.config(f"evaluate.judge='{server.url}'", "evaluate.judge_pair=[dpo,sft]")
     with pytest.raises(UserError, match="no answers of both dpo and sft"):
         judging.compare_by_endpoint(config, torch.device("cpu"))
-
-
-def test_damaged_files_are_read_with_patience(server, gold_run, tmp_path):
-    """Of the cache and of the answers, lines that hold something else count as absent."""
-    strange = [{"key": ["a"], "reply": "A"}, {"key": "a", "reply": 5}, {"key": "a"}]
-    (tmp_path / "cache.jsonl").write_text("".join(json.dumps(row) + "\n" for row in strange))
-    server.trouble = ["A"]
-    assert client(server, tmp_path).ask(MESSAGES) == "A"
-    shutil.copytree(gold_run.folder / "evaluate", tmp_path / "runs" / "x" / "evaluate")
-    path, pair = tmp_path / "runs" / "x" / "evaluate" / "samples.jsonl", {"ppo": "a b", "sft": "a"}
-    rows = [
-        {"responses": ["ppo", "sft"]},
-        {"responses": pair},
-        {"prompt": 5, "responses": pair},
-        {"prompt": "p", "responses": {"ppo": 1, "sft": None}},
-        {"prompt": "p", "responses": pair, "scores": 3, "gold": {"ppo": "x", "sft": 1}},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = Run(tmp_path / "runs", "x", gold_run.overrides)
-    found = judging.compare_by_endpoint(run.config(f"evaluate.judge='{server.url}'"), torch.device("cpu"))
-    assert found["win_rate"] == {"value": 1.0, "ci95": found["win_rate"]["ci95"], "n": 1} and found["others"] == {}
