@@ -60,10 +60,8 @@ def run(config: ImportConfig) -> None:
     _say(f"{size / 1e6:,.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s) -> {target}")
     if not partial:
         return
-    why, cure = (
-        f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}",
-        "correct the rows, or set max_rejects",
-    )
+    why = f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}"
+    cure = "correct the rows, or set max_rejects"
     if importer.damaged:
         why = "a file could not be read to its end (see the rejects)"
         cure = "replace the damaged file and import again"

@@ -245,11 +245,8 @@ def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) 
 
 def processes_of(config: Config, stage: str) -> int:
     """How many processes run a stage: launcher.processes if it can, and does not also run evaluations that cannot."""
-    alone = (
-        stage not in STAGES
-        or not STAGES[stage].several_processes
-        or (stage == "evaluate" and config.evaluate.turned_on)
-    )
+    several = stage in STAGES and STAGES[stage].several_processes
+    alone = not several or (stage == "evaluate" and config.evaluate.turned_on)
     return 1 if alone else config.launcher.processes
 
 

@@ -263,7 +263,7 @@ def _constant(name: str) -> float:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 _ITEM = json.JSONDecoder(parse_constant=_constant)  # of two equal keys in an item of an array the last one counts
-_SPACE = re.compile(r"\s*")
+_SPACE, _END, _LIST_GAP, _LIST_END = map(re.compile, (r"\s*", r"\s*\Z", r"\s*,\s*", r"\s*\]\s*\Z"))
 
 
 def _problem_of(value: Any, text: str) -> str:
@@ -317,9 +317,7 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
         text = content.decode("utf-8", "surrogateescape")
         del content
         in_list = text.lstrip().startswith("[")
-        between, end = (
-            (re.compile(r"\s*,\s*"), re.compile(r"\s*\]\s*\Z")) if in_list else (_SPACE, re.compile(r"\s*\Z"))
-        )
+        between, end = (_LIST_GAP, _LIST_END) if in_list else (_SPACE, _END)
         place = len(text) - len(text.lstrip()) + in_list
         while not end.match(text, place):
             gap = (between if number else _SPACE).match(text, place)

@@ -8,14 +8,7 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.config.stages import DataConfig
-from rlhf.runs.sources import (
-    count_files,
-    in_split,
-    read_comparisons,
-    read_demonstrations,
-    read_prompts,
-    sample_prompts,
-)
+from rlhf.runs.sources import count_files, in_split, read_comparisons, read_demonstrations, read_prompts, sample_prompts
 
 PREAMBLE = "A conversation between User and Assistant. The Assistant first thinks about the reasoning process. " * 3
 

@@ -15,16 +15,7 @@ from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import formulas
-from rlhf.planning.estimates import (
-    PHASES,
-    fewest_gpus,
-    largest,
-    make_plan,
-    make_times,
-    planned_rows,
-    room,
-    stage_bytes,
-)
+from rlhf.planning.estimates import PHASES, fewest_gpus, largest, make_plan, make_times, planned_rows, room, stage_bytes
 from rlhf.planning.shapes import make_shape
 
 

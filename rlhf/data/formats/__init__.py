@@ -91,14 +91,7 @@ def recognise(row: Values) -> str | None:
             return "oasst_messages"
         case {"info": dict(), "summaries": list(), "choice": _} | {"info": dict(), "summary": {"axes": _}}:
             return "openai_comparisons"
-        case {
-            "question": _,
-            "preference": _,
-            "prediction 1": _,
-            "prediction 2": _,
-            "prediction 3": _,
-            "prediction 4": _,
-        }:
+        case {"question": _, "preference": _} if row.keys() >= {f"prediction {i}" for i in range(1, 5)}:
             return "qa_feedback"
         case {"question": _, "answer_0": _, "answer_1": _, "score_0": _, "score_1": _}:
             return "webgpt"
@@ -163,12 +156,8 @@ def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setti
     found = next((format for row in rows[:LOOK_AHEAD] if (format := recognise(row)) is not None), None)
     keys = ", ".join(one_line(key, 60) for key in list(rows[0])[:_KEYS])
     if asked is not None:
-        if (
-            asked.prepare
-            or asked.name not in FORMATS
-            or found == asked.name
-            or any(_reads(asked, row) for row in rows[:LOOK_AHEAD])
-        ):
+        fits = asked.prepare or asked.name not in FORMATS or found == asked.name
+        if fits or any(_reads(asked, row) for row in rows[:LOOK_AHEAD]):
             return asked, "asked for"
         instead = f"it looks like {found} ({FORMATS[found].wants}): set {setting}={found} or auto" if found else ""
         instead = instead or f"it has the keys {keys}"

@@ -173,9 +173,9 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
     k = max(columns.k_of(row) for row in rows)
     if positions and not (k in positions and min(positions) >= 0 and max(positions) <= k):
         refuse("winner", winners, said, _SAY)
-    words = (
-        "numbers: 1 the first, 2 the second, 0 a tie" if positions else "a, b or tie, in words or as a column's name"
-    )
+    words = "a, b or tie, in words or as a column's name"
+    if positions:
+        words = "numbers: 1 the first, 2 the second, 0 a tie"
     return _format(replace(columns, numbers=bool(positions)), f"{', '.join(winners)}: {words}")
 
 

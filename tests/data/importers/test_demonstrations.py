@@ -6,18 +6,7 @@ import json
 import pytest
 
 from rlhf.data.reading import load_demonstrations
-from tests.data.importers.samples import (
-    ALPACA,
-    DECODED,
-    MT_BENCH,
-    QUESTION,
-    SEED,
-    SHAREGPT,
-    USER,
-    answer,
-    says,
-    turns,
-)
+from tests.data.importers.samples import ALPACA, DECODED, MT_BENCH, QUESTION, SEED, SHAREGPT, USER, answer, says, turns
 
 
 def test_alpaca(tmp_path):
