@@ -1,6 +1,6 @@
 // Chat with any loaded model: streamed, with regenerate, edit, and shading of tokens by log-prob or KL.
 
-import { ask, el, events, field, post, say, submissionId } from "./dom.js";
+import { ask, attempt, el, events, field, post, say, submissionId } from "./dom.js";
 
 const RANKED = 4; // answers to one turn that are ranked
 
@@ -37,19 +37,20 @@ export function makeChat(panel, me, compare) {
   shading.addEventListener("change", draw);
   reference.addEventListener("change", () => { for (const turn of turns) turn.shades = null; draw(); });
 
-  function onSend() {
+  // Takes what was typed as the user's turn.
+  function take() {
     const said = text.value.trim();
-    if (!said || running) return;
+    if (!said || running) return false;
     turns.push({ role: "user", content: said });
     text.value = "";
-    answer();
+    return true;
   }
 
+  function onSend() { if (take()) answer(); }
+
   function onWrite() {
-    const said = text.value.trim();
-    if (!said || running) return;
-    turns.push({ role: "user", content: said }, { role: "assistant", content: "", ids: [], model: "you", finish: "stop" });
-    text.value = "";
+    if (!take()) return;
+    turns.push({ role: "assistant", content: "", ids: [], model: "you", finish: "stop" });
     draw();
     onRewrite(turns.at(-1));
   }
@@ -69,13 +70,11 @@ export function makeChat(panel, me, compare) {
     const last = turns.findLastIndex((turn) => turn.role === "assistant" && turn.content.trim());
     if (last < 0 || running) { say("There is no answer to save.", true); return; }
     saving ??= submissionId(); // sent again after a failure, it is saved once
-    try {
+    await attempt(async () => {
       await post("/api/demonstrate", { messages: messages(last), response: turns[last].content.trim(), submission: saving });
       saving = null;
       say("Saved as a demonstration.");
-    } catch (error) {
-      say(`Not saved. ${error.message}`, true);
-    }
+    }, "Not saved. ");
   }
 
   function onClear() { running?.abort(); turns = []; draw(); }
@@ -144,13 +143,8 @@ export function makeChat(panel, me, compare) {
   }
 
   async function shade(turn) {
-    try {
-      turn.shades ??= await post("/api/shading", {
-        model: turn.model, reference: reference.value, messages: turn.asked, token_ids: turn.ids });
-    } catch (error) {
-      say(error.message, true);
-      return;
-    }
+    const asked = { model: turn.model, reference: reference.value, messages: turn.asked, token_ids: turn.ids };
+    if (!await attempt(async () => { turn.shades ??= await post("/api/shading", asked); })) return;
     const { tokens, logprobs, kl } = turn.shades;
     turn.place.replaceChildren(...tokens.map((token, i) => {
       const value = shading.value === "kl" ? kl[i] : -logprobs[i];

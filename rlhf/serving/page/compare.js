@@ -1,6 +1,6 @@
 // One prompt to several models, side by side; the models are named after the judgement.
 
-import { ask, el, events, field, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { ask, attempt, el, events, field, post, say, submissionId, turnsOf, Watch } from "./dom.js";
 import { button, isTyping, Ranking } from "./ranking.js";
 
 export function makeCompare(panel, me) {
@@ -36,7 +36,7 @@ export function makeCompare(panel, me) {
     draw.disabled = true;
     say("The models answer …");
     told.replaceChildren();
-    try {
+    await attempt(async () => {
       const drawn = await follow(await ask("/api/compare", { messages, models, temperature: Number(temperature.value) }), models.length);
       name = drawn.name;
       submission = submissionId();
@@ -48,9 +48,7 @@ export function makeCompare(panel, me) {
       save.disabled = true;
       watch.restart();
       say("");
-    } catch (error) {
-      say(error.message, true);
-    }
+    });
     draw.disabled = false;
   }
 
@@ -72,7 +70,7 @@ export function makeCompare(panel, me) {
 
   async function onSave() {
     save.disabled = true;
-    try {
+    save.disabled = await attempt(async () => {
       const { policies } = await post("/api/compare/judge", ranking.verdict(name, submission, watch.seconds()));
       say("Saved.");
       save.hidden = true;
@@ -80,10 +78,7 @@ export function makeCompare(panel, me) {
         const number = ranking.responses.findIndex((r) => r.id === id) + 1;
         return el("li", {}, `Response ${number}: ${policies[id]}`);
       })));
-    } catch (error) {
-      say(`Not saved. ${error.message}`, true);
-      save.disabled = false;
-    }
+    }, "Not saved. ");
   }
   return { start };
 }

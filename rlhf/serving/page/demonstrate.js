@@ -1,6 +1,6 @@
 // Write the ideal response to a prompt: of the next task, or one's own. The task's responses can be edited.
 
-import { draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { attempt, draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
 
 export function makeDemonstrate(panel, me) {
   const shown = el("div");
@@ -49,7 +49,7 @@ export function makeDemonstrate(panel, me) {
   }
 
   async function next() {
-    try {
+    await attempt(async () => {
       const found = await get("/api/demonstrate/next");
       open(found.task, found.messages, found.responses);
       const before = saved.get();
@@ -57,16 +57,14 @@ export function makeDemonstrate(panel, me) {
         if (before.task === null) open(null, before.messages, []);
         [own.value, response.value, edited] = [before.own, before.response, before.edited];
       }
-    } catch (error) {
-      say(error.message, true);
-    }
+    });
   }
 
   async function onSave() {
     const prompt = messages ?? [{ role: "user", content: own.value.trim() }];
     if (!response.value.trim() || !prompt.at(-1).content) { say("Write a prompt and a response.", true); return; }
     save.disabled = true;
-    try {
+    await attempt(async () => {
       const body = { messages: prompt, response: response.value.trim(), submission, seconds: watch.seconds() };
       if (task) body.task = task;
       if (edited) body.edited = edited;
@@ -75,9 +73,7 @@ export function makeDemonstrate(panel, me) {
       saved.set(null);
       say("Saved.");
       await next();
-    } catch (error) {
-      say(`Not saved. ${error.message}`, true);
-    }
+    }, "Not saved. ");
     save.disabled = false;
   }
   return { show: () => { if (!messages && !own.value && !response.value) next(); } };

@@ -18,6 +18,17 @@ export function say(text, bad = false) {
   Object.assign(document.getElementById("status"), { className: bad ? "bad" : "", textContent: text });
 }
 
+// Do something, and say what went wrong if anything did; returns whether nothing did.
+export async function attempt(does, failed = "") {
+  try {
+    await does();
+    return true;
+  } catch (error) {
+    say(failed + error.message, true);
+    return false;
+  }
+}
+
 // What was typed and not saved, in this browser, apart for each labeler: it survives a reload.
 export function draft(me, name) {
   const key = `rlhf ${me.labeler} ${name}`;

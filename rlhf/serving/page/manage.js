@@ -1,6 +1,6 @@
 // The page of who runs the labelling: progress, labelers, where they disagree, and the instructions. Nothing needs a restart.
 
-import { el, field, get, post, say, submissionId, textOf, turnsOf, Watch } from "./dom.js";
+import { attempt, el, field, get, post, say, submissionId, textOf, turnsOf, Watch } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeManage(panel, me) {
@@ -12,14 +12,12 @@ export function makeManage(panel, me) {
   const text = el("textarea", { rows: 12 });
   const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
     el("thead", {}, el("tr", {}, ...names.map((one) => el("th", { scope: "col" }, one)))), body));
-  const act = (path, body, said, then) => async () => {
-    try {
-      const answer = await post(`/api/manage/${path}`, body());
-      say(said);
-      then?.(answer);
-      await load();
-    } catch (error) { say(error.message, true); }
-  };
+  const act = (path, body, said, then) => () => attempt(async () => {
+    const answer = await post(`/api/manage/${path}`, body());
+    say(said);
+    then?.(answer);
+    await load();
+  });
   const labeler = (label, who, does) => el("button", { class: "small",
     onclick: act("labeler", () => ({ name: who, do: does }), `${who}: done.`), "aria-label": `${label} ${who}` }, label);
   panel.append(bar, about, el("h2", {}, "Labelers"),
@@ -62,5 +60,5 @@ export function makeManage(panel, me) {
     ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, el("button", { class: "main", onclick: decide }, "Save the decision"))));
     task.scrollIntoView();
   }
-  return { show: () => load().catch((error) => say(error.message, true)) };
+  return { show: () => attempt(load) };
 }

@@ -1,6 +1,6 @@
 // The most likely next tokens of a text, as `rlhf next` prints them.
 
-import { el, field, post, say } from "./dom.js";
+import { attempt, el, field, post, say } from "./dom.js";
 
 export function makeNext(panel, me) {
   const model = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
@@ -17,7 +17,7 @@ export function makeNext(panel, me) {
     if (!text.value) { say("Write a text.", true); return; }
     show.disabled = true;
     say("");
-    try {
+    await attempt(async () => {
       const found = await post("/api/next", { model: model.value, text: text.value, count: Number(count.value) });
       let sum = 0;
       rows.replaceChildren(...found.tokens.map((one) => {
@@ -25,9 +25,7 @@ export function makeNext(panel, me) {
         return el("tr", {}, el("td", { class: "text" }, one.text), el("td", {}, one.probability.toFixed(4)), el("td", {}, sum.toFixed(3)));
       }));
       table.hidden = false;
-    } catch (error) {
-      say(error.message, true);
-    }
+    });
     show.disabled = false;
   }
   return {};

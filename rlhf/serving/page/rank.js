@@ -1,6 +1,6 @@
 // The next labelling task: prompt, responses to rank, save, undo; progress. The prompt and the buttons stay in view.
 
-import { draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { attempt, draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
 import { button, isTyping, Ranking } from "./ranking.js";
 
 const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], ["Backspace", "unrank the last"], ["j, k", "next response, the one before"],
@@ -79,13 +79,11 @@ export function makeRank(panel, me) {
   }
 
   async function next() {
-    try {
+    await attempt(async () => {
       const { task: found, progress } = await get("/api/rank/next");
       about.textContent = `${progress.done} labelled, ${progress.left} to go`;
       open(found, null);
-    } catch (error) {
-      say(error.message, true);
-    }
+    });
   }
 
   async function submit(cannot) {
@@ -114,13 +112,11 @@ export function makeRank(panel, me) {
   }
 
   async function onUndo() {
-    try {
+    await attempt(async () => {
       const { task: found, answer } = await get("/api/rank/last");
       open(found, answer);
       say("Your last answer: change it and save, or cancel.");
-    } catch (error) {
-      say(error.message, true);
-    }
+    });
   }
   return { show: () => { if (!task) next(); } };
 }
