@@ -46,8 +46,6 @@ class Audited(NamedTuple):
 
 
 class Material(NamedTuple):
-    """The texts that attacks use."""
-
     words: tuple[str, ...]  # the vocabulary of the answers, sorted
     spread: dict[str, int]  # the number of texts that contain a word, in lower case
     sentences: tuple[str, ...]  # different sentences of answers, in order of appearance
@@ -55,7 +53,6 @@ class Material(NamedTuple):
 
 
 def collect_material(texts: Iterable[tuple[str, str]]) -> Material:
-    """The material in (prompt, answer) pairs."""
     words: set[str] = set()
     spread: Counter[str] = Counter()
     sentences: Counter[str] = Counter()

@@ -159,13 +159,11 @@ def lines_of(answer: str) -> list[str]:
 
 
 def is_numbered(answer: str, n: int) -> bool:
-    """Whether the numbers that lines begin with are 1 to n."""
     numbers = [int(m[1]) for line in lines_of(answer) if (m := re.match(r"(\d{1,6})[.)]\s", line))]
     return numbers == list(range(1, n + 1))
 
 
 def has_word(answer: str, word: str) -> bool:
-    """Whether a word or phrase occurs, in any case."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE) is not None
 
 
@@ -202,7 +200,6 @@ RULES: dict[str, tuple[str | None, type, Callable[[str, Any], bool]]] = {
 
 
 def follows(answer: str, check: Mapping[str, Any]) -> bool:
-    """Whether an answer follows one instruction."""
     key, _, test = RULES[check["rule"]]
     return test(answer, check[key] if key else None)
 

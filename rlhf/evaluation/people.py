@@ -119,7 +119,6 @@ def scored(
 
 
 def mean_points(told: Iterable[Verdict]) -> Points:
-    """The mean verdict of each pair of policies on each prompt."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for pair, key, point in told:
         found.setdefault(pair, {}).setdefault(key, []).append(point)

@@ -171,7 +171,6 @@ def text_after_name(tokenizer: Any, ids: list[int]) -> str:
 def judge_rows(
     truth: Truth, records: Sequence[PromptRecord], texts: Sequence[Sequence[str]], ended: Sequence[Sequence[bool]]
 ) -> Judged:
-    """The true scores of responses, a list per prompt."""
     return [
         [truth.judge(record, text, end) for text, end in zip(row, ends, strict=True)]
         for record, row, ends in zip(records, texts, ended, strict=True)
@@ -216,7 +215,6 @@ def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]], main: st
 
 
 def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str, Any]:
-    """Win rates of one policy over SFT, by the total true score."""
     return {
         key: win_rate(totals(judged[name][kind]), totals(judged["sft"][kind]))
         for key, kind in (("win_rate_vs_sft", "samples"), ("win_rate_greedy", "greedy"))

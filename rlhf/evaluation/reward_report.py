@@ -224,7 +224,6 @@ def describe_reward_model(results: Figures) -> list[str]:
 
 
 def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:
-    """The judge's parts of an item's answers."""
     assert item.record is not None
     return [truth.judge(item.record, text, ended) for text, ended in item.answers]
 

@@ -106,7 +106,6 @@ def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int
 
 
 def score_each(model: Any, items: list[Item]) -> Scores:
-    """Calibrated scores, a list per item."""
     rows = [item.rows for item in items]
     return split_like(score(model, flatten(rows)).tolist(), rows)
 
@@ -169,7 +168,6 @@ def length_scores(items: Sequence[Item]) -> tuple[Scores, bool]:
 
 
 def length_baseline(items: list[Item]) -> float:
-    """The accuracy of length alone."""
     pairs = judged_pairs(items, length_scores(items)[0])
     return sum(pair.won for pair in pairs) / len(pairs)
 

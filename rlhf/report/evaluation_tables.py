@@ -51,15 +51,12 @@ class Spec(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Tables under one title, after some lines of text."""
-
     title: str
     lines: Sequence[tuple[str, str]]  # (in bold, text)
     tables: Sequence[Table]
 
 
 def figure_cell(figure: Any, show: Callable[[float], str] = lambda value: decimal(value, 2)) -> str:
-    """A figure with its 95% interval, or a dash."""
     value, low, high = with_interval(figure)
     if value is None:
         return "–"
@@ -147,7 +144,6 @@ def judge_name(results: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """The name of a row in a list."""
     if isinstance(row.get("pair"), list):
         return visible(" over ".join(map(str, row["pair"])), 100)
     if row.get("name") is not None:
@@ -165,7 +161,6 @@ def fill(named: Sequence[tuple[str, Any]], columns: Mapping[str, str]) -> list[l
 
 
 def make_table(spec: Spec, files: dict[str, Any]) -> Table:
-    """The table of a specification; figures that a file lacks are left out."""
     if isinstance(spec.rows, str):
         found = entry_at(files, *spec.rows.split())
         named = [(name_of(row), row) for row in rows_of(found)] or [(titled(key), row) for key, row in entries(found)]

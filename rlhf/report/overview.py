@@ -21,8 +21,6 @@ from rlhf.runs.run_files import (
 
 
 class Tile(NamedTuple):
-    """One headline number."""
-
     title: str
     value: str
     unit: str

@@ -112,8 +112,9 @@ def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
     steps: training has resumed from an earlier step because they were damaged.
     """
     newest_first = [p for p in checkpoints(folder)[::-1] if checkpoint_step(p) <= step and (p / MANIFEST).exists()]
-    figures = {path: figure for path in newest_first if (figure := checkpoint_figure(path)) is not None}
-    best_first = sorted(figures, key=figures.__getitem__, reverse=True)  # of equal ones the later first
+    figures = {path: (read_manifest(path) or {}).get("figure") for path in newest_first}
+    known = (path for path in newest_first if figures[path] is not None)
+    best_first = sorted(known, key=figures.__getitem__, reverse=True)  # of equal ones the later first
     kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best]}
     kept |= {path for path in newest_first if keep.keep_every and checkpoint_step(path) % keep.keep_every == 0}
     for path in checkpoints(folder):
@@ -136,12 +137,6 @@ def checkpoint_due(
     if every:
         every = max(every, writing / MOST_WRITING)
     return seconds >= every or (settings.keep_every > 0 and step % settings.keep_every == 0)
-
-
-def checkpoint_figure(folder: Path) -> float | None:
-    """The held-out figure that a checkpoint was sealed with."""
-    figure = (read_manifest(folder) or {}).get("figure")
-    return None if figure is None else float(figure)
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -9,7 +9,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -225,9 +225,12 @@ class Sums:
         self._added.append((name, [value.detach() if hasattr(value, "detach") else value for value in sums]))
 
     def _read(self) -> dict[str, list[float]]:
-        """The sums with all that was added."""
-        tensors = [value for _, sums in self._added for value in sums if hasattr(value, "detach")]
-        numbers = iter(_numbers(tensors))
+        tensors = [value.reshape(()).double() for _, sums in self._added for value in sums if hasattr(value, "detach")]
+        numbers: Iterator[float] = iter(())
+        if tensors:  # of one device: read together
+            import torch
+
+            numbers = iter(torch.stack(tensors).tolist())
         for name, sums in self._added:
             self._merge(name, [next(numbers) if hasattr(value, "detach") else float(value) for value in sums])
         self._added = []
@@ -244,11 +247,9 @@ class Sums:
             self._sums[name] = [a + b for a, b in zip(before, new, strict=True)]
 
     def state(self) -> dict[str, list[float]]:
-        """The sums so far, for sending to other ranks."""
         return {name: list(sums) for name, sums in self._read().items()}
 
     def merge(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Adds another rank's `state()`."""
         for name, sums in state.items():
             self.add(name, *sums)
 
@@ -256,15 +257,6 @@ class Sums:
         """One number per metric, in the order in which the metrics were first added."""
         closed = {name: _close(_reduction_of(name), sums) for name, sums in self._read().items()}
         return {name: value for name, value in closed.items() if value is not None}
-
-
-def _numbers(tensors: list[Any]) -> list[float]:
-    """The values of tensors of one element of one device."""
-    if not tensors:
-        return []
-    import torch
-
-    return torch.stack([x.reshape(()).double() for x in tensors]).tolist()
 
 
 def _reduction_of(name: str) -> str:

@@ -40,7 +40,6 @@ def recall(run: Path) -> dict[str, str]:
 
 
 def remember(run: Path) -> None:
-    """Add the settings of this command to those of the run."""
     before = recall(run)
     given = by_key(text for text in GIVEN.get() if not text.startswith("++"))  # `++key=value` is for one command
     now = before | {key: text for key, text in given.items() if is_kept(key)}
@@ -49,7 +48,6 @@ def remember(run: Path) -> None:
 
 
 def text_of(value: Any) -> str:
-    """A value as an override's text."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}: {text_of(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):

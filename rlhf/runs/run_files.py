@@ -252,7 +252,6 @@ def _misleads(c: str) -> bool:
 
 
 def prompt_text(prompt: object) -> str:
-    """A prompt as text, from a string or a list of turns."""
     if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
         return visible("\n".join(f"{turn.get('role', '?')}: {turn.get('content', '')}" for turn in prompt))
     return visible(prompt)

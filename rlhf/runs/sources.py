@@ -276,7 +276,6 @@ Say = Callable[[str], None]  # prints what was read
 
 
 def read_comparisons(config: Config, say: Say | None = None) -> list[Ranking]:
-    """The rankings of data.comparisons."""
     return _read(config, "comparisons", load_comparisons, say)
 
 

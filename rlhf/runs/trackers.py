@@ -67,7 +67,6 @@ class Background:
         self._reported = True
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Queues a call of the sink's method `name`."""
         if not self._thread.is_alive():
             return
         try:

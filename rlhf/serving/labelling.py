@@ -50,8 +50,6 @@ Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
 class RankingRequest(Strict):
-    """A labeler's judgement of the responses of a task or comparison."""
-
     name: Id
     submission: Submission
     ranking: Annotated[list[list[Id]], Field(min_length=1, max_length=64)] | None  # none: cannot judge

@@ -139,7 +139,6 @@ class Generation:
         self.completion.wake()
 
     def next_chunk(self, place: int) -> Chunk | None:
-        """What is new, if anything."""
         response, text = self.response, self.text
         over = self.over  # read first, since the last token is added before the end is set
         seen, count = len(text.ids), len(response.logprobs)
@@ -222,7 +221,6 @@ class Completion:
                 await asyncio.sleep(len(self.thread) / PIECES_PER_SECOND if streamed else STOP_SECONDS)
 
     async def whole(self) -> list[Chunk]:
-        """Wait for all responses; each as one chunk."""
         reasons = {chunk.place: chunk.finish async for chunk in self.chunks(streamed=False)}
         texts = [one.text for one in self.generations]
         return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(texts)]
@@ -274,7 +272,6 @@ class Queue:
         self._remove()
 
     def _remove(self) -> None:
-        """Take out finished and cancelled responses."""
         with self.lock:
             over = [one for one in [*self.running, *self.waiting] if one.response.finished or one.cancelled]
             for one in over:
@@ -318,7 +315,6 @@ class ModelThread:
         return sum(map(len, self.queues.values()))
 
     def find(self, name: str, param: str = "model") -> ServedModel:
-        """The model of that name. Raises: RefusedError if there is none."""
         if name not in self.models:
             message = f"no model of that name: want one of {', '.join(self.models)}"
             raise RefusedError(404, message, param, "model_not_found")
@@ -392,7 +388,6 @@ class ModelThread:
                     future.set_exception(ModelFailedError(ENDED))
 
     def _wait(self) -> bool:
-        """Wait for work; False if the thread is to end."""
         with self.changed:
             self.changed.wait_for(lambda: self.ended or self.calls or len(self))
             return not self.ended

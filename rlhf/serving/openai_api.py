@@ -76,8 +76,6 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """The fields of both kinds of completion."""
-
     model: Id
     max_tokens: MostTokens | None = None
     temperature: Temperature | None = None
@@ -93,7 +91,6 @@ class Sampling(Strict):
     return_token_ids: bool = False  # as in vLLM: each choice with the ids of its tokens
 
     def start(self, thread: ModelThread, prompts: Sequence["Prompt"], **how: Any) -> Completion:
-        """Queue the responses. Raises: RefusedError."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         how |= {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return Completion(thread, prompts, n=self.n or 1, stops=stops, **how)
@@ -169,7 +166,6 @@ async def completion_prompt(model: ServedModel, prompt: str | list[int]) -> Prom
 
 
 def make_router(thread: ModelThread) -> APIRouter:
-    """The routes below /v1."""
     router, started = APIRouter(prefix="/v1"), int(time.time())
 
     def card(model: ServedModel) -> Body:
@@ -300,7 +296,6 @@ class Form:
 
 
 def event(body: Body) -> str:
-    """One event as it is sent."""
     return f"data: {to_json(body)}\n\n"
 
 

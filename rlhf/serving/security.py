@@ -90,8 +90,6 @@ ERRORS: Any = dict.fromkeys(ANSWERED, error_response)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The settings of the guard."""
-
     token: str | None  # of the operator; None: everyone on this machine is one
     labelers: dict[str, str]  # secret by name
     loopback: bool
@@ -113,8 +111,6 @@ class Access:
 
 
 class Rates:
-    """Counts the requests of each client, anew every minute."""
-
     def __init__(self, per_minute: int):
         self.per_minute, self.start, self.counts = per_minute, time.monotonic(), Counter[str]()
 
@@ -129,8 +125,6 @@ class Rates:
 
 
 class Guard:
-    """The ASGI application around the server's own."""
-
     def __init__(self, app: Any, access: Access):
         self.app, self.access, self.active = app, access, 0
         self.rates = Rates(access.requests_per_minute)
