@@ -134,7 +134,8 @@ def draw_candidates(
     it."""
     rows: list[list[Any]] = [[] for _ in CANDIDATES]
     for part in batched(range(len(asked.prompts)), max(1, config.rollout.batch_size // n)):
-        repeated, records = ([given[i] for i in part for _ in range(n)] for given in (asked.prompts, asked.records))
+        repeated = [asked.prompts[i] for i in part for _ in range(n)]
+        records = [asked.records[i] for i in part for _ in range(n)]
         keys = [("best_of", asked.records[i].id, j) for i in part for j in range(n)]
         samples = make_sampler(config, policy, asked.tokenizer).sample(repeated, keys)
         texts = [response_text(asked.tokenizer, ids) for ids in samples.responses]

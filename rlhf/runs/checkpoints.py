@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
@@ -112,7 +113,7 @@ def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
     steps: training has resumed from an earlier step because they were damaged.
     """
     newest_first = [p for p in checkpoints(folder)[::-1] if checkpoint_step(p) <= step and (p / MANIFEST).exists()]
-    figures = {path: (read_manifest(path) or {}).get("figure") for path in newest_first}
+    figures: dict[Path, Any] = {path: (read_manifest(path) or {}).get("figure") for path in newest_first}
     known = (path for path in newest_first if figures[path] is not None)
     best_first = sorted(known, key=figures.__getitem__, reverse=True)  # of equal ones the later first
     kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best]}
