@@ -28,8 +28,9 @@ settings.load_profile("rlhf")
 
 ROOT = Path(__file__).parents[1]
 
-# Under nohup SIGHUP is ignored, and a child inherits that: tests that send it would wait for nothing.
+# Under nohup SIGHUP is ignored, and in a script's background SIGINT; children inherit that: tests that send them would wait for nothing.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

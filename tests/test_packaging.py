@@ -113,7 +113,7 @@ def test_wheel_holds_the_configuration_and_the_templates(tmp_path):
     conf = {f"rlhf/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert conf and package | templates | conf <= inside
     assert all(name.startswith(("rlhf/", f"{distribution}.dist-info/")) for name in inside)
-    assert "rlhf = rlhf.cli:main" in entry_points
+    assert "rlhf = rlhf.__main__:main" in entry_points
 
 
 @pytest.fixture

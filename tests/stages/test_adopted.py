@@ -131,7 +131,8 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     """
     lora = "lora.rank=8" in more
     save(tmp_path / "hf", name, scale=30.0 if lora else 1.0)  # beside a small frozen unembedding adapters learn little
-    run = align(tmp_path, labels, *TAUGHT, *more)
+    taught = [f"data.prompts={labels[0].partition('=')[2]}"]  # whose answers it learns
+    run = align(tmp_path, labels, *TAUGHT, *taught, *more)
     assert all((run.folder / stage / "adapters").is_dir() == lora for stage in ("sft", "reward", "ppo"))
     for stage in ("rejection", "dpo", "evaluate"):
         run.stage(stage)

@@ -92,7 +92,7 @@ def test_comparisons_without_an_ordered_pair(refused, copy_until, folder):
 
 
 def test_a_stage_without_its_parent(refused, copy_until):
-    assert "run `rlhf sft` first" in refused("ppo", *copy_until("sft").words())
+    assert "run `rlhf sft`, or name one with parents.sft" in refused("ppo", *copy_until("sft").words())
 
 
 def test_a_stage_that_is_complete_is_not_overwritten(refused, copy_until):

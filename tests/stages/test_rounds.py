@@ -11,6 +11,7 @@ from rlhf.config.checks import check_config
 from rlhf.data.chat_template import decode_response, encode_prompts
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import PromptRecord
+from rlhf.data.storage import to_line
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
@@ -71,7 +72,9 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
 
     first = load_comparisons(str(early / "label" / "comparisons.jsonl"))[0]
     second = load_comparisons(str(run.folder / "label" / "comparisons.jsonl"))[0]
-    assert second[: len(first)] == first and len({r.id for r in second}) == len(second)
+    assert [*map(to_line, second[: len(first)])] == [*map(to_line, first)] and len({r.id for r in second}) == len(
+        second
+    )
     new = second[len(first) :]
     sft, ppo = (read_stage(folder)["hash"][:8] for folder in (run.folder / "sft", early / "ppo"))
     assert {x.policy for r in first for x in r.responses} == {f"sft@{sft}"}
