@@ -8,7 +8,6 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES, ancestors
-from rlhf.runs.checkpoints import full_disk
 from rlhf.runs.folders import (
     check_output,
     is_complete,
@@ -36,7 +35,7 @@ def run(config: Config) -> None:
     refuse_inside_stage(out, "export.out")
 
     write = write_reward if config.export.stage == "reward" else write_policy
-    with writing(out), full_disk(out), held(out):
+    with writing(out), held(out):
         check_replaceable(
             out, config.overwrite, "export.out", "exported model", lambda p: (p / "config.json").is_file()
         )

@@ -1,23 +1,19 @@
 """Checkpoints: a manifest of hashes is written last, so a checkpoint is whole or ignored; and which checkpoints are kept."""
 
 import contextlib
-import errno
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_record
-from rlhf.system.files import DISK_ERRORS, disk_error, hash_files, sha256_file, share, sync_folder, write_json, writing
+from rlhf.system.files import hash_files, sha256_file, share, sync_folder, write_json, writing
 from rlhf.system.terminal import say
 
 MANIFEST = "manifest.json"
-# torch.save's words for a full disk; safetensors says "os error 28".
-TORCH_DISK_ERROR = "inline_container"
 
 
 def seal(folder: Path, figure: float | None = None) -> None:
@@ -80,7 +76,7 @@ def save_checkpoint(
     target = folder / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)
     try:
-        with writing(target), full_disk(target):
+        with writing(target):
             target.mkdir(parents=True)
             write(target)
             seal(target, figure)
@@ -89,21 +85,6 @@ def save_checkpoint(
         raise
     prune_checkpoints(folder, step, keep)
     return target
-
-
-@contextlib.contextmanager
-def full_disk(target: Path) -> Iterator[None]:
-    """Raises: UserError in one line if a library within reports a full disk by an error other than OSError."""
-    try:
-        yield
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        match = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(match[1]) if match else errno.ENOSPC if TORCH_DISK_ERROR in str(error) else 0
-        if number not in DISK_ERRORS:
-            raise
-        raise disk_error(OSError(number, os.strerror(number)), target) from error
 
 
 def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:

@@ -19,7 +19,7 @@ from rlhf.config import Config
 from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
-from rlhf.runs.checkpoints import checkpoint_step, checkpoints, full_disk, prune_checkpoints
+from rlhf.runs.checkpoints import checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.folders import (
     changed_settings,
     collect_parents,
@@ -31,9 +31,7 @@ from rlhf.runs.folders import (
 )
 from rlhf.runs.remembered import remember
 from rlhf.system.files import (
-    DISK_ERRORS,
     beside,
-    disk_error,
     hash_files,
     locked,
     set_aside,
@@ -202,18 +200,16 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             _say_other_rounding(stage, recorded)
         stage.note_progress()
         try:
-            with full_disk(folder):
+            with writing(folder, only_full=True):
                 text = yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True)
                 (stage.folder / "config.yaml").write_text(text, encoding="utf-8")  # which `rlhf` can read back
                 yield stage
-        except Exception as error:
+        except Exception:
             written = {path.name for path in stage.folder.iterdir()} - set(RECORDS)
             if not written and not any(path.stat().st_size for path in stage.folder.glob("*.jsonl")):
                 shutil.rmtree(stage.folder, ignore_errors=True)  # it failed before it did anything
                 if replaces is not None and {path.name for path in folder.iterdir()} <= {".lock"}:
                     shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-                raise disk_error(error, Path(error.filename or folder)) from error
             raise
 
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -222,12 +223,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def writing(path: Path, setting: str = "runs_dir") -> Iterator[None]:
-    """Raises: UserError as `disk_error` words it for an OSError within."""
+def writing(path: Path, setting: str = "runs_dir", only_full: bool = False) -> Iterator[None]:
+    """Raises: UserError as `disk_error` words it for an OSError within, or for a library's words of a disk that is full or read-only.
+
+    only_full: of the OSErrors, those of such a disk alone.
+    """
     try:
         yield
-    except OSError as error:
-        raise disk_error(error, path, setting) from error
+    except UserError:
+        raise
+    except Exception as error:
+        words = re.search(r"\(os error (\d+)\)|inline_container", str(error))  # safetensors', torch.save's
+        number = error.errno if isinstance(error, OSError) else int(words[1] or errno.ENOSPC) if words else None
+        if number not in DISK_ERRORS and (only_full or not isinstance(error, OSError)):
+            raise
+        system = error if isinstance(error, OSError) else OSError(number, os.strerror(number or 0))
+        raise disk_error(system, Path(system.filename or path) if only_full else path, setting) from error
 
 
 def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:
