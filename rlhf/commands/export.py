@@ -75,9 +75,7 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     from rlhf.training.setup import be_quiet
 
     if config.export.form != "auto":
-        raise UserError(
-            f"export.form={config.export.form}: a reward model is written in its trunk's architecture: want auto"
-        )
+        raise UserError(f"export.form={config.export.form}: a reward model is written in its trunk's form: want auto")
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
     exported = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)

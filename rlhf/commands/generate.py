@@ -27,9 +27,7 @@ def run(config: Config) -> None:
     """Write the responses to `generate.out`. Raises: UserError if it exists, the model is missing or no prompt fits."""
     settings = config.generate
     if settings.greedy and settings.samples > 1:
-        raise UserError(
-            f"generate.samples={settings.samples}: greedy responses are all alike: want 1, or generate.greedy=false"
-        )
+        raise UserError(f"generate.samples={settings.samples}: greedy responses are all alike: want 1")
     out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
     refuse_inside_stage(out, "generate.out")
     with held(out):
@@ -87,9 +85,7 @@ def answer_file(
     settings, device = config.generate, set_up(config)
     tokenizer, asked, how = fit_records(config, folder, records, settings.temperature, settings.greedy)
     if not asked:
-        raise UserError(
-            f"generate: none of {len(records)} prompts fits the context of {tokenizer.model_max_length} tokens"
-        )
+        raise UserError(f"generate: none of {len(records)} prompts fits {tokenizer.model_max_length} tokens")
     heads = []
     for record, _, cut in asked:
         prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]

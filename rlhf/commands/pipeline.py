@@ -128,9 +128,9 @@ def check_before(config: Config) -> None:
     kinds = ("corpus", "demonstrations", "comparisons")
     missing = [kind for kind in kinds if kind in needed and data_source(config, kind) is None]
     if missing:
+        names = " and ".join(f"data.{kind}" for kind in missing)
         raise UserError(
-            f"{' and '.join('data.' + kind for kind in missing)} not set: give a file, a folder or a hub id, "
-            "or run the embedded world with experiment=gold"
+            f"{names} not set: give a file, a folder or a hub id, or use the built-in world: experiment=gold"
         )
     for stage in stages:
         hash_sources(config, stage)  # raises if a file is missing
@@ -152,10 +152,8 @@ def check_before(config: Config) -> None:
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
-        raise UserError(
-            f"{existing}: {free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}: free space, or "
-            "choose another disk with runs_dir=…"
-        )
+        came = f"{free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}"
+        raise UserError(f"{existing}: {came}: free space, or choose another disk with runs_dir=…")
 
 
 def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start | None = None) -> str:
@@ -176,10 +174,8 @@ def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start 
         if reason is not None and recorded["status"] == "running" and not has_begun(folder, stage):
             reason = None  # it has no checkpoint, so it can start again
         if reason is not None and not config.overwrite:
-            raise UserError(
-                f"{folder}: {reason}: choose another run=…, or add overwrite=true to redo this stage and those "
-                "that build on it"
-            )
+            cure = "choose another run=…, or add overwrite=true to redo this stage and those that build on it"
+            raise UserError(f"{folder}: {reason}: {cure}")
         anew = reason is not None
     if stage == "label":
         ensure_tasks(config, overrides)

@@ -38,12 +38,10 @@ def run(config: Config) -> None:
     one = SampleConfig(stage=settings.stage, responses=settings.responses)
     if stages and (len(stages) < 2 or one != SampleConfig()):
         raise UserError(
-            f"sample.stages={','.join(stages)}: want two or more, without sample.stage and sample.responses: each gives one response"
+            f"sample.stages={','.join(stages)}: want two or more, without sample.stage and sample.responses"
         )
     if not 2 <= settings.responses <= MOST_RESPONSES:
-        raise UserError(
-            f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}, since one response cannot be ranked"
-        )
+        raise UserError(f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}")
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
     refuse_inside_stage(out, "sample.out")
     with held(out):

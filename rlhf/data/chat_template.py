@@ -53,7 +53,7 @@ class _Marks:
         before, probe, after = text.partition(self.probe)
         if not probe or self.probe in after:
             raise UserError(
-                "the chat template does not write what the assistant says once, as it is: use another tokenizer"
+                "the chat template does not write the assistant's text once, as it is: use another tokenizer"
             )
         return before, after
 

@@ -194,9 +194,7 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
 def _file(path: Path) -> Source:
     name = printable_path(path)
     if not path.is_file():
-        raise UserError(
-            f"{name}: not a regular file (a pipe, socket or device): write its content to a file, or move it out of the folder"
-        )
+        raise UserError(f"{name}: not a regular file (a pipe, socket or device): write its content to a file")
     return Source(name, path)
 
 
@@ -216,10 +214,8 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
             continue
         target = path.resolve()
         if path.is_symlink() and not (path.exists() and target.is_relative_to(root)):
-            raise UserError(
-                f"{printable_path(path)}: is a link out of the folder or to nothing, which is not followed: "
-                f"give {printable_path(target)} itself, or remove the link"
-            )
+            came = f"{printable_path(path)}: is a link out of the folder or to nothing"
+            raise UserError(f"{came}: give {printable_path(target)} itself, or remove the link")
         if not path.is_dir():
             yield _file(path)
         elif not path.is_symlink():  # a folder that a link leads to is read where it is

@@ -157,10 +157,8 @@ def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
     """What an import decided. Raises: UserError if the folder is no import, or if its keys were made in another way."""
     made_with = verify(folder, only=ASSIGNMENTS).get("splits", {}).get("prefix_characters")
     if made_with != prefix_characters:
-        raise UserError(
-            f"{folder}: was imported with prefix_characters={made_with}, now it is {prefix_characters}: "
-            f"set prefix_characters={made_with}, or do without that earlier import"
-        )
+        came = f"was imported with prefix_characters={made_with}, now it is {prefix_characters}"
+        raise UserError(f"{folder}: {came}: set it so again, or do without that earlier import")
     assignments = Assignments()
     for row in map(json.loads, read_lines(folder / ASSIGNMENTS)):
         (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])

@@ -151,8 +151,8 @@ FOREIGN = {
     "{{ ('x' * 2000000000) | length }}": "takes more than 1 GiB of memory",
     "{{ ('x' * 99999) | replace('x', 'x' * 99999) | length }}": "takes more than 1 GiB of memory",
     CONSTANTS: "takes more than 0.1 s",
-    "hello": "does not write what the assistant says once",
-    "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}": "does not write what the assistant says once",
+    "hello": "does not write the assistant's text once",
+    "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}": "does not write the assistant's text once",
 }
 
 

@@ -146,7 +146,7 @@ def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_pat
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             sample(gold_run.config(*base, wrong))
-    with pytest.raises(UserError, match="each gives one response"):
+    with pytest.raises(UserError, match=r"without sample\.stage and sample\.responses"):
         sample(gold_run.config(*base, "sample.stages=[sft,ppo]", "sample.responses=3"))
     sample(gold_run.config(*base, "sample.stages=[sft,gold/ppo]"))
     tasks, _ = load_comparisons(str(out / "tasks.jsonl"), "native")
