@@ -120,7 +120,7 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
     ("name", "more"),
     [
         ("qwen2", []),
-        ("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32"]),
+        ("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=30"]),
         pytest.param("gemma3", ["sft.lr=0.02", "sft.epochs=100"], marks=pytest.mark.long),
         pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
     ],
@@ -131,7 +131,10 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     """
     lora = "lora.rank=8" in more
     save(tmp_path / "hf", name, scale=30.0 if lora else 1.0)  # beside a small frozen unembedding adapters learn little
-    taught = [f"data.prompts={labels[0].partition('=')[2]}"]  # whose answers it learns
+    taught = [
+        f"data.prompts={labels[0].partition('=')[2]}",
+        "rollout.max_new_tokens=12",
+    ]  # whose answers it learns, and they fit
     run = align(tmp_path, labels, *TAUGHT, *taught, *more)
     assert all((run.folder / stage / "adapters").is_dir() == lora for stage in ("sft", "reward", "ppo"))
     for stage in ("rejection", "dpo", "evaluate"):
