@@ -120,7 +120,7 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
     ("name", "more"),
     [
         ("qwen2", []),
-        ("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=30"]),
+        ("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"]),
         pytest.param("gemma3", ["sft.lr=0.02", "sft.epochs=100"], marks=pytest.mark.long),
         pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
     ],
