@@ -36,9 +36,7 @@ def run(config: Config) -> None:
 
     write = write_reward if config.export.stage == "reward" else write_policy
     with writing(out), held(out):
-        check_replaceable(
-            out, config.overwrite, "export.out", "exported model", lambda p: (p / "config.json").is_file()
-        )
+        check_replaceable(out, config.overwrite, "export.out", "model", lambda path: (path / "config.json").is_file())
         with replaced(out) as folder:
             loading, notes = write(config, source / "model", folder)
             card = model_card(config, config.export.stage, loading.format(out.name), notes)

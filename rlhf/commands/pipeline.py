@@ -129,9 +129,7 @@ def check_before(config: Config) -> None:
     missing = [kind for kind in kinds if kind in needed and data_source(config, kind) is None]
     if missing:
         names = " and ".join(f"data.{kind}" for kind in missing)
-        raise UserError(
-            f"{names} not set: give a file, a folder or a hub id, or use the built-in world: experiment=gold"
-        )
+        raise UserError(f"{names} not set: give a file, a folder or a hub id, or use experiment=gold")
     for stage in stages:
         hash_sources(config, stage)  # raises if a file is missing
     for stage, base in (("reward", config.reward.model), ("judge", config.judge.model)):
@@ -188,20 +186,12 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     earlier = earlier_run(config)
     if earlier is None:
         return {}
-    changed = (
-        "run",
-        "rounds",
-        "gold.comparison_prompts",
-        "ppo.episodes",
-        "ppo.policy",
-        "ppo.reference",
-        "reward.audit",
-    )
-    others = [o for o in overrides if not o.startswith("parents.") and o.partition("=")[0] not in changed]
+    fixed = ("run", "rounds", "gold.comparison_prompts", "ppo.episodes", "ppo.policy", "ppo.reference", "reward.audit")
+    others = [o for o in overrides if not o.startswith("parents.") and o.partition("=")[0] not in fixed]
     parents = asdict(earlier.parents)
     overrides = [
         *others,
-        *(f"{key}={get(earlier, key)}" for key in changed),
+        *(f"{key}={get(earlier, key)}" for key in fixed),
         *(f"parents.{stage}='{parent}'" for stage, parent in parents.items() if parent is not None),
     ]
     done = ensure_rounds(earlier, overrides)

@@ -66,11 +66,9 @@ class StageState(NamedTuple):
 def look(run: Path) -> list[StageState]:
     """The stages that have begun, in order, with those of earlier labelling rounds before this run's labelling."""
     titles, stages = list(STAGES), []
-    rounds = [
-        p.name for p in run.parent.glob(f"{glob.escape(run.name)}-round-*") if p.name.rpartition("-")[2].isdigit()
-    ]
-    rounds.sort(key=lambda name: int(name.rpartition("-")[2]))
-    titles[titles.index("label") : titles.index("label")] = [f"{name}/{s}" for name in rounds for s in ROUND_STAGES]
+    rounds = {path.name: path.name.rpartition("-")[2] for path in run.parent.glob(f"{glob.escape(run.name)}-round-*")}
+    names = sorted((name for name, number in rounds.items() if number.isdigit()), key=lambda name: int(rounds[name]))
+    titles[titles.index("label") : titles.index("label")] = [f"{name}/{s}" for name in names for s in ROUND_STAGES]
     for title in titles:
         folder = under_way((run.parent if "/" in title else run) / title)
         files, locked = read_stage_files(folder), is_locked(folder / ".lock")

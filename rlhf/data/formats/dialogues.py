@@ -120,11 +120,8 @@ def from_mt_bench(row: Values) -> Made:
     """A prompt of the first turn; the later ones only make sense after the model's own answer: `metadata.later_turns`."""
     require(is_list(row.get("turns"), str), "turns", row.get("turns"), "a list of texts")
     first, *later = row["turns"]
-    yield {
-        "kind": "prompt",
-        "prompt": first,
-        "metadata": other_keys(row, "turns") | ({"later_turns": later} if later else {}),
-    }
+    more = {"later_turns": later} if later else {}
+    yield {"kind": "prompt", "prompt": first, "metadata": other_keys(row, "turns") | more}
 
 
 # --- hh --------------------------------------------------------------------------------------------------------------

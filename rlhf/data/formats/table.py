@@ -263,11 +263,8 @@ class ColumnMap:
             made = _responses({path: cell for path, cell in self.cells(row, name).items() if not is_empty(cell)})
             least = 2 if name == "ranked" else 1
             require(len(made) >= least, self.of(name)[0], [one["text"] for one in made], f"{least} or more responses")
-            yield {
-                "responses": made,
-                "ranking": [[one["id"]] for one in made] if name == "ranked" else None,
-                "metadata": {},
-            }
+            ranking = [[one["id"]] for one in made] if name == "ranked" else None
+            yield {"responses": made, "ranking": ranking, "metadata": {}}
 
     def _judged(self, row: Values) -> Iterator[dict[str, Any]]:
         winners = self.of("winner")
@@ -306,9 +303,8 @@ class ColumnMap:
 
     def _scored(self, row: Values) -> dict[str, Any]:
         answers, given = self.cells(row, "responses"), self.cells(row, "scores")
-        require(
-            len(answers) == len(given), self.of("scores")[0], list(given), f"{len(answers)} scores, one per response"
-        )
+        wanted = f"{len(answers)} scores, one per response"
+        require(len(answers) == len(given), self.of("scores")[0], list(given), wanted)
         filled = [
             (path, answer, score_path, score)
             for (path, answer), (score_path, score) in zip(answers.items(), given.items(), strict=True)
@@ -375,10 +371,8 @@ def propose_columns(rows: Sequence[Values]) -> str:
     if len(answers) == 1:
         proposed += [f"columns.response={_setting(answers)}"]
     elif answers:
-        proposed += [
-            f"columns.responses={_setting(answers)}",
-            *(f"columns.winner={_setting([key])}" for key in winners[:1]),
-        ]
+        proposed.append(f"columns.responses={_setting(answers)}")
+        proposed += [f"columns.winner={_setting(winners[:1])}"] if winners else []
     return f"Name the columns, as: format=table {' '.join(proposed)}"
 
 
