@@ -195,37 +195,13 @@ def test_each_file_has_a_schema(tmp_path, name, damage):
     refused(lambda: READERS[name](folder), f"{name}|is no labelling round")
 
 
-def test_a_labels_file_may_nest_and_name_what_it_likes(tmp_path):
-    row = {
-        "kind": "ranking",
-        "id": "r",
-        "prompt": "a",
-        "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
-        "ranking": [["a"], ["b"]],
-    }
-    for metadata in (
-        {"task": ["t"]},
-        {"replaces": [1]},
-        {"replaces": {"a": 1}},
-        {"group": [1]},
-        {"split": [1]},
-        {"user": [1]},
-    ):
-        (tmp_path / "labels.jsonl").write_text(json.dumps(row | {"metadata": metadata}) + "\n")
-        assert len(load_all(str(tmp_path / "labels.jsonl"))[0]) == 1
-
-
-def test_a_server_reads_labels_that_nest_and_name_what_they_like(tmp_path):
-    row = {
-        "kind": "ranking",
-        "id": "r",
-        "prompt": "a",
-        "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}],
-    }
-    row |= {"ranking": [["a"], ["b"]], "labeler": "ann"}
-    path = tmp_path / "labels.jsonl"
-    for metadata in ({"task": ["t"]}, {"replaces": [1]}, {"submission": [1]}, {"task": {"a": 1}}):
+def test_labels_may_nest_and_name_what_they_like(tmp_path):
+    row = {"kind": "ranking", "id": "r", "prompt": "a", "labeler": "ann", "ranking": [["a"], ["b"]]}
+    row["responses"] = [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}]
+    path, keys = tmp_path / "labels.jsonl", ("task", "replaces", "submission", "group", "split", "user")
+    for metadata in [{key: value} for key in keys for value in ([1], {"a": 1})]:
         path.write_text(json.dumps(row | {"metadata": metadata}) + "\n")
+        assert len(load_all(str(path))[0]) == 1
         file = LabelFile(path)
         assert len(Labelling(file, [], 1, 0).file.records) == 1
         file.close()

@@ -98,9 +98,7 @@ def test_messages_are_read_until_the_end(monkeypatch):
 
 def test_a_closed_input_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(
-        UserError, match=r"chat: standard input is closed: connect it, or ask one question with chat\.message"
-    ):
+    with pytest.raises(UserError, match=r"chat: standard input is closed: connect it, or ask .* chat\.message"):
         next(chat.read_lines(False))
 
 

@@ -260,9 +260,7 @@ def test_blocks_come_from_their_sources_in_order_and_again(tokenizer, tmp_path):
 
 def test_weights_and_entries_must_be_as_many():
     for words in (["data.corpus=[a.txt,b.txt]", "data.corpus_weights=[1,2,3]"], ["data.corpus_weights=[1]"]):
-        with pytest.raises(
-            UserError, match=r"data\.corpus_weights=\[.*\]: want one weight for each of the . entries of data\.corpus"
-        ):
+        with pytest.raises(UserError, match=r"data\.corpus_weights=\[.*\]: want one weight for each of the . entries"):
             check_config(compose_config(["experiment=gold", *words]), "pretrain")
     with pytest.raises(UserError, match=r"data\.corpus_weights=\[1, 0\]: want a list of numbers above 0"):
         check_config(
