@@ -113,12 +113,8 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
     """Unbiased estimate of the expected value of the best of n, from N >= n samples of one prompt.
 
     sum_i C(i - 1, n - 1) / C(N, n) values_(i)        samples in ascending order of proxy score, i from 1
-
-    Raises: ValueError for n outside 1…N.
     """
     total = len(proxy)
-    if not 1 <= n <= total:
-        raise ValueError(f"expected_best: n is {n} of {total} samples: give 1 to {total}")
     order = np.argsort(np.asarray(proxy), kind="stable")
     ways = np.array([math.comb(i, n - 1) / math.comb(total, n) for i in range(total)])
     return float(ways @ np.asarray(values, dtype=np.float64)[order])

@@ -78,15 +78,9 @@ def test_win_rate_by_hand():
     # prompt 2: 5 beats 1 and 4: 1; mean .6875; of ten of each: variance 20/19 * .3125^2 = .1028; 1.96 * sqrt(.1028 / 20) = .1405
     found = win_rate([[2, 1], [5]] * 10, [[1, 3], [1, 4]] * 10)
     assert found == {"value": 0.6875, "ci95": [0.547, 0.828], "n": 20}
-
-
-def test_a_model_against_itself_wins_half():
     scores = [[0.1, 0.2, 0.2], [0.9], [0.5, 0.5]]
     assert win_rate(scores, scores) == {"value": 0.5, "ci95": None, "n": 3}
-
-
-def test_rounding_is_no_win():
-    assert win_rate([[0.1 + 0.2]], [[0.3]])["value"] == 0.5
+    assert win_rate([[0.1 + 0.2]], [[0.3]])["value"] == 0.5, "rounding is no win"
     assert win_rate([[0.3 + 1e-6]], [[0.3]])["value"] == 1.0
 
 
