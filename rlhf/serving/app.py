@@ -18,6 +18,7 @@ from rlhf.serving.managing import Staff, make_manage_router
 from rlhf.serving.models import Completion, ModelThread
 from rlhf.serving.openai_api import (
     CHARACTERS,
+    EventStream,
     Id,
     Messages,
     MostTokens,
@@ -27,7 +28,6 @@ from rlhf.serving.openai_api import (
     event,
     make_router,
     records_of,
-    stream,
 )
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
@@ -145,7 +145,7 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         messages = records_of(asked.messages)
         prompts = [await chat_prompt(model, messages) for model in models]
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
-        return stream(completion, comparison_events(labelling, labeler, messages, completion))
+        return EventStream(completion, comparison_events(labelling, labeler, messages, completion))
 
     return router
 

@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -21,7 +22,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import encode_text, encode_texts
 from rlhf.errors import UserError
 from rlhf.serving.models import Chunk, Completion, ModelFailedError, ModelThread, ServedModel
-from rlhf.serving.security import RefusedError
+from rlhf.serving.security import Receive, RefusedError, Scope, Send
 
 MOST_RESPONSES = 16  # n
 MOST_PROMPTS = 32
@@ -299,38 +300,49 @@ def event(body: Body) -> str:
     return f"data: {to_json(body)}\n\n"
 
 
-def stream(completion: Completion, events: AsyncIterator[str]) -> StreamingResponse:
-    """A response of server-sent events; its end, or its client's leaving, frees the places."""
+class EventStream(StreamingResponse):
+    """A response of server-sent events, which frees the places of the completion however it ends.
 
-    async def until_end() -> AsyncIterator[str]:
-        try:
-            async for text in events:
-                yield text
-        except ModelFailedError as error:
-            yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
-        finally:
-            completion.close()
+    Unlike starlette's it starts no task group per stream, since that takes time from the models' thread.
+    """
 
-    return StreamingResponse(until_end(), media_type="text/event-stream")
+    def __init__(self, completion: Completion, events: AsyncIterator[str]):
+        super().__init__(events, media_type="text/event-stream")
+        self.completion = completion
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with freed(self.completion, receive):
+            try:
+                await self.stream_response(send)
+            except ModelFailedError as error:
+                told = {"message": str(error), "type": "server_error", "param": None, "code": None}
+                await send({"type": "http.response.body", "body": event({"error": told}).encode()})
+
+
+@asynccontextmanager
+async def freed(completion: Completion, receive: Receive) -> AsyncIterator[None]:
+    """Free the places at the end, or when the client disconnects: the responses end, and with them the wait for them."""
+
+    async def close_when_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        completion.close()
+
+    leaving = asyncio.create_task(close_when_gone())
+    try:
+        yield
+    finally:
+        leaving.cancel()
+        completion.close()
 
 
 async def respond(form: Form, asked: Sampling, request: Request) -> Response:
     """The responses as one body, or as a stream. Their places are freed if the client disconnects."""
     completion = form.completion
     if asked.stream:
-        return stream(completion, events(form, asked))
-
-    async def close_when_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        completion.close()  # the responses end, and with them the wait for them
-
-    leaving = asyncio.create_task(close_when_gone())
-    try:
+        return EventStream(completion, events(form, asked))
+    async with freed(completion, request.receive):
         chunks = await completion.whole()
-    finally:
-        leaving.cancel()
-        completion.close()
     choices = [form.choice(chunk, False, asked.return_token_ids) for chunk in chunks]
     about = {"object": form.kind, "choices": choices, "usage": form.usage(), "seed": completion.seed}
     return JSONResponse(form.head | about)
@@ -341,8 +353,10 @@ async def events(form: Form, asked: Sampling) -> AsyncIterator[str]:
     usage = asked.stream_options is not None and asked.stream_options.include_usage
     head = form.head | {"object": f"{form.kind}.chunk" if form.chat else form.kind}
     tail: Body = {"usage": None} if usage else {}
+    left = len(form.completion.generations)
     async for chunk in form.completion.chunks():
-        yield event(head | {"choices": [form.choice(chunk, True, asked.return_token_ids)]} | tail)
-    if usage:
-        yield event(head | {"choices": [], "usage": form.usage(), "seed": form.completion.seed})
-    yield "data: [DONE]\n\n"
+        text = event(head | {"choices": [form.choice(chunk, True, asked.return_token_ids)]} | tail)
+        left -= chunk.finish is not None
+        if not left and usage:
+            text += event(head | {"choices": [], "usage": form.usage(), "seed": form.completion.seed})
+        yield text if left else text + "data: [DONE]\n\n"  # in one write
