@@ -7,10 +7,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Reject, Source, open_bytes, resolve_sources
@@ -236,16 +237,11 @@ class _Split(Schema):
     sha256: Digest
 
 
-class _Splits(Schema):
-    train: _Split
-    heldout: _Split
-
-
 class _Packed(Schema):  # meta.json
     dtype: Literal["<u2", "<u4"]
     separator: Count
     tokenizer: Digest
-    splits: _Splits
+    splits: Annotated[dict[Literal["train", "heldout"], _Split], Field(min_length=2)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,9 +178,7 @@ class Loaded(Schema):  # what the package reads of a tokenizer
 
 def open_tokenizer(loader: Any, what: str, remedy: str, **source: Any) -> Any:
     """`loader.from_pretrained(…)`, which must encode a word. Raises: UserError "<what> (…): <remedy>"."""
-    if (folder := Path(source["pretrained_model_name_or_path"])).is_dir():
-        for path in folder.iterdir():
-            check_regular(path)
+    check_regular(Path(source["pretrained_model_name_or_path"]))
     with reading(what, remedy):
         tokenizer = loader.from_pretrained(trust_remote_code=False, **source)
         tokenizer("a word, and 1 more.\n", add_special_tokens=True)

@@ -301,7 +301,9 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[str, int, str]]:
 def read_config(source: str, what: str, remedy: str, **more: Any) -> Any:
     """transformers' configuration of a folder or hub id. Raises: UserError "<what> (…): <remedy>"."""
     if (folder := Path(source)).is_dir():
-        check_files(folder)
+        check_regular(folder)
+        for path in folder.glob("*.index.json"):
+            read_checked(path, Index, RESTORE)
     with reading(what, remedy):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **more)
     for one in (config, getattr(config, "trunk", None) or config):
@@ -309,14 +311,6 @@ def read_config(source: str, what: str, remedy: str, **more: Any) -> Any:
         values["dropouts"] = {n: x for n, x in vars(one).items() if "drop" in n and isinstance(x, int | float)}
         check_value(values, Described, f"{source}: config.json", RESTORE)
     return config
-
-
-def check_files(folder: Path) -> None:
-    """Raises: UserError for a file that is no regular one, and for an index of weights that names files elsewhere."""
-    for path in folder.iterdir():
-        check_regular(path)
-        if path.name.endswith(".index.json"):
-            read_checked(path, Index, RESTORE)
 
 
 def check_weights(what: str, config: Any, files: Iterable[Path], parameters: int = 0) -> None:

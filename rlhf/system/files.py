@@ -21,9 +21,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def check_regular(path: Path) -> None:
-    """Raises: UserError for a pipe, a socket or a device, which may never end, also behind a link."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: not a regular file (a pipe, socket or device): write its content to a file")
+    """Raises: UserError for a pipe, a socket or a device, which may never end, also behind a link or in the folder."""
+    for one in path.iterdir() if path.is_dir() else [path]:
+        if one.exists() and not one.is_file() and not one.is_dir():
+            raise UserError(f"{one}: not a regular file (a pipe, socket or device): write its content to a file")
 
 
 def sha256_file(path: Path) -> str:
