@@ -95,10 +95,10 @@ def forge(stage: Path) -> None:
     """Give a stage's record the hashes of what is there."""
     from rlhf.runs.folders import hash_of
     from rlhf.runs.stage import RECORDS
-    from rlhf.system.files import hash_files, write_json
+    from rlhf.system.files import hash_files, read_json, write_json
 
     with contextlib.suppress(Exception):
-        record = json.loads((stage / "stage.json").read_text(encoding="utf-8"))
+        record = read_json(stage / "stage.json")
         record["files"] = hash_files(stage, skip=(*RECORDS, "checkpoints"))
         write_json(stage / "stage.json", record | {"hash": hash_of(record)})
 
@@ -136,12 +136,6 @@ def classifies() -> None:
 
     model: Any = load_reward_model(classifier_folder(Config(), "judge", "reward.model"), torch.device("cpu"))
     model.network.eval()
-
-
-def reads_labels() -> None:
-    from rlhf.data.reading import load_all
-
-    load_all("labels.jsonl")
 
 
 def reads_import() -> None:
@@ -267,7 +261,7 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
         "special_tokens_map.json", "chat_template.jinja", "README.md")},
     **{f"judge/{name}": (classifies,) for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "text_reward.json")},
     "imported/dataset.json": (reads_import, command("import", "path=labels.jsonl", "out=out", "earlier=imported", "overwrite=true")),
-    "labels.jsonl": (reads_labels, command("import", "path=labels.jsonl", "out=out", "overwrite=true")),
+    "labels.jsonl": (command("import", "path=labels.jsonl", "out=out", "overwrite=true")),
 }  # fmt: skip
 
 
@@ -403,9 +397,9 @@ def main(folder: Path, minutes: float, seed: int) -> int:
         shutil.rmtree(good, ignore_errors=True)
         good.mkdir(parents=True)
         make_files(good)
-    shutil.rmtree(broken, ignore_errors=True)
+    for old in (broken, home):
+        shutil.rmtree(old, ignore_errors=True)
     broken.mkdir()
-    shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(good, home)
     os.chdir(home)
     for readers in READERS.values():
@@ -413,8 +407,8 @@ def main(folder: Path, minutes: float, seed: int) -> int:
             code, said = run_reader(reader, folder / "said.txt")
             if code and reader not in (READERS["runs/small/sft/stage.json"][-1], *ODD_READERS):
                 sys.exit(f"{reader.__name__}: ends with {code} on good files: {said[-2000:]}")
-    until, cases, tally = time.monotonic() + 60 * minutes, 0, Counter[str]()
-    while time.monotonic() < until:
+    begun, cases, tally = time.monotonic(), 0, Counter[str]()
+    while time.monotonic() < begun + 60 * minutes:
         chance = random.Random(f"files-{seed}-{cases}")
         random.seed(f"arguments-{seed}-{cases}")
         name = chance.choice(list(READERS))
@@ -439,6 +433,8 @@ def main(folder: Path, minutes: float, seed: int) -> int:
             if (good / place.relative_to(home)).exists():
                 shutil.copy(good / place.relative_to(home), place)
         cases += 1
+        if cases % 50 == 0:
+            print(f"{cases} cases after {time.monotonic() - begun:.0f} s: {dict(tally)}", flush=True)
     print(f"{cases:,} cases in {minutes:g} minutes: {dict(tally)}; broken: {len(list(broken.glob('*.txt')))}")
     return 1 if any(broken.iterdir()) else 0
 
