@@ -261,7 +261,7 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
         "special_tokens_map.json", "chat_template.jinja", "README.md")},
     **{f"judge/{name}": (classifies,) for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "text_reward.json")},
     "imported/dataset.json": (reads_import, command("import", "path=labels.jsonl", "out=out", "earlier=imported", "overwrite=true")),
-    "labels.jsonl": (command("import", "path=labels.jsonl", "out=out", "overwrite=true")),
+    "labels.jsonl": (command("import", "path=labels.jsonl", "out=out", "overwrite=true"),),
 }  # fmt: skip
 
 
