@@ -64,6 +64,27 @@ def test_freed_memory_is_returned_below_what_is_in_use():
     assert run(GAP, "returned") / 1024 < run(GAP, "as it is") / 1024 - 15  # MB
 
 
+LAYERS = """
+import re, sys, torch
+from rlhf.cpu.machine import keep_freed_memory
+from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.training.memory import LARGE
+assert keep_freed_memory(*([LARGE] if sys.argv[1] == "recomputing" else []))
+model = GPTForCausalLM(GPTConfig(vocab_size=300, context_length=1024, n_layer=16, n_head=4, width=256))
+model.gradient_checkpointing_enable({"use_reentrant": False})
+model.train()
+model.model(torch.zeros(6, 1024, dtype=torch.int64))
+print(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
+"""
+
+
+@linux
+def test_inputs_kept_between_layers_cost_no_gaps_if_activations_are_recomputed():
+    recomputing, as_it_is = run(LAYERS, "recomputing") / 1024, run(LAYERS, "as it is") / 1024
+    wide = 6 * 1024 * 4 * 256 * 4 / 2**20  # MB of a block's widest temporary, 24
+    assert recomputing < as_it_is - 3 * wide, (recomputing, as_it_is)
+
+
 def test_what_people_set_stays(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     assert keep_freed_memory() is False

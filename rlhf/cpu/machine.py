@@ -71,14 +71,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD")
 
 
-def keep_freed_memory() -> bool:
-    """Raise glibc's thresholds for returning memory; returns whether it was done.
+def keep_freed_memory(largest: int = 2**30) -> bool:
+    """Keep freed blocks of up to `largest` bytes, by glibc's thresholds; returns whether it was done.
 
     No result changes. The process keeps its peak memory, until `return_freed_memory`. Does nothing with another C library or
     allocator, or if the environment sets the thresholds.
     """
     mallopt = _of_glibc("mallopt")
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, 2**30)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, largest)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def return_freed_memory() -> bool:

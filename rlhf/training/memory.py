@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf.errors import UserError
+from rlhf.ops.fast import keep_freed_memory
 from rlhf.planning.formulas import CPU_GAPS, ROOM, activation_bytes, loss_bytes
 from rlhf.planning.shapes import Shape, shape_of_config
 from rlhf.runs.stage import Stage
@@ -16,6 +17,9 @@ from rlhf.system.processes import share
 from rlhf.training.engine import Engine
 
 CPU_BYTES = 1.5e9  # of activations: on a CPU more tokens per forward are not faster
+# Bytes of a block that goes back to the system at once if activations are recomputed: each layer leaves its small input in the
+# middle of what its large temporaries freed, so that the next layer's fit into no gap, and little would be saved.
+LARGE = 2**22
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ def set_budget(
             f"the longest row has {longest:,} tokens: activations are computed again in the backward pass, to fit"
         )
         budget = replace(budget, per_token=kept_per_token(engine))
+    if engine.recomputes and on_cpu:
+        keep_freed_memory(LARGE)
     recorded = share(stage.memory)  # of a resumed stage
     before = recorded.get("tokens")
     measured = recorded.get("measured", 0.0) if recorded.get("recomputes") == engine.recomputes else 0.0
