@@ -236,7 +236,9 @@ def _crowd(raw: bytes, row: Any, random_: random.Random) -> bytes:
 
 def _encoded(raw: bytes, row: Any, random_: random.Random) -> bytes:
     text = json.dumps(row | {"note": "café"}, ensure_ascii=False)
-    return text.encode(random_.choice(("latin-1", "utf-16", "utf-16-le", "utf-32", "cp1252", "utf-8-sig", "utf-7")))
+    return text.encode(
+        random_.choice(("latin-1", "utf-16", "utf-16-le", "utf-32", "cp1252", "utf-8-sig", "utf-7")), "replace"
+    )
 
 
 DAMAGES: dict[str, Callable[[bytes, dict[str, Any], random.Random], bytes]] = {
