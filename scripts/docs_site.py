@@ -10,6 +10,7 @@ Links to files of the repository are rewritten to lead to these pages.
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -73,7 +74,7 @@ def api_pages() -> dict[str, str]:
     return pages
 
 
-def table(head: str, rows: list[tuple[object, ...]]) -> str:
+def table(head: str, rows: Sequence[tuple[object, ...]]) -> str:
     """A Markdown table; head: the names of its columns, with | between them."""
 
     def line(cells: tuple[object, ...]) -> str:

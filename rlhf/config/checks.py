@@ -118,7 +118,8 @@ def _training_relations(config: Config, command: str) -> Iterator[Row]:
             f"tracking.{key}={value}: is for W&B, and tracking={kind}: want tracking=wandb, or null",
         )
     for name in TRAINED:
-        settings, known = getattr(config, name), settings_in(type(getattr(config, name)))
+        settings = getattr(config, name)
+        known = settings_in(settings.__class__)
         for key in ("final_lr_fraction", "decay_fraction"):
             value, default = getattr(settings, key, None), known[key].default if key in known else None
             yield (

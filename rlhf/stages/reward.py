@@ -111,8 +111,8 @@ def train_reward_model(config: Config, name: str) -> None:
                 with inference(config, device):
                     return evaluate_items(engine, items["dev"], device)
 
-            looks = {"evaluate": evaluate if items["dev"] else None, "settings": settings}
-            train(loop, batches, objective, make_schedule(settings, steps), averages=False, **looks)
+            look, schedule = evaluate if items["dev"] else None, make_schedule(settings, steps)
+            train(loop, batches, objective, schedule, averages=False, evaluate=look, settings=settings)
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
             write_model(model, tokenizer, stage)

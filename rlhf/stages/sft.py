@@ -179,7 +179,7 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
     """Raises: UserError if in a packed row a demonstration's loss depends on the one before it, as it does in models that ignore
     the positions of packed rows.
     """
-    loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), (rows * 2)[:2]
+    loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), [*rows, *rows][:2]
     before, ids = (first["prompt"] + first["response"])[:16], (second["prompt"] + second["response"])[:16]
     found = []
     for start in (before, before[::-1]):
