@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from rlhf.cli import main
 from rlhf.commands.dashboard import SECTIONS, make_specification, make_workspace
@@ -72,9 +74,11 @@ def test_a_pattern_is_exact() -> None:
 
 
 @pytest.fixture
-def no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_account(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
+    yield
+    wandb.teardown()  # it keeps what it read of the environment for later runs of this process
 
 
 def test_offline_the_command_writes_the_specification_and_keeps_a_known_address(
