@@ -42,6 +42,24 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
 # --- two processes -------------------------------------------------------------------------------------------------
 
 
+# Process 0 starts a program, as DeepSpeed starts its compiler, and is killed; the other waits.
+KILLED = """
+import os, signal, subprocess, sys, time
+if os.environ["RANK"] == "0":
+    open(sys.argv[1], "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_has_started_ends_with_the_launch(tmp_path):
+    assert run_processes([KILLED, str(tmp_path / "pid")], 2, module="tests.snippet") == 128 + signal.SIGKILL
+    ended, status = time.monotonic() + 5, Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    while status.exists() and ") Z " not in status.read_text() and time.monotonic() < ended:
+        time.sleep(0.01)
+    assert not status.exists() or ") Z " in status.read_text(), "nobody but init waits for it"
+
+
 # Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
 LISTENING = """
 import os, sys

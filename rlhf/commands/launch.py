@@ -4,6 +4,7 @@ They find each other through the environment variables of torchrun (RANK, WORLD_
 use torchrun (docs/scale.md). Imports neither torch nor hydra.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -45,8 +46,10 @@ def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0
     started = [STARTS.Process(target=_run_module, args=([module, *arguments], given)) for given in each]
     for process in started:
         process.start()
+    code = None
     try:
-        return _wait(started)
+        code = _wait(started)
+        return code
     except KeyboardInterrupt:
         for process in started:
             process.terminate()  # the process ignores a second signal within a second
@@ -59,6 +62,9 @@ def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0
         for process in started:
             process.kill()
             process.join()
+            if code != 0 and process.pid is not None:  # what it started, such as a compiler, would go on
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 @cache
@@ -84,6 +90,7 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
         parent.join()
         os._exit(128 + signal.SIGKILL)
 
+    os.setpgid(0, 0)  # so that its own processes can be ended with it
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
