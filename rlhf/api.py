@@ -1,7 +1,7 @@
 """A run for notebooks: its models, its tokenizer, answers and scores. This module only reads the run."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,8 +200,8 @@ def _dialogues(prompts: Sequence[Prompt]) -> list[list[Any]]:
     from rlhf.data.records import PromptRecord
     from rlhf.system.schemas import check_value
 
-    if isinstance(prompts, str):
-        raise UserError("prompts: got one text: want a list of prompts")
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        raise UserError(f"prompts: got a {type(prompts).__name__}: want a list of prompts")
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
     return [
         check_value(row, PromptRecord, f"prompt {row['id']}", "want a text, or a list of turns").prompt for row in rows

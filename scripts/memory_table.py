@@ -19,7 +19,7 @@ ADAPTERS = ["experiment=align-laptop", "run=adapters"]
 FULL = ["experiment=align", "run=full", "parents.tokenizer=adapters", "parents.pretrain=adapters", "reward.audit=0"]
 SHORT = [
     "sft.epochs=1", "reward.calibration_samples=8", "ppo.episodes=16", "ppo.episodes_per_update=16", "ppo.minibatches=2",
-    "ppo.eval_every=0", "ppo.critic_warmup_updates=0", "rollout.max_new_tokens=48", "evaluate.prompts=8", "data.dev=0.1", "data.test=0.1",
+    "ppo.eval_every=0", "ppo.critic_warmup_updates=0", "rollout.max_new_tokens=48", "evaluate.prompts=8", "data.dev=0.1", "data.test=0.2",
     "threads=1", "tracking.kind=jsonl",
 ]  # fmt: skip
 ROWS = [

@@ -71,6 +71,13 @@ def test_types_are_converted_or_refused():
             compose.compose_config([bad])
 
 
+@pytest.mark.parametrize("text", ["sft.lr=1" + "0" * 400, "sft.lr=" + "[" * 2000])
+def test_a_number_that_is_too_large_and_brackets_without_end_are_one_line(text):
+    with pytest.raises(UserError, match=r"sft\.lr|too large"):
+        words.check_overrides([text])
+        compose.compose_config([text])
+
+
 def test_every_command_has_help_groups_that_exist():
     assert set(cli.HELP_GROUPS) == set(cli.COMMANDS)
     shown: dict[type, set[str]] = {}

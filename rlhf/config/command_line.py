@@ -187,6 +187,8 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
             raise UserError(
                 f"{text!r}: not an override ({first_line(error)}): write key=value, quote odd values"
             ) from None
+        except RecursionError:
+            raise UserError(f"{text[:60]}…: nested too deeply: write key=value") from None
         key, value = override.key_or_group, override.value()
         given[key] = text.partition("=")[2]
         if key in groups and not text.startswith("~"):

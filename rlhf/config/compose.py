@@ -56,6 +56,8 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
         return to_settings(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(unknown_key(error, command) or first_line(error)) from None
+    except OverflowError as error:  # of a number with hundreds of digits
+        raise UserError(first_line(error)) from None
     except RecursionError:
         raise UserError("the YAML files named here include each other in their `defaults`: take one out") from None
     finally:

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from rlhf.model.gpt_config import GPTConfig
+from rlhf.model.gpt_config import SCALING, GPTConfig
 
 Fields = dict[str, Any]
 Entry = tuple[str, tuple[str, ...], "Layout"]  # our name, their names, the layout between them
@@ -216,9 +216,6 @@ def window(c: Any) -> int | None:
         return None
     kinds = getattr(c, "layer_types", None)
     return c.sliding_window if kinds is None or "sliding_attention" in kinds else None
-
-
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of Llama 3.1
 
 
 def read_llama(c: Any) -> Fields:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from rlhf.model.gpt_config import GPTConfig
+from rlhf.model.gpt_config import SCALING, GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
 from rlhf.ops.masked import computed_in
 
@@ -47,9 +47,7 @@ def scale_frequencies(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
 
     Source: Dubey et al. 2024 (the released code, apply_scaling).
     """
-    factor, low, high, context = (
-        scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
+    factor, low, high, context = (scaling[name] for name in SCALING)
     turns = context / (2 * math.pi / frequencies)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / factor + kept * frequencies

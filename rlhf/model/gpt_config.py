@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from rlhf.config.model import BLOCKS, MLPS, NORMS, POSITIONS, default_mlp_width
 
 MOST_LAYERS = 10_000
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of rotary frequencies
 
 
 class GPTConfig(PreTrainedConfig):
@@ -115,6 +116,10 @@ class GPTConfig(PreTrainedConfig):
             problems.append(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         if self.positions == "sinusoidal" and self.width % 2:
             problems.append(f"sinusoidal positions need an even width, not {self.width}")
+        scaling = self.rotary_scaling
+        numbers = [scaling.get(name) for name in SCALING] if isinstance(scaling, dict) else []
+        if scaling is not None and not (numbers and all(isinstance(x, int | float) and x > 0 for x in numbers)):
+            problems.append(f"rotary_scaling={scaling} must have {', '.join(SCALING)}, each above 0")
         for name in ("window", "window_every", "expert_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 problems.append(f"{name}={value} must be 1 or more")

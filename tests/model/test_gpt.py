@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel, attention
 from rlhf.model.attention import SHORT, Attention, attend
 from rlhf.model.convert import from_transformers
+from rlhf.model.gpt_config import SCALING
 from rlhf.model.interface import lm
 from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.presets import preset
@@ -321,3 +322,11 @@ def test_hidden_states_of_some_tokens_of_another_trunk(pair):
     with torch.no_grad():
         found, expected = lm(theirs.base_model).hidden(tokens, KEPT), lm(ours.model).hidden(tokens, KEPT)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "scaling", ["llama3", {"factor": 8.0}, {name: 0 for name in SCALING}, {name: "1" for name in SCALING}]
+)
+def test_a_scaling_that_lacks_a_number_is_refused(scaling):
+    with pytest.raises(ValueError, match=r"rotary_scaling=.* must have factor, low_freq_factor"):
+        GPTConfig(positions="rotary", rotary_scaling=scaling)
