@@ -189,7 +189,10 @@ def start_vllm(described: str, context: int | None, dtype: str, memory: float | 
             f"rollout.engine=vllm: vLLM cannot be imported ({str(error).splitlines()[0]}): install it as docs/vllm.md says, or set "
             "rollout.engine=native"
         ) from None
-    on_gpu = {"gpu_memory_utilization": memory, "enable_sleep_mode": True} if memory is not None else {}
+    if memory is not None:
+        place: dict[str, Any] = {"gpu_memory_utilization": memory, "enable_sleep_mode": True}
+    else:  # vLLM 0.32 on a CPU fails if it divides the prompt of a request with a seed
+        place = {"enforce_eager": True, "enable_chunked_prefill": False}
     external = {"distributed_executor_backend": "external_launcher"} if process_count() > 1 else {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(described, encoding="utf-8")
@@ -199,12 +202,11 @@ def start_vllm(described: str, context: int | None, dtype: str, memory: float | 
                 dtype=dtype,
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                enforce_eager=memory is None,
                 max_model_len=context,
                 tensor_parallel_size=tensor_parallel,
                 disable_log_stats=True,
                 trust_remote_code=False,
-                **on_gpu,
+                **place,
                 **external,
             )
         except (ValueError, NotImplementedError) as error:
