@@ -60,6 +60,21 @@ def test_what_a_killed_process_has_started_ends_with_the_launch(tmp_path):
     assert not status.exists() or ") Z " in status.read_text(), "nobody but init waits for it"
 
 
+CONSOLE = """
+import sys
+from rlhf.__main__ import main
+if __name__ == "__main__":
+    from rlhf.commands.launch import run_processes
+    sys.exit(run_processes(["--version"]))
+"""
+
+
+def test_a_stage_that_the_console_script_starts_says_nothing_of_python(tmp_path):
+    (tmp_path / "console.py").write_text(CONSOLE)
+    done = subprocess.run([sys.executable, tmp_path / "console.py"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"rlhf {rlhf.__version__}\n", "")
+
+
 # Everything that this process listens on, by the kernel's table: 0A is LISTEN; an address is hex, in the machine's byte order.
 LISTENING = """
 import os, sys
