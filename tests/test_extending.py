@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,9 @@ def test_a_loop_of_ones_own_trains_as_the_stage_does(copy_until, files):  # noqa
     given = dict(word.split("=", 1) for word in (*run.overrides, *more) if word != "tracking=jsonl")
     values = {key: yaml.safe_load(text) for key, text in given.items() if key != "experiment"}
     mine = rlhf.Run(run.name, runs_dir=run.runs_dir, experiment="gold", **values, **{"tracking.kind": "jsonl"})
-    space: dict = {"__name__": "loop"}
-    exec(files["loop.py"], space)
+    loop = runpy.run_path("loop.py")
     (run.folder / "ppo").rename(run.folder / "stage")
-    space["train"](mine)
+    loop["train"](mine)
     found = load_file(run.folder / "ppo" / "model" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     assert len(mine.sample(["What colour is snow?"], max_new_tokens=4)) == 1, "a stage like any other"
