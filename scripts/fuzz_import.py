@@ -34,7 +34,7 @@ DAMAGED = 0.8  # of the rows
 LONGEST_IMPORT = 300  # seconds
 MARKER = re.compile(rb"mk\d{4}x\d{5}z")
 BLANK = b" \t\r"  # a line of nothing else is no row
-KINDS = [(name, suffix) for name in GOOD for suffix in ("jsonl", "json") if name != "tasks_csv"]
+KINDS = [(name, suffix) for name in GOOD for suffix in ("jsonl", "json")]
 KINDS += [(name, "csv") for name in FLAT]
 
 

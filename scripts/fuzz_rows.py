@@ -96,8 +96,6 @@ def _native(m: str) -> dict[str, Any]:
     return row | {"created": "2026-05-01T10:00:00Z", "metadata": {"user": m, "group": m}}
 
 
-ABOUT = '{"responses": {"a": {"policy": "p"}, "b": {"policy": "p"}}}'
-TASKS = {"winner": "left", "labeler": "kim", "ids": "a b", "about": ABOUT}
 GOOD: dict[str, Callable[[str], dict[str, Any]]] = {
     "native": _native,
     "native demonstration": lambda m: {"kind": "demonstration", "prompt": f"Say {m}.", "response": "Yes."},
@@ -125,9 +123,8 @@ GOOD: dict[str, Callable[[str], dict[str, Any]]] = {
     "mt_bench": lambda m: {"question_id": 81, "category": "c", "turns": [f"Say {m}.", "Say b."]},
     "argilla": _argilla,
     "label_studio": _label_studio,
-    "tasks_csv": lambda m: {"item": m, "prompt": f"Say {m}.", "left": "Yes.", "right": "No."} | TASKS,
 }  # fmt: skip
-FLAT = ("trl", "pairs", "alpaca", "kto", "question_answer", "tasks_csv")  # their rows are as good in CSV
+FLAT = ("trl", "pairs", "alpaca", "kto", "question_answer")  # their rows are as good in CSV
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

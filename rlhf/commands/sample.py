@@ -60,8 +60,7 @@ def run(config: Config) -> None:
         # 2. Write
         with replaced(out) as temporary:
             files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
-            most = max(len(task.responses) for task in tasks)
-            step = next_step(out, settings.tool, settings.interface, most)
+            step = next_step(out, settings.tool)
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
             counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count}
             counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}

@@ -82,7 +82,7 @@ class SampleConfig:
     turn: str = setting("last", "turn of a dialogue that is answered", choices=("last", "random"))
     responses: int = setting(4, "responses per prompt, K", min=1, max=100)
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
-    tool: str = setting("native", "tool the tasks are written for", choices=("native", "label_studio", "csv"))
+    tool: str = setting("native", "tool the tasks are written for", choices=("native", "label_studio"))
     interface: str = setting("ranker", "tasks of a pair, or of a prompt", choices=("pairwise", "ranker"))
     out: str | None = setting(None, "output folder; none: runs/<run>/sample")
 

@@ -20,7 +20,7 @@ from rlhf.system.terminal import one_line
 
 TEXT_SUFFIXES = (".txt",)
 ROW_SUFFIXES = (".jsonl", ".json")
-TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".xls", ".ods", ".parquet", ".arrow")
+TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".parquet", ".arrow")
 RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
 MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held in memory

@@ -1,4 +1,4 @@
-"""Tables as rows: CSV by csv, Parquet and Arrow by pyarrow, spreadsheets (.xlsx, .xls, .ods) by calamine.
+"""Tables as rows: CSV by csv, Parquet and Arrow by pyarrow, spreadsheets (.xlsx) by calamine. An empty line is no row.
 
 Calamine stores a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells far
 apart can use all memory. A workbook is therefore measured before it is opened: its unpacked size, and the block of its
@@ -28,7 +28,6 @@ _BATCH = 64  # rows of Parquet and Arrow converted at a time
 MAX_UNPACKED_BYTES = 1 << 29  # of all parts of one file together
 MAX_CELLS = 20_000_000  # of the block of a sheet's cells
 _CELL = re.compile(rb'(?:\w+:)?c [^>]*?\br="([A-Z]{1,3})(\d{1,7})"')
-_REPEATED = re.compile(rb'number-(?:rows|columns)-repeated="(\d{1,9})"')
 
 
 def check_header(cells: Sequence[Any], place: str) -> list[str]:
@@ -189,48 +188,32 @@ def read_columns(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
 # --- spreadsheets ---------------------------------------------------------------------------------------------------
 
 
-def _measure(file: IO[bytes]) -> tuple[int, int, list[int]]:
-    """The last row and column of the cells in a part of a workbook, and in .xlsx all rows that have cells, with a value or
-    without.
-
-    In .ods rows and cells that repeat count as often as they say, up to the last value; all sheets count as one.
-    """
-    rows: dict[int, None] = {}
-    row = column = last_row = last_column = 0
+def _measure(file: IO[bytes]) -> int:
+    """The cells of the block from the first row and column to the last ones that a sheet names."""
+    rows = columns = 0
     rest = b""
     while chunk := file.read(1 << 20):
         *tags, rest = (rest + chunk).split(b"<")
-        for tag in tags:
-            if match := _CELL.match(tag):
-                last_column = max(last_column, reduce(lambda n, letter: n * 26 + letter - 64, match[1], 0))
-                rows[int(match[2])] = None
-            elif tag.startswith((b"table:table-row", b"table:table-cell", b"table:covered-table-cell")):
-                repeats = int(match[1]) if (match := _REPEATED.search(tag)) else 1
-                row, column = (row + repeats, 0) if tag.startswith(b"table:table-row") else (row, column + repeats)
-                if b"value-type" in tag:
-                    last_row, last_column = row, max(last_column, column)
-    return max(last_row, *rows, 0), last_column, list(rows)
+        for match in filter(None, map(_CELL.match, tags)):
+            rows = max(rows, int(match[2]))
+            columns = max(columns, reduce(lambda n, letter: n * 26 + letter - 64, match[1], 0))
+    return rows * columns
 
 
-def _check_size(path: Path, name: str) -> dict[str, list[int]]:
-    """The rows with cells of each part, after a check of the sizes, since a small file can unpack to any size.
-
-    Raises: UserError.
-    """
-    stored: dict[str, list[int]] = {}
+def _check_size(path: Path, name: str) -> None:
+    """Raises: UserError for a workbook that is too large, since a small file can unpack to any size."""
     with zipfile.ZipFile(path) as archive:
         if sum(part.file_size for part in archive.infolist()) > MAX_UNPACKED_BYTES:
             raise UserError(f"{name}: unpacks to more than {MAX_UNPACKED_BYTES >> 20} MB: export the sheet as CSV")
         if (damaged := archive.testzip()) is not None:  # also one that is larger than it says
             raise zipfile.BadZipFile(f"{damaged} is damaged")
         for part in archive.namelist():
-            if part == "content.xml" or part.startswith("xl/worksheets/"):
+            if part.startswith("xl/worksheets/"):
                 with archive.open(part) as opened:
-                    rows, columns, stored[part] = _measure(opened)
-                if rows * columns > MAX_CELLS:
-                    span = f"{rows} rows x {columns} columns, above {MAX_CELLS} cells"
-                    raise UserError(f"{name}: its cells span {span}: delete stray cells or export it as CSV")
-    return stored
+                    cells = _measure(opened)
+                if cells > MAX_CELLS:
+                    span = f"{cells:,} cells, above {MAX_CELLS:,}"
+                    raise UserError(f"{name}: a sheet spans {span}: delete stray cells or export it as CSV")
 
 
 def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
@@ -241,16 +224,14 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
     from python_calamine import CalamineWorkbook
 
     try:
-        stored = {} if path.suffix.lower() == ".xls" else _check_size(path, name)
+        _check_size(path, name)
         with CalamineWorkbook.from_path(str(path)) as book:
             names = list(book.sheet_names)
             chosen = reading.sheet if reading.sheet is not None else names[0] if names else None
             if chosen not in names:
                 raise UserError(f"sheet={chosen}: {name} has no such sheet: it has {', '.join(names) or 'none'}")
             reading.note = f'sheet "{chosen}" of {len(names)}'
-            part = f"xl/worksheets/sheet{names.index(chosen) + 1}.xml"
-            rows = _filled_rows(book.get_sheet_by_name(chosen), stored.get(part, []))
-            yield from _under_header(rows, f'{name}, sheet "{chosen}"')
+            yield from _sheet_rows(book.get_sheet_by_name(chosen), f'{name}, sheet "{chosen}"')
     except (UserError, GeneratorExit):
         raise
     except BaseException as error:
@@ -263,32 +244,20 @@ def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
         ) from error
 
 
-def _filled_rows(sheet: Any, stored: list[int]) -> Iterator[tuple[int, list[Any]]]:
-    """(number as the program shows it, cells). Spreadsheets have one kind of number: whole ones become int.
-
-    Empty rows after the last value are included if the file stores cells for them, such as formatted ones.
-    """
-    line = 0
-    for line, values in enumerate(sheet.iter_rows(), start=1):
-        yield (
-            line,
-            [
-                int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-                for value in (None if value == "" else value for value in values)
-            ],
-        )
-    yield from ((after, []) for after in stored if after > line)
-
-
-def _under_header(rows: Iterator[tuple[int, list[Any]]], place: str) -> Iterator[Row]:
+def _sheet_rows(sheet: Any, place: str) -> Iterator[Row]:
+    """The rows with the line that the program shows. Spreadsheets have one kind of number: whole ones become int."""
     header: list[str] = []
-    first_row = 0
-    for line, cells in rows:
-        if header:
-            if any(cell is not None for cell in cells[len(header) :]):
-                raise UserError(f"{place}:{line}: a cell beyond the last column that has a name: name its column")
-            filled = [*cells, *[None] * len(header)]
-            yield Row(line, {key: plain(cell) for key, cell in zip(header, filled, strict=False)}, line - first_row)
-        elif any(cell is not None for cell in cells):
-            last = max(i for i, cell in enumerate(cells) if cell is not None)
-            header, first_row = check_header(cells[: last + 1], f"{place}:{line}"), line
+    number = 0
+    for line, values in enumerate(sheet.iter_rows(), start=1):
+        cells = [int(x) if isinstance(x, float) and x.is_integer() and abs(x) < 2**53 else x for x in values]
+        filled = [i for i, cell in enumerate(cells) if cell not in ("", None)]
+        if not filled:
+            continue
+        if not header:
+            header = check_header(cells[: filled[-1] + 1], f"{place}:{line}")
+            continue
+        if filled[-1] >= len(header):
+            raise UserError(f"{place}:{line}: a cell beyond the last column that has a name: name its column")
+        number += 1
+        row = zip(header, [*cells, *[None] * len(header)], strict=False)
+        yield Row(line, {key: None if cell == "" else plain(cell) for key, cell in row}, number)

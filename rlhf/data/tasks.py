@@ -3,10 +3,8 @@
 A task is a `Ranking` whose `ranking` is None, with the responses in the order in which a labeler will see them.
 """
 
-import csv
 import json
 import random
-import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -19,8 +17,6 @@ RANK = "rank"  # the control's name in Label Studio, which exports contain
 BETTER = "better"
 EQUAL = "equal"
 EQUALLY_GOOD = "equally good"
-# A spreadsheet reads such a cell as a formula, and may run it; apostrophes count, so that `unguarded` is exact.
-_FORMULA = re.compile(r"'*[\s\x00-\x1f\u200b\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
 def shuffle_responses(task: Ranking, seed: int) -> Ranking:
@@ -115,84 +111,29 @@ def label_studio_config(interface: str) -> str:
 """
 
 
-# --- CSV -------------------------------------------------------------------------------------------------------------
-
-
-def csv_rows(tasks: Sequence[Ranking], interface: str, seed: int) -> Iterator[dict[str, str]]:
-    """Rows with empty cells for a labeler to fill: `score_1` … `score_K` (ranker), or `winner` per pair (pairwise).
-
-    `ids` names the responses in their order; `about` is JSON with the data that labelers do not see, short, since
-    spreadsheets cut long cells.
-    """
-    most = max((len(task.responses) for task in tasks), default=0)
-    for task in tasks:
-        prompt = shown_prompt(task.prompt)
-        rows: list[tuple[list[RankedResponse], dict[str, str]]] = []
-        if interface == "ranker":
-            texts = [r.text for r in task.responses] + [""] * (most - len(task.responses))
-            cells = {f"response_{n}": text for n, text in enumerate(texts, 1)}
-            rows.append((task.responses, cells | {f"score_{n}": "" for n in range(1, most + 1)}))
-        else:
-            for left, right in pairs_of(task, seed):
-                sides = [task.responses[left], task.responses[right]]
-                rows.append((sides, {"left": sides[0].text, "right": sides[1].text, "winner": ""}))
-        for responses, cells in rows:
-            unseen = _unseen(task, responses)
-            about = {"responses": unseen["about"], "metadata": unseen["metadata"]}
-            if unseen["dialogue"] != [{"role": "user", "content": prompt}]:
-                about = {"dialogue": unseen["dialogue"]} | about
-            ids, hidden = " ".join(r.id for r in responses), json.dumps(about, ensure_ascii=False)
-            yield {"item": task.id, "prompt": prompt} | cells | {"labeler": "", "ids": ids, "about": hidden}
-
-
-def guarded(cell: str) -> str:
-    """The cell, with an apostrophe in front if a spreadsheet would read it as a formula."""
-    return f"'{cell}" if _FORMULA.match(cell) else cell
-
-
-def unguarded(cell: str) -> str:
-    """The original cell of `guarded`."""
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell[1:]) else cell
-
-
 # --- writing -------------------------------------------------------------------------------------------------------------
 
 
 def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> tuple[list[str], int]:
-    """Write tasks for `tool` (native, label_studio, csv) into a folder: the files' names and the number of tasks."""
+    """Write tasks for `tool` (native, label_studio) into a folder: the files' names and the number of tasks."""
     if tool == "native":
         return ["tasks.jsonl"], write_jsonl(folder / "tasks.jsonl", (task.model_dump(mode="json") for task in tasks))
-    if tool == "csv":
-        cells = list(csv_rows(tasks, interface, seed))
-        # with a byte order mark, by which spreadsheets recognise UTF-8
-        with (folder / "tasks.csv").open("w", encoding="utf-8-sig", newline="") as file:
-            writer = csv.DictWriter(file, list(cells[0]))
-            writer.writeheader()
-            writer.writerows({name: guarded(cell) for name, cell in row.items()} for row in cells)
-        return ["tasks.csv"], len(cells)
     rows = [row for task in tasks for row in label_studio_tasks(task, interface, seed)]
     (folder / "tasks.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     (folder / "config.xml").write_text(label_studio_config(interface), encoding="utf-8")
     return ["tasks.json", "config.xml"], len(rows)
 
 
-def next_step(folder: Path, tool: str, interface: str, most: int) -> str:
-    """What to do with the files: one paragraph for README.md and the screen. `most` is the largest K."""
+def next_step(folder: Path, tool: str) -> str:
+    """What to do with the files: one paragraph for README.md and the screen."""
     out = f"{folder}-imported"
     if tool == "native":
         return (
             "Fill in `ranking` (response ids, best first, a tie as an inner list) and `labeler` in every line of "
             f"tasks.jsonl, then: rlhf import path={folder}/tasks.jsonl out={out}"
         )
-    if tool == "label_studio":
-        return (
-            "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, and import "
-            "tasks.json. When the labelers are done, export as JSON, then: "
-            f"rlhf import path=export.json format=label_studio out={out}"
-        )
-    scores = "score_1 and score_2" if most == 2 else f"score_1 to score_{most}"
-    fill = f"{scores} (higher is better, equal is a tie)" if interface == "ranker" else "`winner` (left, right or tie)"
     return (
-        f"Fill in {fill} and `labeler` in tasks.csv, with all columns opened as text, and leave the other columns as they "
-        f"are, then: rlhf import path={folder}/tasks.csv format=tasks_csv out={out}"
+        "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, and import "
+        "tasks.json. When the labelers are done, export as JSON, then: "
+        f"rlhf import path=export.json format=label_studio out={out}"
     )

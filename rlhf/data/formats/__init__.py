@@ -54,11 +54,8 @@ _TABLE: dict[Any, dict[str, str]] = {
         "oasst_messages": "keys message_id, parent_id, text, role, rank: one message of a tree per row; "
         "rows are counted as trees",
     },
-    argilla: {"argilla": "keys fields and responses, or question.responses with question.responses.users"},
-    label_studio: {
-        "label_studio": "keys data and annotations (an export), or data (a task)",
-        "tasks_csv": "a table of rlhf sample: item, prompt, labeler, ids, about, and winner or score_1 …",
-    },
+    argilla: {"argilla": "keys fields and responses"},
+    label_studio: {"label_studio": "keys data and annotations (an export), or data (a task)"},
 }
 FORMATS = {
     "native": Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", lambda row: [dict(row)]),
@@ -81,9 +78,7 @@ def recognise(row: Values) -> str | None:
             return "label_studio"
         case {"prompt": _, "answer1": _, "answer2": _} if len(row) == 3 + ("id" in row):  # its pairwise template
             return "label_studio"
-        case {"item": _, "ids": _, "about": _, "winner": _} | {"item": _, "ids": _, "about": _, "score_1": _}:
-            return "tasks_csv"
-        case _ if argilla.has_answers(row):
+        case {"fields": dict(), "responses": list() | dict()}:
             return "argilla"
         case {"prompt": {"text": _, "replies": _}} | {"text": str(), "role": _, "replies": list()}:
             return "oasst"

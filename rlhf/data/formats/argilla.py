@@ -1,8 +1,6 @@
-"""Argilla's exports: fields that annotators saw, and each annotator's answers to the questions about them.
+"""Argilla's records: the `fields` that annotators saw, and under `responses` each annotator's answers to the questions about them.
 
-Two forms are read: records with `fields` and `responses`, and the flat rows of its data sets, with the columns
-`question.responses`, `question.responses.users`, `question.responses.status`. An export states neither the role of a field
-nor the kind of a question, so their names decide:
+An export states neither the role of a field nor the kind of a question, so their names decide:
 
 - fields named response, reply, answer, completion, output, generation or summary, perhaps followed by a number or a letter,
   are the responses; a field with a chat is the prompt's turns, and its last answer the response if no field is one; all
@@ -43,44 +41,14 @@ _RESPONSE = re.compile(
 )
 _CHOICE = re.compile(r"best|better|choose|choice|prefer|chosen", re.I)
 _COMMENT = re.compile(r"comment|feedback|expla|reason|rationale|note|correct|critique|text", re.I)
-_OWN = ("id", "external_id", "_server_id", "status", "metadata", "vectors", "suggestions", "inserted_at", "updated_at")
 
 
-def flat_answers(row: Values, key: str) -> list[dict[str, Any]] | None:
-    """The answers under one key of a flat row; None if the key is no question."""
-    values = row[key]
-    if not key.endswith(".responses") or f"{key}.users" not in row or not isinstance(values, list):
-        return None
-    status = row.get(f"{key}.status") or [None] * len(values)
-    columns = zip(values, row[f"{key}.users"], status, strict=True)
-    return [{"value": value, "user_id": user, "status": stated} for value, user, stated in columns]
+def _annotators(responses: Any) -> list[dict[str, Any]]:
+    """What each annotator gave for a record: labeler, status, created, and the answers by question.
 
-
-def has_answers(row: Values) -> bool:
-    if isinstance(row.get("fields"), dict) and isinstance(row.get("responses"), list | dict):
-        return True
-    return any(key.endswith(".responses") and f"{key}.users" in row for key in row)
-
-
-def _read(row: Values) -> tuple[dict[str, Any], list[tuple[str, list[Any]]], dict[str, Any]]:
-    """The fields, (question, answers) pairs, and what else the row has; answers that name their questions are under ""."""
-    if "fields" in row:
-        given = row.get("responses") or []
-        questions = list(given.items()) if isinstance(given, dict) else [("", given)]
-        return row["fields"], questions, other_keys(row, "fields", "responses")
-    found = {key: answers for key in row if (answers := flat_answers(row, key)) is not None}
-    used = {part for key in found for part in (key, f"{key}.users", f"{key}.status")}
-    fields = {
-        key: value
-        for key, value in other_keys(row, *used, *_OWN).items()
-        if (isinstance(value, str) or is_chat(value))
-        and not re.search(r"[.-]suggestion([.-]|$)|^(metadata|vectors)\.", key)
-    }
-    return fields, [(key.removesuffix(".responses"), found[key]) for key in found], other_keys(row, *used, *fields)
-
-
-def _annotators(questions: list[tuple[str, list[Any]]]) -> list[dict[str, Any]]:
-    """What each annotator gave for a record: labeler, status, created, and the answers by question."""
+    responses: a list with an annotator's answers each, or by question the annotators' answers.
+    """
+    questions = responses.items() if isinstance(responses, dict) else [("", responses or [])]
     annotators: dict[Any, dict[str, Any]] = {}  # by name, else by position
     for question, answers in questions:
         for i, answer in enumerate(answers):
@@ -184,10 +152,10 @@ def _judgements(answers: Values, responses: Mapping[str, str]) -> Iterator[dict[
 
 def from_argilla(row: Values) -> Iterator[dict[str, Any]]:
     """One record for each annotator and question that judges; the answers are kept under `metadata.answers`."""
-    fields, questions, about = _read(row)
-    prompt, responses, rest = _prompt_and_responses(fields)
+    prompt, responses, rest = _prompt_and_responses(row["fields"])
+    about = other_keys(row, "fields", "responses")
     records, left_out = [], []
-    for annotator in _annotators(questions):
+    for annotator in _annotators(row.get("responses")):
         created, answers = annotator.pop("created"), annotator["answers"]
         made = list(_judgements(answers, responses)) if annotator["status"] == "submitted" else []
         left_out += [] if made else [annotator]

@@ -187,20 +187,6 @@ ARGILLA_2 = {
     "vectors": {},
     "_server_id": "s-2",
 }
-ARGILLA_FLAT_2 = {
-    "id": "rec-3",
-    "status": "completed",
-    "_server_id": "s-3",
-    "prompt": "Name a colour.",
-    "reply_a": "Blue.",
-    "reply_b": "Tree.",
-    "better.responses": ["b", "tie"],
-    "better.responses.users": ["u-1", "u-2"],
-    "better.responses.status": ["submitted", "submitted"],
-    "better.suggestion": "a",
-    "better.suggestion.score": None,
-    "better.suggestion.agent": None,
-}
 
 SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds of its records
     ("native", {"kind": "demonstration", "prompt": "Hi", "response": "Hello"}, ["demonstration"]),
@@ -254,5 +240,4 @@ SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds o
     ("mt_bench", MT_BENCH, ["prompt"]),
     ("argilla", ARGILLA_1, ["ranking", "ranking"]),
     ("argilla", ARGILLA_2, ["ranking", "ranking"]),
-    ("argilla", ARGILLA_FLAT_2, ["ranking", "ranking"]),
 ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Argilla's exports: every annotator's answer, in the nested and the flat form."""
+"""Argilla's exports: every annotator's answer."""
 
 import pytest
 
-from tests.data.importers.samples import ARGILLA_1, ARGILLA_2, ARGILLA_FLAT_2, USER, answer, turns
+from tests.data.importers.samples import ARGILLA_1, ARGILLA_2, USER, answer, turns
 
 TWO = {"prompt": "Hi", "response-1": "a", "response-2": "b"}
 THREE = TWO | {"response-3": "c"}
@@ -35,13 +35,6 @@ def test_ratings_and_flags_of_one_response(load):
     assert second.ratings == {"response": 2} and second.flags == {"response": ["too short"]}
     assert first.metadata["record"]["suggestions"] == {"quality": {"value": 3, "score": None, "agent": "m-1"}}
     assert first.pair_list() == [] and first.ranking is None
-
-
-def test_flat_rows(load):
-    first, second = load("argilla", ARGILLA_FLAT_2)
-    assert first.ranking == [["reply_b"], ["reply_a"]] and (first.labeler, second.labeler) == ("u-1", "u-2")
-    assert second.ranking == [["reply_a", "reply_b"]]  # tie
-    assert first.metadata["record"]["better.suggestion"] == "a" and first.id == "rec-3.0"
 
 
 @pytest.mark.parametrize(

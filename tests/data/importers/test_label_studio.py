@@ -141,7 +141,7 @@ def test_one_response_keeps_its_rating_and_flags_and_gives_no_pair():
 # --- one annotation --------------------------------------------------------------------------------------------------
 
 TWO = {"prompt": "Which?", "answer1": "One.", "answer2": "Two."}
-MANY = {"prompt": "Which?", "items": [{"id": n, "body": n.upper()} for n in "abc"]}
+MANY = {"prompt": "Which?", "responses": [{"id": n, "body": n.upper()} for n in "abc"]}
 
 
 def result(kind: str, value: Any, name: str = "control", to: str = "prompt") -> dict[str, Any]:
@@ -207,22 +207,24 @@ def test_scores_beyond_seven_rank_and_are_kept_apart():
     assert record.metadata["scores"] == {"answer1": 10, "answer2": 3}
 
 
-def test_a_ranker_orders_a_list_and_buckets_become_flags():
+def test_a_ranker_orders_a_list():
     [record] = convert(task(MANY, result("ranker", {"ranker": {"rank": ["c", "a"]}}, "rank", "items")))
     assert record.ranking == [["c"], ["a"]] and record.ranks() == [1, -1, 0]
-    [record] = convert(task(MANY, result("ranker", {"ranker": {"_": ["a"], "good": ["c"], "bad": ["b"]}}, "rank")))
-    assert record.ranking is None and record.flags == {"c": ["good"], "b": ["bad"]}
+    buckets = task(
+        MANY, result("ranker", {"ranker": {"good": ["c"], "bad": ["b"]}}, "rank")
+    )  # an export gives them no order
+    with pytest.raises(BadRow, match="want a ranking"):
+        convert(buckets)
 
 
 @pytest.mark.parametrize(
     ("data", "ids"),
     [
         ({"question": "Q", "response_a": "x", "response_b": "y"}, ["response_a", "response_b"]),
-        ({"query": "Q", "output 10": "z", "output 1": "x", "output 2": "y"}, ["output 1", "output 2", "output 10"]),
-        ({"text": "Q", "right": "y", "left": "x"}, ["left", "right"]),
-        ({"Prompt": "Q", "responses": ["x", "y", "z"]}, ["1", "2", "3"]),
-        ({"topic": "Q", "items": [{"id": "m", "body": "x"}, {"id": 5, "text": "y"}]}, ["m", "5"]),
-        ({"messages": [{"role": "user", "content": "Q"}], "answer": "x"}, ["answer"]),
+        ({"prompt": "Q", "answer10": "z", "answer1": "x", "answer2": "y"}, ["answer1", "answer2", "answer10"]),
+        ({"prompt": "Q", "responses": ["x", "y", "z"]}, ["1", "2", "3"]),
+        ({"prompt": "Q", "responses": [{"id": "m", "body": "x"}, {"id": 5, "text": "y"}]}, ["m", "5"]),
+        ({"instruction": [{"role": "user", "content": "Q"}], "answer": "x"}, ["answer"]),
     ],
 )
 def test_the_keys_of_a_foreign_task(data, ids):

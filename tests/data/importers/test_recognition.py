@@ -31,7 +31,7 @@ def test_a_row_is_recognised(write_jsonl, format, row, kinds):
 
 
 def test_every_format_of_rows_has_a_sample():
-    of_other_tests = {"table", "label_studio", "tasks_csv"}  # columns that the user names; tasks of a labelling round
+    of_other_tests = {"table", "label_studio"}  # columns that the user names; tasks of a labelling round
     assert {format for format, *_ in SAMPLES} == set(FORMATS) - of_other_tests
 
 
