@@ -1,15 +1,17 @@
-"""Kill one of two ranks with SIGKILL at random moments, under ZeRO-2 and ZeRO-3: reward model, PPO, PPO with LoRA.
+"""Kill a rank with SIGKILL at random moments: reward model, PPO, PPO with LoRA on two ranks of ZeRO-2 and ZeRO-3; PPO with vLLM.
 
     python scripts/kill_ranks.py OUT [only=TEXT] [kills=20] [seed=0]
 
-`kills` of each ZeRO stage are shared by its ways (only: those whose name contains TEXT, as "zero3" or "ppo zero2"). Of each way one run
-is not disturbed; in the other, launches are killed and started again until the kills are used up, then it may finish. After each kill the
-launcher must have ended with 137, no process of the launch may live and none of its ports listen; at the end all losses must equal those
-of the undisturbed run to 1e-5. Prints a table and writes OUT/kills.json; if it is stopped, the same command continues with the next kill.
-The exit code is 1 if anything differs. A run of two layers, on the CPU, without a GPU.
+`kills` of ZeRO-2, of ZeRO-3 and of vLLM are shared by the ways of each (only: those whose name contains TEXT, as "zero3" or "ppo zero2").
+Those with vLLM need its environment (`make .venv-vllm/ready`, then .venv-vllm/bin/python). Of each way one run is not disturbed; in the
+other, launches are killed and started again until the kills are used up, then it may finish. After each kill the launcher must have
+ended with 137, no process of the launch may live and none of its ports listen; at the end all losses must equal those of the undisturbed
+run to 1e-5. Prints a table and writes OUT/kills.json; if it is stopped, the same command continues with the next kill. The exit code is
+1 if anything differs. A run of two layers, on the CPU, without a GPU.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -18,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ WAYS = {
     "reward zero2": ("reward", "deepspeed=zero2"), "ppo zero2": ("ppo", "deepspeed=zero2"),
     "ppo zero2 lora": ("ppo", "deepspeed=zero2", "lora.rank=4"),  # adapters do not go with ZeRO-3
     "reward zero3": ("reward", "deepspeed=zero3"), "ppo zero3": ("ppo", "deepspeed=zero3"),
+    "ppo vllm": ("ppo", "rollout.engine=vllm"), "ppo vllm lora": ("ppo", "rollout.engine=vllm", "lora.rank=4"),
 }  # fmt: skip
 LAUNCH = (
     "import sys; from rlhf.commands.launch import run_processes; sys.exit(run_processes(sys.argv[1:], 2, threads=1))"
@@ -39,27 +42,48 @@ SHORT = ("checkpoints.every_seconds=0", "reward.epochs=1", "reward.audit=0", "pp
 TOLERANCE, PATIENCE = 1e-5, 300.0
 
 
-def launch(way: str, home: Path) -> subprocess.Popen:
-    """Two ranks of a stage in a session of their own."""
-    stage, *more = WAYS[way]
-    words = [stage, "--shared-settings", *SMALL, "runs_dir=runs", "run=small", *SHORT, *more]
-    with (home / "log.txt").open("a", encoding="utf-8") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *words], cwd=home, stdout=log, stderr=log, start_new_session=True
+class Launch(subprocess.Popen):
+    """A stage in a session of its own: a launcher and its two ranks, or with vLLM one process."""
+
+    def __init__(self, way: str, home: Path):
+        self.ranks, self.mark = 1 if "vllm" in way else 2, f"RLHF_KILL_RANKS={home}"
+        stage, *more = WAYS[way]
+        words = [stage, "--shared-settings", *SMALL, "runs_dir=runs", "run=small", *SHORT, *more]
+        start, environment = ["-m", "rlhf"] if self.ranks == 1 else ["-c", LAUNCH], dict([self.mark.split("=", 1)])
+        with (home / "log.txt").open("a", encoding="utf-8") as log:
+            super().__init__(
+                [sys.executable, *start, *words], cwd=home, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | environment,
+            )  # fmt: skip
+
+    def processes(self) -> dict[int, int]:
+        """{process: its parent} of its session, or with its environment; zombies left out."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                state, parent, _, session, *_ = (path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                marked = f"{self.mark}\0".encode() in (path / "environ").read_bytes()
+            except OSError:
+                continue
+            if (marked or int(session) == self.pid) and state != "Z":
+                found[int(path.name)] = int(parent)
+        return found
+
+    def running_ranks(self) -> list[int]:
+        """The ranks: what the launcher's server of processes has forked."""
+        parents = self.processes()
+        one = self.pid if self.ranks == 1 else None
+        return sorted(
+            pid for pid, parent in parents.items() if pid == one or (one is None and parents.get(parent) == self.pid)
         )
 
-
-def of_session(session: int) -> dict[int, int]:
-    """{process: its parent} of a session, zombies left out."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, _, of = path.read_text(encoding="utf-8").rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(of) == session and state != "Z":
-            found[int(path.parent.name)] = int(parent)
-    return found
+    def ports(self) -> set[str]:
+        """The addresses at which its processes listen."""
+        sockets, found = listening(), set[str]()
+        for handle in [handle for pid in self.processes() for handle in Path(f"/proc/{pid}/fd").glob("*")]:
+            with contextlib.suppress(OSError):
+                found.add(sockets.get(os.readlink(handle).removeprefix("socket:[").rstrip("]"), ""))
+        return found - {""}
 
 
 def listening() -> dict[str, str]:
@@ -72,21 +96,13 @@ def listening() -> dict[str, str]:
     return {row[9]: row[1] for row in rows if row[3] == "0A"}
 
 
-def ports_of(session: int) -> set[str]:
-    """The addresses at which a session's processes listen."""
-    sockets = listening()
-    handles = [handle for pid in of_session(session) for handle in Path(f"/proc/{pid}/fd").glob("*")]
-    found = set()
-    for handle in handles:
+def commands(processes: Iterable[int]) -> list[str]:
+    """The beginnings of their command lines."""
+    found = []
+    for pid in processes:
         with contextlib.suppress(OSError):
-            found.add(sockets.get(os.readlink(handle).removeprefix("socket:[").rstrip("]"), ""))
-    return found - {""}
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """The ranks: what the launcher's server of processes has forked."""
-    parents = of_session(launcher)
-    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == launcher)
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80])
+    return found
 
 
 def lines_of(folder: Path) -> int:
@@ -96,35 +112,37 @@ def lines_of(folder: Path) -> int:
 def kill_once(way: str, home: Path, chance: random.Random, seconds: float, in_training: bool) -> dict[str, Any] | None:
     """Launch and kill one rank; a record of the kill with the promises it broke, or None if the stage ended first."""
     folder = home / "runs" / "small" / WAYS[way][0]
-    process, begun, done = launch(way, home), time.monotonic(), lines_of(folder)
+    process, begun, done = Launch(way, home), time.monotonic(), lines_of(folder)
     until = begun + PATIENCE
     while process.poll() is None and time.monotonic() < until and in_training and lines_of(folder) <= done:
         time.sleep(0.01)
     moment = time.monotonic() + chance.uniform(0.0, 2.0 if in_training else seconds)
-    while process.poll() is None and (time.monotonic() < moment or len(ranks_of(process.pid)) < 2):
+    while process.poll() is None and (time.monotonic() < moment or len(process.running_ranks()) < process.ranks):
         time.sleep(0.01)
     if process.poll() == 0:
         return None
-    victim = chance.choice(ranks_of(process.pid) or [0])
+    victim = chance.choice(process.running_ranks() or [0])
     if not victim and process.wait(60) == 0:
         return None
     if not victim:
         sys.exit(f"{way}: the launch ended by itself, see {home / 'log.txt'}")
-    broken, ports = list[str](), ports_of(process.pid)
+    broken, ports = list[str](), process.ports()
     os.kill(victim, signal.SIGKILL)
     after = time.monotonic() - begun
     try:
         code = process.wait(60)
     except subprocess.TimeoutExpired:
         code = -1
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     if code == 0:  # the rank had done its work
         return None
-    broken += [] if code == 137 else [f"the launcher ended with {code}"]
+    broken += [] if code in (137, -9) else [f"the launcher ended with {code}"]
     time.sleep(0.5)
-    broken += [f"{len(left)} processes are left"] if (left := of_session(process.pid)) else []
+    broken += [f"{len(left)} processes are left: {commands(left)}"] if (left := process.processes()) else []
     broken += [f"still listening at {sorted(held)}"] if (held := ports & set(listening().values())) else []
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
     return {"way": way, "after_s": round(after, 2), "steps_done": lines_of(folder), "broken": broken}
 
 
@@ -151,7 +169,7 @@ def run_way(way: str, out: Path, kills: int, seed: int, found: dict[str, Any], k
             shutil.copytree(out / "base", home)
             shutil.rmtree(home / "runs" / "small" / stage, ignore_errors=True)
         begun = time.monotonic()
-        if code := launch(way, homes[0]).wait(PATIENCE):
+        if code := Launch(way, homes[0]).wait(PATIENCE):
             sys.exit(f"{way}: ended with {code}, see {homes[0] / 'log.txt'}")
         found["undisturbed_s"] = round(time.monotonic() - begun, 1)
         keep()
@@ -167,7 +185,7 @@ def run_way(way: str, out: Path, kills: int, seed: int, found: dict[str, Any], k
         keep()
         told = f"{way}: killed after {hit['after_s']} s with {hit['steps_done']} steps done"
         print(told, hit["broken"] or "", flush=True)
-    code = launch(way, homes[1]).wait(PATIENCE)
+    code = Launch(way, homes[1]).wait(PATIENCE)
     folders = [home / "runs" / "small" / stage for home in homes]
     found["differences"] = [f"the last launch ended with {code}"] if code else differences(*folders)
     keep()
@@ -183,7 +201,10 @@ def main(out: Path, only: str, kills: int, seed: int) -> int:
         (out / "base" / "whole").touch()
     file, wrong = out / "kills.json", 0
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    for names in ([way for way in WAYS if zero in way] for zero in ("zero2", "zero3")):
+    kinds = ("zero2", "zero3", *(["vllm"] if importlib.util.find_spec("vllm") else []))
+    if not any(only in way for way in WAYS for kind in kinds if kind in way):
+        sys.exit(f"only={only}: no way of {', '.join(WAYS)} that runs in this environment")
+    for names in ([way for way in WAYS if kind in way] for kind in kinds):
         for i, way in enumerate(names):
             if only not in way:
                 continue

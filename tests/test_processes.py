@@ -19,6 +19,8 @@ from rlhf.errors import UserError
 from rlhf.system import processes
 from rlhf.system.processes import LAUNCHER_VARIABLES, is_first, is_loopback, launch_environment, meet, rank
 
+from .snippet import run_two
+
 HOME = Path(rlhf.__file__).parent
 
 
@@ -42,18 +44,19 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
 # --- two processes -------------------------------------------------------------------------------------------------
 
 
-# Process 0 starts a program, as DeepSpeed starts its compiler, and is killed; the other waits.
-KILLED = """
-import os, signal, subprocess, sys, time
+# Process 0 starts a program in a process group of its own, as ninja starts a compiler for DeepSpeed, and kills itself or the launcher.
+KILLS = """
+import multiprocessing, os, signal, subprocess, sys, time
 if os.environ["RANK"] == "0":
-    open(sys.argv[1], "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
-    os.kill(os.getpid(), signal.SIGKILL)
+    open(sys.argv[1], "w").write(str(subprocess.Popen(["sleep", "60"], process_group=0, stderr=subprocess.DEVNULL).pid))
+    os.kill(os.getpid() if sys.argv[2] == "itself" else multiprocessing.parent_process().pid, signal.SIGKILL)
 time.sleep(60)
 """
 
 
-def test_what_a_killed_process_has_started_ends_with_the_launch(tmp_path):
-    assert run_processes([KILLED, str(tmp_path / "pid")], 2, module="tests.snippet") == 128 + signal.SIGKILL
+@pytest.mark.parametrize(("victim", "code"), [("itself", 128 + signal.SIGKILL), ("the launcher", -signal.SIGKILL)])
+def test_what_a_killed_process_has_started_ends_with_the_launch(tmp_path, victim, code):
+    assert run_two("tests.snippet", KILLS, str(tmp_path / "pid"), victim)[0] == code
     ended, status = time.monotonic() + 5, Path("/proc") / (tmp_path / "pid").read_text() / "stat"
     while status.exists() and ") Z " not in status.read_text() and time.monotonic() < ended:
         time.sleep(0.01)

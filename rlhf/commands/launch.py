@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import cache
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from rlhf.system.exits import INTERRUPTED
@@ -62,9 +63,29 @@ def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0
         for process in started:
             process.kill()
             process.join()
-            if code != 0 and process.pid is not None:  # what it started, such as a compiler, would go on
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            if code != 0 and process.pid is not None:
+                _end_session(process.pid)
+
+
+def _end_session(session: int) -> None:
+    """Kill a session's processes: a rank and what it has started, such as a compiler, to which ninja gives a process group of its own."""
+    while left := _of_session(session) - {os.getpid()}:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+
+
+def _of_session(session: int) -> set[int]:
+    """Its processes without zombies; empty where there is no /proc."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, of, *_ = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if int(of) == session and state != "Z":
+                found.add(int(path.parent.name))
+    return found
 
 
 @cache
@@ -88,9 +109,9 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        os._exit(128 + signal.SIGKILL)
+        _end_session(os.getpid())  # itself too
 
-    os.setpgid(0, 0)  # so that its own processes can be ended with it
+    os.setsid()  # so that its own processes can be ended with it
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)

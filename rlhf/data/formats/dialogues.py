@@ -217,8 +217,8 @@ def from_trl(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
     prompt: Any = row.get("prompt")
     if "chosen" in row or "rejected" in row:
-        both: list[Any] = [row[key] for key in _JUDGED]
-        if all(isinstance(text, str) for text in both):
+        if any(isinstance(row.get(key), str) for key in _JUDGED):
+            both = [require_text(row, key) for key in _JUDGED]
             if prompt is None:
                 prompt, both = _split_strings(*both)
             answers: Any = [{"content": text} for text in both]
@@ -262,7 +262,7 @@ def from_pairs(row: Values) -> Made:
     given = row.get("input") if keys[0] == "instruction" else None
     prompt = user_turn(f"{row[keys[0]]}\n\n{given}" if is_text(given) else row[keys[0]])
     name, rest = id_and_rest(row, *keys, "system", *(["input"] if keys[0] == "instruction" else []))
-    judged = preference(*({"content": row[key]} for key in keys[1:]))
+    judged = preference(*({"content": require_text(row, key)} for key in keys[1:]))
     yield {"id": name, "prompt": with_system(row.get("system"), prompt), **judged, "metadata": rest}
 
 
