@@ -32,7 +32,7 @@ from rlhf.config.setting import get, listed, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents
-from rlhf.runs.remembered import GIVEN, by_key, recall
+from rlhf.runs.remembered import GIVEN, by_key, recall, trusted
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
 from rlhf.system.plugins import load_named
 from rlhf.system.processes import disconnect, launch_problem, process_count
@@ -110,7 +110,8 @@ def with_remembered(command: str, given: Words) -> Words:
     ):  # a new run that starts from another one's policy
         run, remembered = source, recall(Path(runs_dir) / source)
     placed = stated | ({"hydra.searchpath": ""} if given.folder is not None else {})
-    kept = [f"{key}={text}" for key, text in remembered.items() if key not in placed]
+    remembered = trusted(Path(runs_dir) / run, {k: v for k, v in remembered.items() if k not in placed}, command)
+    kept = [f"{key}={text}" for key, text in remembered.items()]
     if kept and not given.flags and (command in STAGES or command == "pipeline"):
         say(f"{command}: as run={run} was given: {' '.join(kept)}")
     overrides = [*kept, *given.overrides]

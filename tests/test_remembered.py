@@ -10,6 +10,7 @@ import yaml
 import rlhf
 from rlhf import cli
 from rlhf.config.compose import compose_config
+from rlhf.errors import UserError
 from rlhf.runs.remembered import by_key, recall, text_of
 
 
@@ -89,3 +90,45 @@ def test_a_value_survives_as_text(value):
     key = {dict: "reward.labeler_weights", list: "ppo.rewards"}.get(type(value), "data.corpus")
     group, name = key.split(".")
     assert getattr(getattr(compose_config([f"{key}={text_of(value)}"]), group), name) == value
+
+
+EVIL = "from pathlib import Path\n\ndef f():\n    Path('ran').touch()\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"plugins": "runs/x/evil.py:f"},
+        {"hydra.searchpath": "[runs/x]", "experiment": "evil"},
+        {"experiment": "../../runs/x/experiment/evil"},
+        {"tracking.project": "'${oc.env:HOME}'"},
+    ],
+)
+def test_a_foreign_runs_settings_run_no_code_and_read_no_secret(call, monkeypatch, settings):
+    """Until the user gives them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    Path("runs/x/experiment").mkdir(parents=True)
+    Path("runs/x/settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    Path("runs/x/evil.py").write_text(EVIL, encoding="utf-8")
+    Path("runs/x/experiment/evil.yaml").write_text("# @package _global_\nplugins: runs/x/evil.py:f\n", encoding="utf-8")
+    key = next(iter(settings))
+    for words in (FIRST, ("pipeline", "run=x")):
+        code, out = call(*words)
+        assert code == 2 and f"rlhf: error: runs/x/settings.json: {key}=" in out.splitlines()[-1], out
+    with pytest.raises(UserError, match="add it to the command"):
+        rlhf.Run("x")
+    assert not Path("ran").exists() and not Path("cache").exists()
+    if key == "plugins":
+        assert call(*FIRST, "plugins=runs/x/evil.py:f")[0] == 0 and Path("ran").exists()
+        assert call(*FIRST, "overwrite=true")[0] == 0
+
+
+def test_what_a_foreign_run_names_and_a_command_does_not_use_is_left_out(call, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/settings.json").write_text(
+        json.dumps({"ppo.rewards": "runs/x/evil.py:f", "sft.epochs": "2"}), encoding="utf-8"
+    )
+    assert call(*FIRST)[0] == 0
+    assert not Path("cache/rlhf/given").exists() and recall(Path("runs/x"))["ppo.rewards"] == "runs/x/evil.py:f"
+    assert call("ppo", "run=x")[0] == 2

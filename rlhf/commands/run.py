@@ -25,7 +25,7 @@ from rlhf.config.setting import listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder
-from rlhf.runs.remembered import GIVEN, recall, text_of
+from rlhf.runs.remembered import GIVEN, recall, text_of, trusted
 from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import read_json, write_text
 from rlhf.system.plugins import Named, named
@@ -63,6 +63,7 @@ class Run:
             if (given := settings.pop(kind, None)) is not None:
                 self._settings[f"data.{kind}"] = self._stored(kind, given)
         self._settings |= {find_setting(key, ""): value for key, value in settings.items()}
+        trusted(self.folder, {key: text for key, text in kept.items() if key not in self._settings})
         self.config()
 
     def __repr__(self) -> str:

@@ -3,16 +3,22 @@
 The command line and `rlhf.Run` state in GIVEN what they were given; a stage stores it once its data and models are loaded.
 """
 
-from collections.abc import Iterable
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.commands import CONFIG_GROUPS, uses
+from rlhf.config.commands import CONFIG_GROUPS, OF_SEVERAL, uses
 from rlhf.config.setting import NOTHING, settings_in
+from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.system.files import read_json, write_json
+from rlhf.system.terminal import one_line
 
 FILE = "settings.json"
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("given", default=())  # overrides of this command
@@ -39,10 +45,41 @@ def recall(run: Path) -> dict[str, str]:
     return {key: str(text) for key, text in read_json(run / FILE).items() if is_kept(key)}
 
 
+def trusted(run: Path, settings: Mapping[str, str], command: str = "pipeline") -> dict[str, str]:
+    """The remembered settings without those that could run code or reach other machines, which this user never gave, and which the command
+    does not use. Raises: UserError for one that it uses: the run may come from elsewhere.
+    """
+    kept = {key: text for key, text in settings.items() if _is_plain(key, text) or _mark(key, text).exists()}
+    for key in settings.keys() - kept.keys():
+        if command in OF_SEVERAL or key == "hydra.searchpath" or uses(command, key):
+            raise UserError(
+                f"{run / FILE}: {key}={one_line(settings[key], 200)} can run code or reach other machines, and you have not given it "
+                "here: if you trust it, add it to the command, else remove it from the file"
+            )
+    return kept
+
+
+def _is_plain(key: str, text: str) -> bool:
+    """Whether a value names neither a function, an address, a variable of the environment nor YAML outside of conf/."""
+    if key in CONFIG_GROUPS:
+        return re.fullmatch(r"[\w.-]+", text) is not None
+    return key != "hydra.searchpath" and ":" not in text and "${" not in text
+
+
+def _mark(key: str, text: str) -> Path:
+    """The file that says that this user has given a setting."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "rlhf" / "given" / sha256(f"{key}={text}".encode()).hexdigest()
+
+
 def remember(run: Path) -> None:
     before = recall(run)
     given = by_key(text for text in GIVEN.get() if not text.startswith("++"))  # `++key=value` is for one command
     now = before | {key: text for key, text in given.items() if is_kept(key)}
+    for mark in (_mark(key, text) for key, text in now.items() if key in given and not _is_plain(key, text)):
+        with contextlib.suppress(OSError):  # then it must be given each time
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
     if now != before:
         write_json(run / FILE, now)
 
