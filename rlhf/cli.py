@@ -1,34 +1,26 @@
-"""`rlhf <command> [overrides]`: finds the command, checks the overrides, and hands over to Hydra.
+"""`rlhf <command> [overrides]`: finds the command, checks the overrides, has Hydra compose its configuration, and runs it.
 
 A command's module, and with it torch, is imported only when the command runs, so that help and mistakes are fast.
 """
 
-import contextlib
 import importlib
-import os
 import sys
-import tempfile
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlhf.config import Config, removed
-from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, completion, read_words, split_texts
+from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, read_words, split_texts
 from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import (
     SCHEMAS,
     choices_of,
     compose_config,
-    conf_dir,
-    config_name,
-    first_line,
     nearest,
-    register_schema,
     schema_of,
-    to_settings,
 )
-from rlhf.config.setting import get, listed, settings_in
+from rlhf.config.setting import get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents
@@ -74,9 +66,6 @@ def _dispatch(arguments: list[str]) -> None:
 
         say(f"rlhf {__version__}")
         return
-    if (completions := completion(arguments)) is not None:
-        write(completions + "\n")
-        return
     command, words = arguments[0], arguments[1:]
     if command in removed.COMMANDS:
         raise UserError(f"`rlhf {command}` is gone: {removed.COMMANDS[command]}")
@@ -87,21 +76,21 @@ def _dispatch(arguments: list[str]) -> None:
     given = read_words([word for word in words if word != SHARED_FLAG], command)
     check_overrides(given.overrides, command, given.folder)
     if asks:
-        write(_command_help(command, with_remembered(command, given._replace(flags=asks))) + "\n")
+        write(_command_help(command, with_remembered(command, given._replace(shows=True))) + "\n")
         return
-    if SHARED_FLAG not in words and not {"-c", "--cfg", "-i", "--info"}.intersection(given.flags):
+    if SHARED_FLAG not in words and not given.shows:
         check_used(given.overrides, command)
-    _run_with_hydra(command, with_remembered(command, given), texts)
+    _run(command, with_remembered(command, given), texts)
 
 
 def with_remembered(command: str, given: Words) -> Words:
     """The words, preceded by the settings that their run remembers and that they do not change.
 
-    Sweeps, commands with a schema of their own and a primary configuration of the user's state everything themselves.
+    Sweeps and commands with a schema of their own state everything themselves.
     """
     stated = by_key(given.overrides)
     run, runs_dir = (stated.get(key, getattr(Config(), key)).strip("'\"") for key in ("run", "runs_dir"))
-    if given.sweeps or command in SCHEMAS or given.config != config_name(command) or not NAME.fullmatch(run):
+    if given.sweeps or command in SCHEMAS or not NAME.fullmatch(run):
         return given
     remembered = recall(Path(runs_dir) / run)
     source = stated.get("ppo.policy", "").strip("'\"")
@@ -112,7 +101,7 @@ def with_remembered(command: str, given: Words) -> Words:
     placed = stated | ({"hydra.searchpath": ""} if given.folder is not None else {})
     remembered = trusted(Path(runs_dir) / run, {k: v for k, v in remembered.items() if k not in placed}, command)
     kept = [f"{key}={text}" for key, text in remembered.items()]
-    if kept and not given.flags and (command in STAGES or command == "pipeline"):
+    if kept and not given.shows and (command in STAGES or command == "pipeline"):
         say(f"{command}: as run={run} was given: {' '.join(kept)}")
     overrides = [*kept, *given.overrides]
     check_overrides(overrides, command, given.folder)
@@ -124,85 +113,41 @@ def search_path(given: Words) -> list[str]:
     return [] if given.folder is None else [f"hydra.searchpath=['file://{given.folder}']"]
 
 
-def _run_with_hydra(command: str, given: Words, texts: dict[str, str]) -> None:
-    """Check the configuration (of a sweep: every job's), then run the command with it. texts: the settings of TEXTS.
-
-    Hydra itself runs commands with Hydra's own flags or settings. The pipeline gets its overrides too, for its stages.
-    """
-    ours = [o for o in given.overrides if not o.startswith("hydra") or o.startswith("hydra.searchpath=")]
-    places = [] if given.folder is None else ["--config-dir", given.folder]
-    checked, own_config = [], given.config != config_name(command)
+def _run(command: str, given: Words, texts: dict[str, str]) -> None:
+    """Check the configuration, of a sweep every job's, then run the command with each. texts: the settings of TEXTS."""
     searched = search_path(given)
-    if own_config:  # the user's own primary configuration is checked after Hydra has found it
-        places += ["--config-name", given.config]
-    else:
-        checked = check_jobs(ours, given.sweeps, searched, command)
+    jobs = check_jobs(given.overrides, given.sweeps, searched, command)
+    for number, (config, overrides) in enumerate(jobs, 1):
+        if given.shows:
+            import yaml
 
-    def start(config: Any, overrides: list[str]) -> None:
-        for name, text in texts.items():
-            setattr(getattr(config, command), name, text)
-        for plugin in listed(getattr(config, "plugins", None)):
-            load_named("plugins", plugin, 0)()
-        if command in STAGES or command == "pipeline":
-            lend_parents(config)
-        if command in STAGES and config.launcher.processes > 1 and process_count() == 1:
-            from rlhf.commands.pipeline import processes_of, run_stage
-
-            if processes_of(config, command) > 1:
-                return run_stage(config, command, [*places, *overrides])
-        module_of(command).run(config, *([[*places, *overrides]] if command == "pipeline" else []))
-
-    def start_with(config: Any, overrides: list[str]) -> None:
-        given_here = GIVEN.set(() if own_config else (*overrides, *searched))
+            write(yaml.safe_dump(stored(asdict(config)), sort_keys=False, allow_unicode=True))
+            continue
+        if given.sweeps:
+            swept = (text for text in overrides if text not in given.overrides)
+            say(f"{command}: job {number} of {len(jobs)}: {' '.join(swept)}")
+        given_here = GIVEN.set((*overrides, *searched))
         try:
-            start(config, overrides)
+            places = [] if given.folder is None else ["--config-dir", given.folder]
+            _start(command, config, [*places, *overrides], texts)
         finally:
             GIVEN.reset(given_here)
 
-    if not given.flags and ours == given.overrides:
-        return start_with(checked[0], given.overrides)
 
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
+def _start(command: str, config: Any, words: list[str], texts: dict[str, str]) -> None:
+    """Run the command. words: what its stages get, and it itself if it runs as several processes."""
+    for name, text in texts.items():
+        setattr(getattr(config, command), name, text)
+    for plugin in listed(getattr(config, "plugins", None)):
+        load_named("plugins", plugin, 0)()
+    if command in STAGES or command == "pipeline":
+        lend_parents(config)
+    if command in STAGES and config.launcher.processes > 1 and process_count() == 1:
+        from rlhf.commands.pipeline import processes_of, run_stage
 
-    from rlhf.config.checks import check_config
-
-    def guarded(composed: Any) -> None:
-        # Hydra would print a traceback of its own
-        with full_errors(users_value), ending(interrupted=interrupted(command)):
-            config = to_settings(composed)
-            if own_config:
-                check_config(config, command)
-            searched = [text for text in ours if text.startswith("hydra.searchpath=")]  # which Hydra keeps apart
-            start_with(config, [*searched, *HydraConfig.get().overrides.task])
-
-    register_schema(config_name(command))
-    users_value = os.environ.get("HYDRA_FULL_ERROR")  # if the user set it, tracebacks are wanted
-    # our code reports Hydra's errors; the folder is for Hydra's own record of a sweep, a run's record is in the run's folder
-    with full_errors("1"), tempfile.TemporaryDirectory() as nowhere:
-        record = [f"hydra.sweep.dir={nowhere}"] if given.sweeps else []
-        sys.argv = [f"rlhf {command}", *given.flags, *given.overrides, *record]
-        try:
-            hydra.main(version_base="1.3", config_path=str(conf_dir().resolve()), config_name=given.config)(guarded)()
-        except HydraException as error:
-            raise UserError(first_line(error)) from None
-
-
-@contextlib.contextmanager
-def full_errors(value: str | None) -> Iterator[None]:
-    """Set HYDRA_FULL_ERROR within the block (None: unset it), then restore it."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    try:
-        _set_full_errors(value)
-        yield
-    finally:
-        _set_full_errors(before)
-
-
-def _set_full_errors(value: str | None) -> None:
-    os.environ.pop("HYDRA_FULL_ERROR", None)
-    os.environ.update({} if value is None else {"HYDRA_FULL_ERROR": value})
+        if processes_of(config, command) > 1:
+            return run_stage(config, command, words)
+    module_of(command).run(config, *([words] if command == "pipeline" else []))
 
 
 def module_of(command: str) -> ModuleType:

@@ -1,11 +1,6 @@
-"""The words of a command line: Hydra's flags, overrides, free text; what is wrong with them, in one line each; completion in bash.
-
-Completion is installed by `eval "$(rlhf -sc install=bash)"`, with Hydra's own flag. At each Tab the shell calls
-`rlhf -sc query=bash`, which reads the line from COMP_LINE.
-"""
+"""The words of a command line: Hydra's flags, overrides, free text; what is wrong with them, in one line each."""
 
 import itertools
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +12,6 @@ from rlhf.config.compose import (
     SCHEMAS,
     choices_of,
     compose_config,
-    config_name,
     first_line,
     nearest,
     schema_of,
@@ -31,11 +25,7 @@ from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
 from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
-# Hydra's flags that are followed by a value, and those that are not.
-FLAGS_WITH_VALUE = (
-    "-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"
-)  # fmt: skip
-FLAGS = (*FLAGS_WITH_VALUE, "-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
+FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
 SEVERAL_RUNS = ("report", "serve")  # commands that take run=a,b,c, which Hydra would read as a sweep
 SHORT = {"serve": ("labelers", "labels_per_prompt")}  # settings that may be written without their group
 TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
@@ -48,14 +38,10 @@ FOLDER = re.compile(r"file://([^'\"\],]+)")  # in hydra.searchpath
 class Words(NamedTuple):
     """A command line taken apart."""
 
-    flags: list[str]  # Hydra's, with their values
     overrides: list[str]
-    config: str  # name of the primary configuration
-    folder: str | None  # of the user's YAML files
-
-    @property
-    def sweeps(self) -> bool:
-        return "-m" in self.flags or "--multirun" in self.flags
+    folder: str | None = None  # of the user's YAML files
+    sweeps: bool = False  # -m: a job for each combination of values
+    shows: bool = False  # --cfg job: only print the configuration
 
 
 def check_yaml(folder: Path) -> None:
@@ -87,10 +73,9 @@ def check_yaml(folder: Path) -> None:
 
 def read_words(arguments: list[str], command: str) -> Words:
     """Take the words after the command apart. Raises: UserError for an unknown flag or a missing folder."""
-    flags: list[str] = []
     overrides: list[str] = []
-    config, folder = config_name(command), None
     words, runs = list(arguments), []
+    folder, sweeps, shows = None, False, False
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
@@ -107,27 +92,23 @@ def read_words(arguments: list[str], command: str) -> Words:
         if flag not in FLAGS:
             remedy = replacement(flag) or "write settings as key=value"
             raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: {remedy}")
-        flags.append(word)
-        if flag in FLAGS_WITH_VALUE and not equals and words and "=" not in words[0]:
-            value = words.pop(0)
-            flags.append(value)
-        if flag in ("-cp", "--config-path"):
-            raise UserError(
-                f"{flag}: would hide the schema: use --config-dir {value} for a folder of your own YAML files"
-            )
-        if flag in ("-cd", "--config-dir"):
-            if not Path(value).is_dir():
-                raise UserError(
-                    f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml"
-                )
+        if flag in ("-m", "--multirun"):
+            sweeps = True
+            continue
+        value = value if equals or not words else words.pop(0)
+        if flag in ("-c", "--cfg"):
+            shows = True
+            if value != "job":
+                raise UserError(f"{flag} {value}: want {flag} job")
+        elif not Path(value).is_dir():
+            raise UserError(f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml")
+        else:
             folder = str(Path(value).resolve())
-        if flag in ("-cn", "--config-name"):
-            config = value.removesuffix(".yaml")
     overrides += [f"run='{','.join(runs)}'"] if runs else []
     searched = [path for text in overrides if text.startswith("hydra.searchpath=") for path in FOLDER.findall(text)]
     for path in (*searched, *([] if folder is None else [folder])):
         check_yaml(Path(path))
-    return Words(flags, overrides, config, folder)
+    return Words(overrides, folder, sweeps, shows)
 
 
 def quoted(word: str) -> str:
@@ -200,7 +181,7 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
                     "a pretrained tokenizer comes with its model, by model.pretrained=…" if key == "tokenizer" else ""
                 )
                 raise UserError(f"{key}={value}: {key} is a group of settings: {hint or f'write {key}.<setting>=…'}")
-        elif key not in settings and not key.startswith("hydra"):
+        elif key not in (*settings, "hydra.searchpath"):
             raise UserError(unknown_setting(key, command, groups))
     check_adopted(given)
 
@@ -264,8 +245,8 @@ def check_used(overrides: list[str], command: str) -> None:
         )
 
 
-def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str) -> list[Any]:
-    """The checked configuration of each job of a sweep, or of the one job; no two jobs may write one run.
+def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str) -> list[tuple[Any, list[str]]]:
+    """The checked configuration and the overrides of each job of a sweep, or of the one job; no two jobs may write one run.
 
     more: overrides that every job has. Raises: UserError.
     """
@@ -284,7 +265,7 @@ def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str)
     for job in jobs:
         config = compose_config([*job, *more], command)
         check_config(config, command)
-        configs.append(config)
+        configs.append((config, job))
         if command in STAGES or command == "pipeline":
             if config.run in runs:
                 other = sorted(set(job) ^ set(runs[config.run]))
@@ -295,50 +276,3 @@ def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str)
                 )
             runs[config.run] = job
     return configs
-
-
-SCRIPT = """_rlhf_complete() {
-    local IFS=$'\\n'
-    COMPREPLY=($(COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" rlhf -sc query=bash 2>/dev/null))
-}
-complete -o nospace -o default -F _rlhf_complete rlhf"""
-REPLIES = {"install=bash": SCRIPT, "uninstall=bash": "complete -r rlhf; unset -f _rlhf_complete"}
-
-
-def completion(arguments: list[str]) -> str | None:
-    """What to print for `-sc <word>`; None without that flag. Raises: UserError for an unknown word."""
-    if arguments[0] not in ("-sc", "--shell-completion"):
-        return None
-    word = " ".join(arguments[1:])
-    if word == "query=bash":
-        line = os.environ.get("COMP_LINE", "")
-        return "\n".join(candidates(line[: int(os.environ.get("COMP_POINT", len(line)))]))
-    if word not in REPLIES:
-        raise UserError(f"{arguments[0]} {word}: want {' or '.join(REPLIES)}: other shells have no completion")
-    return REPLIES[word]
-
-
-def candidates(line: str) -> list[str]:
-    """Completions of the last word of a line; for `key=value` only of the value, since bash splits words at "="."""
-    words = line.split()
-    current = words.pop() if words and not line.endswith(" ") else ""
-    if len(words) < 2:
-        return [f"{name} " for name in COMMANDS if name.startswith(current)] if words else []
-    command = words[1]
-    if command not in COMMANDS:
-        return []
-    stated = settings_in(schema_of(command)).items()
-    settings = {key: one for key, one in stated if command in OF_SEVERAL or uses(command, key)}
-    groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
-    key, equals, value = current.partition("=")
-    if equals:
-        choices = choices_of(key) if key in groups else []
-        if key in settings:
-            choices = ["true", "false"] if isinstance(settings[key].default, bool) else [*(settings[key].choices or ())]
-        return [choice for choice in choices if choice.startswith(value)]
-    completions: dict[str, None] = {}
-    for name in (*groups, *settings):
-        if name.startswith(current):  # one level of a dotted key at a time
-            head, dot, _ = name[len(current) :].partition(".")
-            completions[current + head + (dot or "=")] = None
-    return list(completions)

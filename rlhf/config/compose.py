@@ -49,7 +49,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
 
     register_schema(config_name(command))
     ours = GlobalHydra.instance()
-    running, ours.hydra = ours.hydra, None  # the pipeline composes its stages' settings while Hydra runs the pipeline
+    running, ours.hydra = ours.hydra, None  # of a caller that is a Hydra application
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(config_name(command), overrides=overrides)

@@ -1,4 +1,4 @@
-"""Small .xlsx and .ods files, written by hand: no library that the project needs can write one."""
+"""Small .xlsx files, written by hand: no library that the project needs can write one."""
 
 import zipfile
 from pathlib import Path
@@ -37,21 +37,4 @@ def write_xlsx(path: Path, sheets: dict[str, str]) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for part, content in parts.items():
             packed.writestr(part, content)
-    return path
-
-
-def write_ods(path: Path, sheets: dict[str, list[str]]) -> Path:
-    """`sheets` maps names to the XML of each row's cells."""
-    names = {name: f"urn:oasis:names:tc:opendocument:xmlns:{name}:1.0" for name in ("office", "table", "text")}
-    spaces = " ".join(f'xmlns:{name}="{space}"' for name, space in names.items())
-    tables = "".join(
-        f'<table:table table:name="{name}">{"".join(f"<table:table-row>{cells}</table:table-row>" for cells in rows)}'
-        "</table:table>"
-        for name, rows in sheets.items()
-    )
-    body = f"<office:body><office:spreadsheet>{tables}</office:spreadsheet></office:body>"
-    with zipfile.ZipFile(path, "w") as packed:
-        packed.writestr("mimetype", "application/vnd.oasis.opendocument.spreadsheet")
-        packed.writestr("META-INF/manifest.xml", "<manifest:manifest/>")
-        packed.writestr("content.xml", f"<office:document-content {spaces}>{body}</office:document-content>")
     return path

@@ -210,23 +210,6 @@ def test_a_spreadsheet_gives_the_rows_under_its_header(tmp_path, read):
         read(None, "a.xlsx", sheet="Nope")
 
 
-def test_an_opendocument_spreadsheet_gives_the_rows_under_its_header(tmp_path, read):
-    cell = '<table:table-cell office:value-type="string"><text:p>{}</text:p></table:table-cell>'.format
-    empty = '<table:table-cell table:number-columns-repeated="{}"/>'.format
-    number = '<table:table-cell office:value-type="float" office:value="2"><text:p>2</text:p></table:table-cell>'
-    rows = [cell("q") + cell("a") + empty(1022), cell("1") + empty(1023), empty(1024), number + cell("x")]
-    sheets.write_ods(tmp_path / "a.ods", {"First": rows, "Other": [cell("only")]})
-    found = read(None, "a.ods")
-    assert [(row.line, row.value) for row in found if any(row.value.values())] == [
-        (2, {"q": "1", "a": None}),
-        (4, {"q": 2, "a": "x"}),
-    ]
-    assert read(None, "a.ods", sheet="Other") == []
-    sheets.write_ods(tmp_path / "far.ods", {"S": [cell("q"), empty(30_000_000) + cell("x")]})
-    with pytest.raises(UserError, match="cells span 2 rows x 30000001 columns, above 20000000 cells"):
-        read(None, "far.ods")
-
-
 def test_a_spreadsheet_that_is_damaged_or_too_large_is_refused(tmp_path, read, monkeypatch):
     write_sheet(tmp_path / "a.xlsx", ("q", "a"), ("1", "x"))
     content = (tmp_path / "a.xlsx").read_bytes()
