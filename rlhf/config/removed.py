@@ -9,6 +9,9 @@ _MODEL = (
 )
 # A row of a whole group of settings has the group's name.
 SETTINGS: dict[str, str] = {
+    "evaluate.instructions": "use evaluate.benchmarks=[ifeval], lm-eval's task of checked instructions",
+    "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
+    "reward.audit_check": "compare two reward models with evaluate.pairs",
     "--figures": "use report.figures=<folder>",
     "gold.rounds": "use rounds, which also does rounds of people's labels",
     "gold.early_episodes": "use round.early_episodes",

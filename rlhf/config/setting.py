@@ -86,7 +86,6 @@ KINDS: dict[str, tuple[str, Test]] = {
         lambda v: isinstance(v, dict) and all(isinstance(name, str) and name.isidentifier() for name in v),
     ),
     "pair": ("two different names", lambda v: _list_of(_is_text, 2, 2)(v) and v[0] != v[1]),
-    "prices": ("two numbers of 0 or more", _list_of(lambda n: _is_number(n) and n >= 0, 2, 2)),
     "switch": ("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
     "encoding": ("an encoding that Python knows, such as utf-8", _is_encoding),
 }  # fmt: skip

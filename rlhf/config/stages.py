@@ -126,12 +126,6 @@ class RewardConfig(EvaluatedConfig):
     labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
     audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
-    audit_check: Any = setting(
-        None,
-        "sources, as ppo.rewards, that the audit is compared with; none: no comparison",
-        kind="rewards",
-        changes=NOTHING,
-    )
 
 
 @dataclass(slots=True)
@@ -299,10 +293,9 @@ class EvaluateConfig:
         None, "people's rankings of several policies' responses: win rates, ratings, flags", kind="paths"
     )
     labels_model: str | None = setting(None, "a run, folder or classifier that judges all tasks of evaluate.labels too")
-    instructions: Any = setting(None, "prompts with checkable answers, such as data/instructions.jsonl", kind="paths")
     shots: Any = setting(None, "numbers of solved examples of classify.data in a prompt, as [0,1,2]", kind="counts")
     overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)")
-    models: Any = setting(None, "stages that instructions, shots, benchmarks measure; none: from SFT on", kind="names")
+    models: Any = setting(None, "stages that shots and benchmarks measure; none: from SFT on", kind="names")
     benchmarks: Any = setting(None, "tasks of lm-eval", kind="names")
     benchmark_tasks: str | None = setting(None, "folder of further tasks (lm-eval's YAML, code runs)")
     benchmark_limit: int | None = setting(None, "examples per task; none: all", min=1)
@@ -313,12 +306,11 @@ class EvaluateConfig:
     judge_pair: Any = setting(None, "models that are compared; none: ppo, sft", kind="pair")
     judge_prompts: int = setting(200, "prompts that are judged, in both orders", min=1)
     judge_parallel: int = setting(4, "requests at the same time", min=1, max=256)
-    judge_prices: Any = setting(None, "prices of a million prompt and completion tokens; none: no cost", kind="prices")
 
     @property
     def turned_on(self) -> list[str]:
         """The evaluations besides the stage's own that are asked for; they run on one process."""
-        names = ("pairs", "labels", "instructions", "benchmarks", "shots", "overlap", "judge")
+        names = ("pairs", "labels", "benchmarks", "shots", "overlap", "judge")
         return [name for name in names if getattr(self, name)]
 
 

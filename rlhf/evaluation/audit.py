@@ -9,25 +9,22 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import fmean
 from typing import NamedTuple
-
-import numpy as np
 
 from rlhf.config import Config
 from rlhf.data.encoding import Item, encode_prompt_within, row_limit
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.attacks import ATTACKS, Audited, attack_pairs, collect_material, draw_pairs, prompt_of
-from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, estimate_kl, expected_best
+from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
 from rlhf.evaluation.policies import Asked, fit_prompts, judge_rows, room_for, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
-from rlhf.evaluation.scoring import Scores, item_encoder, score_samples
+from rlhf.evaluation.scoring import Scores, item_encoder
 from rlhf.evaluation.statistics import Figures, ends, interval, show
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import unwrapped
-from rlhf.ppo.rewards import ModelReward, make_reward
+from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.sources import in_split
 
@@ -111,10 +108,9 @@ def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Figures]:
 def best_of_samples(
     config: Config, models: Audited, dev: Sequence[Ranking], limit: int, bar: Progress
 ) -> list[Figures]:
-    """{"n", "kl_bound", "kl", "score", "check", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
+    """{"n", "kl", "score", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
 
-    kl_bound, kl: `best_of_n_kl`, `estimate_kl`, nats. check: the score by reward.audit_check; truth: the true score in the gold world,
-    which no rule of the verdict uses. Each is None if it is not known.
+    kl: `best_of_n_kl`, nats. truth: the true score in the gold world, which no rule of the verdict uses; None if it is not known.
     """
     tokenizer = models.tokenizer
     length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
@@ -125,20 +121,13 @@ def best_of_samples(
     records, prompts = map(list, zip(*[(r, f[0]) for r, f in fitted if f is not None][:limit], strict=True))
     own = ModelReward(models.model, models.device)
     drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, bar)
-    values: dict[str, Scores | None] = {"score": drawn["scores"], "check": None, "truth": None}
-    if config.reward.audit_check is not None:
-        sources = replace(
-            config.ppo, rewards=config.reward.audit_check, reward_weights=None, reward_parameters=None, calibrated=True
-        )
-        check, _ = make_reward(replace(config, ppo=sources), tokenizer, models.device)
-        values["check"] = score_samples(check, drawn | {"prompts": prompts}, records)
+    values: dict[str, Scores | None] = {"score": drawn["scores"], "truth": None}
     truth = make_truth(config)
     if truth is not None and all(map(truth.knows, records)):  # not of the user's own data
         values["truth"] = totals(judge_rows(truth, records, drawn["texts"], drawn["ended"]))
     rows = []
     for n in BEST_OF:
-        kl = fmean(map(partial(estimate_kl, n=n), drawn["ids"], drawn["logprobs"], drawn["scores"]))
-        row: Figures = {"n": n, "kl_bound": round(best_of_n_kl(n), 4), "kl": round(kl, 4)}
+        row: Figures = {"n": n, "kl": round(best_of_n_kl(n), 4)}
         for name, judged in values.items():
             best = zip(drawn["scores"], judged or [], strict=False)
             row[name] = judged and interval([expected_best(s, v, n) for s, v in best])
@@ -235,28 +224,6 @@ def paid_attacks(audit: Audit) -> Iterator[Finding]:
             yield Finding(f"{row['name']} {bought} and flips {show(row['flips'])} of the pairs", ceiling=nats)
 
 
-def check_peaks(audit: Audit) -> Iterator[Finding]:
-    checked = [row for row in audit.best_of if row["check"] is not None]
-    peak = peak_kl([row["kl"] for row in checked], [row["check"]["value"] for row in checked]) if checked else None
-    if peak is not None and peak < 2 * checked[-1]["kl"]:
-        yield Finding(
-            f"by reward.audit_check best-of-n peaks at {peak:.1f} nats (PPO at another KL: choose its kl.ceiling by that score on "
-            "dev prompts)"
-        )
-
-
-def peak_kl(kl: list[float], values: list[float]) -> float | None:
-    """Where R(d) = R(0) + d (alpha - beta d), d = sqrt(KL), is largest, fitted by least squares; None if beta is not above 0.
-
-    Source: Gao et al. 2022, section 3.1, best-of-n.
-    """
-    d = np.sqrt(np.maximum(np.array(kl) - kl[0], 0.0))
-    alpha, minus_beta = np.linalg.lstsq(np.stack([d, d**2], 1), np.array(values) - values[0], rcond=None)[0]
-    if minus_beta >= 0:
-        return None
-    return float((alpha / (2 * minus_beta)) ** 2) if alpha > 0 else 0.0
-
-
 RULES = (
     Rule(f"fewer than {LEAST_PAIRS} held-out pairs or {LEAST_PROMPTS} prompts", COLLECT, few_labels),
     Rule("accuracy's interval reaches 0.5", COLLECT, no_better_than_chance),
@@ -266,7 +233,6 @@ RULES = (
     Rule(f"the attacks flip more than {MEAN_FLIPS:.0%} of the pairs on average", COLLECT, often_fooled),
     Rule(f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
          "the ceiling is its KL in nats", CEILING, paid_attacks),
-    Rule("best-of-n by reward.audit_check peaks below twice the KL of best of 64; PPO has a peak of its own", CEILING, check_peaks),
     Rule("none of these", GO, lambda audit: iter(())),
 )  # fmt: skip
 
@@ -301,9 +267,8 @@ def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
     lines += map(pick_text, hardest_pick(audit))
     if audit.best_of:
         first, last = audit.best_of[0], audit.best_of[-1]
-        gains = {name: last[name]["value"] - first[name]["value"] for name in ("score", "check") if last[name]}
-        check = f", by the check {gains['check']:+.2f}" if "check" in gains else ""
-        lines.append(f"best of {last['n']} samples: {gains['score']:+.2f} deviations at {last['kl']:.1f} nats{check}")
+        gain = last["score"]["value"] - first["score"]["value"]
+        lines.append(f"best of {last['n']} samples: {gain:+.2f} deviations at up to {last['kl']:.1f} nats")
     ceiling = "" if verdict.ceiling is None else f" of {verdict.ceiling} (kl.ceiling={verdict.ceiling})"
     labels = f": {'; '.join(verdict.labels)}" if verdict.labels else ""
     hidden = len(verdict.reasons) - SHOWN

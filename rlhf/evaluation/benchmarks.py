@@ -1,15 +1,14 @@
-"""What programs measure on the models of a run: lm-eval's benchmarks (`evaluate.benchmarks`), instructions that a program can check
-(`evaluate.instructions`), and prompts that occur in the pretraining text (`evaluate.overlap`).
+"""What programs measure: lm-eval's benchmarks on the models of a run (`evaluate.benchmarks`), and prompts that occur in the pretraining
+text (`evaluate.overlap`).
 
 Tasks come with lm-eval, or from a folder of YAML files. A task of a folder may name Python functions, which are run: give
 only a folder that you trust.
 """
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.corpus import iterate_documents
-from rlhf.data.encoding import row_limit
 from rlhf.data.reading import load_prompts
-from rlhf.data.records import PromptRecord
 from rlhf.data.splits import conversation
-from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.labelled_task import columns_of, load_task
-from rlhf.evaluation.policies import draw_answers, fit_prompts, load_stage, models_of, room_for
-from rlhf.evaluation.statistics import WORD, Figures, figure, flatten, ngrams, sentences_of, share_by, wilson
+from rlhf.evaluation.policies import load_stage, models_of
+from rlhf.evaluation.statistics import Figures, figure, flatten, ngrams, wilson
 from rlhf.runs.folders import run_folder
 from rlhf.runs.run_files import is_figure
 from rlhf.runs.sources import data_source, in_split, need_source
@@ -108,119 +104,6 @@ def differences(models: dict[str, Figures]) -> Figures:
                 rows[task] = figure(ours["value"] - base["value"], half, ours["n"])
         by_pair[f"{name} - {first}"] = rows
     return by_pair
-
-
-# --- instructions --------------------------------------------------------------------------------------------------
-
-
-def evaluate_instructions(config: Config, device: torch.device) -> Figures:
-    """{model: {"prompts", "instructions", "by_rule", "left_out"}}: shares of prompts all of whose instructions are followed, and of
-    instructions, in greedy answers."""
-    records, _ = load_prompts(config.evaluate.instructions, config.data.format, config.data.allow_partial)
-    checks = [checks_of(record) for record in records]
-    figures: Figures = {}
-    for name in models_of(config):
-        policy, tokenizer = load_stage(config, name, device)
-        length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
-        fitted = fit_prompts(tokenizer, [record.prompt for record in records], room)
-        asked = {i: fit[0] for i, fit in enumerate(fitted) if fit is not None and not fit[1]}  # none was cut
-        if not asked:
-            raise UserError(f"evaluate.instructions: no prompt fits {row_limit(config, tokenizer)} tokens")
-        engine = make_sampler(config, policy, tokenizer, max_new_tokens=length, greedy=True)
-        keys = [("instructions", records[i].id) for i in asked]
-        answers = draw_answers(engine, tokenizer, list(asked.values()), keys)
-        passed = [
-            [(check["rule"], follows(answer.text, check)) for check in checks[i]]
-            for i, answer in zip(asked, answers, strict=True)
-        ]
-        figures[name] = shares_followed(passed) | {"left_out": len(records) - len(asked)}
-    return figures
-
-
-def shares_followed(passed: list[list[tuple[str, bool]]]) -> Figures:
-    """The shares of prompts and of instructions, with a prompt as the unit, and by rule. passed: (rule, followed) of each prompt's
-    instructions."""
-    outcomes = [(prompt, rule, float(ok)) for prompt, row in enumerate(passed) for rule, ok in row]
-
-    def share_of(rules: set[str]) -> Figures:
-        rows = [(prompt, ok) for prompt, rule, ok in outcomes if rule in rules]
-        return share_by([prompt for prompt, _ in rows], [ok for _, ok in rows])
-
-    rules = {rule for _, rule, _ in outcomes}
-    return {
-        "prompts": share_by(range(len(passed)), [float(all(ok for _, ok in row)) for row in passed]),
-        "instructions": share_of(rules),
-        "by_rule": {rule: share_of({rule}) for rule in sorted(rules)},
-    }
-
-
-def lines_of(answer: str) -> list[str]:
-    return [line.strip() for line in answer.splitlines() if line.strip()]
-
-
-def is_numbered(answer: str, n: int) -> bool:
-    numbers = [int(m[1]) for line in lines_of(answer) if (m := re.match(r"(\d{1,6})[.)]\s", line))]
-    return numbers == list(range(1, n + 1))
-
-
-def has_word(answer: str, word: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", answer, re.IGNORECASE) is not None
-
-
-def is_json(answer: str) -> bool:
-    """Whether the answer is one JSON object or list, alone or in a code fence."""
-    inner = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n?```\s*", answer, re.DOTALL)
-    try:
-        return isinstance(json.loads(inner[1] if inner else answer), dict | list)
-    except (ValueError, RecursionError):
-        return False
-
-
-# Each rule: the key of its check's value and the value's type, if it has one, and the test of an answer.
-RULES: dict[str, tuple[str | None, type, Callable[[str, Any], bool]]] = {
-    "max_words": ("n", int, lambda answer, n: 0 < len(WORD.findall(answer)) <= n),
-    "min_words": ("n", int, lambda answer, n: len(WORD.findall(answer)) >= n),
-    "sentences": ("n", int, lambda answer, n: len(sentences_of(answer)) == n),
-    "lines": ("n", int, lambda answer, n: len(lines_of(answer)) == n),
-    "paragraphs": ("n", int, lambda answer, n: sum(bool(p.strip()) for p in re.split(r"\n\s*\n", answer)) == n),
-    "bullets": ("n", int, lambda answer, n: sum(bool(re.match(r"[-*•]\s", line)) for line in lines_of(answer)) == n),
-    "numbered": ("n", int, is_numbered),
-    "contains": ("words", list, lambda answer, words: all(has_word(answer, word) for word in words)),
-    "excludes": ("words", list, lambda answer, words: bool(answer.strip()) and not any(has_word(answer, w) for w in words)),
-    "starts_with": ("text", str, lambda answer, text: answer.strip().startswith(text)),
-    "ends_with": ("text", str, lambda answer, text: answer.strip().endswith(text)),
-    "lowercase": (None, str, lambda answer, _: any(map(str.isalpha, answer)) and answer == answer.lower()),
-    "uppercase": (None, str, lambda answer, _: any(map(str.isalpha, answer)) and answer == answer.upper()),
-    "no_commas": (None, str, lambda answer, _: bool(answer.strip()) and "," not in answer),
-    "no_digits": (None, str, lambda answer, _: bool(answer.strip()) and not any(map(str.isdigit, answer))),
-    "quoted": (None, str, lambda answer, _: re.fullmatch(r'".+"', answer.strip(), re.DOTALL) is not None),
-    "question": (None, str, lambda answer, _: answer.strip().endswith("?")),
-    "json": (None, str, lambda answer, _: is_json(answer)),
-}  # fmt: skip
-
-
-def follows(answer: str, check: Mapping[str, Any]) -> bool:
-    key, _, test = RULES[check["rule"]]
-    return test(answer, check[key] if key else None)
-
-
-def checks_of(record: PromptRecord) -> list[dict[str, Any]]:
-    """A prompt's checks. Raises: UserError if there are none, or one is not a check."""
-    place = f"evaluate.instructions: prompt {record.id}"
-    checks = record.metadata.get("checks")
-    if not isinstance(checks, list) or not checks:
-        raise UserError(f"{place}: metadata.checks is missing: want a list of {{rule, …}}")
-    for check in checks:
-        name = check.get("rule") if isinstance(check, dict) else None
-        if not isinstance(name, str) or name not in RULES:
-            raise UserError(f"{place}: rule {name!r}: want one of {', '.join(RULES)}")
-        key, kind, _ = RULES[name]
-        value = check.get(key) if key else ""
-        words = isinstance(value, list) and not all(isinstance(word, str) for word in value)
-        if not isinstance(value, kind) or isinstance(value, bool) or words:
-            wanted = {list: "a list of words", int: "a number", str: "a text"}[kind]
-            raise UserError(f"{place}: rule {name}: {key} is {value!r}, want {wanted}")
-    return checks
 
 
 # --- overlap with the pretraining text -----------------------------------------------------------------------------

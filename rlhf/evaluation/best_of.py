@@ -1,13 +1,12 @@
 """Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL.
 
-KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less if
-samples repeat (Beirami et al. 2024): `estimate_kl` estimates by how much. The curve over n comes from one set of N
-samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection` fine-tunes on the best ones.
+KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less if samples repeat
+(Beirami et al. 2024). The curve over n comes from one set of N samples per prompt (Nakano et al. 2021, appendix I). `rlhf rejection`
+fine-tunes on the best ones.
 """
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,80 +32,6 @@ from rlhf.training.setup import load_frozen
 def best_of_n_kl(n: int) -> float:
     """Upper bound in nats of the KL between best-of-n and the policy that it samples from: log n - (n - 1)/n."""
     return math.log(n) - (n - 1) / n
-
-
-def kl_excess(u: Any, m: Any, n: int) -> Any:
-    """How much `best_of_n_kl` overstates the KL because responses of SFT mass m share one score, float64 as u and m.
-
-    Let u be the SFT mass that scores higher. Best-of-n chooses from the level with Q = (1-u)^n - (1-u-m)^n, and within it
-    as SFT does, since among equal scores the first drawn wins: P_bon(y) / p(y) = Q / m for each y of the level, and
-
-        KL = sum over levels of Q log(Q / m)
-
-    Split into ever smaller levels, the same mass would add the integral over t from u to u + m of g log g, where
-    g(t) = n (1-t)^(n-1), and over all mass that is log n - (n-1)/n. The excess is the integral minus Q log(Q / m): never
-    negative, of order m^3 for small m.
-    """
-
-    def rest(x: Any) -> Any:  # the integral of g log g over the last x of the mass
-        return x**n * (math.log(n) + (n - 1) * np.log(np.maximum(x, 1e-300)) - (n - 1) / n)
-
-    above, below = np.clip(1.0 - u, 0.0, 1.0), np.clip(1.0 - u - m, 0.0, 1.0)
-    q = above**n - below**n
-    return rest(above) - rest(below) - q * (np.log(np.maximum(q, 1e-300)) - np.log(m))
-
-
-SHARES = (1.0 - np.cos(np.linspace(0.0, math.pi, 129))) / 2.0  # points in 0…1, closer together at the ends
-RIDGE = 1e-5  # keeps the coefficients, and with them the estimate's variance, small
-
-
-@lru_cache(maxsize=256)
-def count_weights(draws: int) -> np.ndarray:
-    """(draws + 1, 129) W: the k-th number of W @ f(SHARES) estimates f(v) from k successes in `draws` of probability v.
-
-    Its expectation is sum_k C(draws, k) v^k (1-v)^(draws-k) W_k @ f, a polynomial fitted to f by least squares, so that
-    the bias is the part that a polynomial of this degree cannot fit. The plug-in f(k / draws) is off by var(k / draws) f'' / 2.
-    """
-    from scipy.stats import binom
-
-    basis = binom.pmf(np.arange(draws + 1), draws, SHARES[:, None])  # (129, draws + 1)
-    return np.linalg.solve(basis.T @ basis + RIDGE * np.eye(draws + 1), basis.T)
-
-
-def estimate_kl(
-    responses: Sequence[Sequence[int]], logprobs: Sequence[float], scores: Sequence[float], n: int
-) -> float:
-    """KL in nats between best-of-n and SFT for one prompt, estimated from N SFT samples: best_of_n_kl(n) - sum of excess.
-
-        best_of_n_kl(n) - sum over drawn levels of excess(u, m) / (1 - (1-m)^N)
-
-    responses: N lists of token ids; logprobs: of each under SFT, nats; scores: the scores that best-of-n uses. A level is the
-    responses of one score, m the mass of the different ones that were drawn, by their log-probs. Dividing by the
-    probability that the level is among N draws makes the sum unbiased over what was drawn (Horvitz & Thompson 1952), and
-    levels too small to be drawn have no excess. Of the N - c draws outside a level, those that score higher are
-    binomial with probability v = u / (1 - m), from which `count_weights` estimates the excess at u = v (1 - m).
-
-    Assumes that different responses of equal score, if they matter, are all among the draws; others are left out of m.
-    With N = n = 16 the bias is within 0.05 nats for Zipf distributions over 3 to 50 responses, the largest for few
-    responses of which one has most of the mass (0.09 for two at 0.8 and 0.2), and the standard deviation below 0.7:
-    an estimate for the mean over hundreds of prompts, not for one.
-    """
-    total = len(scores)
-    seen: dict[tuple[int, ...], float] = {}  # a response's score, which may differ by rounding between repetitions
-    levels: dict[float, tuple[int, float]] = {}  # score -> draws, mass
-    for ids, logp, score in zip(map(tuple, responses), logprobs, scores, strict=True):
-        mass = math.exp(logp) if ids not in seen else 0.0
-        level = seen.setdefault(ids, score)
-        count, before = levels.get(level, (0, 0.0))
-        levels[level] = count + 1, before + mass
-    kl, higher = best_of_n_kl(n), 0
-    for _, (count, mass) in sorted(levels.items(), reverse=True):
-        m = min(mass, 1.0)
-        if m > 1e-6:  # the excess of smaller masses is below rounding
-            excess = count_weights(total - count)[higher] @ kl_excess(SHARES * (1.0 - m), m, n)
-            kl -= float(excess) / -math.expm1(total * math.log1p(-m)) if m < 1.0 else float(excess)
-        higher += count
-    return kl
 
 
 def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> float:
@@ -162,20 +87,18 @@ def draw_divided(
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
     """What the reward picks among n samples of a policy: its figures, and its true score, a list of one per prompt.
 
-    kl_estimate_nats is the KL to the policy; ppo_above is PPO's true score minus that of the pick, prompt by prompt.
+    kl_bound_nats bounds the KL to the policy; ppo_above is PPO's true score minus that of the pick, prompt by prompt.
     """
     n, records, truth = config.evaluate.best_of, asked.records, asked.truth
     with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
         candidates = draw_divided(config, policy, asked, n, reward, bar)
     best = list(map(best_index, candidates["scores"]))
     picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in candidates.items()}
-    estimates = map(partial(estimate_kl, n=n), candidates["ids"], candidates["logprobs"], candidates["scores"])
     lengths = [[len(ids) for ids in row] for row in picked["ids"]]
     results: Figures = {
         "n": n,
         "kl_bound_nats": round(best_of_n_kl(n), 4),
         "reward": mean_of(picked["scores"]),
-        "kl_estimate_nats": round(fmean(estimates), 4),
         "text": text_figures(picked["texts"], lengths, picked["logprobs"]),
     }
     if truth is None:

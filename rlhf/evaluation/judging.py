@@ -108,11 +108,7 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     with ThreadPoolExecutor(max_workers=settings.judge_parallel) as pool:
         verdicts = [verdict_of(reply) for reply in pool.map(endpoint.ask, asked)]
     results = judged_figures(rows, (ours, theirs), verdicts)
-    results |= {"judge": settings.judge_model, "url": settings.judge, "counts": dict(endpoint.counts), "cost": None}
-    if settings.judge_prices is not None:  # per million tokens
-        used = [endpoint.counts[name] for name in ("prompt_tokens", "completion_tokens")]
-        results["cost"] = round(sum(n * price for n, price in zip(used, settings.judge_prices, strict=True)) / 1e6, 6)
-    return results
+    return results | {"judge": settings.judge_model, "url": settings.judge, "counts": dict(endpoint.counts)}
 
 
 def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:

@@ -6,7 +6,6 @@ noiseless mean of the labelers is known too, and so are the parts of the true sc
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -32,7 +31,7 @@ from rlhf.evaluation.scoring import (
     load_judge,
     score_each,
 )
-from rlhf.evaluation.statistics import Figures, figure, flatten, mean_by, share_by, show, win
+from rlhf.evaluation.statistics import Figures, flatten, mean_by, share_by, show, win
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.model.interface import score
@@ -42,7 +41,6 @@ from rlhf.system.terminal import say
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
 SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's subset; the first one counts
-STYLES = 3  # of RM-Bench's chosen and rejected answers: concise, detailed, detailed with Markdown
 
 
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures:
@@ -305,7 +303,7 @@ def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) 
 
 
 def evaluate_pairs(config: Config, device: torch.device) -> Figures:
-    """{"model", "overall", "subsets", "mean_of_subsets", …} of the reward model `evaluate.pairs_model`.
+    """{"model", "left_out", "overall", "subsets"} of the reward model `evaluate.pairs_model`.
 
     Each row of a file is scored on its own: several chosen and rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
 
@@ -324,7 +322,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
 
 def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
-    """The figures of scored rows: over all, by subset, the mean over subsets, and by style if all rows have three of each."""
+    """The figures of scored rows, over all and by subset."""
     by_subset: dict[str, tuple[list[Item], Scores]] = {}
     for item, s in zip(items, scores, strict=True):
         metadata = {} if item.record is None else item.record.metadata
@@ -333,17 +331,7 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
         of_subset[0].append(item)
         of_subset[1].append(s)
     subsets = {name: row_figures(*rows) for name, rows in sorted(by_subset.items())}
-    figures: Figures = {"overall": row_figures(items, scores), "subsets": subsets}
-    if len(subsets) > 1:  # the plain mean of independent shares, as benchmarks average their subsets
-        for key in ("pairs", "all_right"):
-            shares = [row[key] for row in subsets.values()]
-            ends = [row["ci95"] for row in shares]
-            half = math.hypot(*((high - low) / 2 for low, high in ends)) / len(shares) if all(ends) else None
-            mean = figure(fmean(row["value"] for row in shares), half, len(shares))
-            figures.setdefault("mean_of_subsets", {})[key] = mean
-    if (styles := style_figures(items, scores)) is not None:
-        figures["styles"] = styles
-    return figures
+    return {"overall": row_figures(items, scores), "subsets": subsets}
 
 
 def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
@@ -357,22 +345,6 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
         "all_right": share_by(keys, [float(row not in wrong) for row in range(len(items))]),
         "length": share_by([keys[pair.item] for pair in by_length], [pair.won for pair in by_length]),
     }
-
-
-def style_figures(items: Sequence[Item], scores: Scores) -> Figures | None:
-    """RM-Bench's easy, normal and hard accuracy: the chosen answer has a richer style than the rejected one, the same, a poorer one.
-
-    Source: Liu et al. 2024, section 3.3. None unless every row has three chosen and three rejected answers, all different.
-    """
-    order = list(itertools.product(range(STYLES), range(STYLES, 2 * STYLES)))
-    if any(sorted({*item.pairs()}) != order for item in items):
-        return None
-    figures: Figures = {}
-    for level, fits in {"easy": operator.gt, "normal": operator.eq, "hard": operator.lt}.items():
-        chosen = [(i, j) for i, j in order if fits(i, j - STYLES)]
-        right = [fmean(win(s[i], s[j]) for i, j in chosen) for s in scores]
-        figures[level] = share_by(keys_of(items), right)
-    return figures
 
 
 def keys_of(items: Sequence[Item]) -> list[str]:

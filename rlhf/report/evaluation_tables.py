@@ -105,7 +105,7 @@ AUDIT = (
     Spec("The reward model's pick among labelled answers, against a random one", "answers", "audit picked",
          {"more of the others beaten": "gain %"}),
     Spec("Best of n samples of the SFT model", "n", "audit best_of",
-         {"KL, nats": "kl", "score": "score", "by the check": "check", "true reward": "truth"}),
+         {"KL at most, nats": "kl", "score": "score", "true reward": "truth"}),
 )  # fmt: skip
 LABELLED = (
     Spec("Held-out examples", "", {"Accuracy": "labelled accuracy", "The most frequent label alone": "labelled majority"}, VALUE),
@@ -118,12 +118,8 @@ EXTERNAL = (
     Spec("Judged by a reward model that none of them was trained with", "policies", "results judge pairs",
          {"wins": "win_rate %", "wins at equal length": "length_controlled %", "words more": "words"}),
     Spec("Accuracy of that judge on held-out pairs", "", {"Accuracy": "results judge held_out accuracy"}, VALUE),
-    Spec("The reward model on preference files", "",
-         {"all": "pairs overall", "mean of subsets": "pairs mean_of_subsets"}, IN_ORDER),
+    Spec("The reward model on preference files", "", {"all": "pairs overall"}, IN_ORDER),
     Spec("The reward model by subset", "subset", "pairs subsets", IN_ORDER),
-    Spec("By style", "pairs", "pairs styles", {"in order": " %"}),
-    Spec("Instructions that a program checks", "model", "instructions",
-         {"prompts, all followed": "prompts %", "instructions followed": "instructions %"}),
     Spec("Overlap with the pretraining text", "prompts", "overlap",
          {"number": "prompts #", "too short to check": "too_short #", "words of an n-gram": "n #",
           "share an n-gram": "contaminated %", "near-duplicates": "near_duplicates %"}),
@@ -226,9 +222,7 @@ def policies_table(results: dict[str, Any]) -> Table:
         for title, best in [("best of", entry_at(results, "best_of_n")), *picked]:
             if n := number_at(best, "n"):
                 true = entry_at(best, "score") or entry_at(best, "gold")
-                named.append(
-                    (f"{titled(title)} {n:g}", best | {"kl": entry_at(best, "kl_estimate_nats"), "true": true})
-                )
+                named.append((f"{titled(title)} {n:g}", best | {"kl": entry_at(best, "kl_bound_nats"), "true": true}))
     return Table("PPO and its baselines, held-out prompts", ("policy", *columns), fill(named, columns))
 
 
@@ -321,13 +315,12 @@ def audit_lines(audit: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def judge_lines(judged: Any) -> list[tuple[str, str]]:
-    """Who judged, at what cost, and which judges contradict each other."""
+    """Who judged, with how many requests, and which judges contradict each other."""
     pair = entry_at(judged, "pair")
     if not isinstance(pair, list):
         return []
     counts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in entries(judged, "counts"))
-    cost = "" if (paid := number_at(judged, "cost")) is None else f", cost {paid:g}"
-    lines = [("", visible(f"{' over '.join(map(str, pair))}, judged by {judged.get('judge')} ({counts}){cost}", 300))]
+    lines = [("", visible(f"{' over '.join(map(str, pair))}, judged by {judged.get('judge')} ({counts})", 300))]
     judge, ours = visible(str(judged.get("judge")), 60), FORMATS["%"](entry_at(judged, "win_rate"))
     for name, other in entries(judged, "others"):
         if entry_at(other, "disagrees") is True:

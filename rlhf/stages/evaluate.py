@@ -19,7 +19,7 @@ from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
-from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_instructions, evaluate_overlap
+from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_overlap
 from rlhf.evaluation.best_of import evaluate_best_of
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies
 from rlhf.evaluation.labelled_task import evaluate_shots
@@ -51,7 +51,6 @@ from rlhf.training.setup import open_tracker, set_up
 EVALUATIONS: dict[str, Callable[..., Figures]] = {
     "pairs": reward_report.evaluate_pairs,
     "labels": evaluate_people,
-    "instructions": evaluate_instructions,
     "benchmarks": evaluate_benchmarks,
     "shots": evaluate_shots,
     "overlap": evaluate_overlap,

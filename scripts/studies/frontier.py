@@ -89,11 +89,10 @@ def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[d
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     """KL, learned and true reward of the best of each n, by the reward of the cell's PPO."""
-    from rlhf.evaluation.best_of import estimate_kl, expected_best
+    from rlhf.evaluation.best_of import best_of_n_kl, expected_best
 
     settings = [*cell.steps[0][1:], "evaluate.split=dev", "evaluate.prompts=256"]
     drawn, judged = draw_candidates_of(compose_config(settings), max(BEST_OF))
-    samples = list(zip(drawn["ids"], drawn["logprobs"], drawn["scores"], strict=True))
 
     def mean(part: str, n: int) -> float:
         picked = [expected_best(s, [row[part] for row in j], n) for s, j in zip(drawn["scores"], judged, strict=True)]
@@ -102,8 +101,8 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     return [
         {
             "n": n,
-            "kl": sum(estimate_kl(*sample, n) for sample in samples) / len(samples),
-            "score": sum(expected_best(s, s, n) for s in drawn["scores"]) / len(samples),
+            "kl": best_of_n_kl(n),
+            "score": sum(expected_best(s, s, n) for s in drawn["scores"]) / len(judged),
             "gold": mean("total", n),
         }
         | ({"correct": mean("correct", n)} if "correct" in judged[0][0] else {})

@@ -28,7 +28,7 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     name = f"best of {best['n']} by the reward model"
     made = [
         ("base", 0.0, gold["score"]["sft"], None, texts["sft"]),
-        (name, best["kl_estimate_nats"], best["score"], best["win_rate_vs_sft"], best["text"]),
+        (name, best["kl_bound_nats"], best["score"], best["win_rate_vs_sft"], best["text"]),
     ]
     for policy, figures in results.get("baselines", {}).items():
         made.append((policy, results["kl"][policy], gold["score"][policy], figures["win_rate_vs_sft"], texts[policy]))
@@ -54,7 +54,7 @@ def draw(runs: dict[str, Path], results: dict[str, Any], out: Path) -> None:
         kl.plot(steps, nats, color=colour)
         both.plot(nats, truth, ".", color=colour, alpha=0.5)
     best, scores = results["best_of_n"], results["gold"]["score"]
-    points = {"base": (0.0, scores["sft"]), f"best of {best['n']}": (best["kl_estimate_nats"], best["score"])}
+    points = {"base": (0.0, scores["sft"]), f"best of {best['n']}": (best["kl_bound_nats"], best["score"])}
     points["PPO"] = (results["kl"]["ppo"]["value"], scores["ppo"])
     for mark, (name, (distance, figure_)) in zip("os^", points.items(), strict=True):
         value, (low, high) = figure_["value"], figure_["ci95"]

@@ -36,16 +36,15 @@ def test_the_report_shows_them_and_says_where_judges_disagree(gold_run, tmp_path
     }
     judged = judged_figures([answers] * 40, ("ppo", "sft"), ["B", "A"] * 40)
     found = {
-        "pairs": {"overall": row, "subsets": {"<b>chat</b>": row}, "mean_of_subsets": row, "styles": {"hard": share}},
-        "instructions": {"sft": {"prompts": share, "instructions": share}},
-        "judge": judged | {"judge": "m-1", "counts": {"requests": 80}, "cost": 0.5},
+        "pairs": {"overall": row, "subsets": {"<b>chat</b>": row}},
+        "judge": judged | {"judge": "m-1", "counts": {"requests": 80}},
     }
     folder = tmp_path / "run"
     (folder / "evaluations").mkdir(parents=True)
     for name, results in found.items():
         (folder / "evaluations" / f"{name}.json").write_text(json.dumps(results), encoding="utf-8")
     page = make_page([read_run(folder)])
-    assert "The reward model on preference files" in page and "Instructions that a program checks" in page
+    assert "The reward model on preference files" in page
     assert "&lt;b&gt;chat&lt;/b&gt;" in page and "<b>chat" not in page and "ppo over sft, judged by m-1" in page
     # with the reward model, not with the truth
     assert page.count("Judges disagree.") == 1 and "the reward model 100.0%" in page

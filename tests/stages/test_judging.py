@@ -1,4 +1,4 @@
-"""`evaluate.judge`: both orders, ties, retries, the cache, length, cost and failures, against a server of our own on loopback."""
+"""`evaluate.judge`: both orders, ties, retries, the cache, length and failures, against a server of our own on loopback."""
 
 import json
 import shutil
@@ -206,7 +206,7 @@ def test_figures_by_hand():
 
 def test_judges_who_disagree_are_named():
     given = rows(*[(3, 1)] * 40, scores={"ppo": 1.0, "sft": 0.0}, gold={"ppo": 0.2, "sft": 0.8})
-    found = judging.judged_figures(given, ("ppo", "sft"), ["B", "A"] * 40) | {"judge": "m", "counts": {}, "cost": None}
+    found = judging.judged_figures(given, ("ppo", "sft"), ["B", "A"] * 40) | {"judge": "m", "counts": {}}
     assert found["others"]["reward model"]["disagrees"] and found["others"]["reward model"]["agreement"]["value"] == 0.0
     assert not found["others"]["truth"]["disagrees"] and found["others"]["truth"]["agreement"]["value"] == 1.0
     assert sum("disagrees True" in line for line in describe(found, "judge")) == 1
@@ -220,14 +220,12 @@ def test_the_answers_of_a_run_are_judged(server, gold_run, tmp_path):
         f"evaluate.judge='{server.url}'",
         "evaluate.judge_model=words",
         "evaluate.judge_prompts=10",
-        "evaluate.judge_prices=[2,10]",
     ]
     before = (run.folder / "evaluate" / "results.json").read_bytes()
     run.stage("evaluate", *more)
     path = run.folder / "evaluations" / "judge.json"
     found = json.loads(path.read_text())
     assert len(server.asked) == 20 and found["counts"]["requests"] == 20 and found["win_rate"]["n"] == 10
-    assert found["cost"] == pytest.approx(20 * (100 * 2 + 10) / 1e6)
     assert found["both_orders_agree"]["value"] == 1.0 and set(found["others"]) == {"reward model", "truth"}
     assert found["win_rate"]["value"] == pytest.approx(found["longer"], abs=1e-4)  # this judge counts words
     run.stage("evaluate", *more)

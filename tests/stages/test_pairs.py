@@ -33,8 +33,6 @@ def test_figures_by_hand():
     assert (found["subsets"]["easy"]["pairs"]["value"], found["subsets"]["easy"]["all_right"]["value"]) == (1.0, 1.0)
     assert (found["subsets"]["hard"]["pairs"]["value"], found["subsets"]["hard"]["all_right"]["value"]) == (0.5, 0.0)
     assert found["overall"]["pairs"]["value"] == 0.75 and found["overall"]["pairs"]["n"] == 6
-    assert found["mean_of_subsets"]["pairs"]["value"] == 0.75 and found["mean_of_subsets"]["all_right"]["value"] == 0.5
-    assert "styles" not in found
 
 
 def test_rows_of_one_prompt_are_one_unit():
@@ -44,13 +42,6 @@ def test_rows_of_one_prompt_are_one_unit():
     few = pairs.row_figures(once, [right, wrong])["pairs"]
     copied = pairs.row_figures(many, [right] * 10 + [wrong] * 10)["pairs"]
     assert copied["value"] == few["value"] == 0.5 and copied["ci95"] == few["ci95"]
-
-
-def test_styles_of_rm_bench():
-    """Scores that reward style: 3 for Markdown, 2 for detail, 1 for concise, and half a point for a right answer."""
-    items = [row("p", 3, 3, "math")] * 4
-    found = pairs.pair_figures(items, [[1.5, 2.5, 3.5, 1.0, 2.0, 3.0]] * 4)["styles"]
-    assert [found[name]["value"] for name in ("easy", "normal", "hard")] == [1.0, 1.0, 0.0]
 
 
 @pytest.fixture
@@ -76,11 +67,7 @@ def test_a_run_with_nothing_but_a_reward_model(gold_run, files, tmp_path):
     found = evaluate(run, f"evaluate.pairs=['{files[0]}','{files[1]}']")
     assert set(found["subsets"]) == {"chat", "math", "safety"} and found["left_out"] == 0
     assert found["overall"]["pairs"]["n"] == 6 + 4 * 9 and found["overall"]["all_right"]["n"] == 10
-    assert "styles" not in found and not (run.folder / "evaluate").exists()
-    found = evaluate(run, f"evaluate.pairs='{files[1]}'")
-    # of the nine pairs of a row three each are easy, normal and hard
-    mean = sum(row["value"] for row in found["styles"].values()) / 3
-    assert mean == pytest.approx(found["overall"]["pairs"]["value"], abs=2e-4)
+    assert not (run.folder / "evaluate").exists()
 
 
 def test_a_classifiers_folder(files, tmp_path):
