@@ -33,10 +33,8 @@ class Response:
     key: Key
     max_new_tokens: int
     ends: frozenset[int]
-    alternatives: int = 0  # number of alternatives to report with each token
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # per token, the alternatives and their log-probs
     hash: int = field(init=False)  # of seed and key, for its random numbers
 
     def __post_init__(self) -> None:
@@ -129,9 +127,6 @@ class RunningBatch:
             of_all = len(rows) == len(responses)
             of_rows, numbers = (logits, uniforms) if of_all else (logits[rows], uniforms[rows])
             tokens, logp = choose_tokens(of_rows, numbers, part[0].choice)
-            for i, (one, token, value) in enumerate(zip(part, tokens.tolist(), logp.tolist(), strict=True)):
-                if one.alternatives:
-                    top = torch.log_softmax(of_rows[i].float() / one.choice.temperature, -1).topk(one.alternatives)
-                    one.tops.append(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+            for one, token, value in zip(part, tokens.tolist(), logp.tolist(), strict=True):
                 one.tokens.append(token)
                 one.logprobs.append(value)

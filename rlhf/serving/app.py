@@ -1,6 +1,5 @@
 """The server as one ASGI application: the API, the page and its routes, and the guard around them."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,13 +10,12 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
-from rlhf.data.records import Message, RankedResponse, Ranking, Text
-from rlhf.engines.likely import document_tokens, judge_tokens, likeliest, show
+from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.engines.likely import judge_tokens
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
 from rlhf.serving.managing import Staff, make_manage_router
 from rlhf.serving.models import Completion, ModelThread
 from rlhf.serving.openai_api import (
-    CHARACTERS,
     EventStream,
     Id,
     Messages,
@@ -49,12 +47,6 @@ class ShadingRequest(Strict):
     reference: Id | None = None
     messages: Messages
     token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
-
-
-class NextRequest(Strict):
-    model: Id
-    text: Annotated[Text, Field(min_length=1)]
-    count: Annotated[int, Field(ge=1, le=100)] = 10
 
 
 def make_app(
@@ -91,7 +83,7 @@ def make_app(
     @app.get("/api/me")
     async def me(request: Request) -> Answer:
         who = request.state.who or local
-        tabs = ["chat", "compare", "rank", "demonstrate", "next"]
+        tabs = ["chat", "compare", "rank", "demonstrate"]
         if request.state.who:
             tabs = ["manage"] if who == MANAGER else tabs if access.labelers_chat else ["rank", "demonstrate"]
         return {
@@ -115,7 +107,7 @@ def make_app(
 
 
 def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> APIRouter:
-    """The shading of a response's tokens, the most likely next tokens, and one prompt to several models."""
+    """The shading of a response's tokens, and one prompt to several models."""
     router = APIRouter(prefix="/api")
 
     @router.post("/shading")
@@ -129,14 +121,6 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
             raise RefusedError(400, "the two models have different tokenizers", "reference")
         logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
-
-    @router.post("/next")
-    async def following(asked: NextRequest) -> Answer:
-        model = thread.find(asked.model)
-        text = asked.text[-CHARACTERS * model.context :]  # a text that is longer than the context loses its beginning
-        tokens = await asyncio.to_thread(document_tokens, model.tokenizer, text, model.context)
-        found = await thread.call(likeliest, model.policy, tokens, asked.count)
-        return {"tokens": [{"text": show(model.tokenizer, i), "probability": p} for i, p in found]}
 
     @router.post("/compare")
     async def compare(asked: CompareRequest, labeler: str = who) -> Response:

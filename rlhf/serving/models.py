@@ -156,8 +156,8 @@ class Generation:
 class Completion:
     """The responses to one request, `n` to each prompt, which is given with its model and the key of its random numbers.
 
-    most: the largest number of tokens of a response; None: as the model's run. alternatives: to report with each token. `close` always
-    frees the places. Raises: RefusedError if the responses do not fit the model's context, the server's limits or its queue.
+    most: the largest number of tokens of a response; None: as the model's run. `close` always frees the places.
+    Raises: RefusedError if the responses do not fit the model's context, the server's limits or its queue.
     """
 
     def __init__(
@@ -171,7 +171,6 @@ class Completion:
         top_p: float | None = None,
         stops: tuple[str, ...] = (),
         seed: int | None = None,
-        alternatives: int = 0,
     ):
         temperature = 1.0 if temperature is None else temperature
         greedy = temperature < LEAST_TEMPERATURE
@@ -183,7 +182,7 @@ class Completion:
         for model, ids, key in prompts:
             length = room_of(model, ids, most, thread.most_tokens)
             for j in range(n):
-                response = Response(ids, choice, self.seed, (*key, j), length, model.ends, alternatives)
+                response = Response(ids, choice, self.seed, (*key, j), length, model.ends)
                 text = TextStream(model.tokenizer, model.ends, stops)
                 self.generations.append(Generation(self, model, response, text))
         thread.submit(self.generations)

@@ -15,8 +15,6 @@ from rlhf.config.compose import compose_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.reading import load_comparisons, load_demonstrations
 from rlhf.data.records import Message
-from rlhf.data.tokenizer import encode_text
-from rlhf.engines.likely import likeliest, show
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, RankingRequest
@@ -192,22 +190,6 @@ def test_only_models_that_read_tokens_alike_are_compared(thread):
     other = copy.deepcopy(two.tokenizer)
     other.add_tokens(["unheard-of"])
     assert one.reads_like(two) and not one.reads_like(replace(two, tokenizer=other))
-
-
-async def test_the_likeliest_next_tokens_are_the_models(clients, thread, gold_run):
-    served, anna = thread.models["gold/sft"], clients["anna"]
-    text = "the colour of <|end|> the " * 40  # longer than the context, which loses its beginning
-    answer = await anna.post("/api/next", json={"model": "gold/sft", "text": text, "count": 5})
-    found = answer.json()["tokens"]
-    model = load_policy(gold_run.folder / "sft" / "model")
-    wanted = likeliest(model, encode_text(served.tokenizer, text)[-served.context :], 5)
-    assert [one["text"] for one in found] == [show(served.tokenizer, token) for token, _ in wanted]
-    assert [one["probability"] for one in found] == pytest.approx([p for _, p in wanted], abs=1e-5)
-    for body, code in [
-        ({"model": "no/model", "text": "a"}, 404), ({"model": "gold/sft", "text": ""}, 400),
-        ({"model": "gold/sft", "text": "a", "count": 101}, 400), ({"model": "gold/sft", "text": "a", "more": 1}, 400),
-    ]:  # fmt: skip
-        assert (await anna.post("/api/next", json=body)).status_code == code
 
 
 async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labelers(clients, labelling, tmp_path):

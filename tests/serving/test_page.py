@@ -122,18 +122,3 @@ def test_a_demonstration_is_written(visit, site):
     page.wait_for_function("document.querySelector('#demonstrate textarea:last-of-type').value === ''")
     edited = last(site)
     assert edited["response"] == f"{draft} Really ." and edited["metadata"]["edited"] in "abcde"
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "dark"), (390, "light")])
-def test_the_next_tokens_of_a_text_are_listed_as_text(visit, site, width, scheme):
-    page = visit("", width, scheme)
-    page.get_by_role("tab", name="Next token").click()
-    page.get_by_label("Tokens", exact=True).fill("100")
-    page.get_by_label("Text, without a chat template").fill("the <b>red</b> <|end|> apple is")
-    page.get_by_role("button", name="Show the next tokens").click()
-    page.locator("#next tbody tr").first.wait_for()
-    cells = [row.split("\t") for row in page.locator("#next tbody tr").all_inner_texts()]
-    assert len(cells) == 100 and all(len(row) == 3 for row in cells)
-    sums = [float(row[2]) for row in cells]
-    assert sums == sorted(sums) and 0 < sums[0] < sums[-1] <= 1.001
-    assert page.locator("#next td b").count() == 0

@@ -14,7 +14,7 @@ from rlhf.serving import security
 from tests.serving.conftest import emptied
 
 ASKED = {"model": "gold/ppo", "messages": [{"role": "user", "content": "what is red ?"}], "temperature": 2, "seed": 1}
-LONG = ASKED | {"max_tokens": 64, "n": 4, "logprobs": True, "top_logprobs": 20, "stream": True}
+LONG = ASKED | {"max_tokens": 64, "n": 4, "logprobs": True, "stream": True}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
 
 

@@ -5,11 +5,10 @@ import { makeChat } from "./chat.js";
 import { makeCompare } from "./compare.js";
 import { makeDemonstrate } from "./demonstrate.js";
 import { makeManage } from "./manage.js";
-import { makeNext } from "./next.js";
 import { makeRank } from "./rank.js";
 
 const TABS = { chat: ["Chat", makeChat], compare: ["Compare", makeCompare], rank: ["Rank", makeRank],
-  demonstrate: ["Demonstrate", makeDemonstrate], next: ["Next token", makeNext], manage: ["Manage", makeManage] };
+  demonstrate: ["Demonstrate", makeDemonstrate], manage: ["Manage", makeManage] };
 let NAMES = [];
 const panels = {};
 
