@@ -70,7 +70,8 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.data.chat_template import end_ids, response_text
     from rlhf.data.encoding import encode_prompt_within
     from rlhf.data.records import Message
-    from rlhf.engines.sampling import make_sampler
+    from rlhf.engines.choosing import Choice
+    from rlhf.engines.running import Response, RunningBatch
     from rlhf.engines.text_stream import TextStream
     from rlhf.evaluation.policies import room_for
 
@@ -79,10 +80,13 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     fitted = encode_prompt_within(tokenizer, [Message.model_validate(message) for message in dialogue], room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")
-    text = TextStream(tokenizer, end_ids(tokenizer))
-    how = {"max_new_tokens": length, "temperature": config.chat.temperature, "greedy": config.chat.greedy}
-    for token in make_sampler(config, policy, tokenizer, **how).stream(fitted[0], ("chat", turn)):
-        write(printable(text.add([token]), keep="\n\t"))
-    write(printable(text.add([], over=True), keep="\n\t"))
+    ends, choice = frozenset(end_ids(tokenizer)), Choice(config.chat.temperature, greedy=config.chat.greedy)
+    response = Response(fitted[0], choice, config.seed, ("chat", turn), length, ends)
+    text, batch = TextStream(tokenizer, ends), RunningBatch(policy, 1)
+    batch.advance([response])
+    while not response.finished:
+        write(printable(text.add(response.tokens[-1:]), keep="\n\t"))
+        batch.advance()
+    write(printable(text.add(response.tokens[-1:], over=True), keep="\n\t"))
     say()
     return response_text(tokenizer, text.ids)

@@ -16,7 +16,7 @@ from rlhf.system.processes import process_count
 
 Row = tuple[object, str]
 # Settings of `reward` that a classifier, which has a head of its own, cannot use.
-FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers", "lm_coef")
+FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers")
 TRAINED = ("pretrain", "sft", "reward", "judge", "ppo", "dpo", "classify")  # groups with a schedule
 OF_ADAPTERS = {key: settings_in(LoraConfig)[key].default for key in ("alpha", "target_modules", "dropout")}
 
@@ -194,7 +194,6 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
         (shares and {config.ppo.policy, config.ppo.reference} != {"sft"}, "lora.share_trunk=true: the models share the SFT "
          "model's weights: leave out ppo.policy and ppo.reference"),
         (shares and sharded, f"lora.share_trunk=true: does not go with deepspeed={zero}: use deepspeed=none"),
-        (slices and reward.lm_coef, f"reward.lm_coef={reward.lm_coef}: does not go with deepspeed={zero}: use zero2"),
         (slices and lora.rank, f"lora.rank={lora.rank}: adapters do not go with deepspeed={zero}: use zero2"),
         (slices and reward.model is not None, f"reward.model={reward.model}: a text classifier does not go with "
          f"deepspeed={zero}: use zero2"),

@@ -11,6 +11,7 @@ _MODEL = (
 SETTINGS: dict[str, str] = {
     "evaluate.instructions": "use evaluate.benchmarks=[ifeval], lm-eval's task of checked instructions",
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
+    "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",
     "--figures": "use report.figures=<folder>",
     "gold.rounds": "use rounds, which also does rounds of people's labels",

@@ -119,7 +119,6 @@ class RewardConfig(EvaluatedConfig):
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
     micro_batch_responses: int = setting(64, "responses per forward", min=1, changes=ROUNDING)
     lr: float = setting(9e-6, "learning rate of AdamW", above=0, max=10)
-    lm_coef: float = setting(0.0, "weight lambda of the language model's loss on the rows; GPT-1 uses 0.5", min=0)
     read_tokens: int = setting(1, "the score is the mean over this many last tokens, without end tokens", min=1)
     layers: int | None = setting(None, "number of the trunk's first blocks in the reward model; none: all", min=1)
     calibration_samples: int = setting(512, "SFT samples used to set the gain, to prompts drawn by a hash", min=2)

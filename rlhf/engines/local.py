@@ -67,10 +67,6 @@ class LocalEngine(ABC):
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
         """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
 
-    @abstractmethod
-    def draw_steps(self, prompt: Sequence[int], uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[int]:
-        """The tokens of one response."""
-
     def most_rows(self, columns: int) -> int:
         """The batch for rows of this many tokens."""
         return default_batch(self.model, columns)
@@ -106,12 +102,6 @@ class LocalEngine(ABC):
                 drawn = self.draw([prompts[i] for i in part], uniforms[part], eos, how.pad_token_id, choice)
                 tokens[part], logprobs[part] = drawn
         return make_samples(tokens, logprobs, eos)
-
-    def stream(self, prompt: Sequence[int], key: Key = 0, **changes: Any) -> Iterator[int]:
-        how = replace(self.settings, **changes)
-        choice, device = check_sampling([prompt], how, lm(self.model).context), next(self.model.parameters()).device
-        uniforms = make_uniforms(how.seed, [key], how.max_new_tokens).to(device)
-        return self.draw_steps(prompt, uniforms, torch.tensor(how.ends, dtype=torch.int64, device=device), choice)
 
 
 def check_sampling(prompts: Prompts, how: Sampling, context: int | None) -> Choice:

@@ -4,7 +4,7 @@ sequences from the batch. Rollouts take most of PPO's time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, choose_tokens
 from rlhf.engines.decoder import Decoder, rows_carried
-from rlhf.engines.local import LocalEngine, Prompts, Sampling, evaluating
+from rlhf.engines.local import LocalEngine, Prompts, Sampling
 from rlhf.engines.persistent import GROWTH, PersistentDecoder, on_gpu
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.linear import Linear, products_cast
@@ -27,27 +27,38 @@ class NativeEngine(LocalEngine):
     def __init__(self, model: Any, settings: Sampling):
         super().__init__(model, settings)
         self.lasting: PersistentDecoder | None = None  # on a GPU
-        self.rows: dict[
-            int, int
-        ] = {}  # most rows by columns, of a GPU: its cache stays, so later there is less memory free
+        # most rows by columns, of a GPU: its cache stays, so later there is less memory free
+        self.rows: dict[int, int] = {}
 
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
-        tokens = torch.full(uniforms.shape[:2], pad, dtype=torch.int64, device=eos.device)
-        logprobs = torch.zeros(tokens.shape, device=eos.device)
-        for step, (rows, chosen, logp, _) in enumerate(self._decode(prompts, uniforms, eos, pad, choice)):
-            tokens[rows, step] = chosen
-            logprobs[rows, step] = logp
-        return tokens, logprobs
-
-    @torch.inference_mode()
-    def draw_steps(self, prompt: Sequence[int], uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[int]:
-        if on_gpu(self.model):
-            self._refresh(1, len(prompt) + uniforms.shape[1])
-        with evaluating(self.model):
-            for _, tokens, _, ended in self._decode([prompt], uniforms, eos, 0, choice):
-                yield int(tokens)
-                if bool(ended):
-                    return
+        steps = uniforms.shape[1]
+        sampled = torch.full(uniforms.shape, pad, dtype=torch.int64, device=eos.device)
+        logprobs = torch.zeros(sampled.shape, device=eos.device)
+        rows = torch.arange(len(uniforms), device=eos.device)  # the prompts that are still in the batch
+        # Rows that have ended stay until the next check; their further tokens are ignored.
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
+        if self.lasting is None:
+            decoder, every = Decoder(self.model, prompts, steps, pad), 1
+            carried, logits = rows_carried, decoder.prefill()
+        else:
+            self.lasting.clear()
+            decoder, every = self.lasting, LOOK_EVERY
+            carried, logits = self.lasting.carried, self.lasting.advance(rows, prompts)
+        for step in range(steps):
+            tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
+            ended = ended | torch.isin(tokens, eos)
+            sampled[rows, step], logprobs[rows, step] = tokens, logp
+            if step + 1 == steps:
+                break
+            live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
+            if live == 0:
+                break
+            if (left := carried(live, len(ended))) < len(ended):
+                # the first ended rows stay if more rows are carried than live
+                kept = decoder.drop(ended & (ended.cumsum(0) > left - live))
+                rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
+            logits = decoder.step(tokens)
+        return sampled, logprobs
 
     def most_rows(self, columns: int) -> int:
         if not on_gpu(self.model):
@@ -76,37 +87,6 @@ class NativeEngine(LocalEngine):
         wide = max(columns, self.lasting.columns)
         columns = wide if self.most_rows(wide) >= rows else columns
         self.lasting.reserve(min(self.most_rows(columns), max(rows, self.lasting.rows)), columns)
-
-    def _decode(
-        self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """Yields (rows, tokens, log-probs, ended) per step; `rows` are the prompts still in the batch.
-
-        Rows that have ended stay until the next check; their further tokens are ignored.
-        """
-        rows = torch.arange(len(uniforms), device=eos.device)
-        ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-        if self.lasting is None:
-            decoder, every = Decoder(self.model, prompts, uniforms.shape[1], pad), 1
-            carried, logits = rows_carried, decoder.prefill()
-        else:
-            self.lasting.clear()
-            decoder, every = self.lasting, LOOK_EVERY
-            carried, logits = self.lasting.carried, self.lasting.advance(rows, prompts)
-        for step in range(uniforms.shape[1]):
-            tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
-            ended = ended | torch.isin(tokens, eos)
-            yield rows, tokens, logp, ended
-            if step + 1 == uniforms.shape[1]:
-                return
-            live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
-            if live == 0:
-                return
-            if (left := carried(live, len(ended))) < len(ended):
-                # the first ended rows stay if more rows are carried than live
-                kept = decoder.drop(ended & (ended.cumsum(0) > left - live))
-                rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
-            logits = decoder.step(tokens)
 
 
 def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:

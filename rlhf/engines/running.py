@@ -6,6 +6,7 @@ are stepped one sequence at a time, each with its own cache.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +18,6 @@ from torch import Tensor
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
 from rlhf.engines.local import default_batch
 from rlhf.engines.persistent import GROWTH, PersistentDecoder
-from rlhf.engines.transformers_generate import next_logits
 from rlhf.model.interface import lm
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
@@ -111,9 +111,13 @@ class RunningBatch:
         """Logits (1, V) of a model that is not ours after more tokens of one response."""
         if row == len(self.caches):
             self.caches.append(None)
+        elif self.caches[row] is None:  # some classes have no cache: the whole text is read again
+            tokens = self.responses[row].prompt + self.responses[row].tokens
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         given = torch.tensor([tokens], device=self.device)
-        logits, self.caches[row] = next_logits(self.model, given, self.caches[row])
-        return logits
+        output = self.model(given, past_key_values=self.caches[row], use_cache=True, **last)
+        self.caches[row] = getattr(output, "past_key_values", None)
+        return output.logits[:, -1]
 
     def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:
         """Draw a token per row; rows with the same sampling settings are drawn together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlhf.config import Config
@@ -29,12 +29,6 @@ class SamplingEngine(Protocol):
 
         Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for settings out
         of range, and for keys that do not match the prompts.
-        """
-
-    def stream(self, prompt: Sequence[int], key: Key = 0, **changes: Any) -> Iterator[int]:
-        """The tokens of one response as `sample` would draw them, one by one, the end token included.
-
-        Raises: UserError as `sample` does, at the call.
         """
 
     def load(self, model: Any) -> None:

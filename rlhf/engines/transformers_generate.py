@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.local import LocalEngine, Prompts, evaluating
+from rlhf.engines.local import LocalEngine, Prompts
 
 
 class _ChooseByUniform(LogitsProcessor):
@@ -51,23 +47,3 @@ class GenerateEngine(LocalEngine):
         finally:
             model.generation_config = generation_config
         return F.pad(out[:, width:], (0, width + steps - out.shape[1]), value=pad), choose.logprobs
-
-    @torch.inference_mode()
-    def draw_steps(self, prompt: Sequence[int], uniforms: Tensor, eos: Tensor, choice: Choice) -> Iterator[int]:
-        with evaluating(self.model):
-            tokens, past = torch.tensor([list(prompt)], device=uniforms.device), None
-            for step in range(uniforms.shape[1]):
-                logits, past = next_logits(self.model, tokens, past)
-                chosen, _ = choose_tokens(logits, uniforms[:, step], choice)
-                yield int(chosen)
-                if bool(torch.isin(chosen, eos)):
-                    return
-                # some classes have no cache: the whole text is read again
-                tokens = chosen[:, None] if past is not None else torch.cat([tokens, chosen[:, None]], 1)
-
-
-def next_logits(model: Any, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
-    """Logits (B, V) after more tokens (B, T) of the sequences in the cache `past`, and the new cache."""
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    output = model(tokens, past_key_values=past, use_cache=True, **last)
-    return output.logits[:, -1], getattr(output, "past_key_values", None)

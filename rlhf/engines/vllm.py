@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,10 +126,6 @@ class VllmEngine:
         eos = torch.tensor(how.ends, dtype=torch.int64)
         samples = make_samples(pad(tokens, padding_value=how.pad_token_id), pad(chosen), eos)
         return Samples(samples.responses, *(x.to(self.device) for x in samples[1:]))
-
-    def stream(self, prompt: Sequence[int], key: Key = 0, **changes: Any) -> Iterator[int]:
-        """The response is sampled whole before its first token is given."""
-        return iter(self.sample([prompt], [key], **changes).responses[0])
 
     @torch.no_grad()
     def _probe(self) -> Probe:

@@ -54,17 +54,15 @@ def before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chosen_logprobs(
-    head: Any, hidden: Tensor, tokens: Tensor, with_entropy: bool = False, entropy_gradient: bool = False
+    model: Any, hidden: Tensor, tokens: Tensor, with_entropy: bool = False, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (N,) float32 of `tokens` (N,) after hidden states (N, D), and the entropies; see `unembedded_logprobs`.
 
-    head: an unembedding, or an embedding that is tied to it; or a causal language model whose logits are not its "own". Without
-    a plain product logits are computed in chunks, and again for the backward pass.
+    model: a causal language model whose logits are not its "own". Without a plain product logits are computed in chunks, and
+    again for the backward pass.
     """
-    finish: Any = None
-    if hasattr(head, "get_output_embeddings"):
-        finish = lm(head).finish if lm(head).logits_are == "finished" else None
-        head = head.get_output_embeddings()
+    finish: Any = lm(model).finish if lm(model).logits_are == "finished" else None
+    head: Any = model.get_output_embeddings()
     if finish is None and is_plain(head):
         return unembedded_logprobs(hidden, head.weight, tokens, with_entropy, entropy_gradient)
 

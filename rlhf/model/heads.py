@@ -67,19 +67,6 @@ def first_blocks(trunk: Any, count: int) -> Any:
     return config
 
 
-def mean_nats(head: Any, hidden: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Each row's language-model loss: the mean (B,) over its tokens after the first of -log P(u_i | u_<i), in nats.
-
-    head: as of `chosen_logprobs`. hidden (B, T, D) of right-padded tokens (B, T) with lengths (B,) of 2 or more.
-
-    Source: Radford et al. 2018, eq. 1 and 5. Differs: the equations sum over tokens; the paper's code takes the mean, as
-    here, so that a long text does not outweigh its label.
-    """
-    real = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T - 1)
-    logp, _ = chosen_logprobs(head, hidden[:, :-1][real], tokens[:, 1:][real])
-    return -logp.new_zeros(real.shape).masked_scatter(real, logp).sum(1) / (lengths - 1)
-
-
 class RewardConfig(PreTrainedConfig):
     """The trunk's configuration with every dropout set to 0, the positions that the score uses, and its calibration."""
 
@@ -124,8 +111,6 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False, **CHOSEN_HERE)
         self.head = ScalarHead(config.trunk.hidden_size)
-        # of the language model's loss, frozen and not saved; empty: the embeddings
-        self.unembedding: tuple[nn.Module, ...] = ()
         self.post_init()
 
     @torch.no_grad()
@@ -162,32 +147,16 @@ class RewardModel(PreTrainedModel):
         raw = self.head(hidden).squeeze(-1).float()
         return self.config.gain * (raw - self.config.shift) if calibrated else raw
 
-    def forward(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        calibrated: bool = True,
-        with_lm: bool = False,
-        by_token: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, lengths: Tensor, calibrated: bool = True, by_token: bool = False) -> Tensor:
         """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at those
-        before it; with_lm: and `mean_nats` (B,).
+        before it.
 
         by_token: the terms of the mean instead, (B, N): term j is that of token lengths - 1 - j, and they add up to the score.
         """
         real, kept = self._read_places(tokens, lengths)
-        if with_lm:
-            hidden = self.trunk(input_ids=tokens, use_cache=False).last_hidden_state
-            for layer in self.unembedding:
-                layer.to(device=hidden.device, dtype=hidden.dtype)
-            head = self.unembedding[0] if self.unembedding else self.trunk.get_input_embeddings()
-            nats = mean_nats(head, hidden, tokens, lengths)
-            values = self._score(hidden.flatten(0, 1)[kept], calibrated)
-        else:
-            values = self.values_at(tokens, kept, calibrated)
+        values = self.values_at(tokens, kept, calibrated)
         terms = torch.where(real, values.view_as(real), 0.0) / real.sum(1, keepdim=True)
-        scores = terms if by_token else terms.sum(1)
-        return (scores, nats) if with_lm else scores
+        return terms if by_token else terms.sum(1)
 
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The head's input per response, (B, D) float32: the raw score is w . features + b. Arguments as of `forward`."""
@@ -271,12 +240,19 @@ class LabelModel(nn.Module):
     def forward(self, tokens: Tensor, lengths: Tensor, examples: int, with_lm: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (N, C) float32 of N = `examples` with R / N rows each, and L1 (N,), which is 0 without `with_lm`.
 
-        tokens (R, T) right-padded, lengths (R,). L1 is the mean over an example's rows of `mean_nats`.
+        tokens (R, T) right-padded, lengths (R,) of 2 or more. L1 is the mean over an example's rows of the mean over a row's tokens
+        after the first of -log P(u_i | u_<i), in nats.
+
+        Differs: equations 1 and 5 sum over tokens; the paper's code takes the mean, as here, so that a long text does not
+        outweigh its label.
         """
         last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
         if with_lm:
             hidden = self.lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            nats = mean_nats(self.lm, hidden, tokens, lengths).view(examples, -1).mean(1)
+            real = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]  # (R, T - 1)
+            logp, _ = chosen_logprobs(self.lm, hidden[:, :-1][real], tokens[:, 1:][real])
+            nats = -logp.new_zeros(real.shape).masked_scatter(real, logp).sum(1) / (lengths - 1)
+            nats = nats.view(examples, -1).mean(1)
             hidden = hidden.flatten(0, 1)[last]
         else:
             hidden, nats = lm(self.lm).hidden(tokens, last), torch.zeros(examples, device=tokens.device)

@@ -50,8 +50,6 @@ METRICS: tuple[Metric, ...] = (
     # reward model
     Metric("reward/loss", "nats per prompt", "prompts with an ordered pair", "mean", "ranking loss"),
     Metric("reward/accuracy", _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),
-    Metric("reward/lm_loss", _NATS_TOKEN, "tokens after the first", "mean",
-           "mean over prompts of the language model's loss on their responses' rows, with reward.lm_coef"),
     Metric("reward/margin", "score", _PAIRS, "mean", "score of the winner minus score of the loser"),
     Metric("reward/mean", "score", "responses", "mean", "mean score"),
     Metric("reward/std", "score", "responses", "std", "standard deviation of the scores"),

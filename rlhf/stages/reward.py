@@ -1,9 +1,8 @@
 """Step 2: the reward model on ranked comparisons.
 
 loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l), with all K answers of a prompt
-in one batch element (Ouyang et al. 2022, equation 1); on request plus lm_coef times the language model's loss on the same rows
-(Radford et al. 2018, equation 5). Then calibration: demonstrations average 0, SFT samples have
-standard deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`).
+in one batch element (Ouyang et al. 2022, equation 1). Then calibration: demonstrations average 0, SFT samples have standard
+deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`).
 """
 
 import time
@@ -43,7 +42,7 @@ from rlhf.model.batching import joins_rows
 from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
-from rlhf.model.interface import Episodes, lm, score, unwrapped
+from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import earlier_reward, stage_folder
@@ -65,7 +64,7 @@ from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
 from rlhf.training.optim import decay_groups, make_schedule
-from rlhf.training.setup import checkpoint_activations, load_frozen, load_policy, set_up
+from rlhf.training.setup import checkpoint_activations, load_frozen, set_up
 from rlhf.training.state import gathered_state, put_weights
 
 EVALUATED_TOGETHER = 128  # responses per forward of the held-out figures
@@ -165,11 +164,7 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
 
 
 def make_model(config: Config, start: Path | None = None) -> Any:
-    """The model to train: that of another reward stage (`start`), or by reward.model. For reward.lm_coef it has the SFT model's
-    unembedding.
-
-    Raises: UserError if reward.lm_coef is set and the SFT model scales or caps its logits.
-    """
+    """The model to train: that of another reward stage (`start`), or by reward.model."""
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: Any
     if start is not None:
@@ -180,12 +175,6 @@ def make_model(config: Config, start: Path | None = None) -> Any:
         model.config.read_tokens = settings.read_tokens
     else:
         model = TextRewardModel.from_base(settings.model)
-    if settings.lm_coef:
-        policy = load_policy(sft)
-        if lm(policy).logits_are != "product":
-            raise UserError(f"reward.lm_coef={settings.lm_coef}: this model scales or caps its logits: want 0")
-        if not policy.config.tie_word_embeddings:  # the SFT model's own, since the reward model has none
-            model.unembedding = (policy.get_output_embeddings().requires_grad_(False),)
     checkpoint_activations(config, model)
     return model
 
@@ -236,25 +225,16 @@ def load_items(
 
 
 def make_objective(config: Config, engine: Engine) -> Objective[Item]:
-    """The mean ranking loss over the prompts of a batch, plus lm_coef times the language model's loss on their rows."""
-    settings = config.reward
+    """The mean ranking loss over the prompts of a batch."""
 
     def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = engine.module.collate([row for item in part for row in item.rows])
-        given = put(inputs, engine.device) | {"calibrated": False}
-        flat, nats = engine(**given, with_lm=True) if settings.lm_coef else (engine(**given), None)
-        scores = by_item(part, flat)
+        scores = by_item(part, engine(**put(inputs, engine.device), calibrated=False))
         loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count)
-        if nats is not None:  # of an item the mean over its rows of their mean nats per token
-            rows = torch.tensor([len(item.rows) for item in part], device=engine.device)
-            total = (by_item(part, nats).sum(1) / rows).sum()
-            loss = loss + settings.lm_coef * total / count
-            sums.add("reward/lm_loss", total.item(), len(part))
         add_figures(sums, part, scores, figures)
         return loss, inputs | {"scores": scores}
 
-    joined = joins_rows(engine.module) and not settings.lm_coef
-    most = settings.micro_batch_responses
+    most, joined = config.reward.micro_batch_responses, joins_rows(engine.module)
     return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
 
 

@@ -12,8 +12,8 @@ from rlhf.cpu.products import by_torch_alone
 from rlhf.engines import decoder, native
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.likely import response_logprobs
-from rlhf.engines.local import Sampling, default_batch
-from rlhf.engines.sampling import sample, sampler_for
+from rlhf.engines.local import default_batch
+from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
 from tests.presets import preset
@@ -124,17 +124,6 @@ def test_a_prompt_asked_several_times_is_read_once(kind, monkeypatch):
     assert found.responses == [one.responses[0] for one in alone]
     assert torch.allclose(found.logprobs, torch.cat([one.logprobs for one in alone]), atol=1e-5)
     assert sum(len(tokens) for tokens in read if tokens.dim() == 2) == len(PROMPTS)
-
-
-@pytest.mark.parametrize("kind", ["llama", "transformers"])
-def test_stream_is_the_sampler(kind):
-    model = make(kind).train()
-    out = sample(model, PROMPTS[:1], **{**SETTINGS, "eos_token_id": 7}, keys=["chat"], seed=5)
-    tokens = sampler_for(model, Sampling(NEW, 7)).stream(PROMPTS[0], "chat", seed=5)
-    first = next(tokens)
-    assert not torch.is_inference_mode_enabled()  # while the caller holds a token, its own modes are in force
-    assert [first, *tokens] == out.responses[0]
-    assert model.training
 
 
 # ------------------------------------------------------------------------------------ choosing in blocks
@@ -284,8 +273,6 @@ def test_mistakes_are_named():
     model = make("llama")
     with pytest.raises(UserError, match=r"prompt 1 has 30 tokens.*12.*context is 32"):
         sample(model, [[1], [2] * 30], **SETTINGS)
-    with pytest.raises(UserError, match="prompt 0 has 30 tokens"):
-        sampler_for(model, Sampling(NEW, None)).stream([2] * 30)
     with pytest.raises(UserError, match="prompt 1 has no tokens"):
         sample(model, [[1], []], **SETTINGS)
     with pytest.raises(UserError, match="2 keys for 1 prompts"):

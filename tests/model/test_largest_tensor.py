@@ -75,9 +75,7 @@ def train_labels(model) -> None:
 
 
 def train_reward(model) -> None:
-    reward = RewardModel.from_causal_lm(model)
-    reward.unembedding = (model.get_output_embeddings(),)
-    sum(x.sum() for x in reward(TOKENS, LENGTHS, with_lm=True)).backward()
+    RewardModel.from_causal_lm(model)(TOKENS, LENGTHS).sum().backward()
 
 
 @torch.no_grad()

@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 
 from rlhf.data.chat_template import encode_prompt, end_ids
 from rlhf.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from rlhf.engines.choosing import Choice
 from rlhf.engines.likely import response_logprobs
-from rlhf.engines.local import Sampling
-from rlhf.engines.sampling import sample, sampler_for
+from rlhf.engines.running import Response, RunningBatch
+from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.adopt import adopt
@@ -64,8 +65,11 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
     drawn = [sample(model, prompts, **settings) for model in (adopted.model, theirs)]
     assert drawn[0].responses == drawn[1].responses
     assert torch.allclose(drawn[0].logprobs[drawn[0].mask], drawn[1].logprobs[drawn[1].mask], atol=1e-4)
-    streamed = sampler_for(theirs, Sampling(6, ends)).stream(prompts[1], 1, seed=1)
-    assert list(streamed) == drawn[0].responses[1]
+    one, batch = Response(prompts[1], Choice(), 1, 1, 6, frozenset(ends)), RunningBatch(theirs, 1)
+    batch.advance([one])
+    while not one.finished:
+        batch.advance()
+    assert one.tokens == drawn[0].responses[1]
 
 
 @pytest.mark.parametrize(

@@ -312,31 +312,3 @@ def test_length_alone():
     items[0].judgements = [Judgement("x", [(0, 2)], None)]
     assert scoring.length_scores(items) == ([[-1.0, -2.0, -3.0], [-5.0, -4.0]], False)
     assert scoring.length_baseline(items) == 1.0
-
-
-def test_the_language_models_loss_counts_by_hand(gold_run, tokenizer, model):
-    """Ranking loss + 0.5 * mean over prompts of the mean over a prompt's rows of their mean nats per token: its gradients."""
-    two = make_ranking("1", "One.", ["Yes.", "No."], [[1], [0]])
-    three = make_ranking("2", "Two.", ["Red.", "Blue is good.", "Green"], [[2], [0], [1]])
-    items, _ = make_items([two, three], tokenizer, 128, 24)
-    policy, total = gold_run.policy(), 0.0
-    for item in items:
-        for row in item.rows:
-            logp = policy(torch.tensor([row])).logits[0].log_softmax(-1)
-            total = total - sum(logp[t - 1, row[t]] for t in range(1, len(row))) / (len(row) - 1) / len(item.rows) / 2
-    found = {}
-    for coef in (0.0, 0.5, 1.0):
-        config = gold_run.config(f"reward.lm_coef={coef}", "reward.max_grad_norm=1e9", "reward.micro_batch_responses=3")
-        engine = recording_engine(model)
-        sums = one_step(engine, items, reward.make_objective(config, engine))
-        found[coef] = sums.reduce(), engine.optimizer.gradients
-    assert (
-        found[0.5][0]["reward/lm_loss"] == pytest.approx(total.item(), abs=1e-5)
-        and "reward/lm_loss" not in found[0.0][0]
-    )
-    for name, half in found[0.5][1].items():
-        middle = (found[0.0][1][name] + found[1.0][1][name]) / 2
-        assert torch.allclose(half, middle, atol=1e-5), name
-    lm_part = found[1.0][1]["trunk.embed_tokens.weight"] - found[0.0][1]["trunk.embed_tokens.weight"]
-    total.backward()
-    assert torch.allclose(lm_part, policy.model.embed_tokens.weight.grad, atol=1e-4)
