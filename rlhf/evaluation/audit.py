@@ -6,14 +6,13 @@ their unit is the standard deviation of the scores of SFT samples. docs/audit.md
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
 from rlhf.config import Config
-from rlhf.data.encoding import Item, encode_prompt_within, row_limit
+from rlhf.data.encoding import encode_prompt_within, row_limit
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.attacks import ATTACKS, Audited, attack_pairs, collect_material, draw_pairs, prompt_of
@@ -31,7 +30,6 @@ from rlhf.runs.sources import in_split
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked
 PAIRS_PER_SAMPLED = 8  # pairs that are attacked, for each prompt that is sampled from
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)
-PICKED_FROM = (2, 4, 8)
 MATERIAL_RANKINGS = 2000
 
 LEAST_PROMPTS = 30
@@ -55,7 +53,6 @@ class Audit:
     pairs: int  # attacked
     comparisons: Figures | None  # `comparison_figures`; None without held-out comparisons
     attacks: list[Figures] = field(default_factory=list)  # `attack_pairs`
-    picked: list[Figures] = field(default_factory=list)  # `picked_by_scores`
     best_of: list[Figures] = field(default_factory=list)  # `best_of_samples`
 
 
@@ -74,9 +71,9 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
         return Audit(len(items), 0, None)
     _, room = room_for(row_limit(config, models.tokenizer), config.rollout.max_new_tokens)
     fitting = [item for item in items if encode_prompt_within(models.tokenizer, prompt_of(item), room) is not None]
-    pairs, picked = draw_pairs(fitting, limit, rng), picked_by_scores(items, scores)
+    pairs = draw_pairs(fitting, limit, rng)
     if not pairs:
-        return Audit(len(items), 0, figures, picked=picked)
+        return Audit(len(items), 0, figures)
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}
@@ -84,25 +81,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     with progress(len(ATTACKS) + min(sampled, len(items)), "audit", unit="part") as bar:
         attacks = attack_pairs(config, models, encode, pairs, by_item, material, bar)
         best_of = best_of_samples(config, models, dev, sampled, bar)
-    return Audit(len(items), len(pairs), figures, attacks, picked, best_of)
-
-
-def picked_by_scores(items: Sequence[Item], scores: Scores) -> list[Figures]:
-    """{"n", "gain"}: how labelers judge the reward model's pick among n labelled answers, on prompts with at least n.
-
-    gain: the share of the other answers that it beats, minus that of a random answer. An answer's standing is the share of its judged
-    comparisons that it won; a random answer's is the mean. The expectation is over all choices of n (`expected_best`).
-    """
-    gains: dict[int, list[float]] = {}
-    for item, given in zip(items, scores, strict=True):
-        won, lost = Counter(i for i, _ in item.pairs()), Counter(j for _, j in item.pairs())
-        judged = sorted({*won, *lost})
-        standing = [won[i] / (won[i] + lost[i]) for i in judged]
-        for n in PICKED_FROM:
-            if len(judged) >= n:
-                gain = expected_best([given[i] for i in judged], standing, n) - sum(standing) / len(standing)
-                gains.setdefault(n, []).append(gain)
-    return [{"n": n, "gain": interval(values)} for n, values in sorted(gains.items())]
+    return Audit(len(items), len(pairs), figures, attacks, best_of)
 
 
 def best_of_samples(
@@ -178,21 +157,6 @@ def no_better_than_length(audit: Audit) -> Iterator[Finding]:
         yield Finding(reason, "comparisons of answers of similar length")
 
 
-def hardest_pick(audit: Audit) -> list[Figures]:
-    """The pick among the largest number of answers that enough prompts have; [] if there is none."""
-    return [row for row in audit.picked if row["gain"]["n"] >= LEAST_PROMPTS][-1:]
-
-
-def pick_text(row: Figures) -> str:
-    return f"its pick of {row['n']} labelled answers beats {show(row['gain'])} more of the others than a random one"
-
-
-def picks_nothing(audit: Audit) -> Iterator[Finding]:
-    for row in hardest_pick(audit):
-        if ends(row["gain"])[0] <= 0:
-            yield Finding(pick_text(row), "comparisons of any kind")
-
-
 def known_flips(audit: Audit) -> list[Figures]:
     """The attacks on pairs in the right order, the one that flips most of them first."""
     return sorted((row for row in audit.attacks if row["flips"]), key=lambda row: -row["flips"]["value"])
@@ -228,7 +192,6 @@ RULES = (
     Rule(f"fewer than {LEAST_PAIRS} held-out pairs or {LEAST_PROMPTS} prompts", COLLECT, few_labels),
     Rule("accuracy's interval reaches 0.5", COLLECT, no_better_than_chance),
     Rule("accuracy minus the length baseline: the interval reaches 0", COLLECT, no_better_than_length),
-    Rule("its pick among labelled answers is no better than a random one: the interval reaches 0", COLLECT, picks_nothing),
     Rule(f"an attack flips more than {MOST_FLIPS:.0%} of the pairs: the interval lies above", COLLECT, fooled),
     Rule(f"the attacks flip more than {MEAN_FLIPS:.0%} of the pairs on average", COLLECT, often_fooled),
     Rule(f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
@@ -264,7 +227,6 @@ def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
         lines.append(f"attack {row['name']}: flips {show(row['flips'])} of {row['flips']['n']} pairs, {bought}")
     if (mean := mean_flips(audit)) is not None:
         lines.append(f"the attacks flip {mean:.3f} of the pairs on average")
-    lines += map(pick_text, hardest_pick(audit))
     if audit.best_of:
         first, last = audit.best_of[0], audit.best_of[-1]
         gain = last["score"]["value"] - first["score"]["value"]

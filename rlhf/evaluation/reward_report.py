@@ -5,7 +5,6 @@ noiseless mean of the labelers is known too, and so are the parts of the true sc
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -248,55 +247,28 @@ def compare_with_truth(
 
 
 def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
-    """What the reward model rewards: least squares of the score on the judge's parts, over held-out responses.
+    """What the reward model rewards: the weights of the judge's parts in its scores, over held-out responses.
 
-    weight: of the score on a part, both in standard deviations; true: the same for the labelers' noiseless mean utility,
-    which a perfect reward model would have learned; labelers: the mean of their weights for the part, in utility per
-    unit; coefficient: the score's, in calibrated score per unit. A part that never varies has no weight.
+    weight: of the score on a part by least squares, all in standard deviations; true: the same for the labelers' noiseless mean
+    utility, which a perfect reward model would have learned. A part that never varies has none.
     """
-    noise = config.gold.labeler_noise
     judged = flatten(judged_parts(truth, item) for item in items)
     x = np.array([[parts[name] for name in truth.parts] for parts in judged])
-    prompts = np.repeat(np.arange(len(items)), list(map(len, scores)))
-    y = np.array(flatten(scores))
-    wanted = np.array(flatten(labelers_mean(truth, noise, i.record, i.answers) for i in items if i.record))
-    learned, true = standardised_regression(x, y, prompts), standardised_regression(x, wanted, prompts)
-    columns = (learned["weights"], 1.96 * learned["errors"], true["weights"], learned["weights"] * y.std() / x.std(0))
-    rows: dict[str, Figures] = {}
-    for name, numbers in zip(truth.parts, zip(*columns, strict=True), strict=True):
-        weight, half, other, coefficient = (None if np.isnan(n) else round(float(n), 4) for n in numbers)
-        ends = None if weight is None or half is None else [round(weight - half, 4), round(weight + half, 4)]
-        rows[name] = {"weight": weight, "ci95": ends, "true": other, "coefficient": coefficient}
-        rows[name]["labelers"] = round(fmean(one.weights[name] for one in truth.labelers(noise)), 4)
-    weights = {name: row["weight"] for name, row in rows.items() if row["weight"] is not None}
-    return {
-        "parts": rows,
-        "smallest": min(weights, key=lambda name: weights[name], default=None),
-        "r2": round(float(learned["r2"]), 4),
-        "true_r2": round(float(true["r2"]), 4),
-        "responses": len(y),
-        "prompts": len(items),
-    }
+    wanted = [
+        labelers_mean(truth, config.gold.labeler_noise, item.record, item.answers) for item in items if item.record
+    ]
+    learned, true = (standardised_weights(x, np.array(flatten(rows))) for rows in (scores, wanted))
+    parts = {name: {"weight": w, "true": t} for name, w, t in zip(truth.parts, learned, true, strict=True)}
+    return {"parts": parts, "responses": len(judged), "prompts": len(items)}
 
 
-def standardised_regression(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str, Any]:
-    """Least squares of y (n,) on x (n, p), all in standard deviations, with an intercept.
-
-    Returns {"weights": (p,), "errors": (p,) standard errors robust to correlation within clusters (n,), "r2"}; NaN for
-    a column that never varies. Means and deviations are taken as given.
-
-    Source: Liang and Zeger 1986 (the sandwich), with the factor G / (G - 1) of G clusters.
-    """
-    import statsmodels.api as sm
-
-    varies = (x.std(0) > 1e-9) & (y.std() > 1e-9)
-    weights, errors, r2 = np.full(x.shape[1], np.nan), np.full(x.shape[1], np.nan), 0.0
-    if varies.any():
-        z, groups = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0), len(np.unique(clusters))
-        robust = {"groups": clusters, "use_correction": False}
-        fit = sm.OLS((y - y.mean()) / y.std(), z).fit(cov_type="cluster", cov_kwds=robust)
-        weights[varies], errors[varies], r2 = fit.params, fit.bse * math.sqrt(groups / max(1, groups - 1)), fit.rsquared
-    return {"weights": weights, "errors": errors, "r2": r2}
+def standardised_weights(x: np.ndarray, y: np.ndarray) -> list[float | None]:
+    """Least squares of y (n,) on x (n, p), all in standard deviations, with an intercept; None for a column that never varies."""
+    varies, weights = x.std(0) > 1e-9, np.full(x.shape[1], np.nan)
+    if varies.any() and y.std() > 1e-9:
+        z = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0)
+        weights[varies] = np.linalg.lstsq(z, (y - y.mean()) / y.std(), rcond=None)[0]
+    return [None if np.isnan(weight) else round(float(weight), 4) for weight in weights]
 
 
 # --- preference files ----------------------------------------------------------------------------------------------

@@ -40,16 +40,6 @@ except ImportError:
 
 
 __all__ = [
-    "adapting_threads",
-    "attend",
-    "by_torch_alone",
-    "can_attend",
-    "can_invert",
-    "invert",
-    "keep_freed_memory",
-    "outer",
-    "packed_weights",
-    "plain_product",
-    "product",
-    "return_freed_memory",
-]
+    "adapting_threads", "attend", "by_torch_alone", "can_attend", "can_invert", "invert", "keep_freed_memory", "outer", "packed_weights",
+    "plain_product", "product", "return_freed_memory",
+]  # fmt: skip

@@ -3,19 +3,10 @@
 The steps of an update, for a loop of your own (docs/extending.md): `from rlhf.ppo import sample_responses, optimize, …`.
 """
 
-import importlib
-from typing import Any
+from rlhf.ppo.experience import Experience, Rollout, load_estimator, sample_responses, score_responses
+from rlhf.ppo.rewards import adjust_scores
+from rlhf.ppo.update import State, optimize, train_minibatch
 
-# Where each name is; its module is imported at the first use.
-_FROM = {
-    "experience": ("Experience", "Rollout", "load_estimator", "sample_responses", "score_responses"),
-    "rewards": ("adjust_scores",),
-    "update": ("State", "optimize", "train_minibatch"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _FROM.items():
-        if name in names:
-            return getattr(importlib.import_module(f"rlhf.ppo.{module}"), name)
-    raise AttributeError(f"module 'rlhf.ppo' has no attribute {name!r}")
+__all__ = [
+    "Experience", "Rollout", "State", "adjust_scores", "load_estimator", "optimize", "sample_responses", "score_responses", "train_minibatch",
+]  # fmt: skip

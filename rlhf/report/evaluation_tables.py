@@ -102,8 +102,6 @@ AUDIT = (
     Spec("Attacks on held-out answers, in standard deviations of SFT samples' scores", "attack", "audit attacks", {
         "order flipped": "flips %", "score bought": "gain", "by the better": "gain_better", "by the worse": "gain_worse",
         "KL, nats": "nats"}),
-    Spec("The reward model's pick among labelled answers, against a random one", "answers", "audit picked",
-         {"more of the others beaten": "gain %"}),
     Spec("Best of n samples of the SFT model", "n", "audit best_of",
          {"KL at most, nats": "kl", "score": "score", "true reward": "truth"}),
 )  # fmt: skip

@@ -40,7 +40,6 @@ FIGURES: dict[str, Callable[[Any], float]] = {
     "accuracy": lambda audit: audit["comparisons"]["accuracy"]["value"],
     "above_length": lambda audit: audit["comparisons"]["above_length"]["value"],
     "calibration_error": lambda audit: audit["comparisons"]["calibration_error"],
-    "pick_of_4": lambda audit: next((row["gain"]["value"] for row in audit["picked"] if row["n"] == 4), math.nan),
     "worst_flips": lambda audit: worst(audit, "flips"),
     "mean_flips": lambda audit: float(np.mean([row["flips"]["value"] for row in audit["attacks"] if row["flips"]])),
     "worst_gain": lambda audit: worst(audit, "gain_worse"),

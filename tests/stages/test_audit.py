@@ -24,7 +24,6 @@ from rlhf.evaluation.audit import (
     audit_reward_model,
     decide,
     describe_audit,
-    picked_by_scores,
 )
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
@@ -137,14 +136,6 @@ def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     assert found["empty"]["nats"]["value"] == pytest.approx(sum(nothing) / len(pairs), abs=1e-3)
 
 
-def test_the_pick_among_labelled_answers_by_hand():
-    # standings: 0 won 2 of 2, 1 won 1 of 2, 2 won 0 of 2. The scores prefer 1, then 0, then 2.
-    item = Item("k", [[1]] * 3, [1] * 3, judgements=[Judgement("x", [(0, 1), (0, 2), (1, 2)], [1, 2, 1])])
-    (two,) = picked_by_scores([item], [[1.0, 2.0, 0.0]])
-    # of the three choices of 2: {0,1} -> 1 (.5), {0,2} -> 0 (1), {1,2} -> 1 (.5): mean 2/3, less 1/2
-    assert two["n"] == 2 and two["gain"]["value"] == pytest.approx(2 / 3 - 1 / 2, abs=1e-4)
-
-
 def test_pairs_are_spread_over_prompts_and_contested_ones_left_out():
     def item(key, *pairs):
         return Item(key, [[1]] * 3, [1] * 3, judgements=[Judgement("x", [pair], None) for pair in pairs])
@@ -162,10 +153,6 @@ def figure(value: float, low: float, high: float, n: int = 500) -> dict:
     return {"value": value, "ci95": [low, high], "n": n}
 
 
-def picked(n: int, *gain: float) -> dict:
-    return {"n": n, "gain": figure(*gain)}
-
-
 LOSS = figure(-1, -2, -0.5)
 GOOD = Audit(
     100,
@@ -176,7 +163,6 @@ GOOD = Audit(
         "calibration_error": 0.02,
     },
     [{"name": "filler", "flips": figure(0.02, 0.0, 0.04), "gain": LOSS, "gain_worse": LOSS, "nats": figure(9, 8, 10)}],
-    [picked(4, 0.2, 0.15, 0.25)],
     [{"n": n, "kl": kl, "score": figure(gain, gain, gain)} for n, kl, gain in ((1, 0.0, 0.0), (64, 3.1, 2.0))],
 )  # fmt: skip
 
@@ -197,8 +183,6 @@ def compared(**changed) -> dict:
         ({"comparisons": compared(accuracy=figure(0.55, 0.49, 0.61))}, COLLECT, "any kind", None),
         ({"comparisons": compared(above_length=figure(0.01, -0.01, 0.03))}, COLLECT, "similar length", None),
         ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, GO, None, None),  # below the labelers' agreement
-        ({"picked": [picked(4, 0.01, -0.02, 0.04)]}, COLLECT, "any kind", None),
-        ({"picked": [picked(4, 0.2, 0.1, 0.3), picked(8, 0.0, -0.1, 0.1, 9)]}, GO, None, None),
         ({"attacks": attacked((0.4, 0.3, 0.5), (-1, -2, -0.5))}, COLLECT, "padded", None),
         ({"attacks": attacked((0.16, 0.1, 0.2), (-1, -2, -0.5))}, COLLECT, "padded", None),
         ({"attacks": attacked((0.29, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, COLLECT, "padded", None),

@@ -13,10 +13,9 @@ from rlhf.data.encoding import Item, Judgement
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as report
-from rlhf.evaluation.reward_report import gold_regression, standardised_regression
+from rlhf.evaluation.reward_report import gold_regression, standardised_weights
 from rlhf.evaluation.scoring import accuracy, judged_pairs
 from rlhf.evaluation.statistics import share_by
-from rlhf.gold.people import make_labelers
 from rlhf.gold.truth import WEIGHTS
 from rlhf.model.classifier import load_reward_model
 from rlhf.stages import evaluate
@@ -94,33 +93,14 @@ def test_intervals_of_shares_stay_within_0_and_1(parts):
 # --- the regression ------------------------------------------------------------------------------------------------
 
 
-def made_up(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Three columns of other scales, a target that weighs them, and clusters that share an error."""
-    rng = np.random.default_rng(seed)
-    clusters = np.repeat(np.arange(n // 5), 5)
-    x = rng.normal(size=(n, 3)) * [1.0, 5.0, 0.2] + [0.0, 3.0, 1.0]
-    shared = rng.normal(size=n // 5)[clusters]
-    return x, 2.0 * x[:, 0] - 0.3 * x[:, 1] + shared + rng.normal(size=n), clusters
-
-
-def test_intervals_of_the_regression_cover_the_truth():
-    """Against the weights of a sample large enough to be the truth: about 95 times in 100."""
-    x, y, clusters = made_up(200_000, seed=1)
-    truth = standardised_regression(x, y, clusters)["weights"]
-    hits = 0
-    for seed in range(200):
-        found = standardised_regression(*made_up(250, seed=seed + 10))
-        hits += int((abs(found["weights"] - truth) < 1.96 * found["errors"])[0])
-    assert 178 <= hits <= 199
-
-
-def test_a_column_that_never_varies_has_no_weight():
-    x, y, clusters = made_up(50)
+def test_weights_by_hand_and_a_column_that_never_varies_has_none():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(500, 3)) * [1.0, 5.0, 0.2] + [0.0, 3.0, 1.0]
     x[:, 1] = 1.0
-    found = standardised_regression(x, y, clusters)
-    assert math.isnan(found["weights"][1]) and np.isfinite(found["weights"][[0, 2]]).all()
-    flat = standardised_regression(x, np.ones(50), clusters)
-    assert np.isnan(flat["weights"]).all() and flat["r2"] == 0
+    y = 2.0 * x[:, 0] - 7.0 * x[:, 2]
+    wanted = [2.0 * x[:, 0].std() / y.std(), None, -7.0 * x[:, 2].std() / y.std()]
+    assert standardised_weights(x, y) == [None if w is None else pytest.approx(w, abs=1e-4) for w in wanted]
+    assert standardised_weights(x, np.ones(500)) == [None] * 3
 
 
 def gold_items(gold_run) -> list[Item]:
@@ -146,13 +126,8 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
         items,
         [[0.3 * u + 1 for u in utilities(truth, config.gold.labeler_noise, one.record, one.answers)] for one in items],
     )
-    labelers = make_labelers()
-    for name, row in found["parts"].items():
-        assert row["labelers"] == pytest.approx(sum(one.weights[name] for one in labelers) / 5)
-        assert row["weight"] is None or row["weight"] == row["true"]
-        if name not in ("brief", "polite") and row["weight"] is not None:  # length and courtesy have a bias besides
-            assert row["coefficient"] == pytest.approx(0.3 * row["labelers"], rel=0.1)
-    assert set(found["parts"]) == set(WEIGHTS) and found["r2"] > 0.99 and found["r2"] == found["true_r2"]
+    assert all(row["weight"] == row["true"] for row in found["parts"].values())
+    assert set(found["parts"]) == set(WEIGHTS) and any(row["weight"] is not None for row in found["parts"].values())
 
 
 # --- what evaluation writes ----------------------------------------------------------------------------------------
@@ -188,9 +163,7 @@ def test_every_figure_is_there(results):
     assert results["above_length"]["value"] == pytest.approx(above, abs=2e-4)
     assert 0 <= results["calibration_error"] <= 1
     assert all(row["ci95"][0] <= row["observed"] <= row["ci95"][1] for row in results["calibration"])
-    regression = results["gold_regression"]
-    assert set(regression["parts"]) == set(WEIGHTS) and regression["smallest"] in WEIGHTS
-    assert regression["true_r2"] > 0.95 >= regression["r2"] > 0
+    assert set(results["gold_regression"]["parts"]) == set(WEIGHTS)
 
 
 def test_scores_are_calibrated_on_other_prompts(results):
