@@ -67,13 +67,10 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
             truth = make_truth(config)
             parts = ppo.load_parts(config, stage, truth)
-            given = {
-                name: getattr(parts, name) for name in ("config", "sampler", "reference", "reward", "prompts", "state")
-            }
 
             def one_update(update: int, tracker: Any) -> None:
                 metrics = ppo.one_update(update=update, **vars(parts))
-                held_out, rows = ppo.evaluate_held_out(**given, truth=truth)
+                held_out, rows = ppo.evaluate_held_out(parts, truth)
                 tracker.samples(update, rows)
                 tracker.log(metrics | held_out, step=update, episodes=update, tokens=parts.state.tokens)
 

@@ -8,5 +8,6 @@ from rlhf.ppo.rewards import adjust_scores
 from rlhf.ppo.update import State, optimize, train_minibatch
 
 __all__ = [
-    "Experience", "Rollout", "State", "adjust_scores", "load_estimator", "optimize", "sample_responses", "score_responses", "train_minibatch",
+    "Experience", "Rollout", "State", "adjust_scores", "load_estimator", "optimize", "sample_responses", "score_responses",
+    "train_minibatch",
 ]  # fmt: skip

@@ -90,8 +90,7 @@ def run(config: Config) -> None:
         # Set up
         settings, truth = config.ppo, make_truth(config)
         parts = load_parts(config, stage, truth)
-        prompts, state, engine, tokenizer = parts.prompts, parts.state, parts.state.engine, parts.prompts.tokenizer
-        models = dict[str, Any](sampler=parts.sampler, reference=parts.reference, reward=parts.reward)
+        state, engine, tokenizer = parts.state, parts.state.engine, parts.prompts.tokenizer
 
         # Loop
         updates = settings.episodes // settings.episodes_per_update
@@ -103,11 +102,11 @@ def run(config: Config) -> None:
                 state.tokens = loop.tokens
                 metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # reported if no update is left
             elif settings.eval_every:
-                held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
+                held_out, rows = evaluate_held_out(parts, truth)
                 loop.tracker.samples(0, rows)
                 loop.tracker.log(held_out, step=0, episodes=0)
             if loop.first < updates and not engine.sharded:  # ZeRO keeps gradients
-                seconds, rollout = measure_update(config, prompts=prompts, state=state, **models)
+                seconds, rollout = measure_update(parts)
                 if not loop.resumed:
                     say_lengths(config, tokenizer, rollout, stage.say)
                 loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
@@ -115,7 +114,7 @@ def run(config: Config) -> None:
                 metrics = one_update(update=update, **vars(parts))
                 last = update == updates or above_ceiling(config, metrics["objective/kl"])
                 if settings.eval_every and (update % settings.eval_every == 0 or last):
-                    held_out, rows = evaluate_held_out(config, prompts=prompts, state=state, truth=truth, **models)
+                    held_out, rows = evaluate_held_out(parts, truth)
                     metrics |= held_out
                     if update % settings.samples_every == 0 or last:
                         loop.tracker.samples(update, rows)
@@ -218,23 +217,18 @@ def one_update(
     return engine.ranks.merge(sums).reduce()
 
 
-def measure_update(
-    config: Config,
-    *,
-    sampler: SamplingEngine,
-    reference: ReferenceLogprobs,
-    reward: Reward,
-    prompts: Prompts,
-    state: State,
-) -> tuple[float, Rollout]:
+def measure_update(parts: Parts) -> tuple[float, Rollout]:
     """Seconds of an update, by those of one minibatch that is sampled, scored and trained on, and its rollout; changes nothing."""
-    settings, engine, started = config.ppo, state.engine, time.monotonic()
+    config, prompts, state, settings = parts.config, parts.prompts, parts.state, parts.config.ppo
+    engine, started = state.engine, time.monotonic()
     count = max(1, settings.episodes_per_update // settings.minibatches // engine.ranks.count)
     asked = [prompts.train[i] for i in choose_prompts(config, len(prompts.train), 1)[:count]]
     with torch.random.fork_rng():
         keys = [("measured", i) for i in range(count)]
-        samples, texts = sample_responses(engine, sampler, prompts.tokenizer, asked, keys)
-        rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
+        samples, texts = sample_responses(engine, parts.sampler, prompts.tokenizer, asked, keys)
+        rollout = score_responses(
+            config, engine, parts.reference, parts.reward, prompts.tokenizer, asked, samples, texts
+        )
         scored, nothing = time.monotonic(), torch.zeros_like(rollout.values)
         experience = Experience(
             [record for record, _ in asked], texts, rollout, rollout.scores, nothing, nothing, nothing
@@ -293,22 +287,13 @@ def episodes_of_rank(config: Config, ranks: Ranks) -> list[int]:
     return [e for e in episodes if e // config.ppo.responses_per_prompt % ranks.count == ranks.rank]
 
 
-def evaluate_held_out(
-    config: Config,
-    *,
-    sampler: SamplingEngine,
-    reference: ReferenceLogprobs,
-    reward: Reward,
-    prompts: Prompts,
-    state: State,
-    truth: Truth | None,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of the policy on fixed held-out prompts, and rows of the samples table.
 
     If the stage writes an average of the weights, the average is evaluated.
     """
-    engine, tokenizer = state.engine, prompts.tokenizer
-    ranks = engine.ranks
+    config, prompts, engine = parts.config, parts.prompts, parts.state.engine
+    tokenizer, ranks = prompts.tokenizer, engine.ranks
     # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
     even = len(prompts.held_out) // ranks.count * ranks.count if engine.sharded else None
     asked: list[Prompt] = prompts.held_out[:even][ranks.rank :: ranks.count]
@@ -317,8 +302,8 @@ def evaluate_held_out(
         records = [record for record, _ in asked]
         with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
             keys = [("held out", record.id) for record in records]
-            samples, texts = sample_responses(engine, sampler, tokenizer, asked, keys)
-            rollout = score_responses(config, engine, reference, reward, tokenizer, asked, samples, texts)
+            samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
+            rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
         scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(tokenizer, records, rollout, scores, gold)

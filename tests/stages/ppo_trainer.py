@@ -50,7 +50,11 @@ class Trainer:
 
     def update(self, number: int = 1) -> dict[str, float]:
         """The metrics of one update."""
-        return ppo.one_update(update=number, **{part.name: getattr(self, part.name) for part in fields(ppo.Parts)})
+        return ppo.one_update(update=number, **vars(self.parts))
+
+    @property
+    def parts(self) -> ppo.Parts:
+        return ppo.Parts(**{part.name: getattr(self, part.name) for part in fields(ppo.Parts)})
 
     @property
     def sampler(self) -> SamplingEngine:
@@ -58,8 +62,7 @@ class Trainer:
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and sample rows of the held-out prompts."""
-        names = ("sampler", "reference", "reward", "prompts", "state", "truth")
-        return ppo.evaluate_held_out(self.config, **{name: getattr(self, name) for name in names})
+        return ppo.evaluate_held_out(self.parts, self.truth)
 
     def collect(self, prompts: list, keys: list[tuple]) -> Rollout:
         """Steps 1 and 2: one response to each prompt, scored."""
