@@ -14,7 +14,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, ratio
-from rlhf.data.encoding import Encode, Item, join_rankings, names_of, row_limit
+from rlhf.data.encoding import Encode, Item, join_rankings, names_of
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
@@ -33,9 +33,8 @@ from rlhf.evaluation.scoring import (
 from rlhf.evaluation.statistics import Figures, flatten, mean_by, share_by, show, win
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
-from rlhf.model.interface import score
 from rlhf.runs.folders import read_stage, stage_folder
-from rlhf.runs.sources import data_source, in_split, read_comparisons, read_demonstrations
+from rlhf.runs.sources import in_split, read_comparisons
 from rlhf.system.terminal import say
 
 CALIBRATION_BINS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # upper edges of the score gap
@@ -182,21 +181,6 @@ def calibration_error(curve: Sequence[Figures]) -> float:
     return round(float(np.average([abs(row["predicted"] - row["observed"]) for row in curve], weights=counts)), 4)
 
 
-def demonstration_scores(config: Config, model: Any, tokenizer: Any) -> Figures:
-    """`distribution` of the demonstrations that were not used for calibration, or of all if none was held out; {} without any."""
-    if data_source(config, "demonstrations") is None:
-        return {}
-    records = read_demonstrations(config)
-    unseen = in_split(config, records, "dev", "test")
-    rows = model.demonstration_rows(unseen or records, tokenizer, row_limit(config, tokenizer))
-    split = {"split": "held out" if unseen else "train"}
-    return {"demonstrations": distribution(score(model, rows).tolist()) | split} if rows else {}
-
-
-def distribution(scores: Sequence[float]) -> Figures:
-    return {"mean": round(float(np.mean(scores)), 4), "std": round(float(np.std(scores)), 4), "n": len(scores)}
-
-
 def describe_reward_model(results: Figures) -> list[str]:
     agreement, labelers = results["agreement"], "held-out prompts"  # no item has two labelers
     if agreement["training"]["value"] is not None:
@@ -309,7 +293,7 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
 def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
-    keys, pairs = keys_of(items), judged_pairs(items, scores)
+    keys, pairs = [prompt_key(item.record.prompt) for item in items if item.record], judged_pairs(items, scores)
     by_length = judged_pairs(items, length_scores(items)[0])
     wrong = {pair.item for pair in pairs if pair.won < 1}
     return {
@@ -317,7 +301,3 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
         "all_right": share_by(keys, [float(row not in wrong) for row in range(len(items))]),
         "length": share_by([keys[pair.item] for pair in by_length], [pair.won for pair in by_length]),
     }
-
-
-def keys_of(items: Sequence[Item]) -> list[str]:
-    return ["" if item.record is None else prompt_key(item.record.prompt) for item in items]

@@ -25,7 +25,7 @@ from rlhf.evaluation.judging import compare_by_endpoint, compare_policies
 from rlhf.evaluation.labelled_task import evaluate_shots
 from rlhf.evaluation.people import evaluate_people
 from rlhf.evaluation.policies import Answers, ByPolicy, interval_of, mean_of
-from rlhf.evaluation.statistics import Figures, describe, flatten, show, text_figures, win_rate
+from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
@@ -102,11 +102,9 @@ def run_stage(config: Config) -> None:
         if needs_parent(config, "evaluate", "reward"):
             reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
             reward_model = hold_frozen(config, reward_model, device)
-            written = reward_report.demonstration_scores(config, reward_model, tokenizer)
             results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer)
             for line in reward_report.describe_reward_model(results["reward_model"]):
                 stage.say(line)
-            results["reward_model"]["scores"] = written
 
         # 2. Responses of every policy to the test prompts
         baselines = {name: folder for name, folder in tuned.items() if name != main}
@@ -120,8 +118,6 @@ def run_stage(config: Config) -> None:
         rewards: dict[str, Any] = {}
         if scored:
             scores, rewards = policies.score_answers(config, answers, asked, reward_model, device)
-        if reward_model is not None:
-            results["reward_model"]["scores"]["sft_samples"] = reward_report.distribution(flatten(scores["sft"]))
 
         # 3. Evaluate the policies
         optimised = policies.with_missing_eos(config, answers, rewards)

@@ -81,7 +81,7 @@ def test_evaluation_with_a_classifier(copy_until):
     results = run.results()
     rm = results["reward_model"]
     assert rm["accuracy"]["n"] > 100 and rm["held_out_labelers"]["accuracy"]["n"] > 100
-    assert set(results["reward"]) == {"sft", "ppo"} and rm["scores"]["sft_samples"]["n"] == 20
+    assert set(results["reward"]) == {"sft", "ppo"}
 
 
 def test_calibration_holds_for_a_classifier_and_a_changed_one_is_noticed(copy_until, comparisons):
