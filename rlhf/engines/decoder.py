@@ -143,7 +143,7 @@ class Decoder:
 
     def _make_attention(self) -> Attend:
         """A step's attention: f(q, k, v; keys and values; the layer's window) = y (B, D)."""
-        if self._compiled():
+        if self.model.config.window is None and fast.can_attend(self.cache[0][0]):
             seen = self._seen_columns()
             return lambda qkv, cache, _: fast.attend(qkv, cache, *seen)
         place, columns, gap = self._new_columns()
@@ -159,10 +159,6 @@ class Decoder:
             return _attend(q, keys[:, :, :columns], values[:, :, :columns], hidden).reshape(len(q), -1)
 
         return attend
-
-    def _compiled(self) -> bool:
-        """Whether attention is computed by `fast.attend`."""
-        return self.model.config.window is None and fast.can_attend(self.cache[0][0])
 
     def _seen_columns(self) -> Seen:
         """The columns that a step's tokens fill and attend to."""

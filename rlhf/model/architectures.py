@@ -39,10 +39,6 @@ def rows(*sizes: int) -> Layout:
     return Layout(torch.cat, lambda ours: list(ours.split(sizes)))  # type: ignore[arg-type]
 
 
-def _nothing(_: Any) -> Any:
-    return []
-
-
 @dataclass(frozen=True)
 class Architecture:
     """One row of the table.
@@ -62,7 +58,7 @@ class Architecture:
     read: Callable[[Any], Fields]
     write: Callable[[GPTConfig], Fields]
     entries: Callable[[GPTConfig], Iterator[Entry]]
-    misfits: Callable[[GPTConfig], list[str]] = _nothing
+    misfits: Callable[[GPTConfig], list[str]] = lambda ours: []
     ropes: tuple[str, ...] = ("default",)
 
     def our_fields(self, config: Any) -> Fields:

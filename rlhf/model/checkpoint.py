@@ -135,8 +135,10 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
         revision = folder.name  # the commit
     if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file():
         return _read_adapters(source, folder, revision)
-    if gguf is None:
-        _check_folder(source, folder)
+    if gguf is None and not (folder / "config.json").is_file():
+        inside = folder / "model"
+        instead = f"give {inside}" if (inside / "config.json").is_file() else "want a folder that save_pretrained wrote"
+        raise UserError(f"model.pretrained={source}: no config.json in it: {instead}")
     config = _read_config(source, folder, gguf)
     if gguf is None:
         check_weights(f"model.pretrained={source}", config, folder.glob("*.safetensors"))
@@ -167,14 +169,6 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
     except UserError as error:
         raise UserError(f"{folder / ADAPTERS}: base_model_name_or_path: {error}") from None
     return replace(checkpoint, adapters=folder)
-
-
-def _check_folder(source: str, folder: Path) -> None:
-    """Raises: UserError for a folder without a model; the message says what to give instead."""
-    if not (folder / "config.json").is_file():
-        inside = folder / "model" / "config.json"
-        instead = f"give {inside.parent}" if inside.is_file() else "want a folder that save_pretrained wrote"
-        raise UserError(f"model.pretrained={source}: no config.json in it: {instead}")
 
 
 def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -110,8 +110,12 @@ def add_times(
 
 def load_measures(config: Config, truth: "Truth | None") -> list[Measure]:
     """The functions of ppo.metrics, and the true scores if there are any. Raises: UserError."""
-    given = [load_measure(name) for name in listed(config.ppo.metrics)]
-    return given if truth is None else [lambda experience: mean_truth(truth, experience), *given]
+
+    def mean_truth(experience: Experience) -> dict[str, float]:
+        parts = true_scores(truth, experience.records, experience.texts, experience.rollout)
+        return {f"gold/{name}": sum(part[name] for part in parts) / len(parts) for name in (parts[0] if parts else ())}
+
+    return [mean_truth, *(load_measure(name) for name in listed(config.ppo.metrics))]
 
 
 def load_measure(name: str) -> Measure:
@@ -149,12 +153,6 @@ def true_scores(
     if truth is None or not records or not truth.knows(records[0]):
         return []
     return [truth.judge(*episode) for episode in zip(records, texts, rollout.ended.tolist(), strict=True)]
-
-
-def mean_truth(truth: "Truth", experience: Experience) -> dict[str, float]:
-    """The gold/… metrics."""
-    parts = true_scores(truth, experience.records, experience.texts, experience.rollout)
-    return {f"gold/{name}": sum(part[name] for part in parts) / len(parts) for name in (parts[0] if parts else ())}
 
 
 def held_out_sums(rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]) -> Sums:

@@ -157,9 +157,9 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward: Reward, rewar
     if not settings.has_critic:
         return None
     if settings.shared_critic:
-        return without_value(ScalarHead(policy.config.hidden_size))
+        return scaled(ScalarHead(policy.config.hidden_size), 0.0)
     if settings.critic == "random":
-        return without_value(RewardModel(RewardConfig(trunk=policy.base_model.config)))
+        return scaled(RewardModel(RewardConfig(trunk=policy.base_model.config)), 0.0)
     if settings.critic == "reward" and reward_model is not None:
         shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
         critic = share_weights(reward_model, shared).requires_grad_(True).fold_calibration()
@@ -168,18 +168,13 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward: Reward, rewar
         stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
     if config.lora.share_trunk:
         shared = share_weights(policy.base_model)
-        return without_value(RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), shared))
-    return without_value(RewardModel.from_causal_lm(policy))
-
-
-def without_value(critic: Any) -> Any:
-    """The critic with a head of zeros: random values would be noise in the advantages until they are unlearned."""
-    return scaled(critic, 0.0)
+        return scaled(RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), shared), 0.0)
+    return scaled(RewardModel.from_causal_lm(policy), 0.0)
 
 
 @torch.no_grad()
 def scaled(critic: Any, factor: float) -> Any:
-    """The critic with its values times a factor."""
+    """The critic with its values times a factor: 0 for a new head, whose random values would be noise in the advantages."""
     for parameter in getattr(critic, "head", critic).parameters():
         parameter.mul_(factor)
     return critic

@@ -59,7 +59,13 @@ def optimize(
         sums.add("rollout/dropped", len(dropped), len(episodes))
     size = settings.episodes_per_update // settings.minibatches
     for epoch in range(settings.epochs):
-        order = shuffled_prompts(settings, random.Random(f"minibatch-{config.seed}-{update}-{epoch}"))
+        # prompts in random order; responses to one prompt stay together, since they share its cost
+        prompts, k = (
+            list(range(settings.episodes_per_update // settings.responses_per_prompt)),
+            settings.responses_per_prompt,
+        )
+        random.Random(f"minibatch-{config.seed}-{update}-{epoch}").shuffle(prompts)
+        order = [prompt * k + i for prompt in prompts for i in range(k)]
         for number in range(settings.minibatches):
             chosen = [row_of[e] for e in order[number * size : (number + 1) * size] if e in row_of]
             check = (update, epoch, number) == (first_of_policy, 0, 0)
@@ -78,14 +84,6 @@ def tied_rows(config: PpoConfig, scores: Tensor) -> set[int]:
     """The rows whose prompt's responses all have one score. Source: Yu et al. 2025 (DAPO), section 3.2, without sampling others."""
     low, high = scores.view(-1, config.responses_per_prompt).aminmax(dim=1)
     return {*(low == high).repeat_interleave(config.responses_per_prompt).nonzero().flatten().tolist()}
-
-
-def shuffled_prompts(config: PpoConfig, rng: random.Random) -> list[int]:
-    """The episodes of one update, prompts in random order. Responses to one prompt stay together: they share its cost."""
-    k = config.responses_per_prompt
-    prompts = list(range(config.episodes_per_update // k))
-    rng.shuffle(prompts)
-    return [prompt * k + i for prompt in prompts for i in range(k)]
 
 
 def rate_factor(config: PpoConfig, update: int, first: int) -> float:

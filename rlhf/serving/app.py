@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Request
+from fastapi import Body, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
@@ -68,7 +68,6 @@ def make_app(
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
     if staff:
         app.include_router(make_manage_router(labelling, staff))
-    app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")
     async def open_session(token: Annotated[str, Body(embed=True)], request: Request) -> Response:
@@ -97,20 +96,7 @@ def make_app(
             "instructions": staff.text if staff else instructions,
         }
 
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    return Guard(app, access)
-
-
-def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> APIRouter:
-    """The shading of a response's tokens, and one prompt to several models."""
-    router = APIRouter(prefix="/api")
-
-    @router.post("/shading")
+    @app.post("/api/shading")
     async def shading(asked: ShadingRequest) -> Answer:
         model, ids = thread.find(asked.model), asked.token_ids
         reference = thread.find(asked.reference or asked.model, "reference")
@@ -122,8 +108,8 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
-    @router.post("/compare")
-    async def compare(asked: CompareRequest, labeler: str = who) -> Response:
+    @app.post("/api/compare")
+    async def compare(asked: CompareRequest, labeler: str = Depends(labeler_of)) -> Response:
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = records_of(asked.messages)
@@ -131,7 +117,13 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
         return EventStream(completion, comparison_events(labelling, labeler, messages, completion))
 
-    return router
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    return Guard(app, access)
 
 
 async def comparison_events(

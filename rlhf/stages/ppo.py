@@ -141,7 +141,9 @@ def load_parts(config: Config, stage: Stage, truth: Truth | None = None) -> Part
     estimate, measures = load_estimator(settings.advantages), load_measures(config, truth)
     tokenizer = load_tokenizer(policy_folder(config, settings.policy) / "model")
     policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
-    prompts, state = load_texts(config, tokenizer, stage.say), State(engine, make_kl(config))
+    blocks = PretrainingBlocks(config, tokenizer) if settings.ptx_coef else None
+    prompts = Prompts(*load_ppo_prompts(config, tokenizer, stage.say), tokenizer, blocks)
+    state = State(engine, make_kl(config))
     sampler = make_sampler(config, policy, tokenizer)
     return Parts(config, sampler, critic, reference, reward, prompts, state, estimate, measures)
 
@@ -308,11 +310,6 @@ def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, floa
         sums = held_out_sums(rollout, scores, gold)
         rows = sample_rows(tokenizer, records, rollout, scores, gold)
     return ranks.merge(sums).reduce(), rows
-
-
-def load_texts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Prompts:
-    train, held_out = load_ppo_prompts(config, tokenizer, say)
-    return Prompts(train, held_out, tokenizer, PretrainingBlocks(config, tokenizer) if config.ppo.ptx_coef else None)
 
 
 def make_kl(config: Config) -> FixedKL | AdaptiveKL:

@@ -76,13 +76,9 @@ def run(config: Config) -> None:
 
         # 3. Train
         checkpoint_activations(config, model)
-        engine = make_engine(
-            config,
-            NextToken(model.to(device)),  # type: ignore[arg-type]
-            make_optimizer(config, model),
-            device,
-            max_grad_norm=config.pretrain.max_grad_norm,
-        )
+        settings, trained = config.pretrain, NextToken(model.to(device))  # type: ignore[arg-type]
+        optimizer = decay_groups(model, settings) if settings.optimizer == "adamw" else MuonAdamW(model, settings)
+        engine = make_engine(config, trained, optimizer, device, max_grad_norm=settings.max_grad_norm)
         with open_loop(stage, engine, steps) as loop:
             with limited_experts(model):
                 rows = config.pretrain.global_batch_tokens // length
@@ -208,12 +204,6 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     return GPTForCausalLM(shape)
-
-
-def make_optimizer(config: Config, model: torch.nn.Module) -> list[dict[str, Any]] | torch.optim.Optimizer:
-    """AdamW's groups, or Muon."""
-    settings = config.pretrain
-    return decay_groups(model, settings) if settings.optimizer == "adamw" else MuonAdamW(model, settings)
 
 
 def make_schedule(config: Config, steps: int) -> Callable[[int], float]:

@@ -14,7 +14,17 @@ from rlhf.system.files import write_jsonl
 def run(config: Config) -> None:
     """Write runs/<run>/world: demonstrations.jsonl and prompts.jsonl; of the built-in world also corpus.jsonl."""
     with open_stage(config, "world", hash_sources(config, "world")) as stage:
-        files = built_in_files(config) if config.gold.truth == "judge" else passage_files(config)
+        gold, seed, share = config.gold, config.seed, config.gold.conversations
+        counts = {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
+        files: Mapping[str, Iterable[dict[str, Any]]]
+        if gold.truth == "judge":
+            files = {
+                "corpus": ({"text": text} for text in documents(seed, seed, gold.documents, share)),
+                "demonstrations": demonstration_rows(seed, seed, gold.demonstrations, share),
+                "prompts": prompt_rows(seed, seed, counts, share),
+            }
+        else:
+            files = passage_files(config, counts)
         written = {name: write_jsonl(stage.folder / f"{name}.jsonl", rows) for name, rows in files.items()}
         if "corpus" in written:
             written = {"documents": written.pop("corpus"), **written}
@@ -22,25 +32,11 @@ def run(config: Config) -> None:
         stage.finish({name: float(count) for name, count in written.items()})
 
 
-def prompt_counts(config: Config) -> dict[str, int]:
-    gold = config.gold
-    return {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
-
-
-def built_in_files(config: Config) -> Mapping[str, Iterable[dict[str, Any]]]:
-    gold, seed, share = config.gold, config.seed, config.gold.conversations
-    return {
-        "corpus": ({"text": text} for text in documents(seed, seed, gold.documents, share)),
-        "demonstrations": demonstration_rows(seed, seed, gold.demonstrations, share),
-        "prompts": prompt_rows(seed, seed, prompt_counts(config), share),
-    }
-
-
-def passage_files(config: Config) -> Mapping[str, Iterable[dict[str, Any]]]:
+def passage_files(config: Config, counts: dict[str, int]) -> Mapping[str, Iterable[dict[str, Any]]]:
     """Openings of passages of data.corpus as prompts, and their continuations as demonstrations."""
     gold = config.gold
     cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)
-    counts = dict(reversed(prompt_counts(config).items()))  # more training prompts do not change the others
+    counts = dict(reversed(counts.items()))  # more training prompts do not change the others
     texts = iterate_documents(need_source(config, "corpus"), config.data.encoding)
     files: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "prompts": []}
     passages = list(make_passages(texts, counts, cut, token_ends(config), config.data.split_seed))
