@@ -16,15 +16,12 @@ from typing import Any
 
 from rlhf.data.tokenizer import encode_rendered, encode_texts
 from rlhf.errors import UserError
-from rlhf.system.limits import memory_limit, time_limit
 
 Turn = dict[str, Any]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
 CONTEXT = "context"  # key of an assistant's turn that is not to be learned
 ENDS = "end_token_ids"  # the field of tokenizer_config.json that lists the end tokens
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-# Limits on the time (seconds), memory (bytes) and text of a rendering, since templates are not trusted.
-SECONDS, MEMORY, LENGTH = 10.0, 2**30, 10**7
 
 
 # ------------------------------------------------------------------------------------------------ text to ids
@@ -108,33 +105,15 @@ def _turns(prompt: Any) -> list[Turn]:
 
 
 def _call(tokenizer: Any, turns: list[Turn], generate: bool = False) -> str:
-    """The text of a dialogue. Raises: UserError if the template refuses it, or takes too long or too much memory."""
+    """The text of a dialogue. Raises: UserError if the template refuses it."""
     template = tokenizer.chat_template
     if not template:
         raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
     try:
-        _check_powers("\n".join(template.values()) if isinstance(template, dict) else template)
-        with memory_limit(MEMORY), time_limit(SECONDS):
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
-        if len(text) <= LENGTH:
-            return text
-        reason = f"it writes {len(text):,} characters, more than {LENGTH:,}"
-    except TimeoutError:
-        reason = f"it takes more than {SECONDS:g} s"
-    except MemoryError:
-        reason = f"it takes more than {MEMORY / 2**30:g} GiB of memory"
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
     except Exception as error:  # a template can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise UserError(f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer")
-
-
-@lru_cache(maxsize=8)
-def _check_powers(template: str) -> None:
-    """Raises: ValueError for a template that computes a power: a large one takes hours in one step, which nothing can stop."""
-    from jinja2 import Environment
-
-    if any(token[1:] == ("operator", "**") for token in Environment().lex(template)):
-        raise ValueError("it computes a power with **")
 
 
 def _render(tokenizer: Any, turns: list[Turn], generate: bool) -> tuple[str, list[Turn]]:

@@ -1,9 +1,6 @@
 """Chats of every template as tokens: the library's own ids, the assistant's tokens, and text that stays text."""
 
 import copy
-import resource
-import threading
-import time
 
 import pytest
 
@@ -23,7 +20,6 @@ from rlhf.data.chat_template import (
 from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
 from rlhf.errors import UserError
-from rlhf.system.limits import time_limit
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
 CHAT = [
@@ -140,65 +136,19 @@ def test_a_prompt_is_cut_within_what_the_template_writes_around_it(tokenizer):
     assert encode_prompt_within(tokenizer, long, len(frame)) is None
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# Jinja computes constants when it compiles, and drops whatever an expression raises then
-CONSTANTS = "".join(f"{{{{ ('x' * 999999) | replace('x', 'yy') | length + {i} }}}}" for i in range(99))
-FOREIGN = {
-    LOOPS: "takes more than 0.1 s",
-    "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}": "takes more than 0.1 s",
-    "{% set x = 9 %}{{ x ** x ** x }}": r"computes a power",
-    "{{ 'x' * 10000001 }}": "writes 10,000,001 characters",
-    "{{ ('x' * 2000000000) | length }}": "takes more than 1 GiB of memory",
-    "{{ ('x' * 99999) | replace('x', 'x' * 99999) | length }}": "takes more than 1 GiB of memory",
-    CONSTANTS: "takes more than 0.1 s",
-    "hello": "does not write the assistant's text once",
-    "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}": "does not write the assistant's text once",
-}
-
-
-@pytest.mark.parametrize("template", FOREIGN)
-def test_a_template_that_takes_too_long_or_too_much_memory_or_writes_too_much_is_refused(template, monkeypatch):
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if "more than 0.1 s" in FOREIGN[template]:
-        monkeypatch.setattr("rlhf.data.chat_template.SECONDS", 0.1)
-        monkeypatch.setattr("rlhf.system.limits.EVERY", 0.02)
+@pytest.mark.parametrize("template", ["hello", "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}"])
+def test_a_template_that_does_not_write_the_answer_once_is_refused(template):
     tokenizer = copy.deepcopy(make_tokenizer("chatml"))
     tokenizer.chat_template = template
     for call in (find_end_of_turn, lambda tokenizer: encode_response(tokenizer, "a")):
-        with pytest.raises(UserError, match=FOREIGN[template]) as told:
+        with pytest.raises(UserError, match="does not write the assistant's text once"):
             call(tokenizer)
-        assert "\n" not in str(told.value)
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
-def test_powers_are_told_from_text_and_several_templates_are_one_each():
+def test_several_templates_are_one_each():
     tokenizer, plain = copy.deepcopy(make_tokenizer("chatml")), make_tokenizer("chatml")
-    tokenizer.chat_template = {"default": plain.chat_template, "tools": "{# 2 ** 3 #}**bold** {{ '**' }}"}
+    tokenizer.chat_template = {"default": plain.chat_template, "tools": "{{ '**' }}"}
     assert encode_prompt(tokenizer, "a") == encode_prompt(plain, "a")
-    assert encode_response(tokenizer, "a") == encode_response(plain, "a")
-
-
-def test_the_time_limit_holds_in_a_thread_and_leaves_no_exception_behind(monkeypatch):
-    monkeypatch.setattr("rlhf.system.limits.EVERY", 0.02)
-    told = []
-
-    def work() -> None:
-        for seconds, busy in ((0.05, 60.0), (60.0, 0.1), (0.05, 60.0)):
-            try:
-                with time_limit(seconds):
-                    until = time.monotonic() + busy
-                    while time.monotonic() < until:
-                        pass
-                told.append("in time")
-            except TimeoutError:
-                told.append("late")
-        time.sleep(0.1)
-        told.append("ended")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert told == ["late", "in time", "late", "ended"]
 
 
 @pytest.fixture(params=["chatml", "own"])
