@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Body, Depends, FastAPI, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
@@ -68,6 +68,7 @@ def make_app(
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
     if staff:
         app.include_router(make_manage_router(labelling, staff))
+    app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")
     async def open_session(token: Annotated[str, Body(embed=True)], request: Request) -> Response:
@@ -96,7 +97,20 @@ def make_app(
             "instructions": staff.text if staff else instructions,
         }
 
-    @app.post("/api/shading")
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    return Guard(app, access)
+
+
+def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> APIRouter:
+    """The shading of a response's tokens, and one prompt to several models."""
+    router = APIRouter(prefix="/api")
+
+    @router.post("/shading")
     async def shading(asked: ShadingRequest) -> Answer:
         model, ids = thread.find(asked.model), asked.token_ids
         reference = thread.find(asked.reference or asked.model, "reference")
@@ -108,8 +122,8 @@ def make_app(
         logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
-    @app.post("/api/compare")
-    async def compare(asked: CompareRequest, labeler: str = Depends(labeler_of)) -> Response:
+    @router.post("/compare")
+    async def compare(asked: CompareRequest, labeler: str = who) -> Response:
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = records_of(asked.messages)
@@ -117,13 +131,7 @@ def make_app(
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
         return EventStream(completion, comparison_events(labelling, labeler, messages, completion))
 
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    return Guard(app, access)
+    return router
 
 
 async def comparison_events(
