@@ -23,7 +23,7 @@ from rlhf.config.compose import (
 from rlhf.config.setting import get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
-from rlhf.runs.folders import NAME, lend_parents
+from rlhf.runs.folders import NAME, lend_parents, run_folder
 from rlhf.runs.remembered import GIVEN, by_key, recall, trusted
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
 from rlhf.system.plugins import load_named
@@ -132,6 +132,10 @@ def _run(command: str, given: Words, texts: dict[str, str]) -> None:
             _start(command, config, [*places, *overrides], texts)
         finally:
             GIVEN.reset(given_here)
+    if given.sweeps and not given.shows and (command in STAGES or command == "pipeline"):
+        from rlhf.report.overview import compare_runs
+
+        write("\n".join(["", *compare_runs([run_folder(config) for config, _ in jobs]), ""]))
 
 
 def _start(command: str, config: Any, words: list[str], texts: dict[str, str]) -> None:

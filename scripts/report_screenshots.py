@@ -1,9 +1,10 @@
 """Screenshots of a report in headless Chromium, and the checks that need a browser. Not part of the tests.
 
-    python scripts/report_screenshots.py runs/demo/report.html shots/
+    python scripts/report_screenshots.py runs/demo/report.html shots/ axe=axe.min.js
 
 Needs Chromium on the machine and the package playwright. Writes <name>-<light|dark>-<wide|phone>.png. Fails if the page prints
-to the console, opens a dialog, requests anything but itself, is wider than the screen, or has a switch that does not work.
+to the console, opens a dialog, requests anything but itself, is wider than the screen, cuts a table at 1280 pixels, has a switch that does
+not work, or, with `axe=` the file of npm's package axe-core, breaks one of its rules.
 """
 
 import shutil
@@ -11,7 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCREENS = {"wide": (1360, 900), "phone": (390, 844)}
+SCREENS = {"wide": (1280, 800), "phone": (390, 844)}
+CUT = """[...document.querySelectorAll('.scroll, nav div, .tile, figure')]
+    .filter(e => !e.closest('details:not([open])') && e.scrollWidth > e.clientWidth + 1)
+    .map(e => `${e.className || e.tagName} ${e.textContent.trim().slice(0, 40)}`)"""
+AXE = "axe.run().then(r => r.violations.flatMap(v => v.nodes.map(n => `${v.id}: ${n.html.slice(0, 100)}`)))"
 
 
 def listen(page: Any, address: str, problems: list[str]) -> None:
@@ -31,7 +36,7 @@ def listen(page: Any, address: str, problems: list[str]) -> None:
     page.on("request", on_request)
 
 
-def shoot(page_path: Path, folder: Path) -> list[str]:
+def shoot(page_path: Path, folder: Path, axe: str | None) -> list[str]:
     """Write the screenshots; returns the problems found."""
     from playwright.sync_api import sync_playwright
 
@@ -51,6 +56,11 @@ def shoot(page_path: Path, folder: Path) -> list[str]:
                 wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
                 if wider > 0:
                     problems.append(f"{screen}: the page is {wider} pixels wider than the screen")
+                if screen == "wide":
+                    problems += [f"cut at 1280 pixels: {text}" for text in page.evaluate(CUT)]
+                if axe is not None:
+                    page.evaluate(Path(axe).read_text(encoding="utf-8"))
+                    problems += [f"axe: {text}" for text in page.evaluate(AXE)]
                 page.screenshot(path=str(folder / f"{page_path.stem}-{scheme}-{screen}.png"), full_page=True)
                 if (screen, scheme) == ("wide", "light"):
                     problems += use(page)
@@ -80,9 +90,11 @@ def use(page: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit("usage: python scripts/report_screenshots.py REPORT.html … FOLDER")
-    by_report = {name: shoot(Path(name), Path(sys.argv[-1])) for name in sys.argv[1:-1]}
+    given = [word for word in sys.argv[1:] if not word.startswith("axe=")]
+    if len(given) < 2:
+        sys.exit("usage: python scripts/report_screenshots.py REPORT.html … FOLDER [axe=axe.min.js]")
+    axe = next((word.removeprefix("axe=") for word in sys.argv[1:] if word not in given), None)
+    by_report = {name: shoot(Path(name), Path(given[-1]), axe) for name in given[:-1]}
     for name, problems in by_report.items():
         shown = "; ".join(dict.fromkeys(problems)) or "no problem"
         print(f"{name}: {Path(name).stat().st_size / 1e6:.2f} MB, {shown}")

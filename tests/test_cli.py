@@ -354,7 +354,15 @@ def test_a_column_needs_no_quotes_beyond_the_shells(name):
 
 
 @pytest.mark.parametrize(
-    "word", ["columns.prompt=q", "columns.responses=[a,b]", "columns.prompt='q (b)'", "path=a (b)"]
+    ("word", "values"),
+    [("path=labels (1).csv", "labels (1).csv"), ("path=[a (1).csv, größe.csv,b]", ["a (1).csv", "größe.csv", "b"])],
+)
+def test_a_path_that_hydra_cannot_read_needs_no_quotes_either(word, values):
+    assert compose.compose_config([words.quoted(word), "out=b"], "import").path == values
+
+
+@pytest.mark.parametrize(
+    "word", ["columns.prompt=q", "columns.responses=[a,b]", "columns.prompt='q (b)'", "seed=range(1,3)"]
 )
 def test_other_overrides_are_left_as_they_are(word):
     assert words.quoted(word) == word

@@ -1,6 +1,7 @@
 """`rlhf export`: a stage's policy or reward model as a folder that plain transformers loads, with a model card."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,23 @@ def run(config: Config) -> None:
             (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
             share(folder)
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
-    for note in notes:
-        say(f"export: {note}")
+    for line in (*notes, *use_lines(out, config.export.stage, notes)):
+        say(f"export: {line}")
+
+
+def use_lines(out: Path, stage: str, notes: list[str]) -> list[str]:
+    """Commands to copy that use an exported policy of a public class."""
+    if stage == "reward" or notes:
+        return []
+    path, name = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
+    code = f"from transformers import pipeline; print(pipeline('text-generation', {str(out)!r})"
+    code += "([{'role': 'user', 'content': 'Hello'}], max_new_tokens=64)[0]['generated_text'][-1]['content'])"
+    return [
+        f"transformers: python -c {shlex.quote(code)}",
+        f"vLLM (not tested with every architecture): vllm serve {path}",
+        f"lm-eval (not tested from here): lm_eval --model hf --model_args pretrained={path} --tasks hellaswag",
+        f"llama.cpp (not tested): python convert_hf_to_gguf.py {path} --outfile {name} && llama-cli -m {name}",
+    ]
 
 
 def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
@@ -102,7 +118,8 @@ def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> st
     licence = (adopted or {}).get("licence") or ""
     header = ["library_name: transformers", f"tags: [rlhf, {stage}]"]
     header += [f"license: {one_line(licence)}"] if licence else []
-    header += [f"base_model: {json.dumps(one_line(adopted['source']))}"] if adopted else []
+    base = None if adopted is None else shown_name(adopted["source"])
+    header += [f"base_model: {json.dumps(base)}"] if base is not None and "/" in base else []  # the hub knows no others
     record, what = records[stage], STAGES[stage].help
     about = f"{what[:1].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
     parts = [
@@ -121,7 +138,7 @@ def base_lines(adopted: dict[str, Any] | None, licence: str) -> list[str]:
     if adopted is None:
         return ["None: pretrained from random weights by the stages below."]
     lines = [
-        f"- {one_line(adopted['source'])}, revision {one_line(adopted.get('revision') or 'not known')}",
+        f"- {shown_name(adopted['source'])}, revision {one_line(adopted.get('revision') or 'not known')}",
         f"- licence: {one_line(licence or 'not stated')}",
     ]
     return lines + [f"- `{one_line(name)}` {digest}" for name, digest in adopted["sha256"].items()]
@@ -129,7 +146,9 @@ def base_lines(adopted: dict[str, Any] | None, licence: str) -> list[str]:
 
 def data_rows(records: dict[str, dict[str, Any]]) -> list[str]:
     rows = [
-        f"| {name} | {cell(what)} | `{digest}` |" for name, r in records.items() for what, digest in r["data"].items()
+        f"| {name} | {cell(shown_name(what))} | `{digest}` |"
+        for name, r in records.items()
+        for what, digest in r["data"].items()
     ]
     rows += [
         f"| {name} | {cell(file)}, written by the stage | `{records[name]['files'][file]}` |"
@@ -145,7 +164,10 @@ def settings_lines(records: dict[str, dict[str, Any]]) -> list[str]:
     lines = []
     for name, record in records.items():
         lines += [f"### {name}", "", f"Hash `{record['hash']}`, {record['seconds']:.0f} s.", ""]
-        lines += [f"    {key}={one_line(json.dumps(value), 200)}" for key, value in sorted(record["settings"].items())]
+        lines += [
+            f"    {key}={one_line(json.dumps(shown_name(value)), 200)}"
+            for key, value in sorted(record["settings"].items())
+        ]
         lines.append("")
     return lines[:-1]
 
@@ -174,6 +196,17 @@ def figures(prefix: str, results: dict[str, Any]) -> Iterator[tuple[str, str, st
             yield from figures(f"{prefix}{name}.", value)
         elif isinstance(value, int | float) and not isinstance(value, bool) and name != "seed":
             yield key, str(value), ""
+
+
+def shown_name(value: Any) -> Any:
+    """A value without the folders of this machine: of a path its last part; an address and a hub id (owner/name) stay."""
+    if isinstance(value, list):
+        return [shown_name(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    place, words = Path(value), value.split()
+    is_local = place.is_absolute() or (len(words) == 1 and (len(place.parts) > 2 or ("/" in value and place.exists())))
+    return one_line(value.rstrip("/").rpartition("/")[2] if is_local and "://" not in value else value)
 
 
 def cell(text: object) -> str:

@@ -51,9 +51,10 @@ def run(config: ImportConfig) -> None:
             swap(target, folder)
     for line in describe(report):
         _say(line)
-    for reject in importer.first_rejects:
-        _say(f"reject: {reject}")
-    hidden = importer.reject_count - len(importer.first_rejects)
+    hidden = importer.reject_count
+    for reject, count in importer.first_rejects.values():
+        _say(f"reject: {reject}{f' (and {count - 1:,} more like it)' if count > 1 else ''}")
+        hidden -= count
     if hidden:
         _say(f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}")
     seconds = time.monotonic() - started

@@ -71,7 +71,7 @@ def look(run: Path) -> list[StageState]:
     titles[titles.index("label") : titles.index("label")] = [f"{name}/{s}" for name in names for s in ROUND_STAGES]
     for title in titles:
         folder = under_way((run.parent if "/" in title else run) / title)
-        files, locked = read_stage_files(folder), is_locked(folder / ".lock")
+        files, locked = read_stage_files(folder, title.rpartition("/")[2]), is_locked(folder / ".lock")
         if files.record or locked:
             status = files.status if files.status == "complete" else "running" if locked else "stopped"
             stages.append(StageState(title, status, folder, files))

@@ -131,6 +131,7 @@ class Config:
     chat: commands.ChatConfig = group(commands.ChatConfig, changes=NOTHING)
     next: commands.NextConfig = group(commands.NextConfig, changes=NOTHING)
     export: commands.ExportConfig = group(commands.ExportConfig, changes=NOTHING)
+    clean: commands.CleanConfig = group(commands.CleanConfig, changes=NOTHING)
     serve: commands.ServeConfig = group(commands.ServeConfig, changes=NOTHING)
     rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model's answers are ranked", min=1)
     # last, since it hides the module of that name from the fields after it

@@ -27,7 +27,10 @@ from rlhf.system.terminal import say
 
 FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
 SEVERAL_RUNS = ("report", "serve")  # commands that take run=a,b,c, which Hydra would read as a sweep
-SHORT = {"serve": ("labelers", "labels_per_prompt")}  # settings that may be written without their group
+SHORT = {
+    "serve": ("labelers", "labels_per_prompt"),
+    "clean": ("yes",),
+}  # settings that may be written without their group
 TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
 
 
@@ -111,16 +114,40 @@ def read_words(arguments: list[str], command: str) -> Words:
     return Words(overrides, folder, sweeps, shows)
 
 
+PLAIN = re.compile(r"[\w./:,@+%-]*|['\"].*|.*\$\{.*", re.ASCII | re.DOTALL)
+
+
 def quoted(word: str) -> str:
-    """An override in Hydra's quotes if it needs them: with other letters than ASCII's, as `path=größe.csv`; of a column or a verdict's
-    word with any signs, as `columns.prompt=Frage (Kunde)`.
+    """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or `data.prompts=[a (1).csv,b.csv]`;
+    of a column or a verdict's word with any signs, as `columns.prompt=Frage, Teil 1`.
     """
     key, _, value = word.partition("=")
-    plain = re.fullmatch(r"[\w./:,@+%-]*|[\[{'\"].*|.*\$\{.*", value, re.ASCII | re.DOTALL)
-    if plain or (value.isascii() and not key.startswith(("columns.", "words."))):
+    is_name = key.startswith(("columns.", "words.")) and value[:1] not in ("[", "{")
+    if PLAIN.fullmatch(value) or (not is_name and is_override(word)):
         return word
-    escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), value)
-    return f"{key}='{escaped}'"
+    if value[0] == "[" and value[-1] == "]":
+        items = [item.strip() for item in value[1:-1].split(",")]
+        return f"{key}=[{','.join(item if PLAIN.fullmatch(item) else in_quotes(item) for item in items)}]"
+    return f"{key}={in_quotes(value)}"
+
+
+def is_override(word: str) -> bool:
+    """Whether Hydra can read it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    except RecursionError:  # `check_overrides` refuses it
+        return True
+    return True
+
+
+def in_quotes(text: str) -> str:
+    escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:

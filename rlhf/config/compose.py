@@ -121,6 +121,8 @@ def unknown_setting(key: str, command: str, more: tuple[str, ...] = ()) -> str:
     """What to do about a key that the schema lacks. more: what is known besides settings."""
     if instead := replacement(key) or replacement(key.removeprefix("model.")):
         return f"unknown setting {key!r}: {instead}"
+    if key.startswith(("columns.", "words.")) and command != "import":
+        return f"unknown setting {key!r}: only `rlhf import` reads it: import the file first, then give the folder"
     known, last = [*settings_in(schema_of(command)), *more], key.rpartition(".")[2]
     last = EQUIVALENTS.get(last, last)
     group = "ppo" if command in ("", "pipeline") else command

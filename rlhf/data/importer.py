@@ -59,7 +59,8 @@ class Importer:
         self.agreement = AgreementCounter()
         self.files: list[dict[str, Any]] = []  # per file: its format, why, and its counts
         self.reject_count = 0
-        self.first_rejects: list[str] = []
+        # by file and message: the first reject, and their number
+        self.first_rejects: dict[tuple[str, str], tuple[Reject, int]] = {}
         self.damaged = False  # whether a file could not be read to its end
         self.unknown_splits: Counter[str] = Counter()
         self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
@@ -185,8 +186,10 @@ class Importer:
     def _reject(self, reject: Reject) -> None:
         self._rejects.write(reject_line(reject))
         self.reject_count += 1
-        if len(self.first_rejects) < SHOWN_REJECTS:
-            self.first_rejects.append(str(reject))
+        key = reject.file, reject.message
+        if key in self.first_rejects or len(self.first_rejects) < SHOWN_REJECTS:
+            first, count = self.first_rejects.get(key, (reject, 0))
+            self.first_rejects[key] = first, count + 1
 
     def _reject_file(self, source: Source, line: int, error: UserError) -> None:
         self._reject(Reject(source.name, line, "file", f"file: {str(error).removeprefix(f'{source.name}: ')}"))

@@ -20,19 +20,36 @@ MAX_TOKENS = 400
 SHADES = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 
-def make_samples(runs: list[RunFiles]) -> list[dict[str, Any]]:
-    """Responses of the models to the same prompts, side by side; of several runs each run's own PPO model."""
+def make_samples(runs: list[RunFiles]) -> tuple[list[dict[str, Any]], int]:
+    """Responses of the models to the same prompts, side by side; of several runs each run's own policy.
+
+    And the number of odd ones, not all of which are listed: the reward model scores a policy's answer higher than SFT's, the judge
+    of true scores lower. extra: a row that is shown only if the odd ones are asked for.
+    """
     several = len(runs) > 1
-    by_id = [(f"ppo of {run.name}", {str(row.get("id")): row for row in run.samples}) for run in runs if several]
-    samples = []
+    policies = [str(run.results.get("policy") or "ppo") for run in runs]
+    by_id = [{str(row.get("id")): row for row in run.samples} for run in runs]
+    samples: list[dict[str, Any]] = []
+    odd_ones = 0
     answered = [row for row in runs[0].samples if isinstance(row.get("responses"), dict)]
-    for row in answered[: SHOWN_SAMPLES + MORE_SAMPLES]:
+    for number, row in enumerate(answered):
+        own = [rows.get(str(row.get("id")), {}) for rows in by_id]
+        odd = any(is_odd(one, policy) for one, policy in zip(own, policies, strict=True))
+        extra = number >= SHOWN_SAMPLES + MORE_SAMPLES
+        odd_ones += odd
+        if extra and (not odd or odd_ones > MORE_SAMPLES):
+            continue
         shown = [(row, model, model) for model in (("sft",) if several else MODELS)]
-        shown += [(rows.get(str(row.get("id")), {}), "ppo", title) for title, rows in by_id]
+        if several:
+            named = zip(own, policies, runs, strict=True)
+            shown += [(one, policy, f"{policy} of {run.name}") for one, policy, run in named]
         samples.append(
             {
                 "id": visible(row.get("id", ""), 100),
                 "prompt": prompt_text(row.get("prompt", "")),
+                "first": number < SHOWN_SAMPLES,
+                "extra": extra,
+                "odd": odd,
                 "responses": [
                     {
                         "title": title,
@@ -46,7 +63,16 @@ def make_samples(runs: list[RunFiles]) -> list[dict[str, Any]]:
                 ],
             }
         )
-    return samples
+    return samples, odd_ones
+
+
+def is_odd(row: dict[str, Any], policy: str) -> bool:
+    """Whether the reward model prefers the policy's answer to SFT's and the judge of true scores does not."""
+    score, of_sft = (number_at(row, "scores", model) for model in (policy, "sft"))
+    gold, gold_of_sft = (_total(entry_at(row, "gold", model)) for model in (policy, "sft"))
+    if score is None or of_sft is None or gold is None or gold_of_sft is None:
+        return False
+    return score > of_sft and gold < gold_of_sft
 
 
 def _total(gold: Any) -> float | None:

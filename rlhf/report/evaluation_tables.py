@@ -8,6 +8,7 @@ name, each of evaluations/.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from rlhf.recipe import BASELINES
@@ -26,6 +27,7 @@ from rlhf.runs.run_files import (
 
 MODELS = ("base", "sft", "ppo", *BASELINES)
 TITLES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
+MOST_LABELERS = 20  # in a table
 MOST_CLASSES = 20  # most classes of a confusion matrix that is shown
 
 
@@ -84,12 +86,16 @@ EVALUATION = (
         "Accuracy above length alone": "results reward_model above_length",
         "Accuracy on the gold order": "results reward_model gold_order_accuracy",
         "Labelers' agreement with each other": "results reward_model labeler_agreement",
-        "Accuracy on held-out labelers": "results reward_model held_out_labelers accuracy",
-        "Held-out labelers' agreement": "results reward_model agreement held_out"}, WITH_PAIRS),
+        "Accuracy on held-out labelers": "results reward_model held_out_labelers accuracy"}, WITH_PAIRS),
     Spec("Agreement with labelers by how far apart they ranked two answers", "ranks apart", "results reward_model by_rank_gap",
          WITH_PAIRS),
     Spec("Weight of each part in the reward model's scores, and in the labelers' judgements", "part",
          "results reward_model gold_regression parts", {"reward model": "weight", "labelers": "true"}),
+)  # fmt: skip
+LABELS = (
+    Spec("Agreement of labelers on the same pairs, held-out comparisons", "labelers", {
+        "Of the training": "results reward_model agreement training", "Held out": "results reward_model agreement held_out",
+        "Between the two": "results reward_model agreement between"}, WITH_PAIRS),
 )  # fmt: skip
 AUDIT = (
     Spec("Held-out comparisons", "share of pairs", {
@@ -172,8 +178,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
         return [table for table in (*(make_table(spec, files) for spec in specs), *computed) if table.rows]
 
     evaluated = tables(EVALUATION, rank_table(run), calibration_table(run))
-    people = people_tables(run.evaluations.get("labels"))
-    external = tables(EXTERNAL, *people, shots_table(run), benchmarks_table(run))
+    external = tables(EXTERNAL, shots_table(run), benchmarks_table(run))
     return {
         "run": run.name,
         "sections": [
@@ -184,6 +189,13 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
         ],
         "json": visible(json.dumps(run.results, indent=1, ensure_ascii=False), 20_000) if run.results else "",
     }
+
+
+def labels_section(run: RunFiles) -> Section:
+    """What labelers gave: the run's rankings by labeler, their agreement, and what people judged of its policies."""
+    made = [labelers_table(run), *(make_table(spec, {"results": run.results}) for spec in LABELS)]
+    made += people_tables(run.evaluations.get("labels"))
+    return Section("", [], [table for table in made if table.rows])
 
 
 # --- the tables that are computed ---------------------------------------------------------------------------
@@ -271,6 +283,24 @@ def benchmarks_table(run: RunFiles) -> Table:
     tasks = dict.fromkeys(key for _, model in models for key, _ in entries(model))
     rows = [[visible(task, 60), *(figure_cell(entry_at(model, task)) for _, model in models)] for task in tasks]
     return Table("Benchmarks (lm-eval)", ("task", *(name for name, _ in models)), rows)
+
+
+def labelers_table(run: RunFiles) -> Table:
+    """The rankings that the label stage and the labelling page of this run have, by labeler."""
+    by_labeler: dict[str, list[dict[str, Any]]] = {}
+    for row in run.rankings:
+        by_labeler.setdefault(visible(row.get("labeler") or "no name", 60), []).append(row)
+    rows = []
+    for name, given in sorted(by_labeler.items(), key=lambda item: -len(item[1]))[:MOST_LABELERS]:
+        sizes = [len(listed) for row in given if isinstance(listed := row.get("responses"), list)]
+        orders = [order for row in given if isinstance(order := row.get("ranking"), list)]
+        tied = sum(any(isinstance(place, list) and len(place) > 1 for place in order) for order in orders)
+        times = [seconds for row in given if (seconds := number_at(row, "seconds")) is not None]
+        rows.append([name, f"{len(given):,}", decimal(fmean(sizes or [0]), 1), percent(tied / max(1, len(orders))),
+                     f"{median(times):.0f}" if times else "–"])  # fmt: skip
+    left = len(by_labeler) - len(rows)
+    caption = "Rankings by labeler" + (f"; {left} labelers with fewer are left out" if left else "")
+    return Table(caption, ("labeler", "rankings", "responses each", "with ties", "seconds, median"), rows)
 
 
 def people_tables(labels: Any) -> Iterator[Table]:

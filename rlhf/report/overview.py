@@ -1,9 +1,10 @@
 """The report's first screens: one sentence, the main numbers, and the stages with what each was built on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.report.evaluation_tables import judge_name
+from rlhf.report.evaluation_tables import audit_lines, judge_name
 from rlhf.runs.run_files import (
     RunFiles,
     StageFiles,
@@ -15,6 +16,7 @@ from rlhf.runs.run_files import (
     memory,
     number_at,
     percent,
+    read_run,
     visible,
     with_interval,
 )
@@ -27,8 +29,11 @@ class Tile(NamedTuple):
     note: str
 
 
-def make_overview(run: RunFiles) -> dict[str, Any]:
-    """One sentence, the main numbers with their intervals, and the cost of the run."""
+def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
+    """One sentence, the main numbers with their intervals, the cost of the run, and the audit's verdict if it is a warning.
+
+    evaluated: whether the numbers are those of the evaluation; otherwise they are the newest of the curves.
+    """
     records = [stage.record for stage in run.stages.values()]
     complete = sum(stage.status == "complete" for stage in run.stages.values())
     seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
@@ -41,11 +46,14 @@ def make_overview(run: RunFiles) -> dict[str, Any]:
     facts = [f"{complete} of {len(run.stages)} stages complete"]
     facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
     facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
-    tiles = list(make_tiles(run.stages, run.results))
+    tiles = list(make_tiles(run.stages, run.results if evaluated else {}))
     if seconds := [*rounds.values(), *(s for record in records if (s := number_at(record, "seconds")) is not None)]:
         peak = max((mb for record in records if (mb := number_at(record, "peak_rss_mb")) is not None), default=None)
         tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
-    return {"name": run.name, "facts": facts, "sentence": make_sentence(run), "tiles": tiles}
+    verdict, reason, *_ = [*audit_lines(run.audit), ("", ""), ("", "")]
+    warns = entry_at(run.audit, "verdict", "decision") != "go" and verdict[0]
+    warning = (verdict[0], verdict[1] or reason[1]) if warns else None
+    return {"name": run.name, "facts": facts, "sentence": make_sentence(run), "tiles": tiles, "warning": warning}
 
 
 def make_sentence(run: RunFiles) -> str:
@@ -103,6 +111,27 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     bpb, note = latest("pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
     if bpb is not None:
         yield Tile("Pretraining", decimal(bpb), "bits per byte", note)
+
+
+def compare_runs(folders: Sequence[Path]) -> list[str]:
+    """A table as lines of text: the main numbers of each run, of the evaluation if all runs have one."""
+    runs = [read_run(folder) for folder in folders]
+    evaluated = all(run.results for run in runs)
+    tiles = [{tile.title: tile.value for tile in make_overview(run, evaluated)["tiles"]} for run in runs]
+    titles = list(dict.fromkeys(title for of_run in tiles for title in of_run))
+    rows = [
+        ["run", *titles],
+        *([run.name, *(of_run.get(t, "–") for t in titles)] for run, of_run in zip(runs, tiles, strict=True)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return [*lines, f"side by side: rlhf report run={','.join(run.name for run in runs)}"]
 
 
 # --- the pipeline -------------------------------------------------------------------------------------------

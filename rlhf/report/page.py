@@ -12,16 +12,16 @@ from typing import Any
 from rlhf.recipe import STAGES
 from rlhf.report import details, overview
 from rlhf.report.drawing import SERIES_COLOURS, Mark, save_picture
-from rlhf.report.evaluation_tables import make_evaluation
+from rlhf.report.evaluation_tables import labels_section, make_evaluation
 from rlhf.report.pictures import make_pictures, make_stage_figures
-from rlhf.runs.run_files import RunFiles, decimal, duration, memory, number_at, percent, read_run
+from rlhf.runs.run_files import RunFiles, decimal, duration, entry_at, memory, number_at, percent, read_run
 from rlhf.system.files import write_text, writing
 
 
 def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
     """The stages that have curves in any run, each with its pictures."""
     levels = []
-    for key, label in (("noise_ceiling", "noise ceiling"), ("length_baseline", "length only")):
+    for key, label in (("noise_ceiling", "noise ceiling, test"), ("length_baseline", "length only, test")):
         level = number_at(runs[0].results, "reward_model", key)
         if len(runs) == 1 and level is not None:
             levels.append(Mark(label, level))
@@ -46,11 +46,14 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     )
     environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
     listed = list(runs)
-    overviews = [overview.make_overview(run) for run in listed]
+    splits = [entry_at(run.stages["evaluate"].record, "settings", "evaluate.split") for run in listed]
+    same_split = all(run.results and split == splits[0] for run, split in zip(listed, splits, strict=True))
+    overviews = [overview.make_overview(run, same_split or len(listed) == 1) for run in listed]
     tiles_by_run = [{tile.title: tile for tile in one["tiles"]} for one in overviews]
     titles = dict.fromkeys(title for tiles in tiles_by_run for title in tiles)
     comparison = [(title, [tiles.get(title) for tiles in tiles_by_run]) for title in titles]
     rollouts = details.make_rollouts(listed)
+    samples, odd = details.make_samples(listed)
     return environment.get_template("template.html").render(
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
@@ -61,8 +64,11 @@ def make_page(runs: Sequence[RunFiles]) -> str:
         curves=list(make_curves(listed)),
         evaluations=[make_evaluation(run) for run in listed],
         pictures=make_pictures(listed),
-        samples=details.make_samples(listed),
-        shown_samples=details.SHOWN_SAMPLES,
+        samples=samples,
+        odd=odd,
+        judged=sum("gold" in row for row in listed[0].samples),
+        labelled=[(run.name, section) for run in listed if (section := labels_section(run)).tables],
+        same_split=same_split,
         rollouts=rollouts,
         shaded=any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"]),
         differences=details.make_differences(listed),

@@ -3,6 +3,7 @@
 Also the report's formats of numbers and untrusted text, and the final figures of results.json for dashboards.
 """
 
+import contextlib
 import json
 import os
 import unicodedata
@@ -12,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.recipe import PIPELINE, STAGES
-from rlhf.runs.folders import Kind, read_record, under_way
+from rlhf.recipe import PARENTS, PIPELINE, STAGES
+from rlhf.runs.folders import Kind, read_record, stage_folder, under_way
 from rlhf.runs.metric_table import TABLES, find
 from rlhf.runs.progress import format_seconds
 from rlhf.system.files import read_json
@@ -119,6 +121,7 @@ class RunFiles:
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
     labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
+    rankings: list[dict[str, Any]] = field(default_factory=list)  # label/comparisons.jsonl and serve/labels.jsonl
     damage: list[str] = field(default_factory=list)  # of its files, as texts
 
 
@@ -126,7 +129,8 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
-    stages = [read_stage_files(folder / name) for name in STAGES]
+    stages = [read_stage_files(place, name) for name, place in stage_places(folder).items()]
+    labels = (folder / "label" / "comparisons.jsonl", folder / "serve" / "labels.jsonl")
     results, damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
     shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started
     return RunFiles(
@@ -138,16 +142,29 @@ def read_run(folder: Path) -> RunFiles:
         read_json(folder / "reward" / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
         read_json(folder / "classify" / "results.json"),
+        [row for path in labels for row in read_jsonl(path) if row.get("kind") == "ranking"],
         [text for text in (*(stage.damage for stage in stages), damage) if text is not None],
     )
 
 
-def read_stage_files(folder: Path) -> StageFiles:
-    """Reads a stage's folder; a missing one is a stage that was not started.
+def stage_places(run: Path) -> dict[str, Path]:
+    """The folder of each stage, of those that the run takes from another one (`parents.<stage>`) that run's."""
+    places = {name: run / name for name in STAGES}
+    config = Config(run=run.name, runs_dir=str(run.parent))
+    for folder in list(places.values()):
+        for stage, place in entries(read_json(folder / "stage.json"), "config", "parents"):
+            if stage in PARENTS and isinstance(place, str) and not (run / stage / "stage.json").exists():
+                setattr(config.parents, stage, place)
+                with contextlib.suppress(UserError):
+                    places[stage] = stage_folder(config, stage)
+    return places
+
+
+def read_stage_files(folder: Path, name: str) -> StageFiles:
+    """Reads the folder of the stage of this name; a missing one is a stage that was not started.
 
     For a stage that is being replaced, this is the complete one, or its replacement if there is none.
     """
-    name = folder.name
     if not (folder / "stage.json").is_file():
         folder = under_way(folder)
     if not folder.is_dir():

@@ -59,7 +59,7 @@ from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import data_source, hash_sources, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.processes import Ranks
-from rlhf.training.adapters import save_model, save_output
+from rlhf.training.adapters import save_output
 from rlhf.training.engine import Engine
 from rlhf.training.loop import open_loop
 from rlhf.training.memory import set_budget
@@ -318,13 +318,14 @@ def make_kl(config: Config) -> FixedKL | AdaptiveKL:
 
 
 def write_models(stage: Stage, engine: Engine, tokenizer: Any) -> None:
-    """`model` (the average if there is one, with adapters merged), and the critic. Every rank has to call it."""
-    policy, critic, ema = engine.module.policy, engine.module.critic, engine.ema
+    """`model`: the policy, or the average of its weights; then these are in `last`. Every rank has to call it.
+
+    The critic serves training only, and is not written.
+    """
+    policy, ema = engine.module.policy, engine.ema
     if ema is not None:
         save_output(policy, tokenizer, stage, "last")
     save_output(policy, tokenizer, stage, average=None if ema is None else ema.state_dict())
-    if critic is not None and not stage.config.ppo.shared_critic:
-        save_model(critic, stage.folder / "critic", stage.folder / "critic_adapters")
 
 
 def figure_of(config: Config, metrics: dict[str, float]) -> float | None:

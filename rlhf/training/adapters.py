@@ -118,28 +118,21 @@ def heads_of(model: Any) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if id(p) not in known}
 
 
-def save_model(model: Any, folder: Path, adapters: Path, average: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model folder with merged adapters and read it back; also write the adapters as PEFT saves them. All ranks must call it.
+def save_output(
+    model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a folder of the stage, with merged adapters and the tokenizer, and read it back; also the adapters as PEFT saves them.
 
-    average: weights that are written in place of the model's own.
+    average: weights that are written in place of the model's own. All ranks must call it.
     """
     state = gathered_state(model)
     if state is None:
         return
     state |= average or {}
     if any(adapted_layers(model)):
-        save_adapters(model, state, adapters)
-    save_model_checked(model, folder, dict(merged(model, state)))
-
-
-def save_output(
-    model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
-) -> None:
-    """`save_model` to a folder of the stage, and the tokenizer. All processes must call it."""
-    adapters = "adapters" if name == "model" else f"{name}_adapters"
-    save_model(model, stage.folder / name, stage.folder / adapters, average)
-    if stage.writes:
-        tokenizer.save_pretrained(str(stage.folder / name))
+        save_adapters(model, state, stage.folder / ("adapters" if name == "model" else f"{name}_adapters"))
+    save_model_checked(model, stage.folder / name, dict(merged(model, state)))
+    tokenizer.save_pretrained(str(stage.folder / name))
 
 
 def save_adapters(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:

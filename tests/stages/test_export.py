@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from rlhf.cli import main
-from rlhf.commands.export import run
+from rlhf.commands.export import run, use_lines
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
@@ -24,7 +25,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
-from rlhf.runs.folders import read_stage
+from rlhf.runs.folders import hash_of, read_stage
 from rlhf.system.files import hash_files, read_json, write_json
 
 
@@ -96,6 +97,7 @@ def test_the_card_says_what_the_records_say(gold_run, exported):
 def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_path):
     """And where evaluate measured another model, the card says that there are no figures."""
     run_ = copy_until("evaluate")
+    local = tmp_path / "models" / "mine.gguf"
     adopted = {"source": "someone/model", "revision": "abc", "licence": "apache-2.0"}
     write_json(run_.folder / "pretrain" / "adopted.json", adopted | {"sha256": {"model.safetensors": "f" * 64}})
     run(run_.config("export.stage=sft", f"export.out='{tmp_path / 'out'}'"))
@@ -103,6 +105,24 @@ def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_p
     assert 'license: apache-2.0\nbase_model: "someone/model"\n' in card
     assert f"- someone/model, revision abc\n- licence: apache-2.0\n- `model.safetensors` {'f' * 64}" in card
     assert "None: `rlhf evaluate` has not run." in card
+    write_json(run_.folder / "pretrain" / "adopted.json", adopted | {"source": str(local), "sha256": {}})
+    record = read_stage(run_.folder / "sft")
+    settings = {"data.demonstrations": [str(local.with_suffix(".csv")), "owner/name"], "ppo.rewards": f"{local}:score"}
+    changed = record | {"settings": record["settings"] | settings}
+    write_json(run_.folder / "sft" / "stage.json", changed | {"hash": hash_of(changed)})
+    run(run_.config("export.stage=sft", f"export.out='{tmp_path / 'out'}'", "overwrite=true"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in card and "base_model" not in card and "- mine.gguf, revision abc" in card
+    assert 'data.demonstrations=["mine.csv", "owner/name"]' in card and 'ppo.rewards="mine.gguf:score"' in card
+
+
+def test_the_line_for_transformers_works(exported, capfd):
+    [line] = [line for line in use_lines(exported["ppo"], "ppo", []) if line.startswith("transformers: ")]
+    assert use_lines(exported["ppo"], "reward", []) == []
+    code = shlex.split(line.removeprefix("transformers: "))
+    assert code[:2] == ["python", "-c"]
+    exec(code[2], {})
+    assert capfd.readouterr().out.strip()
 
 
 @pytest.mark.parametrize(("stage", "file"), [("ppo", "weights"), ("ppo", "tokenizer"), ("reward", "weights")])

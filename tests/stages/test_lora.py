@@ -224,8 +224,10 @@ def first_updates(adapted, tmp_path_factory) -> dict[bool, dict[str, Any]]:
         with open_trainer(run, *PPO, f"lora.share_trunk={str(shared).lower()}") as trainer:
             metrics = trainer.update()
             ppo.write_models(trainer.stage, trainer.engine, trainer.tokenizer)
+            critic = trainer.actor_critic.critic
+            weights = dict(merged(critic, gathered_state(critic)))
         share = bytes_of(*models_of(trainer)) / bytes_of(run.policy("sft"))
-        found[shared] = {"share": share, "metrics": metrics, "folder": trainer.stage.folder}
+        found[shared] = {"share": share, "metrics": metrics, "folder": trainer.stage.folder, "critic": weights}
     return found
 
 
@@ -238,10 +240,12 @@ def test_a_shared_trunk_changes_no_result(first_updates):
     metrics = (first_updates[shared]["metrics"] for shared in (False, True))
     one, two = ({n: v for n, v in found.items() if not n.startswith(measured)} for found in metrics)
     assert one == pytest.approx(two, abs=1e-5, rel=1e-5) and one["optim/policy_grad_norm"] > 0
-    for name in ("model", "critic"):
-        mine, theirs = (load_file(first_updates[s]["folder"] / name / "model.safetensors") for s in (True, False))
+    for mine, theirs in (
+        [load_file(first_updates[shared]["folder"] / "model" / "model.safetensors") for shared in (True, False)],
+        [first_updates[shared]["critic"] for shared in (True, False)],
+    ):
         assert mine.keys() == theirs.keys()
-        assert all(torch.allclose(mine[n], theirs[n], atol=1e-5) for n in mine), name
+        assert all(torch.allclose(mine[n], theirs[n], atol=1e-5) for n in mine)
 
 
 def test_a_reward_model_without_adapters_shares_no_trunk(copy_until):

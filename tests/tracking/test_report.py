@@ -93,7 +93,8 @@ def make_run(run: Path) -> Path:
     }  # fmt: skip
     (run / "evaluate/results.json").write_text(json.dumps(results))
     write_lines(run / "evaluate/samples.jsonl", [
-        {"id": f"e-{i}", "prompt": ATTACK, "responses": {"base": "b", "sft": ATTACK, "ppo": "p \u202e \x07"},
+        {"id": f"e-{i}", "prompt": ATTACK, "scores": {"sft": 0.1, "ppo": 0.2},
+         "responses": {"base": "b", "sft": ATTACK, "ppo": "p \u202e \x07"},
          "gold": {"base": 0.1, "sft": 0.5, "ppo": 0.99}}
         for i in range(6)
     ])  # fmt: skip
@@ -139,7 +140,7 @@ def check_page(text: str) -> Page:
     page = Page(text)
     assert "script" not in page.tags and "img" not in page.tags and page.handlers == []
     assert all(link == "data:," or link.startswith("#") for link in page.links), page.links
-    assert not re.search(r"@import|url\(", text)
+    assert not re.search(r"@import|url\((?!#)", text)  # a clip path is in the page
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None and policy.group(1).startswith("default-src 'none';")
     assert "script-src" not in policy.group(1) and "connect-src" not in policy.group(1)
@@ -273,6 +274,61 @@ def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
     # A stage's own settings count before the configuration that was composed for it.
     assert re.findall(r"<td class=.n.>([^<]+)<", rows["ppo.lr"]) == ["1.5e-4", "2e-5", "–"]
     assert "run" not in rows
+
+
+def test_runs_with_shared_parents_are_complete_and_compared_on_one_split(tmp_path: Path) -> None:
+    base = make_run(tmp_path / "base")
+    points = [{"progress/step": 1, "eval/dev/kl": 1.25}]
+    for name, split in (("first", "test"), ("second", "dev")):
+        run = tmp_path / name
+        lent = {
+            stage: "base" if stage != "reward" else str(base) for stage in ("tokenizer", "pretrain", "sft", "reward")
+        }
+        write_lines(make_stage(run, "ppo", config={"parents": lent}) / "metrics.jsonl", points)
+        make_stage(run, "evaluate", settings={"evaluate.split": split})
+        (run / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
+    text = page_of(tmp_path / "first")
+    assert "6 of 6 stages complete" in text and "of another run" not in text and "3.75" in text
+    text = page_of(tmp_path / "first", tmp_path / "second")
+    compared = text[: text.index('id="pipeline"')]
+    assert "not all of them were evaluated on the same prompts" in compared
+    assert compared.count("<b>1.25</b>") == 2 and "3.75" not in compared
+
+
+def test_the_audits_warning_and_the_labels_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    verdict = {"decision": "go with a KL ceiling", "reasons": [f"{ATTACK} buys"], "labels": [], "ceiling": 29.26}
+    (run / "reward/audit.json").write_text(json.dumps({"verdict": verdict}))
+    (run / "serve").mkdir()
+    ranking = {
+        "kind": "ranking",
+        "responses": [{}, {}, {}],
+        "ranking": [["a", "b"], ["c"]],
+        "labeler": ATTACK,
+        "seconds": 30,
+    }
+    write_lines(run / "serve/labels.jsonl", [ranking, ranking | {"ranking": [["a"], ["c"]]}, {"kind": "prompt"}])
+    text = page_of(run)
+    assert 'class="warning"' in text and "audit: go with a KL ceiling of 29.26 nats." in text
+    labels = text[text.index('<section id="labels">') :]
+    assert re.findall(r"<td class=.n.>([^<]+)<", labels)[:4] == ["2", "3.0", "50.0%", "30"]
+    (run / "reward/audit.json").write_text(json.dumps({"verdict": verdict | {"decision": "go"}}))
+    assert 'class="warning"' not in page_of(run)
+
+
+def test_answers_scored_high_and_judged_low_can_be_picked(complete: tuple[Path, str], tmp_path: Path) -> None:
+    assert "scored higher than SFT&#39;s answer by the reward model, judged lower: 0 of 6" in complete[1]
+    run = make_run(tmp_path / "run")
+    rows = [
+        {"id": str(i), "prompt": "q", "responses": {"sft": "a", "ppo": "b"}, "scores": {"sft": 0, "ppo": 1 - 2 * (i % 2)},
+         "gold": {"sft": 0.5, "ppo": 0.4}} for i in range(100)
+    ]  # fmt: skip
+    write_lines(run / "evaluate/samples.jsonl", rows)
+    text = page_of(run)
+    assert (
+        "judged lower: 50 of 100 (20 listed)" in text and text.count('class="sample') == 24 + 8
+    )  # of the first 24 rows 12 are odd
+    assert text.count('class="sample odd extra"') == 8 and text.count('class="sample first') == 4
 
 
 def test_settings_that_differ_from_the_papers(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ is a function that gives the records of one row, named as `module:name` or `file
 """
 
 import inspect
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,7 +159,10 @@ def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setti
         instead = instead or f"it has the keys {keys}"
         raise UserError(f"{name}: not of {setting}={asked.name}, which wants {asked.wants}: {instead}")
     if found is None:
-        raise UserError(f"{name}: no format recognised: rows have the keys {keys}. {propose_columns(rows)}")
+        how = f"format=table {propose_columns(rows)}"
+        if setting != "format":
+            how = f"`rlhf import path={shlex.quote(name)} out=imported {how}`, then give the folder imported instead"
+        raise UserError(f"{name}: no format recognised: rows have the keys {keys}. Name the columns, as: {how}")
     return FORMATS[found], FORMATS[found].wants
 
 

@@ -9,8 +9,10 @@ position (1 … K, 0 a tie) only if the column contains the number K, since 0 an
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -54,7 +56,6 @@ WANTS = "any rows, with their columns named by columns.*"
 # By kind: the columns that become fields of the record; in the other kinds they are metadata.
 _FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("created", "labeler")}
 _NOBODY = "nobody judged this row, remove it or fill it in"
-_SAY = "say what each means with words.first=… words.second=… words.tie=…"
 _THUMBS = {**dict.fromkeys(("true", "yes", "good", "👍"), True), **dict.fromkeys(("false", "no", "bad", "👎"), False)}
 
 
@@ -95,6 +96,15 @@ def counted(values: Sequence[Any], most: int = 8) -> str:
     words = Counter(normal(value) for value in values if not is_empty(value))
     counts = [f"{one_line(word, 60)} ({count:,}x)" for word, count in words.most_common(most)]
     return ", ".join(counts + ["…"] * (len(words) > most))
+
+
+def say_words(values: Sequence[Any] = ()) -> str:
+    """What to do about verdicts that have no meaning: the settings to copy, with the commonest two words as an example."""
+    common = [word for word, _ in Counter(str(v).strip() for v in values if not is_empty(v)).most_common(2)]
+    names = [shlex.quote(f"words.{side}={word}") for side, word in zip(("first", "second"), common, strict=False)]
+    if len(names) < 2:
+        return "say what each means with words.first=… words.second=… words.tie=…"
+    return f"say what each means, for example with {' '.join(names)} (and words.tie=… for a tie)"
 
 
 # --- the settings ----------------------------------------------------------------------------------------------------
@@ -164,19 +174,24 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
     winners = columns.of("winner")
     if not winners:
         return _format(columns)
-    if columns.words:
-        meaning = {0: "first", 1: "second", TIE: "tie"}
-        how = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
-        return _format(columns, f"{', '.join(winners)}: {how}")
-    said = [value_at(row, path) for row in rows for path in winners]
-    positions = {n for value in said if (n := as_number(value)) is not None}
+    said = [value for row in rows for path in winners if not is_empty(value := value_at(row, path))]
+    positions = {n for value in said if (n := as_number(value)) is not None} if not columns.words else set()
     k = max(columns.k_of(row) for row in rows)
     if positions and not (k in positions and min(positions) >= 0 and max(positions) <= k):
-        refuse("winner", winners, said, _SAY)
-    words = "a, b or tie, in words or as a column's name"
-    if positions:
-        words = "numbers: 1 the first, 2 the second, 0 a tie"
-    return _format(replace(columns, numbers=bool(positions)), f"{', '.join(winners)}: {words}")
+        refuse("winner", winners, said, say_words(said))
+    chosen = replace(columns, numbers=bool(positions))
+    unread = [value for row in rows for value in chosen.unread(row)]
+    if 2 * len(unread) > len(said):
+        refuse("winner", winners, unread, say_words(unread))
+    meaning = {0: "first", 1: "second", TIE: "tie"}
+    words = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
+    if not words:
+        words = (
+            "numbers: 1 the first, 2 the second, 0 a tie"
+            if positions
+            else "a, b or tie, in words or as a column's name"
+        )
+    return _format(chosen, f"{', '.join(winners)}: {words}")
 
 
 # --- a row -----------------------------------------------------------------------------------------------------------
@@ -281,6 +296,20 @@ class ColumnMap:
             metadata = {"preference_scale": value} if in_words else {}
             yield {"responses": responses, **judged(winner, letters(len(cells))), "metadata": metadata, **labeler}
 
+    def unread(self, row: Values) -> list[Any]:
+        """The verdicts of a row that have no meaning."""
+        said = [(path, value) for path in self.of("winner") if not is_empty(value := value_at(row, path))]
+        unread: list[Any] = []
+        with suppress(BadRow):  # of the responses
+            cells = self.cells(row, "responses")
+            texts = [one["text"] for one in _responses(cells)]
+            for path, value in said:
+                try:
+                    self._verdict(value, path, list(cells), texts)
+                except BadRow:
+                    unread.append(value)
+        return unread
+
     def _verdict(self, value: Any, path: str, names: list[str], texts: list[str]) -> int:
         """What a cell says: one of `words`; else a column's name, a position, a known spelling or a response's text."""
         word, k, position = normal(value), len(names), as_number(value)
@@ -298,7 +327,7 @@ class ColumnMap:
             verdict = same[0]
         if verdict is None or (same and same != [verdict]):
             wanted = f"1 to {k}, 0 a tie" if self.numbers else "a, b or tie, in words or as a column's name"
-            raise BadRow(path, f"got {shown(value)}, want {wanted}{', not a text' if same else ''}: {_SAY}")
+            raise BadRow(path, f"got {shown(value)}, want {wanted}{', not a text' if same else ''}: {say_words()}")
         return verdict
 
     def _scored(self, row: Values) -> dict[str, Any]:
@@ -356,13 +385,13 @@ def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # --- the proposed column map -----------------------------------------------------------------------------------------
 
-_PROMPT = re.compile("prompt|instruction|question|query|request|input", re.I)
-_ANSWER = re.compile("answer|response|completion|output|reply|summary", re.I)
-_VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator", re.I)
+_PROMPT = re.compile("prompt|instruction|question|query|request|input|frage", re.I)
+_ANSWER = re.compile("answer|response|completion|output|reply|summary|antwort", re.I)
+_VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator|urteil", re.I)
 
 
 def propose_columns(rows: Sequence[Values]) -> str:
-    """A proposed command line that reads such rows as a table, guessed from the columns' names."""
+    """Proposed settings of `format=table` for such rows, guessed from the columns' names."""
     texts = [key for key in rows[0] if any(isinstance(row.get(key), str) for row in rows)]
     prompts = [key for key in texts if _PROMPT.search(key)][:2] or texts[:1]
     answers = [key for key in texts if _ANSWER.search(key) and key not in prompts]
@@ -373,7 +402,7 @@ def propose_columns(rows: Sequence[Values]) -> str:
     elif answers:
         proposed.append(f"columns.responses={_setting(answers)}")
         proposed += [f"columns.winner={_setting(winners[:1])}"] if winners else []
-    return f"Name the columns, as: format=table {' '.join(proposed)}"
+    return " ".join(proposed)
 
 
 def _setting(names: Sequence[str]) -> str:

@@ -51,15 +51,19 @@ def test_a_foreign_shape_is_refused_with_its_keys(write_jsonl, row):
     with pytest.raises(UserError) as caught:
         load_all(write_jsonl([row]))
     message = str(caught.value)
-    assert f"no format recognised: rows have the keys {', '.join(row)}. Name the columns, as: format=table" in message
+    assert (
+        f"no format recognised: rows have the keys {', '.join(row)}. Name the columns, as: `rlhf import path="
+        in message
+    )
 
 
 def test_columns_are_proposed(write_jsonl):
     row = {"question": "?", "model_a": "m", "model_b": "n", "answer_a": "A long answer.", "answer_b": "B.", "label": 1}
     with pytest.raises(UserError) as caught:
-        load_all(write_jsonl([row]))
+        load_all(path := write_jsonl([row]))
     assert str(caught.value).endswith(
-        "Name the columns, as: format=table columns.prompt=question columns.responses='[answer_a,answer_b]' columns.winner=label"
+        f"Name the columns, as: `rlhf import path={path} out=imported format=table columns.prompt=question "
+        "columns.responses='[answer_a,answer_b]' columns.winner=label`, then give the folder imported instead"
     )
 
 

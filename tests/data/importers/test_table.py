@@ -64,7 +64,7 @@ def test_usual_vocabularies(words):
 @pytest.mark.parametrize(
     ("seen", "said"),
     [
-        ((0, 1, 1), "got 1 (2x), 0 (1x): say what each means with words.first=… words.second=…"),
+        ((0, 1, 1), "got 1 (2x), 0 (1x): say what each means, for example with words.first=1 words.second=0"),
         (("1", "1"), "got 1 (2x): say what each means"),
         ((0.0, None), "got 0 (1x): say"),
         ((1, 2, 3, 4, 5), "got 1 (1x), 2 (1x), 3 (1x), 4 (1x), 5 (1x): say"),
@@ -78,18 +78,30 @@ def test_numbers_that_could_mean_two_things_are_refused(seen, said):
         prepared(rows, **PAIR, winner="w")
 
 
+def test_words_of_another_language_are_one_message_with_the_settings_to_copy():
+    rows = [{"q": "?", "a": "1st", "b": "2nd", "w": word} for word in ["schlechter", *["viel besser"] * 3, "a"]]
+    with pytest.raises(UserError) as refused:
+        prepared(rows, **PAIR, winner="w")
+    assert str(refused.value) == (
+        "columns.winner=w: t.csv, first 5 rows: got viel besser (3x), schlechter (1x): say what each means, for example "
+        "with 'words.first=viel besser' words.second=schlechter (and words.tie=… for a tie)"
+    )
+    words = {"first": "viel besser", "second": "schlechter"}
+    assert len(convert(rows[:4], words, **PAIR, winner="w")) == 4
+
+
 def test_words_decide_alone():
     rows = [{"q": "?", "a": "1st", "b": "2nd", "w": word} for word in (0, "1", "2.0", " Draw ")]
     words = {"first": 0, "second": "1", "tie": [2, "draw"]}
     assert [one.ranking for one in convert(rows, words, **PAIR, winner="w")] == [A, B, TIE, TIE]
-    message = problem(rows[0] | {"w": "a"}, words=words, **PAIR, winner="w")
+    message = problem(rows[0] | {"w": "a"}, rows, words=words, **PAIR, winner="w")
     assert message == "w: got 'a', want one of 0, 1, 2, draw: add it to one of words.*"
 
 
 def test_an_unknown_word_and_a_word_that_is_a_response_too():
     row = {"q": "?", "a": "2", "b": "4", "w": "2"}
     assert "not a text" in problem(row, [row | {"w": "1"}], **PAIR, winner="w")
-    assert problem(row | {"w": "so so"}, **PAIR, winner="w") == (
+    assert problem(row | {"w": "so so"}, [row | {"w": "a"}], **PAIR, winner="w") == (
         "w: got 'so so', want a, b or tie, in words or as a column's name: say what each means with words.first=… "
         "words.second=… words.tie=…"
     )
