@@ -132,10 +132,12 @@ def _run(command: str, given: Words, texts: dict[str, str]) -> None:
             _start(command, config, [*places, *overrides], texts)
         finally:
             GIVEN.reset(given_here)
-    if given.sweeps and not given.shows and (command in STAGES or command == "pipeline"):
+    if not given.sweeps or given.shows or not (command in STAGES or command == "pipeline"):
+        return
+    if made := [folder for config, _ in jobs if (folder := run_folder(config)).is_dir()]:
         from rlhf.report.overview import compare_runs
 
-        write("\n".join(["", *compare_runs([run_folder(config) for config, _ in jobs]), ""]))
+        write("\n".join(["", *compare_runs(made), ""]))
 
 
 def _start(command: str, config: Any, words: list[str], texts: dict[str, str]) -> None:

@@ -128,7 +128,7 @@ def quoted(word: str) -> str:
     if value[0] == "[" and value[-1] == "]":
         items = [item.strip() for item in value[1:-1].split(",")]
         return f"{key}=[{','.join(item if PLAIN.fullmatch(item) else in_quotes(item) for item in items)}]"
-    return f"{key}={in_quotes(value)}"
+    return word if value[0] in "[{" else f"{key}={in_quotes(value)}"
 
 
 def is_override(word: str) -> bool:
