@@ -10,12 +10,9 @@ the losses given to `backward`.
 import contextlib
 import copy
 import importlib.util
-import io
 import json
 import logging
 import os
-import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,15 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.cpp_extension import get_default_build_root
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, round_frozen
 from rlhf.system.files import read_json
-from rlhf.system.processes import Ranks, connect_alone, local_rank
-from rlhf.system.terminal import say
+from rlhf.system.processes import Ranks, connect_alone
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
 from rlhf.training.state import PlainState, State, ZeroState, gathered, group_numbers
@@ -276,8 +271,7 @@ def make_engine(
             f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install deepspeed, or set deepspeed=none"
         )
     module.to(device)
-    with compiling() if offloads(config) else contextlib.nullcontext():
-        optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
+    optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
     bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
         engine: Engine = ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
@@ -316,41 +310,11 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Of its inference alone, and compiled for a minute by each launch that finds no earlier one.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     connect_alone(device)
-    with contextlib.redirect_stdout(io.StringIO()), compiling():  # it prints compiler messages
-        deepspeed.init_distributed(verbose=False)
+    deepspeed.init_distributed(verbose=False)
     return deepspeed
-
-
-@contextlib.contextmanager
-def compiling(seconds: float = 2.0) -> Iterator[None]:
-    """Within it, locks of this user's compilations that no process has open are removed: DeepSpeed would wait for ever for an owner
-    that was killed. A lock must look so twice, since its owner closes it just before it removes it.
-    """
-    root, ended = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), threading.Event()
-
-    def watch() -> None:
-        suspects: set[tuple[str, int]] = set()
-        while not ended.wait(seconds):
-            free = set()
-            with contextlib.suppress(OSError):  # a lock was removed meanwhile
-                found = [(path, path.stat()) for depth in ("*", "*/*") for path in root.glob(f"{depth}/lock")]
-                free = {(str(path.resolve()), stat.st_ino) for path, stat in found if stat.st_uid == os.getuid()}
-            for handle in Path("/proc").glob("[0-9]*/fd/*") if free else ():
-                with contextlib.suppress(OSError):
-                    held = os.readlink(handle)
-                    free = {one for one in free if one[0] != held}
-            for path, _ in free & suspects:
-                Path(path).unlink(missing_ok=True)
-                say(f"{path}: removed, since the process that compiled there was killed", sys.stderr)
-            suspects = free
-
-    if local_rank() == 0 and Path("/proc/self/fd").is_dir():
-        threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 def empty(module: nn.Module) -> nn.Module:

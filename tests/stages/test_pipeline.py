@@ -99,8 +99,8 @@ def test_no_reward_model_is_trained_if_a_function_pays(gold_run, copy_until, tmp
     """The pipeline to the end without a reward stage; once there is one, `evaluate` measures it too."""
     run = copy_until("reward")
     (tmp_path / "pay.py").write_text("def brief(prompts, responses, metadata): return [-len(r) for r in responses]\n")
-    # The briefest of eight responses is briefer than another sample, whatever the rounding; of two it need not be.
-    short = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=8"]
+    # The briefest of eight responses is briefer than another sample on average, whatever the rounding; on 8 prompts it need not be.
+    short = ["evaluate.prompts=32", "evaluate.samples=1", "evaluate.best_of=8"]
     paid = [f"ppo.rewards='{tmp_path}/pay.py:brief'", "ppo.episodes=64", *short]
     assert pipe_in_process(monkeypatch, run, *paid) == ["ppo", "evaluate"] and not (run.folder / "reward").exists()
     results = run.results()
