@@ -35,11 +35,15 @@ WAYS = {
     "reward zero3": ("reward", "deepspeed=zero3"), "ppo zero3": ("ppo", "deepspeed=zero3"),
     "ppo vllm": ("ppo", "rollout.engine=vllm"), "ppo vllm lora": ("ppo", "rollout.engine=vllm", "lora.rank=4"),
 }  # fmt: skip
-LAUNCH = (
-    "import sys; from rlhf.commands.launch import run_processes; sys.exit(run_processes(sys.argv[1:], 2, threads=1))"
-)
+# As the pipeline starts a stage.
+LAUNCH = """
+import sys
+from rlhf.commands.launch import import_once, run_processes
+import_once(["hydra", f"rlhf.stages.{sys.argv[1]}"])
+sys.exit(run_processes(sys.argv[1:], 2, threads=1))
+"""
 SHORT = ("checkpoints.every_seconds=0", "reward.epochs=1", "reward.audit=0", "ppo.episodes=96")
-TOLERANCE, PATIENCE = 1e-5, 300.0
+TOLERANCE, PATIENCE = 1e-5, 600.0
 
 
 class Launch(subprocess.Popen):

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,21 +160,48 @@ def updates_of(run: Run) -> list[dict[str, float]]:
     return [line for line in lines if "rollout/mismatch" in line]
 
 
-def test_ppo_and_the_policies_it_writes(gold_run: Run, tmp_path: Path) -> None:
-    """PPO is stopped after its second update and resumed; the end is that of an undisturbed run."""
-    whole, stopped = (gold_run.copy(tmp_path, "ppo", name) for name in ("whole", "stopped"))
-    whole.stage("ppo", VLLM)
+@pytest.fixture(scope="module")
+def whole(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """PPO in one go. Only read it."""
+    run = gold_run.copy(tmp_path_factory.mktemp("whole"), "ppo")
+    run.stage("ppo", VLLM)
+    return run
+
+
+def check_same_policy(run: Run, whole: Run) -> None:
+    one, two = (load_file(each.folder / "ppo" / "model" / "model.safetensors") for each in (run, whole))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
+
+
+def test_ppo_that_is_stopped_after_its_second_update_and_resumed(gold_run: Run, whole: Run, tmp_path: Path) -> None:
     updates = updates_of(whole)
     assert len(updates) == 3
     assert all(line["rollout/mismatch_p99"] < 1e-4 and line["rollout/corrected"] == 0 for line in updates)
     assert all(line["rollout/mismatch_ess"] == pytest.approx(1, abs=1e-5) for line in updates)
+    stopped = gold_run.copy(tmp_path, "ppo")
     with stopped_in_second(ppo, "one_update"):
         stopped.stage("ppo", VLLM)
     stopped.stage("ppo", VLLM)
-    one, two = (load_file(run.folder / "ppo" / "model" / "model.safetensors") for run in (whole, stopped))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
+    check_same_policy(stopped, whole)
+
+
+def test_ppo_that_is_killed_leaves_no_process_and_resumes(gold_run: Run, whole: Run, tmp_path: Path) -> None:
+    run = gold_run.copy(tmp_path, "ppo")
+    metrics, words = run.folder / "ppo" / "metrics.jsonl", run.words(VLLM, "checkpoints.every_seconds=0")
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlhf", "ppo", "--shared-settings", *words], start_new_session=True
+    ) as process:
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.05)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    time.sleep(0.5)
+    rows = [path.read_text(encoding="utf-8").rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+    assert not [row for row in rows if int(row[3]) == process.pid and row[0] != "Z"]
+    run.stage("ppo", VLLM)
+    check_same_policy(run, whole)
 
 
 @pytest.mark.parametrize("way", ["zero2", "zero3"])
