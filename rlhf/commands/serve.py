@@ -41,6 +41,7 @@ def run(config: Config) -> None:
         thread, app = make(config, folders, loopback, address)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
+        listening.listen()  # so that who reads the address can connect at once
         say(f"serve: {address} (Ctrl-C stops)")
         try:
             make_server(app).run(sockets=[listening])
