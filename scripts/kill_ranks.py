@@ -44,6 +44,7 @@ sys.exit(run_processes(sys.argv[1:], 2, threads=1))
 """
 SHORT = ("checkpoints.every_seconds=0", "reward.epochs=1", "reward.audit=0", "ppo.episodes=96")
 TOLERANCE, PATIENCE = 1e-5, 600.0
+LEAVING = 60.0  # seconds in which the server that forks the ranks must end after the launcher: 17 s were measured on a busy machine
 
 
 class Launch(subprocess.Popen):
@@ -140,7 +141,9 @@ def kill_once(way: str, home: Path, chance: random.Random, seconds: float, in_tr
     if code == 0:  # the rank had done its work
         return None
     broken += [] if code in (137, -9) else [f"the launcher ended with {code}"]
-    time.sleep(0.5)
+    until = time.monotonic() + LEAVING
+    while process.processes() and time.monotonic() < until:
+        time.sleep(0.1)
     broken += [f"{len(left)} processes are left: {commands(left)}"] if (left := process.processes()) else []
     broken += [f"still listening at {sorted(held)}"] if (held := ports & set(listening().values())) else []
     for pid in left:

@@ -155,3 +155,9 @@ def test_a_refusal_keeps_its_traceback_when_asked(monkeypatch, capsys):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(PermissionError):
         call(monkeypatch, capsys, PermissionError(13, "denied", "a"))
+
+
+@pytest.mark.parametrize("off", ["", "0"])
+def test_a_refusal_is_one_line_when_tracebacks_are_off(monkeypatch, capsys, off):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", off)
+    assert call(monkeypatch, capsys, PermissionError(13, "denied", "a"))[1].startswith("rlhf: error: a: denied")

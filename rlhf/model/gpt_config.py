@@ -1,14 +1,21 @@
 """The configuration of the GPT, as a transformers configuration."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any
 
+from pydantic import ConfigDict, ValidationError, create_model
 from transformers import PreTrainedConfig
 
-from rlhf.config.model import BLOCKS, MLPS, NORMS, POSITIONS, default_mlp_width
+from rlhf.config.model import ModelConfig, default_mlp_width
+from rlhf.config.setting import Setting, settings_in
+from rlhf.system.schemas import first_problem
 
 MOST_LAYERS = 10_000
+# Of the fields that are no settings.
+RANGES = {
+    "vocab_size": Setting("", min=1, max=2**31), "norm_eps": Setting("", min=0), "rope_theta": Setting("", above=0),
+    "rotary_share": Setting("", above=0, max=1),
+}  # fmt: skip
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of rotary frequencies
 
 
@@ -74,6 +81,7 @@ class GPTConfig(PreTrainedConfig):
     origin: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_values()
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.mlp_width is None:
@@ -96,34 +104,42 @@ class GPTConfig(PreTrainedConfig):
         """Whether a layer has several MLPs (Fedus et al. 2021, table 1: every other layer)."""
         return self.experts > 0 and (layer + 1) % self.expert_every == 0
 
+    def _check_values(self) -> None:
+        """transformers converts and checks nothing. Raises: ValueError for a value of another type or out of range."""
+        try:
+            _values().model_validate({name: getattr(self, name) for name in _values().model_fields})
+        except ValidationError as error:
+            raise ValueError(f"GPTConfig: {first_problem(error)[1]}") from None
+        ranges = {name: stated for name, stated in settings_in(ModelConfig).items() if hasattr(self, name)} | RANGES
+        problems = [stated.problem(name, getattr(self, name)) for name, stated in ranges.items()]
+        if found := [problem for problem in problems if problem is not None]:
+            raise ValueError("GPTConfig: " + "; ".join(found))
+
     def _check_shape(self) -> None:
-        kinds = {"positions": POSITIONS, "norm": NORMS, "mlp": MLPS, "block": BLOCKS}
-        problems = [
-            f"{name}={getattr(self, name)!r} must be one of {', '.join(kind)}"
-            for name, kind in kinds.items()
-            if getattr(self, name) not in kind
-        ]
-        if not 0 < self.n_layer <= MOST_LAYERS:
+        problems = []
+        if self.n_layer > MOST_LAYERS:
             problems.append(f"n_layer={self.n_layer} must be from 1 to {MOST_LAYERS:,}")
         head_dim = self.head_dim or self.width // self.n_head
         if self.head_dim is None and self.width % self.n_head:
             problems.append(f"width={self.width} must be a multiple of n_head={self.n_head}")
         elif self.positions == "rotary" and (head_dim % 2 or int(head_dim * self.rotary_share) % 2):
             problems.append(f"rotary positions need an even number of turning channels per head, not {head_dim}")
-        if not 0.0 < self.rotary_share <= 1.0:
-            problems.append(f"rotary_share={self.rotary_share} must be in (0, 1]")
         if self.n_head % self.n_kv_head:
             problems.append(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         if self.positions == "sinusoidal" and self.width % 2:
             problems.append(f"sinusoidal positions need an even width, not {self.width}")
         scaling = self.rotary_scaling
-        numbers = [scaling.get(name) for name in SCALING] if isinstance(scaling, dict) else []
-        if scaling is not None and not (numbers and all(isinstance(x, int | float) and x > 0 for x in numbers)):
+        if scaling is not None and not all(scaling.get(name, 0) > 0 for name in SCALING):
             problems.append(f"rotary_scaling={scaling} must have {', '.join(SCALING)}, each above 0")
-        for name in ("window", "window_every", "expert_every"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                problems.append(f"{name}={value} must be 1 or more")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout={self.dropout} must be in [0, 1)")
         if problems:
             raise ValueError("GPTConfig: " + "; ".join(problems))
+
+
+@functools.cache
+def _values() -> Any:
+    """The types of the fields, strictly."""
+    types = {
+        name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)
+        for name, kind in GPTConfig.__annotations__.items()
+    }
+    return create_model("GPTConfig", __config__=ConfigDict(strict=True), **types)

@@ -93,6 +93,13 @@ def test_every_kind_of_mask_is_narrowed():
         ({"window": 0}, "window=0"),
         ({"expert_every": 0}, "expert_every=0"),
         ({"width": 31, "head_dim": 8, "positions": "sinusoidal"}, "even width"),
+        ({"width": 30, "n_head": 4}, "width=30 must be a multiple"),
+        ({"rope_theta": "1e4"}, "rope_theta: got '1e4', want a valid number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan: want more than 0, finite"),
+        ({"n_kv_head": -1}, "n_kv_head=-1: want 1 or more"),
+        ({"vocab_size": 2.0}, "vocab_size: got 2.0, want a valid integer"),
+        ({"bias": "yes"}, "bias: got 'yes', want a valid boolean"),
+        ({"head_dim": {}}, "head_dim: got {}, want a valid integer"),
     ],
 )
 def test_impossible_shapes_are_refused(fields, said):
