@@ -3,11 +3,14 @@
 - The Markdown pages outside docs/ (README.md becomes the first page).
 - A page with the text of every other file or folder of the repository that a page links to.
 - A page for every folder of rlhf, made by mkdocstrings from its docstrings.
-- Pages of all settings and all metrics, from the fields and the table that the program reads.
+- Pages of all settings and all metrics, from the fields and the table that the program reads; healthy ranges from docs/curves.md.
+- A page for every notebook, with its outputs.
 
 Links to files of the repository are rewritten to lead to these pages.
 """
 
+import html
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from rlhf.runs.metric_table import METRICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
+LINKED = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 LANGUAGE = {".py": "python", ".sh": "bash", ".yml": "yaml"} | {
     f".{name}": name for name in ("yaml", "toml", "json", "html")
 }
@@ -32,7 +36,7 @@ LANGUAGE = {".py": "python", ".sh": "bash", ".yml": "yaml"} | {
 def site_path(path: PurePosixPath) -> PurePosixPath:
     """The path in the site of a file of the repository."""
     if path.parts[0] == "docs":
-        return path.relative_to("docs")
+        return path.relative_to("docs").with_suffix(".md" if path.suffix == ".ipynb" else path.suffix)
     if str(path) == "README.md":
         return PurePosixPath("index.md")
     return path if str(path) in PAGES else PurePosixPath("source") / f"{path}.md"
@@ -42,7 +46,8 @@ def repository_path(uri: str) -> PurePosixPath:
     """The inverse, for pages: the file of the repository from which a page of the site is made."""
     if uri == "index.md":
         return PurePosixPath("README.md")
-    return PurePosixPath(uri) if uri in PAGES else PurePosixPath("docs") / uri
+    page = PurePosixPath(uri) if uri in PAGES else PurePosixPath("docs") / uri
+    return page.with_suffix(".ipynb") if page.parts[:2] == ("docs", "notebooks") else page
 
 
 def linked(target: str, page: PurePosixPath) -> PurePosixPath | None:
@@ -60,6 +65,35 @@ def source_page(path: PurePosixPath) -> str:
         names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith((".", "__")))
         return f"# {path}/\n\n" + "".join(f"- `{name}`\n" for name in names)
     return f"# {path}\n\n````{LANGUAGE.get(place.suffix, 'text')}\n{place.read_text(encoding='utf-8').rstrip()}\n````\n"
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as Markdown: texts, code, and outputs (streams and values as text, tables as HTML, pictures as data)."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            found = {
+                kind: "".join(text) for kind, text in output.get("data", {"text/plain": output.get("text", "")}).items()
+            }
+            if "image/png" in found:
+                shown = f'<img alt="{found["text/plain"]}" src="data:image/png;base64,{found["image/png"].strip()}">'
+            elif "text/html" in found:
+                shown = re.sub(r"<style.*?</style>|\n\s*", "", found["text/html"], flags=re.DOTALL)
+            else:
+                shown = f"<pre>{html.escape(found['text/plain'].rstrip())}</pre>"
+            parts.append(f'<div class="output">{shown}</div>')
+    return "\n\n".join(parts) + "\n"
+
+
+def healthy_ranges() -> dict[str, str]:
+    """metric: what is healthy, from the table of docs/curves.md."""
+    text = (ROOT / "docs" / "curves.md").read_text(encoding="utf-8")
+    return {
+        name: LINKED.sub(r"\1", what)
+        for name, what in re.findall(r"^\| `([\w/<>]+)` \| ([^|]+) \|", text, re.MULTILINE)
+    }
 
 
 def api_pages() -> dict[str, str]:
@@ -106,11 +140,15 @@ def reference_pages() -> dict[str, str]:
     settings = [
         f"## {name}\n\n" + table("setting | default | range | meaning | changes", rows) for name, rows in groups.items()
     ]
-    metrics = [(f"`{one.name}`", one.unit or "-", one.mask, one.reduction, one.meaning) for one in METRICS]
-    head = "metric | unit | over | reduction | meaning"
+    healthy = healthy_ranges()
+    metrics = [
+        (f"`{one.name}`", one.unit or "-", one.mask, one.reduction, one.meaning, healthy.get(one.name, ""))
+        for one in METRICS
+    ]
+    head = "metric | unit | over | reduction | meaning | healthy"
     return {
         "reference/settings.md": "\n".join(["# All settings\n", intro, *settings]),
-        "reference/metrics.md": "# All metrics\n\n[Fix a run](../fix_a_run.md) says which to read first.\n\n"
+        "reference/metrics.md": "# All metrics\n\n[Read the curves](../curves.md) says which to read first.\n\n"
         + table(head, metrics),
     }
 
@@ -119,7 +157,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in PAGES:
         uri = str(site_path(PurePosixPath(name)))
         files.append(File.generated(config, uri, content=(ROOT / name).read_text("utf-8")))
-    for uri, content in (api_pages() | reference_pages()).items():
+    notebooks = {
+        f"notebooks/{path.stem}.md": notebook_page(path) for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")
+    }
+    for uri, content in (api_pages() | reference_pages() | notebooks).items():
         files.append(File.generated(config, uri, content=content))
     for file in list(files.documentation_pages()):
         if file.src_uri.startswith(("api/", "reference/")):

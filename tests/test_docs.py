@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf import cli
+from rlhf.commands import pipeline
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/*.md")])
-LINK = re.compile(r"\[(`?)([^\]`]+)`?\]\(([^)#\s]+)(?:#[^)]*)?\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[(`?)([^\]`]+)`?\]\(([^)#\s]*)(?:#([^)]*))?\)")
 
 
 def names_in(path: Path) -> set[str]:
@@ -27,20 +29,42 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
+def anchors_in(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and the site make them."""
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", LINK.sub(r"\2", head).strip().lower())) for head in heads}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_lead_somewhere(page):
-    for is_code, text, target in LINK.findall(page.read_text(encoding="utf-8")):
+    for is_code, text, target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
-        path = (page.parent / target).resolve()
+        path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors_in(path), f"{page.name} links to {target}#{anchor}"
         if is_code and path.suffix == ".py" and text.isidentifier():
             assert text in names_in(path), f"{page.name} says that {text} is in {target}"
 
 
 def test_a_page_on_ppo_names_its_parts():
-    links = [text for code, text, _ in LINK.findall((ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")) if code]
+    links = [text for code, text, *_ in LINK.findall((ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")) if code]
     assert {"one_update", "token_rewards", "gae", "whiten", "policy_loss", "value_loss", "AdaptiveKL"} <= set(links)
+
+
+def test_twenty_questions_are_two_clicks_from_the_first_page():
+    """README is the site's first page. That the links lead to a page and a heading is checked above."""
+    links = [target for _, _, target, _ in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
+    assert "docs/questions.md" in links
+    rows = re.findall(r"^\| ([^|]+\?) \| (.+) \|$", (ROOT / "docs" / "questions.md").read_text("utf-8"), re.MULTILINE)
+    assert len(rows) == 20 and all(LINK.search(answer) for _, answer in rows)
+
+
+def test_the_invariants_on_the_page_are_those_that_ppo_checks():
+    code = (ROOT / "rlhf" / "ppo" / "invariants.py").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "fix_a_run.md").read_text(encoding="utf-8")
+    checked = set(re.findall(r"refuse\(\s*(\d)", code))
+    assert checked == set(re.findall(r"^\| (\d): ", page, re.MULTILINE)) and len(checked) > 3
 
 
 def test_every_file_of_the_package_that_is_named_exists():
@@ -54,11 +78,13 @@ def test_every_file_of_the_package_that_is_named_exists():
 def commands_in(page: Path) -> list[str]:
     """The `rlhf …` lines of a page's blocks and tables, continued lines joined, without comments."""
     text = page.read_text(encoding="utf-8")
-    blocks = "\n".join(re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert not re.search(r"^    rlhf \w", text, re.MULTILINE), f"{page.name}: a command is outside of a fenced block"
+    blocks = "\n".join(code for language, code in FENCE.findall(text) if language in ("", "sh", "bash", "console"))
     assert not re.search(r"\\[ \t]+$", blocks, re.MULTILINE), (
         f"{page.name}: a blank follows a backslash at a line's end"
     )
-    lines = blocks.replace("\\\n", " ").splitlines() + re.findall(r"^\|[^|]*\| `(rlhf [^`]+)` \|", text, re.MULTILINE)
+    lines = blocks.replace("\\\n", " ").splitlines()
+    lines += re.findall(r"^\|[^|]*\| `(rlhf [^`]+)` \|", text, re.MULTILINE)
     parts = [part.strip().removeprefix("$ ") for line in lines for part in re.split(r";|&&", line.partition(" #")[0])]
     return [part for part in parts if re.match(r"rlhf \w", part)]
 
@@ -75,9 +101,11 @@ def test_a_documented_command_passes_the_command_lines_checks(page, line, monkey
     """Everything but the command itself runs: its module is replaced. `…` is the reader's own value, `$s` a number."""
     bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
     assert not re.search(r"[\[\]{}*?]", bare), f"{page.name}: zsh would expand this: quote it: {line}"
-    words = [re.sub(r"\$\w+", "1", word) for word in shlex.split(line)[1:] if "…" not in word and word != "&"]
+    absent = re.compile("…|^&$|^plugins=")  # the reader's own values and files
+    words = [re.sub(r"\$\w+", "1", word) for word in shlex.split(line)[1:] if not absent.search(word)]
     monkeypatch.setattr(cli, "module_of", lambda command: SimpleNamespace(run=lambda *_: None))
     monkeypatch.setattr(cli, "lend_parents", lambda config: None)  # the runs are not there
+    monkeypatch.setattr(pipeline, "run_stage", lambda *_: 0)  # several processes
     cli._dispatch(words)
 
 
