@@ -31,11 +31,11 @@ CPU = torch.device("cpu")
 def test_groups_have_at_most_so_many_padded_tokens():
     lengths = [3, 90, 5, 4, 100, 6, 30]
     groups = by_length(lengths, most=3, tokens=100)
-    assert groups == [[0, 3, 2], [5, 6], [1], [4]]
-    assert by_length(lengths, tokens=50) == [[0, 3, 2, 5], [6], [1], [4]], "an item alone may be longer"
-    assert by_length([10, 10, 10], tokens=50, rows=[2, 3, 4]) == [[0, 1], [2]]
+    assert groups == [[4], [1], [5, 6], [0, 3, 2]]
+    assert by_length(lengths, tokens=50) == [[4], [1], [6], [0, 3, 2, 5]], "an item alone may be longer"
+    assert by_length([10, 10, 10], tokens=50, rows=[2, 3, 4]) == [[2], [0, 1]]
     # joined items count once, divided by 0.8: 1 / 0.8 * 10 < 25 <= 3 / 0.8 * 10
-    assert by_length([10, 10, 10], tokens=25, rows=[2, 3, 4], joined=True) == [[0, 1], [2]]
+    assert by_length([10, 10, 10], tokens=25, rows=[2, 3, 4], joined=True) == [[2], [0, 1]]
 
 
 def test_tokens_of_a_forward_without_gradients():

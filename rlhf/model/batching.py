@@ -31,7 +31,8 @@ def by_length(
     joined: bool = False,
 ) -> list[list[int]]:
     """Indices in groups of similar length, so that there is little padding: each of at most `most` rows and `tokens` padded
-    tokens (rows times the longest), but at least one item.
+    tokens (rows times the longest), but at least one item. The longest come first: what follows then fits into the memory that they
+    free, though gradients lie in between.
 
     rows: of each item, which is not divided; one unless given. joined: an item's rows are read as one row of its length
     where that saves time (`join_rows`).
@@ -46,7 +47,7 @@ def by_length(
             groups.append([])
             count = rows[i] if rows else 1
         groups[-1].append(i)
-    return groups
+    return groups[::-1]
 
 
 def scoring_tokens(model: Any) -> int:
@@ -115,15 +116,16 @@ def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | No
     """Which rows to join, as indices; None if joining saves too little. width: the model's."""
     groups: list[list[int]] = []
     lengths: list[int] = []
+    widest = max(map(len, rows))  # to which a row of its own is padded
     for i in sorted(range(len(rows)), key=rows.__getitem__):
         together = joined_length([rows[j] for j in [*groups[-1], i]]) if groups else 0
-        if groups and cost(together, width) < cost(lengths[-1], width) + cost(len(rows[i]), width):
+        if groups and cost(together, width) < cost(max(lengths[-1], widest), width) + cost(widest, width):
             groups[-1].append(i)
             lengths[-1] = together
         else:
             groups.append([i])
             lengths.append(len(rows[i]))
-    plain = len(rows) * cost(max(map(len, rows)), width)  # padded
+    plain = len(rows) * cost(widest, width)
     return groups if len(groups) * cost(max(lengths), width) <= WORTH * plain else None
 
 

@@ -193,7 +193,7 @@ def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBl
     """
     settings, engine, ranks = config.ppo, state.engine, state.engine.ranks
     parameters = [p for p in engine.module.policy.parameters() if p.requires_grad]
-    rl_gradients = [p.grad for p in parameters]
+    rl_gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
     if not engine.sharded:
         sums.add("optim/rl_grad_norm", engine.gradient_norm(parameters))
         for p in parameters:

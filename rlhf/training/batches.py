@@ -152,7 +152,7 @@ def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: i
 
     None if it cannot be told, because the process had used more before.
     """
-    part = [items[i] for i in objective.micro_batches(items, most, 0, 1)[-1]]
+    part = [items[i] for i in objective.micro_batches(items, most, 0, 1)[0]]
     before, peak = used_bytes(engine.device), used_bytes(engine.device, peak=True)
     trial(engine, objective, part)
     gradients = sum(4 * p.numel() for p in engine.module.parameters() if p.requires_grad)
