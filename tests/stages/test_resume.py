@@ -69,12 +69,12 @@ def test_resumed_equals_undisturbed(copy_until, undisturbed, stage, saves, metri
     seconds = broken.record(stage)["seconds"]
     broken.stage(stage, EVERY_STEP, *SHORT[stage])
 
-    files = ["model/model.safetensors"] + (["critic/model.safetensors"] if stage == "ppo" else [])
-    assert_same_weights(whole.folder / stage, broken.folder / stage, *files)
+    assert_same_weights(whole.folder / stage, broken.folder / stage, "model/model.safetensors")
     assert [step for step, _ in broken.values(stage, metric)] == list(range(1, steps + 1)), (
         "no step missing, none twice"
     )
-    assert broken.values(stage, metric) == whole.values(stage, metric)
+    for name in (metric, "loss/value_avg"):  # the critic's, which no file shows
+        assert broken.values(stage, name) == whole.values(stage, name)
     record = broken.record(stage)
     assert record["summary"] == whole.record(stage)["summary"]
     assert record["seconds"] > seconds, "the time of the first tries counts"
