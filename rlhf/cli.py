@@ -26,7 +26,7 @@ from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents, run_folder
 from rlhf.runs.remembered import GIVEN, by_key, recall, trusted
 from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
-from rlhf.system.plugins import load_named
+from rlhf.system.plugins import call_plugins
 from rlhf.system.processes import disconnect, launch_problem, process_count
 from rlhf.system.terminal import accept_any_text, say, write
 
@@ -144,8 +144,7 @@ def _start(command: str, config: Any, words: list[str], texts: dict[str, str]) -
     """Run the command. words: what its stages get, and it itself if it runs as several processes."""
     for name, text in texts.items():
         setattr(getattr(config, command), name, text)
-    for plugin in listed(getattr(config, "plugins", None)):
-        load_named("plugins", plugin, 0)()
+    call_plugins(listed(getattr(config, "plugins", None)))
     if command in STAGES or command == "pipeline":
         lend_parents(config)
     if command in STAGES and config.launcher.processes > 1 and process_count() == 1:

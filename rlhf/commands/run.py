@@ -28,7 +28,7 @@ from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folde
 from rlhf.runs.remembered import GIVEN, recall, text_of, trusted
 from rlhf.runs.run_files import read_jsonl
 from rlhf.system.files import read_json, write_text
-from rlhf.system.plugins import Named, named
+from rlhf.system.plugins import Named, call_plugins, named
 
 KINDS = ("corpus", "demonstrations", "comparisons", "prompts")
 
@@ -115,6 +115,7 @@ class Run:
         }
         given = GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
         try:
+            call_plugins(listed(config.plugins))
             lend_parents(config)
             yield config
         finally:

@@ -70,7 +70,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "": figure_cell,
     "3": lambda figure: figure_cell(figure, decimal),
     "%": lambda figure: figure_cell(figure, percent),
-    "#": lambda figure: f"{number_at(figure) or 0:,.0f}",
+    "#": lambda figure: "–" if (count := number_at(figure)) is None else f"{count:,.0f}",
 }
 
 VALUE = {"value": " %"}

@@ -105,9 +105,11 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
     gold = entry_at(results, "gold", "mean_score")
     before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", "ppo"))
-    if before is not None and after is not None:
-        judge = judge_name(results) if gold else "reward model"
-        yield Tile("Mean score", decimal(after), "", f"{judge}; SFT {decimal(before)}")
+    judge = judge_name(results) if gold else "reward model"
+    evaluated = None if before is None else after
+    score, note = latest("ppo", "scores", evaluated, f"{judge}; SFT {decimal(before)}")
+    if score is not None:
+        yield Tile("Mean score", decimal(score), "", note)
     bpb, note = latest("pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
     if bpb is not None:
         yield Tile("Pretraining", decimal(bpb), "bits per byte", note)

@@ -128,3 +128,9 @@ def load_named(what: str, name: str, arguments: int | Sequence[str], offered: Se
 
     setattr(call, "takes", takes)  # noqa: B010 (a function's attribute has no type)
     return call
+
+
+def call_plugins(names: Sequence[str]) -> None:
+    """Call the functions of the setting `plugins`. Raises: UserError for one that cannot be called, or raises."""
+    for name in names:
+        load_named("plugins", name, 0)()

@@ -70,6 +70,15 @@ def test_a_table_of_pandas_is_rows(gold_run, base, tmp_path):
     assert len((run.folder / "data" / "demonstrations.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
+def test_plugins_are_called_before_a_stage(tmp_path):
+    def register():
+        raise RuntimeError("called")
+
+    run = rlhf.Run("mine", runs_dir=tmp_path, corpus=["text.txt"], plugins=[register])
+    with pytest.raises(UserError, match=r"^plugins .*register: raised RuntimeError: called"):
+        run.stage("tokenizer")
+
+
 def test_two_functions_of_one_name_are_both_inputs_of_the_stage():
     none = lambda prompts, responses, metadata: [0.0 for _ in responses]  # noqa: E731
     one = lambda prompts, responses, metadata: [1.0 for _ in responses]  # noqa: E731
