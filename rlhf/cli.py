@@ -52,8 +52,6 @@ def interrupted(command: str) -> str:
     """The message of an interrupted command: how to resume, if it can."""
     if command == "pipeline" or command in STAGES:
         return "interrupted: run the same command again, it resumes from the last checkpoint"
-    if command == "generate":
-        return "interrupted: run the same command again, it continues where it stopped"
     return "interrupted"
 
 
