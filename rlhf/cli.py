@@ -214,7 +214,7 @@ def _import_help() -> list[str]:
         "    columns.winner=label",
         "  rlhf sft data.demonstrations=data/labels",
         "",
-        "Files: .jsonl .json .csv .tsv (these also .gz or .zst) .xlsx .parquet .arrow, a folder of them, or a hub id.",
+        "Files: .jsonl .json .csv .tsv (these also .gz or .zst) .xlsx .parquet, a folder of them, or a hub id.",
         "Exit code 0; 2 for a mistake, or with more rejects than max_rejects: what was accepted is then in <out>.partial.",
     ]
 

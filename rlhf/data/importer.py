@@ -8,16 +8,15 @@ messages are in `commands/import_data.py`.
 import hashlib
 import json
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
 
 from rlhf.config.commands import ImportConfig
-from rlhf.config.setting import NOTHING, settings_in
+from rlhf.config.setting import NOTHING, get, settings_in
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
@@ -62,7 +61,6 @@ class Importer:
         # by file and message: the first reject, and their number
         self.first_rejects: dict[tuple[str, str], tuple[Reject, int]] = {}
         self.damaged = False  # whether a file could not be read to its end
-        self.unknown_splits: Counter[str] = Counter()
         self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects = create(folder / "rejects.jsonl")
@@ -156,7 +154,6 @@ class Importer:
         if given is not None and given not in SPLITS:
             if format == "native" or record.metadata.get("split") is None or "source_split" in record.metadata:
                 raise BadRow("split", f"got {shown(given)}, want one of {', '.join(SPLITS)}, or null")
-            self.unknown_splits[shown(given)] += 1
             metadata = {key: value for key, value in record.metadata.items() if key != "split"}
             record = record.model_copy(update={"metadata": metadata | {"source_split": given}})
         try:
@@ -234,22 +231,17 @@ class Importer:
             "records": records,
             **self.statistics.report(),
             "cleaning": dict(self.cleaner.counts) | {f"{name}_found": n for name, n in self.statistics.pii.items()},
-            "splits": self.assigner.report() | {"unknown_names": dict(sorted(self.unknown_splits.items()))},
+            "splits": self.assigner.report(),
             "agreement": self.agreement.report(),
             "rejects": self.reject_count,
             "files": self.files,
-            "settings": settings_of(self.config),
+            "settings": {
+                key: get(self.config, key)
+                for key, stated in settings_in(ImportConfig).items()
+                if stated.changes != NOTHING  # the folder does not affect the content
+            },
             "versions": versions(),
         }
-
-
-def settings_of(config: ImportConfig) -> dict[str, Any]:
-    """The settings that affect the content; the output folder does not."""
-    settings = asdict(config)
-    for key, stated in settings_in(ImportConfig).items():
-        if stated.changes == NOTHING:
-            del settings[key]
-    return json.loads(json.dumps(settings, default=str))
 
 
 def _names(record: Record) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ from rlhf.system.terminal import one_line
 
 TEXT_SUFFIXES = (".txt",)
 ROW_SUFFIXES = (".jsonl", ".json")
-TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".parquet", ".arrow")
+TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".parquet")
 RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
 MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held in memory
@@ -31,9 +31,7 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _PACKED = ("", *_CODECS)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
-_SAVED = ("dataset_info.json", "state.json")  # in a folder that `Dataset.save_to_disk` of the library datasets wrote
 _OF_IMPORT = ("report.json", "rejects.jsonl")  # in a folder that `rlhf import` wrote, beside the manifest
-_SAVED_SPLITS = "dataset_dict.json"  # in one that `DatasetDict.save_to_disk` wrote, a folder per split beside it
 
 
 def printable_path(path: Path | str) -> str:
@@ -209,7 +207,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
         return
     if imports and all((folder / name).is_file() for name in _OF_IMPORT):
         raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
-    for path in _saved(folder) or sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or not (has_suffix(path, suffixes) or path.is_dir()):
             continue
         target = path.resolve()
@@ -220,18 +218,6 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
             yield _file(path)
         elif not path.is_symlink():  # a folder that a link leads to is read where it is
             yield from _files_below(path, suffixes, imports, root)
-
-
-def _saved(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `save_to_disk` wrote; of several splits `train`, or the first one, as for a data set of
-    the hub. Empty for any other folder.
-    """
-    if (folder / _SAVED_SPLITS).is_file():
-        splits = sorted(path for path in folder.iterdir() if all((path / name).is_file() for name in _SAVED))
-        return [path for path in splits if path.name == "train"] or splits[:1]
-    if all((folder / name).is_file() for name in _SAVED):
-        return sorted(folder.glob("data-*.arrow"))
-    return []
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def read_rows(source: Source, reading: Reading | None = None) -> Iterator[Row | 
             yield from read_lines(file, name) if as_lines else read_values(file, name)
     elif suffix in (".csv", ".tsv"):
         yield from read_delimited(path, name, suffix, reading)
-    elif suffix in (".parquet", ".arrow"):
-        yield from read_columns(path, name, suffix)
+    elif suffix == ".parquet":
+        yield from read_columns(path, name)
     else:
         yield from read_sheet(path, name, reading)
 

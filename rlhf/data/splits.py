@@ -186,12 +186,10 @@ class Assignments:
 
     prompts: dict[int, int] = field(default_factory=dict)
     users: dict[int, int] = field(default_factory=dict)
-    conflicts: int = 0  # prompts and users on whose split two earlier imports differ; the first one counts
 
     def add(self, other: "Assignments") -> None:
-        for mine, theirs in ((self.prompts, other.prompts), (self.users, other.users)):
-            for key, split in theirs.items():
-                self.conflicts += mine.setdefault(key, split) != split
+        """Add another import's, which give way where the two differ."""
+        self.prompts, self.users = other.prompts | self.prompts, other.users | self.users
 
 
 class Assigner:
@@ -211,7 +209,6 @@ class Assigner:
         self.splits: dict[int, int] = {}  # by the key of each kept prompt; decided at the end
         self._above: dict[_Node, _Node] = {}  # union-find over keys, users and groups
         self._given: dict[int, int] = {}  # by key: the first split that a record states
-        self._stated: Counter[tuple[int, int]] = Counter()  # key and stated split of kept records
 
     def add(self, key: int, user: int, group: float, given: str | None, kept: bool) -> None:
         """Add a record. One that is not kept connects prompts too: the order of two duplicates must not matter."""
@@ -222,7 +219,6 @@ class Assigner:
                 first, second = sorted((self._root(("key", key)), self._root(node)))
                 self._above[second] = first
         if given in SPLITS:
-            self._stated[key, SPLITS.index(given)] += kept
             self._given.setdefault(key, SPLITS.index(given))
 
     def _root(self, node: _Node) -> _Node:
@@ -273,13 +269,9 @@ class Assigner:
         return known
 
     def report(self) -> dict[str, Any]:
-        """Prompts by split, and stated splits that could not be kept."""
+        """Prompts by split, and users."""
         prompts = Counter(SPLITS[split] for split in self.splits.values())
-        overruled = (n for (key, split), n in self._stated.items() if n and split != self.splits[key])
         return {
             "prompts": {split: prompts[split] for split in SPLITS},
             "users": sum(what == "user" for what, _ in self._above),
-            "stated_splits_overruled": sum(overruled),
-            "kept_from_earlier": sum(key in self.earlier.prompts for key in self.splits),
-            "earlier_conflicts": self.earlier.conflicts,
         }

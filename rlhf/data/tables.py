@@ -1,4 +1,4 @@
-"""Tables as rows: CSV by csv, Parquet and Arrow by pyarrow, spreadsheets (.xlsx) by calamine. An empty line is no row.
+"""Tables as rows: CSV by csv, Parquet by pyarrow, spreadsheets (.xlsx) by calamine. An empty line is no row.
 
 Calamine stores a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells far
 apart can use all memory. A workbook is therefore measured before it is opened: its unpacked size, and the block of its
@@ -24,7 +24,7 @@ from rlhf.errors import UserError
 from rlhf.system.terminal import one_line
 
 _DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
-_BATCH = 64  # rows of Parquet and Arrow converted at a time
+_BATCH = 64  # rows of Parquet converted at a time
 MAX_UNPACKED_BYTES = 1 << 29  # of all parts of one file together
 MAX_CELLS = 20_000_000  # of the block of a sheet's cells
 _CELL = re.compile(rb'(?:\w+:)?c [^>]*?\br="([A-Z]{1,3})(\d{1,7})"')
@@ -145,43 +145,29 @@ def plain(value: Any) -> Any:
     raise ValueError(f"got a {type(value).__name__}, want text, a number, a list or an object")
 
 
-def _arrow_batches(path: Path, name: str, suffix: str) -> Iterator[Any]:
-    """Record batches of at most _BATCH rows, after a check of the header."""
+def read_columns(path: Path, name: str) -> Iterator[Row | Reject]:
+    """The rows of a Parquet file, a few at a time. Raises: UserError if the file is damaged, after the rows before."""
     import pyarrow
-    from pyarrow import ipc, parquet
-
-    if suffix == ".parquet":
-        with parquet.ParquetFile(path) as file:
-            check_header(file.schema_arrow.names, name)
-            yield from file.iter_batches(batch_size=_BATCH)
-        return
-    with pyarrow.memory_map(str(path)) as mapped:
-        form = ipc.open_file if mapped.read(6) == b"ARROW1" else ipc.open_stream
-        mapped.seek(0)
-        table = form(mapped).read_all()
-        check_header(table.column_names, name)
-        table.validate(full=True)  # Arrow trusts the offsets in a file, and would read outside of it
-        yield from table.to_batches(max_chunksize=_BATCH)
-
-
-def read_columns(path: Path, name: str, suffix: str) -> Iterator[Row | Reject]:
-    """The rows of a Parquet or Arrow file, a few at a time. Raises: UserError if the file is damaged, after the rows before."""
-    import pyarrow
+    from pyarrow import parquet
 
     number = 0
     try:
-        for batch in _arrow_batches(path, name, suffix):
-            if batch.nbytes > 4 * MAX_RECORD_BYTES:
-                raise UserError(f"{name}: rows {number + 1} to {number + _BATCH} hold too much text: make them shorter")
-            for row in batch.to_pylist():
-                number += 1
-                try:
-                    yield Row(number, plain(row), number)
-                except (ValueError, OverflowError, RecursionError) as error:
-                    yield Reject(name, number, "", one_line(error), number)
+        with parquet.ParquetFile(path) as file:
+            check_header(file.schema_arrow.names, name)
+            for batch in file.iter_batches(batch_size=_BATCH):
+                if batch.nbytes > 4 * MAX_RECORD_BYTES:
+                    raise UserError(
+                        f"{name}: rows {number + 1} to {number + _BATCH} hold too much text: make them shorter"
+                    )
+                for row in batch.to_pylist():
+                    number += 1
+                    try:
+                        yield Row(number, plain(row), number)
+                    except (ValueError, OverflowError, RecursionError) as error:
+                        yield Reject(name, number, "", one_line(error), number)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
         reason = one_line(error, 200)
-        where = f"{name}: damaged {suffix} file after row {number}"
+        where = f"{name}: damaged .parquet file after row {number}"
         raise UserError(f"{where} ({reason}): copy or download it again") from error
 
 

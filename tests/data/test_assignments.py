@@ -152,7 +152,6 @@ def test_the_first_stated_split_counts_for_all_records_of_a_prompt(tmp_path):
     ]
     folder = run_import(tmp_path, [given_rows])
     assert {split for _, _, split in splits_in(folder)} == {other}
-    assert report_of(folder)["stated_splits_overruled"] == 1
 
 
 def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
@@ -164,7 +163,6 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     again += [{"kind": "prompt", "prompt": f"Why {i}?", "user": "u"} for i in range(20)]
     two = run_import(tmp_path / "two", [again], [one])
     assert {split for _, _, split in splits_in(two)} == {kept}
-    assert report_of(two)["stated_splits_overruled"] == 1 and report_of(two)["kept_from_earlier"] == 1
     # a third import, with only the second as its earlier one, keeps the split of the user and of the first import's prompt
     three = run_import(
         tmp_path / "three",
@@ -180,7 +178,7 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     four = run_import(tmp_path / "four", [[{"kind": "prompt", "prompt": "Hi", "metadata": {"split": moved}}]])
     known = read_assignments(four, 200)
     known.add(read_assignments(three, 200))
-    assert known.prompts[key_hash("Hi")] == SPLITS.index(moved) and known.conflicts == 1
+    assert known.prompts[key_hash("Hi")] == SPLITS.index(moved)
 
 
 def test_an_earlier_import_with_another_prefix_is_refused(tmp_path):
@@ -193,4 +191,3 @@ def test_a_split_of_another_name_in_a_foreign_file_is_kept_as_source_split(tmp_p
     rows = [{"prompt": f"q {i}", "chosen": "a", "rejected": "b", "split": "valid1"} for i in range(3)]
     folder = run_import(tmp_path, [rows])
     assert [record.metadata["source_split"] for record in read_records(folder)] == ["valid1"] * 3
-    assert report_of(folder)["unknown_names"] == {"'valid1'": 3}

@@ -1,13 +1,12 @@
-"""Which files a setting names: hostile names and folders, links, and folders that `save_to_disk` wrote."""
+"""Which files a setting names: hostile names and folders, and links."""
 
 import os
 import socket
 
-import datasets
 import pytest
 
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, is_import, resolve_sources
-from rlhf.data.reading import load_all, read_rows
+from rlhf.data.reading import read_rows
 from rlhf.data.storage import seal
 from rlhf.errors import UserError
 
@@ -102,20 +101,6 @@ def test_no_permission_is_one_line(tmp_path, what):
         if user == 0:
             os.seteuid(0)
         folder.chmod(0o755)  # else pytest cannot remove it
-
-
-def test_a_folder_that_save_to_disk_wrote_is_read(tmp_path):
-    data = datasets.Dataset.from_list(PAIRS)
-    data.save_to_disk(str(tmp_path / "one"), num_shards=2)
-    records, info = load_all(str(tmp_path / "one"))
-    assert [r.prompt[0].content for r in records] == ["Why?", "Who?"] and len(info) == 2
-
-
-def test_of_saved_splits_the_training_one_is_read(tmp_path):
-    splits = {"test": datasets.Dataset.from_list(PAIRS[:1]), "train": datasets.Dataset.from_list(PAIRS[1:])}
-    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "two"))
-    records, _ = load_all(str(tmp_path / "two"))
-    assert [r.prompt[0].content for r in records] == ["Who?"]
 
 
 def test_what_is_an_import_already_is_not_imported_again(tmp_path):
