@@ -248,7 +248,7 @@ def test_several_runs_are_one_setting_and_settings_of_labelling_need_no_group():
         "run='a,b'",
     ]
     assert words.read_words(["run='a,b'"], "report").overrides == ["run='a,b'"]
-    with pytest.raises(UserError, match=r"unknown option '--figures'.*: use report\.figures=<folder>"):
+    with pytest.raises(UserError, match=r"unknown option '--figures'.*: write settings as key=value"):
         words.read_words(["--figures", "x"], "report")
 
 

@@ -10,16 +10,10 @@ from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the page, and the figures if report.figures is set. Raises: UserError for an unknown run."""
-    from rlhf.report.page import write_figures, write_report
+    """Write the page. Raises: UserError for an unknown run."""
+    from rlhf.report.page import write_report
 
-    folders = run_folders(config)
-    target = None if config.report.figures is None else Path(config.report.figures)
-    if target is not None:
-        refuse_inside_stage(target, "report.figures")
-    say(f"report: {write_report(*folders, path=checked_out(config))}")
-    if target is not None:
-        say(f"report: {len(write_figures(folders, target, config.report.form))} figures -> {target}")
+    say(f"report: {write_report(*run_folders(config), path=checked_out(config))}")
 
 
 def checked_out(config: Config) -> Path | None:

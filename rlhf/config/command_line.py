@@ -18,7 +18,6 @@ from rlhf.config.compose import (
     unknown_setting,
 )
 from rlhf.config.model import shape_settings
-from rlhf.config.removed import replacement
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
@@ -93,8 +92,7 @@ def read_words(arguments: list[str], command: str) -> Words:
             overrides.append(word[1:] if is_group else quoted(word))
             continue
         if flag not in FLAGS:
-            remedy = replacement(flag) or "write settings as key=value"
-            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: {remedy}")
+            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: write settings as key=value")
         if flag in ("-m", "--multirun"):
             sweeps = True
             continue

@@ -105,8 +105,6 @@ class ReportConfig:
     """`rlhf report`. run=a,b,c shows several runs in the same charts."""
 
     out: str | None = setting(None, "output file; none: report.html in the run's folder, or report-<runs>.html")
-    figures: str | None = setting(None, "folder for each figure as a separate file; none: only the page")
-    form: str = setting("svg", "format of these files", choices=("svg", "png"))
 
 
 @dataclass(slots=True)

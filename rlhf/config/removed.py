@@ -13,7 +13,7 @@ SETTINGS: dict[str, str] = {
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
     "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",
-    "--figures": "use report.figures=<folder>",
+    "report.figures": "the page contains each figure as SVG",
     "gold.rounds": "use rounds, which also does rounds of people's labels",
     "gold.early_episodes": "use round.early_episodes",
     "gold.later_reward_epochs": "use round.later_reward_epochs",

@@ -1,4 +1,4 @@
-"""Curves drawn by matplotlib: as inline SVG pictures that take their colours from the page, and as separate files.
+"""Curves drawn by matplotlib as inline SVG pictures, which take their colours from the page.
 
 `pictures.py` decides what is drawn.
 """
@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # Pixels of a picture, and of one of half the page's width; the page scales it to its column.
@@ -56,13 +55,12 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class Picture:
-    """Series over one x axis, levels, and texts; the template's `picture` macro shows it, and `report.figures` saves it."""
+    """Series over one x axis, levels, and texts; the template's `picture` macro shows it."""
 
     title: str
     series: list[Series]
     marks: list[Mark] = field(default_factory=list)
     x_name: str = "step"
-    y_name: str = ""  # shown in a separate picture
     bars: bool = False  # steps over the x axis, for histograms
     stage: str = ""
     unit: str = ""
@@ -72,10 +70,6 @@ class Picture:
     rest: bool = False  # of a metric that no Chart names
     named: bool = True  # whether the legend names the curves
     last: bool = True  # whether the legend shows their last values
-
-    @property
-    def file_name(self) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.stage} {self.title}".lower()).strip("-")
 
     @property
     def svg(self) -> str:
@@ -204,24 +198,6 @@ def _plot(axes: Any, one: Series, bars: bool, bands: bool) -> None:
         window = pd.Series(one.ys).rolling(2 * (len(one.ys) // 40) + 1, center=True, min_periods=1)
         axes.plot(one.xs, one.ys, linewidth=1, alpha=0.3, **style)
         axes.plot(one.xs, window.mean(), **strong)
-
-
-def save_picture(picture: Picture, path: Path) -> Path:
-    """Writes the picture with title, axes' names and legend as an SVG or PNG file, by the path's suffix.
-
-    Raises: ValueError if no series has a point; OSError if the file cannot be written.
-    """
-    with drawing_settings():
-        title = f"{picture.stage}: {picture.title}".removeprefix(": ")
-        figure, axes = make_axes(picture, 640.0, 360.0)
-        axes.set_position((0.1, 0.14, 0.87, 0.72))
-        axes.set_title(title, loc="left", fontsize=13, color="#1c2127", pad=14)
-        axes.set_xlabel(picture.x_name, color=MUTED)
-        axes.set_ylabel(picture.y_name, color=MUTED)
-        if len(picture.series) > 1:
-            axes.legend(frameon=False, fontsize=9, labelcolor="#1c2127")
-        figure.savefig(path, format=path.suffix.removeprefix("."), dpi=144, facecolor="#ffffff", metadata={})
-    return path
 
 
 def draw_svg(picture: Picture, log: bool = False) -> str:

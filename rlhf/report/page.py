@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.recipe import STAGES
 from rlhf.report import details, overview
-from rlhf.report.drawing import SERIES_COLOURS, Mark, save_picture
+from rlhf.report.drawing import SERIES_COLOURS, Mark
 from rlhf.report.evaluation_tables import labels_section, make_evaluation
 from rlhf.report.pictures import make_pictures, make_stage_figures
 from rlhf.runs.run_files import RunFiles, decimal, duration, entry_at, memory, number_at, percent, read_run
@@ -92,17 +92,3 @@ def write_report(*folders: Path, path: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
     return path
-
-
-def write_figures(folders: Sequence[Path], target: Path, form: str) -> list[Path]:
-    """Every figure of the page as a separate file in `target`, as "svg" or "png"; returns the paths.
-
-    Raises: FileNotFoundError if a run's folder is none; UserError if a file cannot be written.
-    """
-    runs, paths = [read_run(folder) for folder in folders], []
-    pictures = [figure for stage in make_curves(runs) for figure in (*stage["figures"], *stage["rest"])]
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-        for picture in (*pictures, *make_pictures(runs)):
-            paths.append(save_picture(picture, target / f"{picture.file_name}.{form}"))
-    return paths

@@ -49,7 +49,6 @@ def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") ->
         chart.title,
         series,
         marks,
-        y_name=unit,
         stage=stage,
         unit=unit if unit.lower() not in chart.title.lower() else "",
         meaning="; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
@@ -145,7 +144,7 @@ def make_calibration(runs: list[RunFiles]) -> Picture | None:
         series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
         series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
     note = "Share of pairs that the higher score wins, against the gap between the scores."
-    axes: Any = {"x_name": "score gap", "y_name": "share of wins", "marks": [Mark("chance", 0.5)]}
+    axes: Any = {"x_name": "score gap", "marks": [Mark("chance", 0.5)]}
     return _picture("Calibration of the reward model", series, note, **axes)
 
 
@@ -166,7 +165,7 @@ def make_histogram(runs: list[RunFiles]) -> Picture | None:
             label = f"{runs[place].name} {model}" if several else model
             series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
     note = "Share of responses to held-out prompts by the reward model's score."
-    return _picture("Scores of SFT and PPO", series, note, x_name="score", y_name="share of responses", bars=True)
+    return _picture("Scores of SFT and PPO", series, note, x_name="score", bars=True)
 
 
 def shot_rows(results: Any) -> Iterator[tuple[str, list[tuple[dict[str, Any], tuple[float, float, float, float]]]]]:
@@ -194,7 +193,7 @@ def make_shots(results: Any, of_run: str) -> Picture | None:
         "examples in the prompt",
         "accuracy",
     )
-    about: Any = {"x_name": x, "y_name": y, "unit": f"{y}, over {x}", "marks": marks, "stage": "evaluate"}
+    about: Any = {"x_name": x, "unit": f"{y}, over {x}", "marks": marks, "stage": "evaluate"}
     return _picture(f"In-context learning{of_run}", series, note, **about)
 
 

@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from rlhf.report.drawing import (
     draw_svg,
     format_value,
     is_noisy,
-    save_picture,
 )
 from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
 from rlhf.runs.metric_table import Chart
@@ -126,18 +124,3 @@ def test_logarithmic_axes_are_for_what_is_above_zero() -> None:
     assert {"1", "10", "100", "1000", "level"} <= set(labels) and "zero" not in labels
     assert over_log([-1.0, 1.0, -2.0, 2.0, -3.0, 3.0]) == "" == over_log([1.0] * 6)  # most are below; nothing to see
     assert over_log([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], bars=True) == ""
-
-
-@pytest.mark.parametrize("form", ["svg", "png"])
-def test_a_picture_of_its_own_has_title_legend_and_real_colours(tmp_path: Path, form: str) -> None:
-    series = [Series("a", [0.0, 1.0], [1.0, 2.0]), Series("b", [0.0, 1.0], [2.0, 1.0], colour=1, dots=True)]
-    curve = Picture("Reward", series, [Mark("level", 1.5)], y_name="score", stage="ppo")
-    path = save_picture(curve, tmp_path / f"x.{form}")
-    if form == "png":
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 5000
-        return
-    text = path.read_text()
-    ElementTree.fromstring(text)
-    for shown in ("ppo: Reward", "score", "level", "#2a5f99", "#c8641f", "#ecece7"):
-        assert shown in text, shown
-    assert "var(--" not in text and "#0000" not in text

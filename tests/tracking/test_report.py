@@ -16,7 +16,7 @@ from rlhf.cli import main
 from rlhf.report.details import shade
 from rlhf.report.evaluation_tables import rank_table
 from rlhf.report.overview import make_overview
-from rlhf.report.page import write_figures, write_report
+from rlhf.report.page import write_report
 from rlhf.report.pictures import make_histogram
 from rlhf.runs.metric_table import find
 from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, visible
@@ -369,13 +369,6 @@ def test_histograms_share_their_bins_and_ranks_agree(tmp_path: Path) -> None:
     assert rank_table(run).rows == [["sft", "1.00", "25"], ["ppo", "−1.00", "25"]]
 
 
-def test_figures_are_files_of_their_own(complete: tuple[Path, str], tmp_path: Path) -> None:
-    paths = write_figures([complete[0]], tmp_path / "figures", "svg")
-    names = {path.name for path in paths}
-    assert {"ppo-reward.svg", "ppo-kl-to-the-sft-model.svg", "pretrain-loss.svg"} <= names and len(names) == len(paths)
-    assert all(path.stat().st_size > 1000 for path in paths)
-
-
 def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -384,7 +377,7 @@ def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFi
         main(["report", f"runs_dir={tmp_path}", *overrides])
 
     report("run=a")
-    report("run=a,b", f"report.figures='{tmp_path / 'figures'}'")
+    report("run=a,b")
     assert (tmp_path / "a/report.html").is_file() and (tmp_path / "report-a+b.html").is_file()
     for run, words in (("c", "no such run"), ("a,..", "want letters, digits"), ("a,a", "named twice")):
         with pytest.raises(SystemExit) as caught:
