@@ -142,13 +142,13 @@ def reference_pages() -> dict[str, str]:
     ]
     healthy = healthy_ranges()
     metrics = [
-        (f"`{one.name}`", one.unit or "-", one.mask, one.reduction, one.meaning, healthy.get(one.name, ""))
+        (f"`{one.name}`", one.unit or "-", healthy.get(one.name, ""), one.meaning, one.mask, one.reduction)
         for one in METRICS
     ]
-    head = "metric | unit | over | reduction | meaning | healthy"
+    head = "metric | unit | healthy | meaning | over | reduction"
     return {
         "reference/settings.md": "\n".join(["# All settings\n", intro, *settings]),
-        "reference/metrics.md": "# All metrics\n\n[Read the curves](../curves.md) says which to read first.\n\n"
+        "reference/metrics.md": "---\nhide: [toc]\n---\n\n# All metrics\n\n[Read the curves](../curves.md) says which to read first.\n\n"
         + table(head, metrics),
     }
 
