@@ -1,5 +1,6 @@
 """How many tokens a forward with gradients may take: what a stage holds and keeps per token, against its memory budget."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from rlhf.system.memory import GB, budget_bytes, used_bytes
 from rlhf.system.processes import share
 from rlhf.training.engine import Engine
 
-CPU_BYTES = 1.5e9  # of activations: on a CPU more tokens per forward are not faster
+CPU_BYTES = 1.5e9  # of activations that are kept: on a CPU more tokens per forward are not faster, but padded more
 # Bytes of a block that goes back to the system at once if activations are recomputed: each layer leaves its small input in the
 # middle of what its large temporaries freed, so that the next layer's fit into no gap, and little would be saved.
 LARGE = 2**22
@@ -28,7 +29,7 @@ class Budget:
 
     most: of this process. held: at every step: weights, gradients, the optimizer's moments, frozen models, the libraries.
     per_token: what a padded token of a forward keeps for its backward. longest: padded tokens of the largest item, which is not
-    divided. together: of the most items that other limits let into a forward.
+    divided. together: of the most items that other limits let into a forward. fast: padded tokens from which on a forward is not faster.
     """
 
     most: int
@@ -36,7 +37,7 @@ class Budget:
     per_token: float
     longest: int
     together: int
-    on_cpu: bool
+    fast: float
     kept_tokens: int | None = None  # of a resumed stage
 
     @property
@@ -47,8 +48,7 @@ class Budget:
     @property
     def tokens(self) -> int:
         """Padded tokens of a forward, unless its only item has more."""
-        fast = int(CPU_BYTES / self.per_token) if self.on_cpu else self.fitting
-        return self.kept_tokens or min(self.fitting, fast)
+        return self.kept_tokens or int(min(self.fitting, self.fast))
 
     @property
     def needs(self) -> int:
@@ -70,7 +70,8 @@ def set_budget(
     config, on_cpu, ranks = stage.config, engine.device.type == "cpu", engine.ranks
     most = -int(ranks.max(-budget_bytes(config.memory.budget_gb, engine.device)))
     held = int(ranks.max(used_bytes(engine.device) + bytes_to_come(engine)))
-    budget = Budget(most, held, kept_per_token(engine), longest, longest * items, on_cpu)
+    fast = CPU_BYTES / kept_per_token(engine, recomputes=False) if on_cpu else math.inf
+    budget = Budget(most, held, kept_per_token(engine), longest, longest * items, fast)
     models = transformers_in(engine.module)
     if longest > budget.fitting and not engine.recomputes and all(m.supports_gradient_checkpointing for m in models):
         for model in models:
@@ -124,17 +125,18 @@ def bytes_to_come(engine: Engine) -> int:
     return logits + sum(4 * p.numel() * (1 + 2 * (not engine.optimizer.state.get(p))) for p in trained)
 
 
-def kept_per_token(engine: Engine) -> float:
+def kept_per_token(engine: Engine, recomputes: bool | None = None) -> float:
     """Bytes that a forward keeps per padded token: of the transformer that keeps most, or under ZeRO, which runs all at once, the
-    sum.
+    sum. recomputes: whether activations are computed again; as the engine does unless given.
     """
+    checkpointing = engine.recomputes if recomputes is None else recomputes
     lora = any("lora_" in name for name, _ in engine.module.named_parameters())
     gaps = CPU_GAPS[lora] if engine.device.type == "cpu" else 1.0
     kind = "bf16" if engine.bfloat16 else "fp32"
 
     def kept(model: Any) -> float:
         dropout = max((m.p for m in model.modules() if isinstance(m, nn.Dropout)), default=0.0)
-        how: Any = {"checkpointing": engine.recomputes, "fused": True, "dropout": dropout}
+        how: Any = {"checkpointing": checkpointing, "fused": True, "dropout": dropout}
         return gaps * activation_bytes(trunk_shape(model), 1, 1, kind, **how)
 
     each = [kept(model) for model in transformers_in(engine.module)]
