@@ -55,6 +55,7 @@ def quiet(_: str) -> None:
 CONFIGS = {
     "architectures": 5, "attention_dropout": 5, "return_dict": False, "vocab_size": 2**31, "hidden_size": "32", "eos_token_id": [[1]],
     "num_hidden_layers": 9_999, "tie_word_embeddings": "yes", "pad_token_id": 1e30, "initializer_range": float("nan"),
+    "sliding_window": True,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, P
 
 from rlhf.data.chat_template import end_ids
 from rlhf.data.tokenizer import PAD
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reading
 from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
@@ -73,13 +73,14 @@ def why_own(config: Any) -> str:
 def make_native_config(config: Any) -> GPTConfig:
     """A checkpoint's configuration as ours.
 
-    Raises: UserError for an architecture or a variant that ours does not express.
+    Raises: UserError for an architecture or a variant that ours does not express, and for values that make no sense.
     """
     kind = config.model_type
     if problems := why_not_native(config):
         raise UserError(f"convert from {kind}: " + "; ".join(problems))
     kept = {name: value for name, value in config.to_dict().items() if name not in PASSING}
-    return GPTConfig(**ARCHITECTURES[kind].our_fields(config), origin={"model_type": kind, **kept})
+    with reading(f"convert from {kind}: config.json", "restore it"):
+        return GPTConfig(**ARCHITECTURES[kind].our_fields(config), origin={"model_type": kind, **kept})
 
 
 def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
