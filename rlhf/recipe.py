@@ -1,6 +1,6 @@
 """The recipe as a table: one row per stage. Whatever else depends on the stages is derived from these rows.
 
-To add a stage, add a row here and one file under rlhf/stages/ (docs/contributing.md has a worked example). This module
+To add a stage, add a row here and one file under rlhf/stages/ (docs/new_stage.md has a worked example). This module
 imports nothing of the project.
 """
 

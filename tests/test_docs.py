@@ -68,11 +68,11 @@ def test_the_invariants_on_the_page_are_those_that_ppo_checks():
 
 
 def test_every_file_of_the_package_that_is_named_exists():
-    """`rlhf/….py` in any text, but for the stage that docs/contributing.md adds, and history."""
+    """`rlhf/….py` in any text, but for the stage that docs/new_stage.md adds, and history."""
     pages = [(page, page.read_text(encoding="utf-8")) for page in PAGES if page.name != "CHANGELOG.md"]
     named = [(page.name, path) for page, text in pages for path in re.findall(r"\brlhf/[\w\\/]+\.py\b", text)]
     missing = {(page, path) for page, path in named if not (ROOT / path.replace("\\", "")).is_file()}
-    assert len(named) > 50 and missing == {("contributing.md", "rlhf/stages/survey.py")}
+    assert len(named) > 50 and missing == {("new_stage.md", "rlhf/stages/survey.py")}
 
 
 def commands_in(page: Path) -> list[str]:

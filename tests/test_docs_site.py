@@ -54,6 +54,29 @@ def test_every_page_of_docs_is_in_the_navigation():
     assert pages <= set(re.findall(r"[\w/]+\.md", text))
 
 
+def test_healthy_ranges_are_of_metrics_that_exist():
+    ranges, pages = SITE["healthy_ranges"](), SITE["reference_pages"]()
+    assert len(ranges) > 8 and ranges.keys() <= {metric.name for metric in METRICS}
+    assert all("[" not in what and what in pages["reference/metrics.md"] for what in ranges.values())
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs():
+    page = SITE["notebook_page"](ROOT / "docs" / "notebooks" / "reading_a_run.ipynb")
+    assert page.startswith("# Reading a run\n") and page.count("```python\n") > 5
+    assert 'src="data:image/png;base64,' in page and "<table" in page and "<pre>" in page and "<style" not in page
+
+
+def test_names_of_files_differ_on_every_disk():
+    docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.*")]
+    names = [
+        *docs,
+        *SITE["api_pages"](),
+        *SITE["reference_pages"](),
+        *(str(SITE["site_path"](PurePosixPath(n))) for n in SITE["PAGES"]),
+    ]
+    assert len({name.casefold() for name in names}) == len(names)
+
+
 def test_no_page_has_more_than_400_lines():
     long = [
         str(path) for path in (ROOT / "docs").rglob("*.md") if len(path.read_text(encoding="utf-8").splitlines()) > 400

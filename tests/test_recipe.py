@@ -60,8 +60,8 @@ def test_the_table_imports_nothing_of_the_project():
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """A copy of the package with the stage of docs/contributing.md: its row in recipe.py and its file."""
-    row, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "contributing.md").read_text("utf-8"), re.S)
+    """A copy of the package with the stage of docs/new_stage.md: its row in recipe.py and its file."""
+    row, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "new_stage.md").read_text("utf-8"), re.S)
     for name in ("rlhf", "conf"):
         shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
     package = tmp_path / "copy" / "rlhf"
