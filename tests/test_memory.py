@@ -124,11 +124,30 @@ def test_a_row_too_long_is_computed_in_two_passes_or_refused(engine, monkeypatch
     stage, plain = make_stage(1.2), kept_per_token(engine)
     set_budget(stage, engine, int(0.18e9 / plain), 2)
     assert engine.recomputes and kept_per_token(engine) < 0.5 * plain
+    set_budget(make_stage(64), engine, 100, 10**6)
+    assert engine.most_tokens == int(1.5e9 / plain), "longer forwards would only be padded more"
     assert all(layer.gradient_checkpointing for layer in engine.module.model.model.layers)
     with pytest.raises(
         UserError, match=r"needs .* its longest row of 100,000 tokens: try lora.rank=16 or data.max_tokens="
     ):
         set_budget(make_stage(1.2), engine, 100_000, 1)
+
+
+def test_gradients_lie_where_room_was_made_before_the_first_forward(engine):
+    def places() -> list[int]:
+        tokens = torch.randint(99, (2, 8))
+        engine.backward(engine(denominator=1, input_ids=tokens, labels=tokens))
+        return [p.grad.data_ptr() for p in engine.module.parameters()]
+
+    first = places()
+    kept = torch.zeros(10**6)  # takes what a freed gradient would leave
+    assert places() == first and kept.sum() == 0, "added"
+    once = [p.grad.clone() for p in engine.module.parameters()]
+    engine.step(0.0)
+    assert all(p.grad is None for p in engine.module.parameters()) and places() == first
+    assert not all(a.equal(p.grad) for a, p in zip(once, engine.module.parameters(), strict=True)), (
+        "no longer the old ones"
+    )
 
 
 def test_a_resumed_stage_keeps_its_limit_if_it_fits(engine):

@@ -56,6 +56,13 @@ def test_a_joined_row_by_hand():
     assert at.tolist() == [1, 6, 7, 8 + 4, 16]
 
 
+def test_a_short_and_a_long_answer_are_joined_since_the_short_one_would_be_padded():
+    prompt = list(range(73))
+    long, short = prompt + [100] * 769, prompt + [200] * 201
+    # joined 1,043 (6 w + 1,043); apart 842 (6 w + 842) + 274 (6 w + 274) is less, but padded twice the first
+    assert choose_groups([short, long], 576) == [[1, 0]]
+
+
 def test_rows_are_joined_where_that_costs_less():
     """Width 8. Prompt 40, answers 2: one row of 44, 44 (48 + 44) = 4,048, in place of 2 * 42 (48 + 42) = 7,560. A prompt of 1 with
     answers of 100: 201 (48 + 201) = 50,049 in place of 2 * 101 (48 + 101) = 30,098."""
