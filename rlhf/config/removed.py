@@ -13,6 +13,7 @@ SETTINGS: dict[str, str] = {
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
     "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",
+    "columns.rating": "a rating alone trains nothing; the format kto and the records have ratings",
     "report.figures": "the page contains each figure as SVG",
     "gold.rounds": "use rounds, which also does rounds of people's labels",
     "gold.early_episodes": "use round.early_episodes",

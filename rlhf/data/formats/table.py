@@ -1,7 +1,7 @@
 """`format=table`: rows whose columns are named on the command line, from any CSV, spreadsheet, Parquet or JSON file.
 
 The named columns decide what a row becomes: a ranking (responses with winners, with scores or with neither; columns ranked
-best first; one rated response), a demonstration, or a prompt. A nested value has a dotted path: `answers.0.text`, or
+best first), a demonstration, or a prompt. A nested value has a dotted path: `answers.0.text`, or
 `answers.*.text` for every item of a list. A column whose own name is the path takes precedence.
 
 If `words` are set, only they are read as verdicts. Otherwise `read_phrase` reads the usual spellings, and a number is a
@@ -22,7 +22,6 @@ from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.config.compose import nearest
 from rlhf.config.setting import listed
 from rlhf.data.formats.shapes import (
-    RATINGS,
     TIE,
     BadRow,
     Format,
@@ -56,7 +55,6 @@ WANTS = "any rows, with their columns named by columns.*"
 # By kind: the columns that become fields of the record; in the other kinds they are metadata.
 _FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("created", "labeler")}
 _NOBODY = "nobody judged this row, remove it or fill it in"
-_THUMBS = {**dict.fromkeys(("true", "yes", "good", "👍"), True), **dict.fromkeys(("false", "no", "bad", "👎"), False)}
 
 
 def lookup(value: Any, path: str) -> Any:
@@ -130,7 +128,7 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
     for names in (("response", "responses", "ranked"), ("winner", "scores")):
         if len(forms := [f"columns.{name}" for name in names if name in mapped]) > 1:
             problems.append(f"{' and '.join(forms)} are given: want one of them")
-    for name, other in (("winner", "responses"), ("scores", "responses"), ("rating", "response")):
+    for name, other in (("winner", "responses"), ("scores", "responses")):
         if name in mapped and other not in mapped:
             problems.append(f"columns.{name} needs columns.{other}: name what was judged")
     if len(mapped.get("winner", ())) > 1 and "labeler" in mapped:
@@ -162,27 +160,23 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
     if missing:
         raise UserError("; ".join(missing))
 
-    def refuse(setting: str, paths: Sequence[str], said: Sequence[Any], wanted: str) -> None:
-        where = f"columns.{setting}={','.join(paths)}: {name}, first {len(rows)} rows"
-        raise UserError(f"{where}: got {counted(said)}: {wanted}")
-
-    for path in columns.of("rating"):
-        said = [value_at(row, path) for row in rows]
-        numbers = {n for value in said if (n := as_number(value)) is not None}
-        if numbers and numbers <= {-1, 0, 1}:
-            refuse("rating", [path], said, "write good and bad, or numbers from 1 (worst) to 7 (best)")
     winners = columns.of("winner")
     if not winners:
         return _format(columns)
+
+    def ambiguous(said: Sequence[Any]) -> UserError:
+        where = f"columns.winner={','.join(winners)}: {name}, first {len(rows)} rows"
+        return UserError(f"{where}: got {counted(said)}: {say_words(said)}")
+
     said = [value for row in rows for path in winners if not is_empty(value := value_at(row, path))]
     positions = {n for value in said if (n := as_number(value)) is not None} if not columns.words else set()
     k = max(columns.k_of(row) for row in rows)
     if positions and not (k in positions and min(positions) >= 0 and max(positions) <= k):
-        refuse("winner", winners, said, say_words(said))
+        raise ambiguous(said)
     chosen = replace(columns, numbers=bool(positions))
     unread = [value for row in rows for value in chosen.unread(row)]
     if 2 * len(unread) > len(said):
-        refuse("winner", winners, unread, say_words(unread))
+        raise ambiguous(unread)
     meaning = {0: "first", 1: "second", TIE: "tie"}
     words = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
     if not words:
@@ -237,7 +231,7 @@ class ColumnMap:
         """The records of one row, several if several labelers judged it. Raises: BadRow, also if nobody judged."""
         judgements = list(self._rankings(row))
         kind = "ranking" if judgements else "demonstration" if self.of("response") else "prompt"
-        kept = [*self.of("rating"), *(path for path in self.of("winner") if is_empty(value_at(row, path)))]
+        kept = [path for path in self.of("winner") if is_empty(value_at(row, path))]
         used = [path for paths in self.paths.values() for path in paths if path not in kept]
         rest = other_keys(row, *used)
         about = {key: str(v) for key in ("user", "created", "labeler") if (v := self.one(row, key)) is not None}
@@ -267,9 +261,7 @@ class ColumnMap:
         return with_system(self.one(row, "system"), turns)
 
     def _rankings(self, row: Values) -> Iterator[dict[str, Any]]:
-        if self.of("rating"):
-            yield self._rated(row)
-        elif self.of("scores"):
+        if self.of("scores"):
             yield self._scored(row)
         elif self.of("winner"):
             yield from self._judged(row)
@@ -345,15 +337,6 @@ class ColumnMap:
         if not scores:
             raise BadRow(self.of("scores")[0], f"got nothing, want a number for each response: {_NOBODY}")
         return {"responses": responses, "ranking": ranking_of(scores, best="highest"), "metadata": {"scores": scores}}
-
-    def _rated(self, row: Values) -> dict[str, Any]:
-        [path], [answer] = self.of("rating"), self.of("response")
-        value = value_at(row, path)
-        if is_empty(value):
-            raise BadRow(path, f"got nothing, want a number from 1 to 7 or good or bad: {_NOBODY}")
-        rating = RATINGS[_THUMBS[normal(value)]] if normal(value) in _THUMBS else as_number(value)
-        require(rating is not None and 1 <= rating <= 7, path, value, "a number from 1 to 7, or good or bad")
-        return {"responses": [_response("a", value_at(row, answer), answer)], "ratings": {"a": rating}, "metadata": {}}
 
 
 def _text(value: Any, path: str) -> str:

@@ -187,28 +187,6 @@ def test_responses_and_scores_in_lists():
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "ratings"),
-    [
-        ((1, 7, "3", 4.5, 7 / 3), [1, 7, 3, 4.5, 7 / 3]),  # 2.3333333333333335
-        ((True, False, "good", "BAD"), [7, 1, 7, 1]),
-        (("👍", "no"), [7, 1]),
-    ],
-)
-def test_one_rated_response(values, ratings):
-    made = convert([{"q": "?", "r": "x", "v": v} for v in values], prompt="q", response="r", rating="v")
-    assert [one.ratings["a"] for one in made] == ratings and made[0].ranking is None
-    assert made[0].kind == "ranking" and len(made[0].responses) == 1
-
-
-def test_bad_ratings():
-    row = {"q": "?", "r": "x", "v": 9}
-    assert problem(row, prompt="q", response="r", rating="v") == "v: got 9, want a number from 1 to 7, or good or bad"
-    assert "nobody judged" in problem(row | {"v": None}, prompt="q", response="r", rating="v")
-    with pytest.raises(UserError, match=r"got 1 .2x.: write good and bad, or numbers from 1"):
-        prepared([row | {"v": 1}, row | {"v": "1"}], prompt="q", response="r", rating="v")
-
-
 # --- prompts, demonstrations, tasks ----------------------------------------------------------------------------------
 
 
@@ -276,7 +254,6 @@ def test_a_key_that_only_some_rows_have():
             "columns.winner and columns.scores are given: want one of them"]),
         ({"prompt": "q", "ranked": ["a", "b"], "responses": ["a", "b"], "response": "a"}, {}, [
             "columns.response and columns.responses and columns.ranked are given: want one of them"]),
-        ({"prompt": "q", "rating": "v"}, {}, ["columns.rating needs columns.response: name what was judged"]),
         ({**PAIR, "winner": ["x", "y"], "labeler": "l"}, {}, [
             "columns.labeler with several columns.winner: want one, since each column is a labeler"]),
         ({"prompt": "q", "responses": ["a", "a"]}, {}, ["columns.responses names a twice: want each column once"]),
