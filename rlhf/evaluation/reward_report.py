@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
-from rlhf.data.agreement import pairwise_agreement, ratio
+from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.encoding import Encode, Item, join_rankings, names_of
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
@@ -125,35 +125,16 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
 
 
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
-    """How often labelers agree on pairs that two of them judged: among the training labelers, among the held-out ones, and
-    between the two ({"value", "ci95", "n": items, "pairs"}; value None if none was judged twice)."""
+    """How often labelers agree on pairs that two of them judged, among the training labelers and among the held-out ones: {"value",
+    "ci95", "n": items, "pairs"}; value None if none was judged twice."""
     groups = {
         "training": pairwise_agreement(r for r in records if r.labeler not in strangers),
         "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
-        "between": agreement_between(records, strangers),
     }
     return {
         name: {key: np.round(value, 4).tolist() if value is not None else None for key, value in figures.items()}
         for name, figures in groups.items()
     }
-
-
-def agreement_between(records: Sequence[Ranking], strangers: set[str | None]) -> Figures:
-    """As `pairwise_agreement`, of each training labeler with each held-out one."""
-    items: dict[Any, tuple[list[set[tuple[str, str]]], list[set[tuple[str, str]]]]] = {}
-    for record in records:
-        texts = [response.text for response in record.responses]
-        ordered = {(texts[better], texts[worse]) for better, worse in record.pair_list()}
-        prompt = tuple((message.role, message.content) for message in record.prompt)
-        training, held_out = items.setdefault((prompt, frozenset(texts)), ([], []))
-        (held_out if record.labeler in strangers else training).append(ordered)
-    counts = []
-    for training, held_out in items.values():
-        both = list(itertools.product(training, held_out))
-        same = sum(len(ours & theirs) for ours, theirs in both)
-        opposed = sum((j, i) in theirs for ours, theirs in both for i, j in ours)
-        counts += [(same, same + opposed)] if same + opposed else []
-    return ratio(*np.array(counts, dtype=float).reshape(-1, 2).T)
 
 
 def by_rank_gap(pairs: Sequence[JudgedPair]) -> list[Figures]:
@@ -189,8 +170,7 @@ def describe_reward_model(results: Figures) -> list[str]:
     lines = [f"reward model accuracy {show(results['accuracy'])} on {labelers}; length alone {length:.3f}"]
     if "held_out_labelers" in results:
         lines.append(
-            f"on held-out labelers {show(results['held_out_labelers']['accuracy'])}, who agree on "
-            f"{show(agreement['held_out'])}, and with training labelers on {show(agreement['between'])}"
+            f"on held-out labelers {show(results['held_out_labelers']['accuracy'])}, who agree on {show(agreement['held_out'])}"
         )
     if "gold_regression" in results:
         parts = results["gold_regression"]["parts"].items()
