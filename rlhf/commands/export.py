@@ -53,8 +53,8 @@ def use_lines(out: Path, stage: str, notes: list[str]) -> list[str]:
     if stage == "reward" or notes:
         return []
     path, name = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
-    code = f"from transformers import pipeline; print(pipeline('text-generation', {str(out)!r})"
-    code += "([{'role': 'user', 'content': 'Hello'}], max_new_tokens=64)[0]['generated_text'][-1]['content'])"
+    code = f'from transformers import pipeline; print(pipeline("text-generation", {json.dumps(str(out))})'
+    code += '([{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"])'
     return [
         f"transformers: python -c {shlex.quote(code)}",
         f"vLLM (not tested with every architecture): vllm serve {path}",

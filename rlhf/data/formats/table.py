@@ -370,6 +370,7 @@ def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 _PROMPT = re.compile("prompt|instruction|question|query|request|input|frage", re.I)
 _ANSWER = re.compile("answer|response|completion|output|reply|summary|antwort", re.I)
+_WORSE = re.compile("worse|worst|reject|lose|bad|schlecht", re.I)
 _VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator|urteil", re.I)
 
 
@@ -383,8 +384,11 @@ def propose_columns(rows: Sequence[Values]) -> str:
     if len(answers) == 1:
         proposed += [f"columns.response={_setting(answers)}"]
     elif answers:
-        proposed.append(f"columns.responses={_setting(answers)}")
-        proposed += [f"columns.winner={_setting(winners[:1])}"] if winners else []
+        worse = [name for name in answers if _WORSE.search(name)]
+        if worse and not winners:
+            proposed.append(f"columns.ranked={_setting([*(name for name in answers if name not in worse), *worse])}")
+        else:
+            proposed += [f"columns.responses={_setting(answers)}", f"columns.winner={_setting(winners[:1]) or '…'}"]
     return " ".join(proposed)
 
 

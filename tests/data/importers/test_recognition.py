@@ -65,6 +65,8 @@ def test_columns_are_proposed(write_jsonl):
         f"Name the columns, as: `rlhf import path={path} out=imported format=table columns.prompt=question "
         "columns.responses='[answer_a,answer_b]' columns.winner=label`, then give the folder imported instead"
     )
+    with pytest.raises(UserError, match=r"columns\.prompt=q columns\.ranked='\[good answer,bad answer\]'`"):
+        load_all(write_jsonl([{"q": "?", "bad answer": "x", "good answer": "y"}]))
 
 
 def test_a_table_is_read_where_labels_are_named(tmp_path):
