@@ -11,10 +11,7 @@ _MODEL = (
 SETTINGS: dict[str, str] = {
     "evaluate.instructions": "use evaluate.benchmarks=[ifeval], lm-eval's task of checked instructions",
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
-    "reward.lm_coef": "leave it out; `rlhf classify` has classify.lm_coef",
-    "sft.lm_coef": "leave it out; `rlhf classify` has classify.lm_coef",
-    "sft.pack": "leave it out: rows of similar length share a forward",
-    "sft.pretrain_fraction": "use ppo.ptx_coef, which mixes pretraining text into PPO",
+    "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",
     "columns.rating": "a rating alone trains nothing; the format kto and the records have ratings",
     "report.figures": "the page contains each figure as SVG",

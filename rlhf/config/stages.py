@@ -104,7 +104,10 @@ class SftConfig(EvaluatedConfig):
     batch_size: int = setting(32, "demonstrations per optimizer step", min=1)
     lr: float = setting(9.65e-6, "learning rate of AdamW", above=0, max=10)
     dropout: float = setting(0.2, "residual dropout", min=0, below=1)
+    pretrain_fraction: float = setting(0.0, "share of rows of pretraining text; 0.1 before PPO", min=0, below=1)
+    lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 uses 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
+    pack: bool = setting(False, "several demonstrations per row, without attention between them")
 
 
 @dataclass(slots=True)

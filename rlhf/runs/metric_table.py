@@ -46,7 +46,7 @@ METRICS: tuple[Metric, ...] = (
     # pretraining and SFT
     Metric("pretrain/loss", _NATS_TOKEN, "tokens of full blocks", "mean", "next-token loss"),
     Metric("sft/loss", _NATS_TOKEN, "response tokens, end of turn included", "mean",
-           "loss on the demonstrated response"),
+           "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
     Metric("reward/loss", "nats per prompt", "prompts with an ordered pair", "mean", "ranking loss"),
     Metric("reward/accuracy", _SHARE, _PAIRS, "mean", "pairs whose winner has the higher score"),

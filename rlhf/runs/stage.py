@@ -56,7 +56,7 @@ def peak_rss_mb() -> float:
 @functools.cache
 def package_versions() -> dict[str, str]:
     installed = {"rlhf": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy"):
+    for name in ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return installed

@@ -2,11 +2,16 @@
 
 The loss counts the assistant's tokens, each turn's end token included, never the user's text (Ouyang et al. 2022, section
 3.5). With sft.turns=last only a dialogue's last answer counts.
+Optionally a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight: L3 = L2 + lm_coef L1
+(Radford et al. 2018, equation 5).
 Differs: the last epoch is kept; the paper chooses the epoch by reward-model score on held-out prompts, and that model is
-trained on this one. Residual dropout acts in our GPT only.
+trained on this one. Blocks of pretraining text are one document to the model, even if pretraining isolated their documents.
+Residual dropout acts in our GPT only.
 """
 
 import contextlib
+import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
+from rlhf.data.corpus import PackedCorpus
 from rlhf.data.encoding import TokenRow, encode_demonstrations, labels_of, row_limit
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
@@ -101,20 +107,90 @@ def load_with_dropout(folder: Path, share: float) -> Any:
     return model
 
 
-def make_rows(rows: Sequence[TokenRow]) -> list[dict[str, list[int]]]:
-    """{"input_ids", "labels"} of demonstrations."""
+def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[TokenRow]:
+    """Different blocks of the base's own corpus, as `sft.pretrain_fraction` of all rows with `count` demonstrations; every token
+    is learned.
+
+    Raises: UserError if the pretraining stage has no packed corpus, too small a one, or one of another tokenizer.
+    """
+    share = config.sft.pretrain_fraction
+    if not share:
+        return []
+    folder = stage_folder(config, "pretrain")
+    corpus = PackedCorpus.load_for("sft.pretrain_fraction", folder, tokenizer, "train it again")
+    blocks = corpus.blocks("train", context)
+    wanted = round(share / (1 - share) * count)
+    if wanted > len(blocks):
+        raise UserError(
+            f"sft.pretrain_fraction={share}: needs {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}: "
+            "lower it"
+        )
+    drawn = random.Random(f"sft-pretraining-{config.seed}").sample(range(len(blocks)), wanted)
+    return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
+
+
+def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[dict[str, list[int]]]:
+    """{"input_ids", "labels", "seq_lengths"} of demonstrations; with `pack` a row contains several, by TRL's best fit."""
     made = [{"input_ids": row["prompt"] + row["response"], "labels": labels_of(row, IGNORED)} for row in rows]
+    if pack:
+        import datasets
+        from trl import pack_dataset
+
+        datasets.disable_progress_bars()
+        made = pack_dataset(datasets.Dataset.from_list(made), context, "bfd").to_list()
     for row in made:
-        row["labels"][0] = IGNORED  # nothing comes before the first token
+        row.setdefault("seq_lengths", [len(row["input_ids"])])
+        for start in itertools.accumulate(row["seq_lengths"][:-1], initial=0):
+            row["labels"][start] = IGNORED  # nothing comes before the first token
     return made
 
 
-def collate(rows: Sequence[dict[str, list[int]]], pad: int) -> dict[str, Tensor]:
-    """Rows as arguments of `NextToken`, padded on the right."""
-    return {
-        "input_ids": right_pad([row["input_ids"] for row in rows], pad)[0],
-        "labels": right_pad([row["labels"] for row in rows], IGNORED)[0],
-    }
+def make_collator(
+    pad: int, pack: bool, with_prompts: bool
+) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Any]]:
+    """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row.
+
+    with_prompts: also `prompts`, labels that count the tokens which `labels` ignore.
+    """
+    if pack:
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+        join = DataCollatorForLanguageModeling(pad, padding_free=True)
+
+    def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+        if pack:
+            batch = join(list(rows))
+        else:
+            batch = {
+                "input_ids": right_pad([row["input_ids"] for row in rows], pad)[0],
+                "labels": right_pad([row["labels"] for row in rows], IGNORED)[0],
+            }
+        if with_prompts:
+            lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+            real = batch["position_ids"] > 0 if pack else torch.arange(int(lengths.max())) < lengths[:, None]
+            batch["prompts"] = batch["input_ids"].masked_fill((batch["labels"] != IGNORED) | ~real, IGNORED)
+        return batch
+
+    return collate
+
+
+@torch.no_grad()
+def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
+    """Raises: UserError if in a packed row a demonstration's loss depends on the one before it, as it does in models that ignore
+    the positions of packed rows.
+    """
+    loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), [*rows, *rows][:2]
+    before, ids = (first["prompt"] + first["response"])[:16], (second["prompt"] + second["response"])[:16]
+    found = []
+    for start in (before, before[::-1]):
+        labels = [IGNORED] * (len(start) + 1) + ids[1:]
+        row = {"input_ids": start + ids, "labels": labels, "seq_lengths": [len(start), len(ids)]}
+        found.append(loss(**put(collate([row]), next(model.parameters()).device)).item())
+    if abs(found[0] - found[1]) > LEAK * max(1.0, *found):
+        raise UserError(
+            f"sft.pack=true: a {model.config.model_type} model reads the demonstration before another one in a packed row: use "
+            "sft.pack=false"
+        )
 
 
 @contextlib.contextmanager
@@ -127,13 +203,17 @@ def fine_tuned(
     device: torch.device,
     evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> Iterator[TrainingLoop]:
-    """Train on demonstrations; within the context the model is trained and its loop still open.
+    """Train on demonstrations and pretraining text; within the context the model is trained and its loop still open.
 
     evaluate: as of `train`; only SFT has held-out demonstrations, so that other stages do not look at sft.eval_every.
     """
     settings = stage.config.sft
-    batches = Batches(make_rows(rows), settings.batch_size, accelerate_order(stage.config.seed))
+    context = row_limit(stage.config, tokenizer)
+    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
+    batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
     steps = epochs * batches.per_epoch
+    if settings.pack:
+        check_packing(model, rows, tokenizer.pad_token_id)
     checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
@@ -145,15 +225,22 @@ def fine_tuned(
 
 
 def make_objective(config: Config, engine: Engine, pad: int) -> Objective[dict[str, list[int]]]:
-    """The mean loss over the learned tokens of a batch."""
+    """L2 + lm_coef L1, both sums over tokens divided by the response tokens of the batch; L1 counts the prompts' tokens except
+    the first of a row.
+    """
+    settings = config.sft
+    collate = make_collator(pad, settings.pack, bool(settings.lm_coef))
 
     def loss_of(part: list[dict[str, list[int]]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
-        batch = put(collate(part, pad), engine.device)
+        batch = put(collate(part), engine.device)
+        prompts = batch.pop("prompts", None)
         loss = engine(denominator=count, **batch)
+        if prompts is not None:
+            loss = loss + settings.lm_coef * engine(denominator=count, **(batch | {"labels": prompts}))
         sums.add("sft/loss", loss.item() * count, sum(map(labels_in, part)))
         return loss, batch
 
-    most = config.sft.micro_batch_size
+    most = settings.micro_batch_size
     most = most if engine.device.type == "cuda" else min(most, CPU_ROWS)
     return Objective(lambda row: [row["input_ids"]], loss_of, most, count=labels_in)
 
@@ -165,8 +252,8 @@ def labels_in(row: dict[str, list[int]]) -> int:
 
 def response_loss(model: Any, rows: list[TokenRow], pad: int) -> float:
     """Mean loss in nats over all learned tokens of the rows."""
-    loss, made = NextToken(model).eval(), make_rows(rows)
+    loss, collate, made = NextToken(model).eval(), make_collator(pad, False, False), make_rows(rows, 0, False)
     device = next(model.parameters()).device
     groups = by_length([len(row["input_ids"]) for row in made], 32, scoring_tokens(model))
-    nats = sum(loss(**put(collate([made[i] for i in group], pad), device)).item() for group in groups)
+    nats = sum(loss(**put(collate([made[i] for i in group]), device)).item() for group in groups)
     return nats / sum(map(labels_in, made))

@@ -5,10 +5,13 @@ import re
 
 import pytest
 import torch
+import transformers
 
 import rlhf
 from rlhf.data.chat_template import encode_prompt, encode_response
+from rlhf.data.corpus import PackedCorpus
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import UserError
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.folders import read_stage
 from rlhf.runs.metric_table import Sums
@@ -61,6 +64,32 @@ def test_the_loss_counts_response_tokens_and_their_end_token_alone(copy_until):
     assert logged == pytest.approx(nats / count, abs=1e-4)
 
 
+def test_packing_does_not_multiply_epochs(copy_until):
+    """An epoch is one pass over the demonstrations, however many of them a row holds."""
+    rows = [{"prompt": [1, 2, 3], "response": [4, 5, 6, 7, 8]}] * 64  # 8 tokens each
+    packed = sft.make_rows(rows, 128, pack=True)
+    assert sum(len(row["seq_lengths"]) for row in packed) == 64
+    assert len(packed) == 4, "sixteen demonstrations in a row"
+    assert all(row["labels"] == [-100, -100, -100, 4, 5, 6, 7, 8] * 16 for row in packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaks"), [("llama", False), ("gpt2", False), ("ours", False), ("opt", True), ("bloom", True)]
+)
+def test_packing_is_refused_if_a_demonstration_reads_the_one_before(gold_run, kind, leaks):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"ffn_dim": 32, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    torch.manual_seed(0)
+    if kind == "ours":
+        model = load_policy(gold_run.folder / "pretrain" / "model")
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [7, 1]}]
+    refused = pytest.raises(UserError, match=f"^sft.pack=true: a {kind} model reads the demonstration before")
+    with refused if leaks else contextlib.nullcontext():
+        sft.check_packing(model, rows, 0)
+
+
 def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):
     run = copy_until("sft")
 
@@ -76,7 +105,7 @@ def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):
 
 def loss_of(config, model, rows, count):
     """The loss of rows in one micro-batch, as SFT computes it."""
-    made = sft.make_rows(rows)
+    made = sft.make_rows(rows, 128, config.sft.pack)
     engine = make_engine(config, NextToken(model), [{"params": list(model.parameters())}], torch.device("cpu"))
     objective = sft.make_objective(config, engine, 0)
     assert sum(map(objective.count, made)) == count
@@ -87,6 +116,17 @@ def loss_of(config, model, rows, count):
 def nats_of(model, row, first, last):
     """-sum of log P of tokens first to last - 1 of one row."""
     return -sum(row_logprobs(model, (row["prompt"] + row["response"])[:last], first))
+
+
+@pytest.mark.parametrize("pack", ["false", "true"])
+def test_the_prompt_counts_with_its_coefficient(gold_run, pack):
+    """L2 + 0.5 L1 over the response tokens: 3 of the first row and 2 of the second; a row's first token is not predicted."""
+    rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
+    model = load_policy(gold_run.folder / "pretrain" / "model")
+    loss = loss_of(gold_run.config("sft.lm_coef=0.5", f"sft.pack={pack}"), model, rows, 5)
+    response = nats_of(model, rows[0], 4, 7) + nats_of(model, rows[1], 2, 4)
+    prompt = nats_of(model, rows[0], 1, 4) + nats_of(model, rows[1], 1, 2)
+    assert loss == pytest.approx((response + 0.5 * prompt) / 5, abs=1e-4)
 
 
 def test_earlier_answers_count_as_the_last_one_does(gold_run):
@@ -109,12 +149,31 @@ def test_the_loss_is_trls_own(gold_run, tmp_path):
     rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
     folder = gold_run.folder / "pretrain" / "model"
     model, tokenizer = load_policy(folder), load_tokenizer(folder)
-    made = [{name: row[name] for name in ("input_ids", "labels")} for row in sft.make_rows(rows)]
+    made = [{name: row[name] for name in ("input_ids", "labels")} for row in sft.make_rows(rows, 128, False)]
     arguments = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, max_length=None)
     trainer = SFTTrainer(model, arguments, train_dataset=datasets.Dataset.from_list(made), processing_class=tokenizer)
     with torch.no_grad():
         theirs = trainer.compute_loss(model, trainer.data_collator(made), num_items_in_batch=torch.tensor(5)).item()
     assert loss_of(gold_run.config(), load_policy(folder), rows, 5) == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_share_of_the_rows_is_pretraining_text(gold_run):
+    """0.25 of the rows beside 30 demonstrations: 10 different blocks of the corpus, every token of which is a label."""
+    folder = gold_run.folder / "pretrain"
+    tokenizer = load_tokenizer(folder / "model")
+
+    def drawn(*settings, share=0.25):
+        config = gold_run.config(f"sft.pretrain_fraction={share}", *settings)
+        return sft.draw_pretraining_rows(config, tokenizer, 30, 128)
+
+    found = drawn()
+    known = {tuple(block["input_ids"].tolist()) for block in PackedCorpus.load(folder / "corpus").blocks("train", 128)}
+    assert len({tuple(row["response"]) for row in found} & known) == len(found) == 10
+    made = sft.make_rows(found, 128, pack=False)
+    assert all(row["labels"][1:] == row["input_ids"][1:] for row in made)
+    assert drawn() == found != drawn("seed=1")
+    with pytest.raises(UserError, match="lower it"):
+        drawn(share=0.999)
 
 
 def test_dropout_is_residual(copy_until):
