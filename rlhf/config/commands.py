@@ -18,7 +18,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
     "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
     "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
-    "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard, or write its specification offline",
+    "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard",
                   ("tracking",)),
     "chat": ("rlhf.commands.chat", "talk to a model of a run in the terminal", ("chat",)),
     "next": ("rlhf.commands.next_tokens", "show the most likely next tokens of a text", ("next",)),

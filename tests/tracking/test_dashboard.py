@@ -1,6 +1,5 @@
-"""The dashboard: its specification offline, W&B's own objects, and a server that does not take it."""
+"""The dashboard: W&B's own objects, and a server that does not take it."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 import wandb
 
 from rlhf.cli import main
-from rlhf.commands.dashboard import SECTIONS, make_specification, make_workspace
-from rlhf.runs.metric_table import CHARTS, METRICS, TABLES, find, metric_pattern
+from rlhf.commands.dashboard import SECTIONS, STEP_AXIS, make_workspace
+from rlhf.runs.metric_table import CHARTS, COST, METRICS, TABLES, X_AXES, metric_pattern
 from tests.tracking.wandb_server import serve
 
 # Logged, and in no panel on purpose.
@@ -27,40 +26,24 @@ NOT_SHOWN = {
 }
 
 
-def panels() -> list[dict[str, Any]]:
-    return [panel for section in make_specification("p", "me")["sections"] for panel in section["panels"]]
-
-
 def panel_metrics() -> set[str]:
     """Every metric that a panel draws or that is its axis."""
-    drawn = [panel for panel in panels() if panel["kind"] == "lines"]
-    return {name for panel in drawn for name in (panel["x"], *(metric["name"] for metric in panel["metrics"]))}
+    charts = [(stage, chart) for stage in SECTIONS for chart in CHARTS[stage]]
+    axes = {chart.x or X_AXES.get(stage, STEP_AXIS) for stage, chart in charts}
+    return axes | {name for _, chart in charts for name in chart.metrics}
 
 
-def test_every_section_and_table_is_there_and_each_panel_has_its_meaning() -> None:
-    specification = make_specification("p", "me")
-    assert json.loads(json.dumps(specification)) == specification
+def test_wandbs_own_objects_take_every_chart_and_table() -> None:
+    workspace = make_workspace("p", "me")
     assert CHARTS.keys() - {"judge"} == SECTIONS.keys()
-    assert [section["name"] for section in specification["sections"]] == [*SECTIONS.values(), "Cost"]
-    assert set(NOT_SHOWN) <= {metric.name for metric in METRICS}
-    tables = [panel for panel in panels() if "table" in panel]
-    assert {panel["table"] for panel in tables} == set(TABLES)
-    assert all(set(panel.get("fields", {}).values()) <= set(panel["columns"]) for panel in tables)
-    titled = {panel["title"]: panel for panel in panels()}
-    meaning = find("objective/kl").meaning  # type: ignore[union-attr]
-    kl = titled["KL to the SFT model"]
-    assert kl["x"] == "progress/episodes"
-    assert kl["metrics"][0] == {"name": "objective/kl", "unit": "nats per sequence", "meaning": meaning}
-    assert titled["Reward against the root of KL"]["x"] == "objective/sqrt_kl"
-
-
-def test_wandbs_own_objects_take_every_panel() -> None:
-    workspace = make_workspace(make_specification("p"), "me")
     assert [section.name for section in workspace.sections] == [*SECTIONS.values(), "Cost"]
+    assert set(NOT_SHOWN) <= {metric.name for metric in METRICS}
     plots = {getattr(panel, "title", None): panel for section in workspace.sections for panel in section.panels}
     assert plots["KL to the SFT model"].metric_regex == "^(objective/kl|objective/kl_k3|eval/[^/]+/kl)$"
     assert plots["KL coefficient"].y == ["objective/kl_coef"] and plots["KL coefficient"].x == "progress/episodes"
-    assert sum(len(section.panels) for section in workspace.sections) == len(panels())
+    assert plots["Reward against the root of KL"].x == "objective/sqrt_kl"
+    drawn = sum(chart not in COST for stage in SECTIONS for chart in CHARTS[stage]) + len(COST) + len(TABLES)
+    assert sum(len(section.panels) for section in workspace.sections) == drawn
     for section in workspace.sections:  # no panel covers another one
         places = [panel.layout for panel in section.panels]
         cells = [(p.x + i, p.y + j) for p in places for i in range(p.w) for j in range(p.h)]
@@ -81,18 +64,10 @@ def no_account(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wandb.teardown()  # it keeps what it read of the environment for later runs of this process
 
 
-def test_offline_the_command_writes_the_specification_and_keeps_a_known_address(
-    tmp_path: Path, no_account: None, capsys: Any
-) -> None:
-    path = tmp_path / "dashboard.json"
-    main(["dashboard", f"runs_dir={tmp_path}", "tracking.project=mine", "tracking.entity=me"])
-    assert json.loads(path.read_text()) == make_specification("mine", "me")
-    assert "offline: set WANDB_API_KEY" in capsys.readouterr().out
-    path.write_text(json.dumps({"project": "rlhf", "entity": None, "url": "https://example.org/me/rlhf?nw=abc"}))
-    main(["dashboard", f"runs_dir={tmp_path}"])
-    assert json.loads(path.read_text())["url"].endswith("nw=abc")
-    main(["dashboard", f"runs_dir={tmp_path}", "tracking.project=other"])
-    assert "url" not in json.loads(path.read_text())
+def test_without_a_key_it_says_what_to_do(tmp_path: Path, no_account: None, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["dashboard", f"runs_dir={tmp_path}"])
+    assert caught.value.code == 2 and "W&B is offline: set WANDB_API_KEY" in capsys.readouterr().err
 
 
 def test_a_server_that_refuses_is_one_line(
@@ -107,4 +82,4 @@ def test_a_server_that_refuses_is_one_line(
     assert caught.value.code == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "W&B did not take it" in told and "Traceback" not in told
-    assert (tmp_path / "dashboard.json").is_file()
+    assert not (tmp_path / "dashboard.json").exists()
