@@ -24,7 +24,6 @@ from rlhf.runs.stage import git_state, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
 from .test_checkpoints import checkpoint, sealed
-from .test_files import fail_with
 from .tiny_stages import Killed, changed, interrupt, run_stage
 
 
@@ -295,27 +294,6 @@ def test_two_processes_do_not_work_on_one_stage(config):
 
 
 # --- disks that fail ---
-
-
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.EROFS, "make the folder writable or choose another with runs_dir=…"),
-        (errno.ENOSPC, "free space or choose another disk with runs_dir=…"),
-        (errno.EIO, "check the disk and runs_dir=…, then run the same command again"),
-    ],
-)
-def test_a_folder_that_cannot_be_made(config, monkeypatch, number, remedy):
-    monkeypatch.setattr(Path, "mkdir", fail_with(number))  # permissions do not stop every user, so: pretend
-    with pytest.raises(UserError) as caught:
-        run_stage(config, "tokenizer")
-    assert f"tokenizer: cannot write: {os.strerror(number)}: {remedy}" in str(caught.value)
-
-
-def test_a_disk_that_is_full_at_the_record(config, monkeypatch):
-    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
-    with pytest.raises(UserError, match=r"stage.json: cannot write: No space left on device"):
-        run_stage(config, "tokenizer")
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")

@@ -5,7 +5,6 @@ thread of their own, and may fail at any time without affecting training. Make o
 and one of kind "silent" on every other process.
 """
 
-import contextlib
 import importlib.util
 import logging
 import math
@@ -26,8 +25,6 @@ TrackerKind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
 SampleRows = list[dict[str, Any]]
 # Seconds that finishing W&B may take in addition to W&B's own limits, and that closing TensorBoard may take.
 FINISH_MARGIN, TENSORBOARD_TIMEOUT = 5.0, 60.0
-# Calls that may wait while a service is slow; beyond that new ones are dropped, with a warning.
-QUEUE_CALLS = 20_000
 
 
 class Background:
@@ -40,7 +37,7 @@ class Background:
 
     def __init__(self, name: str, start: Callable[[], Any], finish_timeout: float) -> None:
         self._name, self._finish_timeout = name, finish_timeout
-        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUE_CALLS)
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._reported = False
         self._thread = threading.Thread(target=self._work, args=(start,), name=f"tracking {name}", daemon=True)
         self._thread.start()
@@ -67,20 +64,13 @@ class Background:
         self._reported = True
 
     def call(self, name: str, *arguments: Any) -> None:
-        if not self._thread.is_alive():
-            return
-        try:
-            self._queue.put_nowait((name, arguments))
-        except queue.Full:
-            self._warn("does not keep up, and lacks some lines")
+        if self._thread.is_alive():
+            self._queue.put((name, arguments))
 
     def finish(self, failed: bool) -> None:
         """Waits until everything is written, but at most `finish_timeout` seconds."""
-        until = time.monotonic() + self._finish_timeout
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):  # unlike a line, it waits for a free place in the queue
-                self._queue.put(("finish", (failed,)), timeout=self._finish_timeout)
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self.call("finish", failed)
+        self._thread.join(self._finish_timeout)
         if self._thread.is_alive():
             self._warn(f"did not finish in {self._finish_timeout:.0f} s")
 

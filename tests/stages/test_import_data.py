@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.data.reading import load_all, load_demonstrations, load_prompts
-from rlhf.data.splits import record_split
+from rlhf.data.reading import load_all
 from rlhf.errors import UserError
 from rlhf.runs.sources import hash_sources
 
@@ -120,20 +119,6 @@ def test_the_hash_of_an_import_is_that_of_its_manifest(tmp_path, capsys):
     arrow.write_bytes(arrow.read_bytes()[:-1])
     with pytest.raises(UserError, match="changed since it was imported"):
         hash_sources(config, "sft")
-
-
-def test_stages_see_the_splits_of_the_import(tmp_path, capsys):
-    rows = [DEMONSTRATION | {"id": f"d{i}", "prompt": f"Name town {i}."} for i in range(60)]
-    path = write(tmp_path / "labels.jsonl", rows)
-    run(capsys, f"path={path}", f"out={tmp_path / 'out'}", "dev=0.3", "test=0.3", "seed=7")
-    imported, _ = load_demonstrations(str(tmp_path / "out"))
-    raw, _ = load_demonstrations(str(path))
-    shares = {"train": 0.4, "dev": 0.3, "test": 0.3}
-    # whatever seed and shares the stage has, the import's splits stand
-    stage = {record.id: record_split(record, 0, {"train": 0.85, "dev": 0.05, "test": 0.1}) for record in imported}
-    assert stage == {record.id: record_split(record, 7, shares) for record in raw}
-    prompts, _ = load_prompts(str(tmp_path / "out"))
-    assert {p.id: record_split(p, 0, {"train": 1.0, "dev": 0.0, "test": 0.0}) for p in prompts} == stage
 
 
 def make_files(folder: Path) -> Path:

@@ -94,14 +94,6 @@ def test_names_out_of_a_file_cannot_write_to_the_terminal(tmp_path, capsys):
     assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", out) and "\\x1b[2J \\u202eyyy" in out
 
 
-def test_a_line_of_odd_white_space_is_no_blank_line(tmp_path, capsys):
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, "", " \t\r", "\x0c", "\x1c", "\u00a0", "\u2028"])
-    assert imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")[0] == 2
-    entries = rejects_of(tmp_path / "out.partial")
-    assert [entry["line"] for entry in entries] == [4, 5, 6, 7]
-    assert [entry["original"] for entry in entries] == ["\x0c", "\x1c", "\u00a0", "\u2028"]
-
-
 def test_a_packed_file_cannot_fill_the_memory(tmp_path):
     """A quarter of a gigabyte of zeros in 10 kB, as one line: streamed past, and a reject."""
     packer = zstandard.ZstdCompressor(level=19).compressobj()

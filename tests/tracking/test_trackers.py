@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.runs import trackers
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.trackers import Background, make_tracker
 
@@ -133,16 +132,14 @@ def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """A sink that notes its calls; a name in `fails` raises, and `gate` makes `log` wait."""
+    """A sink that notes its calls; a name in `fails` raises."""
 
-    def __init__(self, fails: tuple[str, ...] = (), gate: threading.Event | None = None) -> None:
+    def __init__(self, fails: tuple[str, ...] = ()) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.fails, self.gate = fails, gate
+        self.fails = fails
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> None:
-            if name == "log" and self.gate is not None:
-                self.gate.wait(10)
             if name in self.fails:
                 raise ConnectionError("broken\npipe")
             self.calls.append((name, *arguments))
@@ -188,21 +185,6 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
     view._thread.join(5)
     remedy = "continuing without it, metrics.jsonl and samples.jsonl have everything"
     assert [record.getMessage() for record in caplog.records] == [f"View did not finish in 0 s: {remedy}"]
-
-
-def test_a_service_that_does_not_keep_up_costs_no_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(trackers, "QUEUE_CALLS", 10)
-    gate = threading.Event()
-    sink = Recorder(gate=gate)
-    view = Background("View", lambda: sink, 5.0)
-    for step in range(100):
-        view.call("log", {"a": 1.0}, step)
-    threading.Timer(0.2, gate.set).start()
-    view.finish(False)  # the queue is full now: the end waits for its place
-    assert sink.calls[-1] == ("finish", False) and 10 <= len(sink.calls) - 1 <= 12
-    assert sum("does not keep up" in record.getMessage() for record in caplog.records) == 1
 
 
 # --- TensorBoard --------------------------------------------------------------------------------------------

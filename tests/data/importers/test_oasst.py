@@ -62,14 +62,6 @@ def test_one_ranked_reply_is_no_order_and_the_tree_a_prompt(load):
     assert record.kind == "prompt" and turns(record) == [("user", "Hi")] and record.id == "t"
 
 
-def test_a_deep_tree(load):
-    node = reply("x", None)
-    for i in range(120):
-        node = reply(f"n{i}", 0, node, role="prompter" if i % 2 == 0 else "assistant")
-    [record] = load("oasst", tree(node, reply("y", 1)))
-    assert record.ranking == [["n119"], ["y"]]
-
-
 def flat(row):
     """The messages of a tree as rows, each before its replies, as OpenAssistant publishes them."""
     about = {key: value for key, value in row.items() if key != "prompt"}
