@@ -200,7 +200,6 @@ def run_way(way: str, out: Path, kills: int, seed: int, found: dict[str, Any], k
 
 def main(out: Path, only: str, kills: int, seed: int) -> int:
     """Run the ways; returns the exit code."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "extensions")  # a killed compilation delays nobody else's
     if not (out / "base" / "whole").exists():
         import_everything()
         for stage in PARENTS:
