@@ -5,7 +5,6 @@ import io
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ import rlhf
 from rlhf.commands import chat
 from rlhf.config import Config, compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
-from rlhf.engines import sampling
+from rlhf.engines import running
 from rlhf.errors import UserError
 from rlhf.system.terminal import one_line, printable, say
 
@@ -55,8 +54,18 @@ def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys
     tokenizer = train_tokenizer(["some text to learn from"] * 4, 290, context_length=64)
     ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_text(tokenizer, character)]
     assert len(ids) > len(HOSTILE) + 3
-    monkeypatch.setattr(sampling, "sampler_for", lambda *_: SimpleNamespace(stream=lambda *_: iter(ids)))
-    config = compose.compose_config(["rollout.max_new_tokens=24"])
+
+    class Batch:
+        def __init__(self, *_):
+            self.response = None
+
+        def advance(self, new=()):
+            [self.response] = new or [self.response]
+            self.response.tokens.append(ids[len(self.response.tokens)])
+
+    monkeypatch.setattr(running, "RunningBatch", Batch)
+    config = compose.compose_config([f"rollout.max_new_tokens={len(ids)}"])
+    tokenizer.model_max_length = 4 * len(ids)
     answer = chat.answer(config, None, tokenizer, [{"role": "user", "content": "hello"}], 0)
     assert HOSTILE in answer, "the dialogue goes on with what the model wrote"
     out = capsys.readouterr().out

@@ -255,7 +255,7 @@ def gradients_wanted(seen: Seen) -> dict[str, float]:
         value = 0.5 * torch.maximum((V - R) ** 2, (clipped - R) ** 2).sum() / N
         (surrogate + 0.5 * value).backward()
     rl, of_critic = norm(policy), norm(critic)
-    ours = [p.grad for p in policy.parameters()]
+    ours = [p.grad.clone() for p in policy.parameters()]
     policy.zero_grad()
     (0.5 * torch.cat([-block_logprobs(seen, [block]) for block in seen.blocks[-1]]).mean()).backward()
     ptx = norm(policy)

@@ -103,7 +103,7 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
     assert set(results["gold"]["score"]) == {"sft", "ppo", "rejection", "dpo"} == set(results["text"])
     assert results["gold"]["win_rate_vs_sft"]["n"] == 4 and set(results["kl"]) == {"ppo", "rejection", "dpo"}
     best = results["best_of_n"]
-    assert {"score", "win_rate_vs_sft", "text", "kl_estimate_nats"} <= set(best)
+    assert {"score", "win_rate_vs_sft", "text", "kl_bound_nats"} <= set(best)
     assert best["ppo_above"]["value"] == pytest.approx(results["gold"]["mean_score"]["ppo"] - best["gold"], abs=2e-4)
     assert best["ppo_above"]["n"] == 4, "a passage is the unit"
     write_report(sentiment_run.folder)
