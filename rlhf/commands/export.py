@@ -57,7 +57,7 @@ def use_lines(out: Path, stage: str, notes: list[str]) -> list[str]:
     code += '([{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"])'
     return [
         f"transformers: python -c {shlex.quote(code)}",
-        f"vLLM (not tested with every architecture): vllm serve {path}",
+        f"vLLM (serving not tested): vllm serve {path}",
         f"lm-eval (not tested from here): lm_eval --model hf --model_args pretrained={path} --tasks hellaswag",
         f"llama.cpp (not tested): python convert_hf_to_gguf.py {path} --outfile {name} && llama-cli -m {name}",
     ]

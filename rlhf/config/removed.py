@@ -21,7 +21,11 @@ SETTINGS: dict[str, str] = {
     "dpo.warmup_steps": "use dpo.warmup_fraction, a fraction of the run's steps",
     "ppo.warmup_updates": "use ppo.warmup_fraction, a fraction of the run's updates",
     "processes": "`rlhf import` reads with one process: leave it out",
-    "rollout.temperature": "PPO samples at temperature 1; `rlhf chat` has chat.temperature",
+    **dict.fromkeys(
+        ("rollout.temperature", "ppo.temperature", "temperature"),
+        "PPO samples at temperature 1; chat, generate and sample have a setting such as chat.temperature",
+    ),
+    "stop_token": "leave it out: a response ends at an end token; ppo.missing_eos_rule is for those without",
     "sequence": "use data.max_tokens, which the stages use too",
     "tracking.artifacts": "W&B gets metrics, configuration and tables; upload a finished model with `wandb artifact put`",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",
@@ -63,7 +67,7 @@ EQUIVALENTS: dict[str, str] = {
     "prompt_data": "data.prompts", "use_peft": "lora.rank", "lora_r": "lora.rank",
     "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "save_steps": "checkpoints.every_seconds",
     "save_total_limit": "checkpoints.keep", "output_dir": "run", "save_path": "run", "bf16": "precision", "fp16": "precision",
-    "zero_stage": "deepspeed", "report_to": "tracking", "use_wandb": "tracking", "logging_steps": "tracking.log_every",
+    "zero_stage": "deepspeed", "report_to": "tracking.kind", "use_wandb": "tracking.kind", "logging_steps": "tracking.log_every",
     "gradient_accumulation_steps": "memory.budget_gb", "per_device_train_batch_size": "memory.budget_gb",
     "micro_train_batch_size": "memory.budget_gb",
 }  # fmt: skip
