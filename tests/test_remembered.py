@@ -132,3 +132,11 @@ def test_what_a_foreign_run_names_and_a_command_does_not_use_is_left_out(call, m
     assert call(*FIRST)[0] == 0
     assert not Path("cache/rlhf/given").exists() and recall(Path("runs/x"))["ppo.rewards"] == "runs/x/evil.py:f"
     assert call("ppo", "run=x")[0] == 2
+
+
+def test_a_damaged_file_is_one_line_and_stays(call):
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/settings.json").write_text('{"sft.lr": "1e-4",}', encoding="utf-8")
+    code, out = call(*FIRST)
+    assert code == 2 and out.startswith("rlhf: error: runs/x/settings.json: damaged (") and out.count("\n") == 1
+    assert "sft.lr" in Path("runs/x/settings.json").read_text(encoding="utf-8")

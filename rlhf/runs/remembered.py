@@ -17,7 +17,7 @@ from rlhf.config.commands import CONFIG_GROUPS, OF_SEVERAL, uses
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
-from rlhf.system.files import read_json, write_json
+from rlhf.system.files import write_json
 from rlhf.system.terminal import one_line
 
 FILE = "settings.json"
@@ -41,8 +41,11 @@ def is_kept(key: str) -> bool:
 
 
 def recall(run: Path) -> dict[str, str]:
-    """The settings that the run remembers; those that do not exist any more are left out."""
-    return {key: str(text) for key, text in read_json(run / FILE).items() if is_kept(key)}
+    """The settings that the run remembers; those that do not exist any more are left out. Raises: UserError for a damaged file."""
+    from rlhf.system.schemas import Schema, read_checked
+
+    given = read_checked(run / FILE, Schema, "correct it, or remove it and give the settings again") or {}
+    return {key: str(text) for key, text in given.items() if is_kept(key)}
 
 
 def trusted(run: Path, settings: Mapping[str, str], command: str = "pipeline") -> dict[str, str]:
