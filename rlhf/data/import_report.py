@@ -21,7 +21,7 @@ from rlhf.data.splits import SPLITS
 
 KEPT_BYTES = 1 << 20  # of a rejected row
 ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
-_LENGTHS = [f"{part}_{unit}" for part in ("prompt", "response") for unit in ("characters", "words")]
+_LENGTHS = ("prompt_words", "response_words")
 
 
 class Statistics:
@@ -50,9 +50,7 @@ class Statistics:
             self.labelers.update([record.labeler] if record.labeler is not None else [])
             self.unnamed += record.labeler is None
         self.pii.update(facts.pii)
-        self.lengths["prompt_characters"].append(sum(map(len, prompts)))
         self.lengths["prompt_words"].append(sum(len(text.split()) for text in prompts))
-        self.lengths["response_characters"].extend(map(len, texts))
         self.lengths["response_words"].extend(len(text.split()) for text in texts)
 
     def report(self) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def describe(report: dict[str, Any]) -> list[str]:
             f"{report['unpaired']:,} unpaired; {len(report['labelers']):,} labelers"
         )
     for name, figures in report["lengths"].items():
-        if figures and name.endswith("_words"):
+        if figures:
             lines.append(
                 f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
                 f"95% up to {figures['p95']:,}, longest {figures['max']:,}"

@@ -46,8 +46,8 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
 
 
 def read_delimited(path: Path, name: str, suffix: str, reading: Reading) -> Iterator[Row | Reject]:
-    """The rows after the header. The delimiter is a tab in .tsv; else the one of Excel's first line ("sep=;"); else whichever
-    of comma, semicolon and tab gives the header most columns.
+    """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
+    columns.
 
     Raises: UserError if a quote never closes, and for a wrong header or encoding.
     """
@@ -70,14 +70,13 @@ def _delimited_rows(
     text: io.TextIOWrapper, name: str, suffix: str, encoding: str, reading: Reading
 ) -> Iterator[Row | Reject]:
     first = text.readline(MAX_RECORD_BYTES)
-    above = int(re.fullmatch(r"sep=[,;\t][\r\n]*", first, re.IGNORECASE) is not None)  # lines above the header
     unquoted = re.sub('"[^"]*"', "", first)
-    delimiter = "\t" if suffix == ".tsv" else first[4] if above else max(_DELIMITERS, key=unquoted.count)
+    delimiter = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=unquoted.count)
     reading.note = f"columns divided by {_DELIMITERS[delimiter]}"
     record: list[str] = []  # its lines
 
     def lines() -> Iterator[str]:
-        line = text.readline(MAX_RECORD_BYTES) if above else first
+        line = first
         while line:
             record.append(line)
             yield line
@@ -88,7 +87,7 @@ def _delimited_rows(
     number = 0
     while True:
         record.clear()
-        line, problem, cells = above + reader.line_num + 1, "", []
+        line, problem, cells = reader.line_num + 1, "", []
         try:
             cells = next(reader)
         except StopIteration:

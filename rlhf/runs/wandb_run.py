@@ -53,7 +53,8 @@ class WandbRun:
             if not run_id:
                 run_id = secrets.token_hex(4)
                 id_file.write_text(run_id + "\n", encoding="ascii")
-            self._run = start_run(folder, run_id, config, project, {**default_labels(run, stage), **labels})
+            defaults = {"name": f"{run}/{stage}", "group": run, "job_type": stage}
+            self._run = start_run(folder, run_id, config, project, {**defaults, **labels})
             for axis in ("progress/step", "progress/episodes", "progress/tokens"):
                 self._run.define_metric(axis)
             self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
@@ -106,10 +107,6 @@ def environment(home: Path) -> Iterator[None]:
         for name, value in added.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
-
-
-def default_labels(run: str, stage: str) -> dict[str, Any]:
-    return {"name": f"{run}/{stage}", "group": run, "job_type": stage}
 
 
 def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str, labels: dict[str, Any]) -> Any:

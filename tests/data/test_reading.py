@@ -106,7 +106,6 @@ def test_an_item_that_is_too_deep_is_a_reject_and_a_file_that_is_too_deep_or_too
     [
         ('q,a\n"1, or 2",\n', "a.csv", "columns divided by a comma"),
         ('q;a\n"1, or 2";\n', "a.csv", "columns divided by a semicolon"),
-        ('sep=;\nq;a\n"1, or 2";\n', "a.csv", "columns divided by a semicolon"),
         ("q\ta\n1, or 2\t\n", "a.tsv", "columns divided by a tab"),
     ],
 )
