@@ -129,8 +129,9 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
-    stages = [read_stage_files(place, name) for name, place in stage_places(folder).items()]
-    labels = (folder / "label" / "comparisons.jsonl", folder / "serve" / "labels.jsonl")
+    places = stage_places(folder)
+    stages = [read_stage_files(place, name) for name, place in places.items()]
+    labels = (places["label"] / "comparisons.jsonl", folder / "serve" / "labels.jsonl")
     results, damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
     shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started
     return RunFiles(
@@ -139,7 +140,7 @@ def read_run(folder: Path) -> RunFiles:
         results,
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         read_json(folder / "pipeline.json"),
-        read_json(folder / "reward" / "audit.json"),
+        read_json(places["reward"] / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
         read_json(folder / "classify" / "results.json"),
         [row for path in labels for row in read_jsonl(path) if row.get("kind") == "ranking"],

@@ -278,6 +278,7 @@ def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
 
 def test_runs_with_shared_parents_are_complete_and_compared_on_one_split(tmp_path: Path) -> None:
     base = make_run(tmp_path / "base")
+    (base / "reward/audit.json").write_text(json.dumps({"verdict": {"decision": "collect more labels"}}))
     points = [{"progress/step": 1, "eval/dev/kl": 1.25}]
     for name, split in (("first", "test"), ("second", "dev")):
         run = tmp_path / name
@@ -289,6 +290,7 @@ def test_runs_with_shared_parents_are_complete_and_compared_on_one_split(tmp_pat
         (run / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
     text = page_of(tmp_path / "first")
     assert "6 of 6 stages complete" in text and "of another run" not in text and "3.75" in text
+    assert "audit: collect more labels." in text
     text = page_of(tmp_path / "first", tmp_path / "second")
     compared = text[: text.index('id="pipeline"')]
     assert "not all of them were evaluated on the same prompts" in compared
