@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.config import Config, removed
-from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, read_words, split_texts
+from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, read_words
 from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import (
     SCHEMAS,
@@ -70,15 +70,14 @@ def _dispatch(arguments: list[str]) -> None:
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     asks = [word for word in words if word in ("-h", "--help")]
-    words, texts = split_texts(command, [word for word in words if word not in asks])
-    given = read_words([word for word in words if word != SHARED_FLAG], command)
+    given = read_words([word for word in words if word not in (*asks, SHARED_FLAG)], command)
     check_overrides(given.overrides, command, given.folder)
     if asks:
         write(_command_help(command, with_remembered(command, given._replace(shows=True))) + "\n")
         return
     if SHARED_FLAG not in words and not given.shows:
         check_used(given.overrides, command)
-    _run(command, with_remembered(command, given), texts)
+    _run(command, with_remembered(command, given))
 
 
 def with_remembered(command: str, given: Words) -> Words:
@@ -111,8 +110,8 @@ def search_path(given: Words) -> list[str]:
     return [] if given.folder is None else [f"hydra.searchpath=['file://{given.folder}']"]
 
 
-def _run(command: str, given: Words, texts: dict[str, str]) -> None:
-    """Check the configuration, of a sweep every job's, then run the command with each. texts: the settings of TEXTS."""
+def _run(command: str, given: Words) -> None:
+    """Check the configuration, of a sweep every job's, then run the command with each."""
     searched = search_path(given)
     jobs = check_jobs(given.overrides, given.sweeps, searched, command)
     for number, (config, overrides) in enumerate(jobs, 1):
@@ -127,7 +126,7 @@ def _run(command: str, given: Words, texts: dict[str, str]) -> None:
         given_here = GIVEN.set((*overrides, *searched))
         try:
             places = [] if given.folder is None else ["--config-dir", given.folder]
-            _start(command, config, [*places, *overrides], texts)
+            _start(command, config, [*places, *overrides])
         finally:
             GIVEN.reset(given_here)
     if not given.sweeps or given.shows or not (command in STAGES or command == "pipeline"):
@@ -138,10 +137,8 @@ def _run(command: str, given: Words, texts: dict[str, str]) -> None:
         write("\n".join(["", *compare_runs(made), ""]))
 
 
-def _start(command: str, config: Any, words: list[str], texts: dict[str, str]) -> None:
+def _start(command: str, config: Any, words: list[str]) -> None:
     """Run the command. words: what its stages get, and it itself if it runs as several processes."""
-    for name, text in texts.items():
-        setattr(getattr(config, command), name, text)
     call_plugins(listed(getattr(config, "plugins", None)))
     if command in STAGES or command == "pipeline":
         lend_parents(config)

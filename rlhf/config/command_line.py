@@ -86,6 +86,14 @@ def read_words(arguments: list[str], command: str) -> Words:
             continue
         if flag in SHORT.get(command, ()):
             word = f"{command}.{word}"
+        if word == "--":
+            if command not in TEXTS:
+                takers = " and ".join(f"`rlhf {name}`" for name in TEXTS)
+                raise UserError(
+                    f"--: only {takers} take text after it: write the settings of `rlhf {command}` as key=value"
+                )
+            overrides.append(f"{command}.{TEXTS[command][0]}={in_quotes(' '.join(words))}")
+            break
         if not word.startswith("-"):
             # `+` adds a group to Hydra's list of defaults, which already contains ours
             is_group = word.startswith("+") and word[1:].partition("=")[0] in CONFIG_GROUPS
@@ -117,9 +125,12 @@ PLAIN = re.compile(r"[\w./:,@+%-]*|['\"].*|.*\$\{.*", re.ASCII | re.DOTALL)
 
 def quoted(word: str) -> str:
     """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or `data.prompts=[a (1).csv,b.csv]`;
-    of a column or a verdict's word with any signs, as `columns.prompt=Frage, Teil 1`.
+    of a column, a verdict's word or free text with any signs, as `columns.prompt=Frage, Teil 1`.
     """
     key, _, value = word.partition("=")
+    group, _, name = key.partition(".")
+    if name in TEXTS.get(group, ()) and value != "null" and value.lstrip()[:1] not in ("", "'", '"', "$"):
+        return f"{key}={in_quotes(value)}"
     is_name = key.startswith(("columns.", "words.")) and value[:1] not in ("[", "{")
     if PLAIN.fullmatch(value) or (not is_name and is_override(word)):
         return word
@@ -144,30 +155,10 @@ def is_override(word: str) -> bool:
 
 
 def in_quotes(text: str) -> str:
+    """The text in Hydra's quotes, without interpolation."""
+    text = text.replace("${", "\\${")
     escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), text)
     return f"'{escaped}'"
-
-
-def split_texts(command: str, overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split off the overrides of TEXTS, whose plain text needs none of Hydra's quotes. Raises: UserError."""
-    texts: dict[str, str] = {}
-    keys = TEXTS.get(command, ())
-    if "--" in overrides:
-        if not keys:
-            takers = " and ".join(f"`rlhf {name}`" for name in TEXTS)
-            raise UserError(
-                f"--: only {takers} take text after it: write the settings of `rlhf {command}` as key=value"
-            )
-        at = overrides.index("--")
-        overrides, texts[keys[0]] = overrides[:at], " ".join(overrides[at + 1 :])
-    others = []
-    for text in overrides:
-        match = re.fullmatch(rf"{command}\.({'|'.join(keys)})=\s*([^\s'\"$].*)", text, re.DOTALL) if keys else None
-        if match is None or match[2] == "null":
-            others.append(text)
-        else:
-            texts.setdefault(match[1], match[2])
-    return others, texts
 
 
 def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
