@@ -219,11 +219,15 @@ def test_text_for_chat_needs_no_quotes(call, monkeypatch):
     seen: list = []
     monkeypatch.setattr(chat, "run", lambda config: seen.append((config.chat.message, config.chat.system)))
     assert call("chat", "run=x", "--", "What's 2+2,", "${x} [a]=b?") == (0, "", "")
-    assert call("chat", "run=x", "chat.message=It's [a]=b, ${x}?", "chat.system=You're brief,\nkind.") == (0, "", "")
+    assert call("chat", "run=x", "chat.message=It's [a]=b, ${x}? \\${y}", "chat.system=You're brief,\nkind.") == (
+        0,
+        "",
+        "",
+    )
     assert call("chat", "run=x", "chat.message='Hydra, quoted'", "chat.system=null") == (0, "", "")
     assert seen == [
         ("What's 2+2, ${x} [a]=b?", None),
-        ("It's [a]=b, ${x}?", "You're brief,\nkind."),
+        ("It's [a]=b, ${x}? \\${y}", "You're brief,\nkind."),
         ("Hydra, quoted", None),
     ]
 

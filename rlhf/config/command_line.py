@@ -156,7 +156,7 @@ def is_override(word: str) -> bool:
 
 def in_quotes(text: str) -> str:
     """The text in Hydra's quotes, without interpolation."""
-    text = text.replace("${", "\\${")
+    text = re.sub(r"(\\*)\$\{", lambda at: at[1] * 2 + "\\${", text)
     escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), text)
     return f"'{escaped}'"
 
