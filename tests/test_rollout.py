@@ -8,7 +8,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
-from rlhf.engines.decoder import Decoder
+from rlhf.engines import decoder
 from rlhf.engines.likely import before_responses, response_logprobs
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
@@ -236,8 +236,8 @@ def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> R
             drawn["temperature"] = 1.3
         if fault == "padding":
             patch.setattr(fast, "can_attend", lambda cache: False)  # torch's attention has the mask
-            begin = Decoder.__init__
-            patch.setattr(Decoder, "__init__", lambda self, *a: (begin(self, *a), setattr(self, "gap", None))[0])
+            attend = decoder._attend
+            patch.setattr(decoder, "_attend", lambda q, k, v, mask: attend(q, k, v, torch.zeros_like(mask)))
         samples = sample(policy, asked, **drawn)
         if fault == "position":
             samples = samples._replace(logprobs=samples.logprobs.roll(1, dims=1) * samples.mask)

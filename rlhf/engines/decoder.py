@@ -1,4 +1,6 @@
-"""Our GPT over a preallocated cache of keys and values: prompts in one pass, then one token per row and step."""
+"""Our GPT over a cache of keys and values: prompts in passes of their own, then one token per row and step. Rows join and leave
+between steps. On a GPU a step is a recorded CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.model.attention import Rope, narrow, rotary_factors
-from rlhf.model.batching import right_pad
+from rlhf.model.batching import scoring_tokens
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.linear import merged, product_weights
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
@@ -21,7 +24,10 @@ Prompts = Sequence[Sequence[int]]
 QKV = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
-PREFILL_ROWS, PREFILL_TOKENS = 32, 2**13  # most prompts per forward, and most tokens
+GROWTH = 64  # columns by which the cache grows
+COLUMN_BLOCK = (
+    256  # a recorded step attends to at most this many columns more than needed; there is a graph for each block
+)
 
 
 class Seen(NamedTuple):
@@ -33,6 +39,15 @@ class Seen(NamedTuple):
     tail: range  # and to these
 
 
+def on_gpu(model: Any) -> bool:
+    return next(model.parameters()).device.type == "cuda"
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below a count."""
+    return 1 << (count - 1).bit_length()
+
+
 def cached_in(model: GPTForCausalLM) -> torch.dtype:
     """The precision of keys and values: that of products, but the loops in C attend in float32."""
     config, weight = model.config, model.model.embed_tokens.weight
@@ -41,67 +56,177 @@ def cached_in(model: GPTForCausalLM) -> torch.dtype:
 
 
 class Decoder:
-    """One batch of prompts and its responses.
+    """Rows of tokens, token t of a row in column t of the cache; later columns are masked. The first `live` rows are in use.
 
-    Prompts are on the left, padded on the right, so that the first pass needs no mask; generated tokens go
-    into the columns after the longest prompt, the same column for every row. The columns between a shorter
-    prompt and its response are masked by `gap`; positions count real tokens.
+    On a GPU the second step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes
+    most of a step's time is spent launching its hundreds of operations. Shapes are few: powers of two rows, blocks of columns.
+    Experts are not recorded, since their shapes depend on the tokens.
     """
 
-    def __init__(self, model: GPTForCausalLM, prompts: Prompts, max_new_tokens: int, pad: int):
-        config, weight = model.config, model.model.embed_tokens.weight
-        self.model, self.trunk = model, model.model
-        self.tokens, self.lengths = (x.to(weight.device) for x in right_pad(prompts, pad))  # (B, P) and (B,)
-        self.column = self.tokens.shape[1]
-        dtype = computed_in(weight)
-        head = model.lm_head
-        # logits are float32 in half precision too, as in training's log-probs of responses
-        wide_logits = dtype.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False)
-        self.unembedding = unembedding_factor(head.weight.to(dtype)) if wide_logits else None
-        self.kind, self.cache_kind = dtype, cached_in(model)
-        columns, heads = self.column + max_new_tokens - 1, config.n_kv_head
-        self.shape = (len(prompts), heads, columns, config.head_dim)
-        self.cache = [
-            tuple(weight.new_empty(self.shape, dtype=self.cache_kind) for _ in "kv") for _ in self.trunk.layers
-        ]
-        self.gap = None
-        if min(map(len, prompts)) < self.column:
-            column = torch.arange(columns, device=weight.device)
-            unseen = (column >= self.lengths[:, None]) & (column < self.column)
-            self.gap = weight.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)  # (B, L)
-            self.gap = self.gap[:, None, None]  # (B, 1, 1, L)
-        self.rope = self._make_rope(columns)
-
-    def _make_rope(self, columns: int) -> Rope | None:
-        """cos and sin of each position, each (L, 1, D/H)."""
+    def __init__(self, model: GPTForCausalLM):
+        self.records = on_gpu(model) and not model.config.experts
+        self.weights: dict[str, Tensor] = {}  # of the copy from which a GPU samples
+        self.own: set[str] = set()  # those that are not the model's tensors
+        self.graphs: dict[
+            tuple[int, int], Graph | None
+        ] = {}  # by rows and columns; None: computed once, not yet recorded
+        self.model = self._read_weights(model)
+        self.trunk, head = self.model.model, self.model.lm_head
         weight = self.trunk.embed_tokens.weight
-        if self.model.config.positions != "rotary":
-            return None
-        return rotary_factors(torch.arange(columns, device=weight.device), self.model.config, weight.dtype)
+        self.kind, self.cache_kind = computed_in(weight), cached_in(self.model)
+        # logits are float32 in half precision too, as in training's log-probs of responses
+        wide_logits = self.kind.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False)
+        self.unembedding = unembedding_factor(head.weight.to(self.kind)) if wide_logits else None
+        self.rows = self.live = self.columns = self.column = 0  # column: that of the longest row's next token
+        self.whole = torch.zeros(0)  # keys and values of every layer, (layers, 2, rows, heads, columns, D/H)
+        self.cache: list[tuple[Tensor, ...]] = []  # those of the first rows, by layer
+        self.all_lengths = self.lengths = torch.zeros(0, dtype=torch.int64, device=weight.device)
+        self.rope: Rope | None = None
 
-    def prefill(self) -> Tensor:
-        """Logits (B, V) after each prompt; adjacent equal prompts share one pass.
+    # ------------------------------------------------------------------------------------------- weights and room
 
-        Each forward has a bounded number of tokens in a few rows of similar length, so that there is little padding.
+    def load(self, model: GPTForCausalLM) -> None:
+        """Sample from this model's present weights."""
+        self.model = self._read_weights(model)
+        self.trunk = self.model.model
+        if self.unembedding is None:
+            return
+        weight = self.model.lm_head.weight
+        factor = unembedding_factor(weight.to(self.kind))
+        if factor.data_ptr() == weight.data_ptr():
+            self.unembedding = factor
+        else:
+            self.unembedding.copy_(factor)
+
+    @torch.no_grad()
+    def _read_weights(self, model: GPTForCausalLM) -> GPTForCausalLM:
+        """The model whose steps are recorded: adapters merged, weights of products in the precision of products.
+
+        It shares the model's tensors that need no change, so that only a changed weight has a copy, at an address that stays.
         """
-        new = torch.ones_like(self.lengths, dtype=torch.bool)  # whether a row's prompt is not that of the row before
-        new[1:] = (self.tokens[1:] != self.tokens[:-1]).any(1) | (self.lengths[1:] != self.lengths[:-1])
-        tokens, lengths = self.tokens[new], self.lengths[new]
-        count = len(tokens)
-        size = max(1, min(PREFILL_ROWS, PREFILL_TOKENS // tokens.shape[1]))
-        read = []
-        for part in (slice(start, min(start + size, count)) for start in range(0, count, size)):
-            width = int(lengths[part].max())
-            read.append(self._prefill_rows(part, tokens[part, :width], lengths[part]))
-            for side in (side for pair in self.cache for side in pair):
-                side[part, :, width : self.column] = 0.0  # masked later, but the values must be finite
+        if not self.records:
+            return model
+        casts, given = {id(p) for p in product_weights(model)}, {id(p) for p in model.parameters()}
+        moved = False
+        for name, weight in merged(model, dict(model.named_parameters())):
+            kind = computed_in(weight) if id(weight) in casts or id(weight) not in given else weight.dtype
+            before, new = self.weights.get(name), weight.detach().to(kind)
+            shared = new.data_ptr() == weight.data_ptr() and id(weight) in given
+            if before is not None and name in self.own and (before.shape, before.dtype) == (new.shape, new.dtype):
+                before.copy_(new)
+            elif before is None or before.data_ptr() != new.data_ptr():
+                if not shared or before is not None:  # changed, or at another address than in the call before
+                    self.own.add(name)
+                self.weights[name] = new.clone() if shared and before is not None else new
+                moved = True
+        if not moved:
+            return self.model
+        self.graphs.clear()
+        config: Any = model.config
+        with torch.device("meta"):
+            copy = GPTForCausalLM(config).requires_grad_(False).eval()
+        copy.load_state_dict(self.weights, strict=False, assign=True)
+        if model.config.tie_word_embeddings:
+            copy.lm_head.weight = copy.model.embed_tokens.weight
+        return copy
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` sequences of `columns` tokens; an unused cache may shrink to that, a used one only grows."""
+        columns = -(-columns // GROWTH) * GROWTH
+        if self.live:
+            rows, columns = max(rows, self.rows), max(columns, self.columns)
+        if (rows, columns) == (self.rows, self.columns):
+            return
+        config, weight, before = self.model.config, self.trunk.embed_tokens.weight, self.whole
+        shape = (len(self.trunk.layers), 2, rows, config.n_kv_head, columns, config.head_dim)
+        self.whole = weight.new_zeros(shape, dtype=self.cache_kind)
+        if self.live:
+            self.whole[:, :, : self.live, :, : self.columns] = before[:, :, : self.live]
+        self.all_lengths = F.pad(self.all_lengths[: self.live], (0, rows - self.live))
+        self.rows, self.columns = rows, columns
+        if config.positions == "rotary":
+            self.rope = rotary_factors(torch.arange(columns, device=weight.device), config, weight.dtype)
+        self.graphs.clear()
+
+    def clear(self) -> None:
+        """Take out every row."""
+        self.live = self.column = 0
+        self.all_lengths.zero_()
+
+    def drop(self, ended: Tensor) -> Tensor:
+        """Remove the ended rows (live,) bool; returns the old index of each new row.
+
+        Only rows from the end are copied, into the gaps.
+        """
+        self._view(self.live)
+        count = len(ended) - int(ended.sum())
+        holes = ended[:count].nonzero()[:, 0]
+        movers = (~ended[count:]).nonzero()[:, 0] + count
+        for side in (side for pair in self.cache for side in pair):
+            filled = side[:, :, : self.column]
+            filled[holes] = filled[movers]
+        rows = torch.arange(count, device=ended.device)
+        rows[holes] = movers
+        self.live = count
+        self.all_lengths[:count] = self.lengths[rows]
+        self.all_lengths[count:] = 0
+        self.column = int(self.all_lengths[:count].max()) if count else 0
+        return rows
+
+    def carried(self, live: int, rows: int) -> int:
+        """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
+
+        Packed products are compiled and CUDA graphs recorded for each number of rows, so only numbers of three significant bits
+        occur, with graphs powers of two.
+        """
+        if self.records:
+            return min(rows, power_of_two(live))
+        step = 1 << max(0, live.bit_length() - 3)
+        return min(rows, -(-live // step) * step)
+
+    def _view(self, rows: int) -> None:
+        """`cache` and `lengths` of the first rows."""
+        self.cache = [tuple(pair) for pair in self.whole[:, :, :rows].unbind()]
+        self.lengths = self.all_lengths[:rows]
+
+    # ------------------------------------------------------------------------------------------- tokens
+
+    def advance(self, tokens: Tensor, prompts: Prompts) -> Tensor:
+        """Logits (live, V) after one more token (live,) of each row, and after prompts that take the next rows."""
+        if not prompts:
+            return self.step(tokens)
+        first = self.live
+        before = [self.step(tokens).clone()] if first else []
+        # equal ones are read once
+        different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        lengths = torch.tensor([len(prompt) for prompt in different], device=self.lengths.device)
+        logits = torch.cat([*before, self._read_prompts(list(different), lengths)])
+        self.live += len(prompts)
+        longest = max(map(len, different))
+        self.column = max(self.column if first else 0, longest)
+        source = torch.tensor([different[tuple(prompt)] for prompt in prompts], device=lengths.device)
+        self.all_lengths[first : self.live] = lengths[source]
+        if len(different) == len(prompts):
+            return logits
+        for layer in self.whole:
+            layer[:, first : self.live, :, :longest] = layer[:, first + source, :, :longest]
+        return torch.cat((logits[:first], logits[first + source]))
+
+    def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
+        """Logits (N, V) after N prompts, in passes of a bounded number of tokens."""
+        self._view(self.live + len(prompts))
+        most, start, read = scoring_tokens(self.model), 0, []
+        while start < len(prompts):
+            end, width = start + 1, len(prompts[start])
+            while end < len(prompts) and max(width, len(prompts[end])) * (end + 1 - start) <= most:
+                width = max(width, len(prompts[end]))
+                end += 1
+            rows = [[*p, *[0] * (width - len(p))] for p in prompts[start:end]]
+            place = slice(self.live + start, self.live + end)
+            read.append(self._prefill_rows(place, torch.tensor(rows, device=lengths.device), lengths[start:end]))
+            start = end
         x = torch.cat(read)
-        if count < len(self.tokens):
-            prompt = new.cumsum(0) - 1  # per row, its index among the different prompts
-            x = x[prompt]
-            for side in (side for pair in self.cache for side in pair):
-                side[:, :, : self.column] = side[prompt, :, : self.column]
-        return self._logits(x)
+        return self._logits(F.pad(x, (0, 0, 0, self.carried(len(x), self.rows) - len(x))))[: len(x)]
 
     def _prefill_rows(self, part: slice, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Hidden states (rows, D) after prompts (rows, width); fills the cache's rows `part`."""
@@ -125,69 +250,68 @@ class Decoder:
         return x[:, 0]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token per row, (B,)."""
-        logits = self._logits(self._read(tokens, self.lengths, self._make_attention()))
+        """Logits (live, V) after one more token per row, (live,). A few free rows are computed too if that is faster.
+
+        On a GPU the next step writes over them.
+        """
+        computed = self.carried(self.live, self.rows)
+        self._view(computed)
+        if computed > self.live:
+            tokens = F.pad(tokens, (0, computed - self.live))
+        logits = self._step(tokens)
+        if computed > self.live:
+            self.all_lengths[self.live :] = 0
+        return logits[: self.live]
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        shape = (len(tokens), self._columns())
+        if not self.records or shape not in self.graphs:
+            self.graphs[shape] = None
+            return self.compute(tokens)
+        graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
+        self.column += 1
+        return graph.replay(tokens)
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """A step of the rows in view, (N,)."""
+        trunk, attend = self.trunk, self._make_attention()
+        x = trunk.place(trunk.embed_tokens(tokens), self.lengths)
+        rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
+        for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
+            qkv = layer.attention.project(layer.before_attention(x), rope)  # (N, H or KV, D/H) each
+            x = layer.after_attention(x, layer.attention.out(attend(qkv, (keys, values), layer.attention.window)))
+        logits = self._logits(x)
         self.column += 1
         self.lengths += 1
         return logits
 
-    def _read(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (N, D) of new tokens (N,) at their positions (N,), before the last norm."""
-        trunk = self.trunk
-        x = trunk.place(trunk.embed_tokens(tokens), positions)
-        rope = None if self.rope is None else (self.rope[0][positions], self.rope[1][positions])
-        for layer, cache in zip(trunk.layers, self.cache, strict=True):
-            qkv = layer.attention.project(layer.before_attention(x), rope)  # (N, H or KV, D/H) each
-            x = layer.after_attention(x, layer.attention.out(attend(qkv, cache, layer.attention.window)))
-        return x
+    def _columns(self) -> int:
+        """How many columns a step attends to."""
+        block = COLUMN_BLOCK if self.records else 1
+        return min(self.columns, -(-(self.column + 1) // block) * block)
 
     def _make_attention(self) -> Attend:
-        """A step's attention: f(q, k, v; keys and values; the layer's window) = y (B, D)."""
+        """A step's attention: f(q, k, v; keys and values; the layer's window) = y (N, D)."""
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
         if self.model.config.window is None and fast.can_attend(self.cache[0][0]):
-            seen = self._seen_columns()
+            seen = Seen(rows, self.lengths, self.lengths + 1, range(0))
             return lambda qkv, cache, _: fast.attend(qkv, cache, *seen)
-        place, columns, gap = self._new_columns()
-        banded = self._narrow(gap, columns)
-        heads, width = self.shape[1], self.shape[3]
+        columns, place = self._columns(), (rows, slice(None), self.lengths)
+        later = torch.arange(columns, device=rows.device) > self.lengths[:, None]
+        hidden = banded = torch.where(later, -torch.inf, 0.0)[:, None, None]  # (N, 1, 1, columns)
+        if (window := self.model.config.window) is not None and columns > window:
+            before = torch.arange(columns, device=rows.device) <= (self.lengths - window)[:, None]
+            banded = hidden.masked_fill(before[:, None, None], -torch.inf)
 
         def attend(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
             (q, k, v), (keys, values) = qkv, cache
             keys[place], values[place] = k.to(self.cache_kind), v.to(self.cache_kind)
-            # queries that share a key head take the place of a sequence: (B, KV, H/KV, D/H)
-            q = q.reshape(len(q), heads, -1, width)
-            hidden = gap if window is None else banded
-            return _attend(q, keys[:, :, :columns], values[:, :, :columns], hidden).reshape(len(q), -1)
+            # queries that share a key head take the place of a sequence: (N, KV, H/KV, D/H)
+            q = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+            mask = hidden if window is None else banded
+            return _attend(q, keys[:, :, :columns], values[:, :, :columns], mask).reshape(len(q), -1)
 
         return attend
-
-    def _seen_columns(self) -> Seen:
-        """The columns that a step's tokens fill and attend to."""
-        width = self.tokens.shape[1]
-        prompts = self.lengths - (self.column - width)
-        rows, place = torch.arange(len(prompts), device=prompts.device), torch.full_like(prompts, self.column)
-        return Seen(rows, place, prompts, range(width, self.column + 1))
-
-    def _new_columns(self) -> tuple[Any, int, Tensor | None]:
-        """The columns for a step's keys and values, the number of columns that it attends to, and their mask."""
-        columns = self.column + 1
-        gap = None if self.gap is None else self.gap[..., :columns]
-        return (slice(None), slice(None), self.column), columns, gap
-
-    def _narrow(self, gap: Tensor | None, columns: int) -> Tensor | None:
-        """A step's mask in layers that attend to the last `window` positions."""
-        window = self.model.config.window
-        if window is None or columns <= window:
-            return gap
-        before = self._positions(columns) <= (self.lengths - window)[:, None]  # (B, columns)
-        band = before.new_zeros(before.shape, dtype=self.trunk.embed_tokens.weight.dtype)
-        band = band.masked_fill(before, -torch.inf)[:, None, None]
-        return band if gap is None else gap + band
-
-    def _positions(self, columns: int) -> Tensor:
-        """The position of the token in each column, (B or 1, columns); arbitrary for columns without a token."""
-        column = torch.arange(columns, device=self.lengths.device)
-        generated = column - (self.column - self.lengths)[:, None]
-        return torch.where(column < self.tokens.shape[1], column, generated)
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.trunk.norm(x)
@@ -196,37 +320,34 @@ class Decoder:
         with torch.autocast(x.device.type, enabled=False):
             return unembed(x.to(self.kind), self.unembedding)
 
-    def drop(self, ended: Tensor) -> Tensor:
-        """Remove the ended rows (B,) bool from the batch; returns the old index of each new row.
 
-        Only rows from the end are copied, into the gaps.
-        """
-        count = len(ended) - int(ended.sum())
-        holes = ended[:count].nonzero()[:, 0]
-        movers = (~ended[count:]).nonzero()[:, 0] + count
-        for side in (side for pair in self.cache for side in pair):
-            filled = side[:, :, : self.column]
-            filled[holes] = filled[movers]
-        self.cache = [(keys[:count], values[:count]) for keys, values in self.cache]
-        rows = torch.arange(count, device=ended.device)
-        rows[holes] = movers
-        self.lengths = self.lengths[rows]
-        self.gap = None if self.gap is None else self.gap[rows]
-        return rows
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D/H) + mask) v; the fused CPU kernel is slow with few queries."""
-    if q.device.type != "cpu":  # cuDNN reads a mask of another type than the queries' wrongly, without a word
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask.to(q.dtype))
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, KV, H/KV, L)
-    return (scores if mask is None else scores + mask).softmax(-1) @ v
+    mask = mask.to(q.dtype)  # cuDNN reads a mask of another type than the queries' wrongly, without a word
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (N, KV, H/KV, L)
+    return (scores + mask).softmax(-1) @ v
 
 
-def rows_carried(live: int, rows: int) -> int:
-    """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
+class Graph:
+    """A recorded step of a decoder, for its present shape. All graphs share one pool of memory: none reads what another left."""
 
-    Packed products are compiled and CUDA graphs recorded for each number of rows, so only numbers of three significant bits occur.
-    """
-    step = 1 << max(0, live.bit_length() - 3)
-    return min(rows, -(-live // step) * step)
+    pool: Any = None
+
+    def __init__(self, decoder: Decoder, tokens: Tensor):
+        Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
+        self.tokens = tokens.clone()
+        self.recorded = torch.cuda.CUDAGraph()
+        column = decoder.column
+        # without autocast's cache, whose tensors would be in the graph's memory
+        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded, pool=Graph.pool):
+            self.logits = decoder.compute(self.tokens)
+        decoder.column = column  # recording does not compute
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token per row; the next replay writes over them."""
+        self.tokens.copy_(tokens)
+        self.recorded.replay()
+        return self.logits

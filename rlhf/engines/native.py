@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.decoder import Decoder, rows_carried
+from rlhf.engines.decoder import GROWTH, Decoder, on_gpu, power_of_two
 from rlhf.engines.local import LocalEngine, Prompts, Sampling
-from rlhf.engines.persistent import GROWTH, PersistentDecoder, on_gpu
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.linear import Linear, products_cast
 from rlhf.ops.fast import packed_weights
@@ -26,7 +25,7 @@ PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over
 class NativeEngine(LocalEngine):
     def __init__(self, model: Any, settings: Sampling):
         super().__init__(model, settings)
-        self.lasting: PersistentDecoder | None = None  # on a GPU
+        self.lasting: Decoder | None = None  # on a GPU it stays from call to call
         # most rows by columns, of a GPU: its cache stays, so later there is less memory free
         self.rows: dict[int, int] = {}
 
@@ -37,13 +36,12 @@ class NativeEngine(LocalEngine):
         rows = torch.arange(len(uniforms), device=eos.device)  # the prompts that are still in the batch
         # Rows that have ended stay until the next check; their further tokens are ignored.
         ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-        if self.lasting is None:
-            decoder, every = Decoder(self.model, prompts, steps, pad), 1
-            carried, logits = rows_carried, decoder.prefill()
-        else:
-            self.lasting.clear()
-            decoder, every = self.lasting, LOOK_EVERY
-            carried, logits = self.lasting.carried, self.lasting.advance(rows, prompts)
+        decoder = self.lasting
+        assert decoder is not None, "within `prepared`"
+        decoder.clear()
+        if not on_gpu(self.model):
+            decoder.reserve(len(prompts), max(map(len, prompts)) + steps)
+        every, logits = LOOK_EVERY if on_gpu(self.model) else 1, decoder.advance(rows, prompts)
         for step in range(steps):
             tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
             ended = ended | torch.isin(tokens, eos)
@@ -53,7 +51,7 @@ class NativeEngine(LocalEngine):
             live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
             if live == 0:
                 break
-            if (left := carried(live, len(ended))) < len(ended):
+            if (left := decoder.carried(live, len(ended))) < len(ended):
                 # the first ended rows stay if more rows are carried than live
                 kept = decoder.drop(ended & (ended.cumsum(0) > left - live))
                 rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
@@ -75,18 +73,21 @@ class NativeEngine(LocalEngine):
             yield
         else:
             with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
+                self.lasting = Decoder(self.model)
                 yield
+                self.lasting = None
 
     def _refresh(self, rows: int, columns: int) -> None:
         """Present weights, and room for `rows` of `columns` tokens and for what earlier calls needed, so that recorded steps stay valid."""
         if self.lasting is None:
-            self.lasting = PersistentDecoder(self.model)
+            self.lasting = Decoder(self.model)
         else:
             self.lasting.load(self.model)
         self.lasting.clear()
         wide = max(columns, self.lasting.columns)
         columns = wide if self.most_rows(wide) >= rows else columns
-        self.lasting.reserve(min(self.most_rows(columns), max(rows, self.lasting.rows)), columns)
+        rows = min(self.most_rows(columns), max(rows, self.lasting.rows))
+        self.lasting.reserve(power_of_two(rows), columns)
 
 
 def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:

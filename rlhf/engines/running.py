@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
+from rlhf.engines.decoder import GROWTH, Decoder, power_of_two
 from rlhf.engines.local import default_batch
-from rlhf.engines.persistent import GROWTH, PersistentDecoder
 from rlhf.model.interface import lm
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
@@ -61,7 +61,7 @@ class RunningBatch:
         self.model, self.rows = model.eval(), rows
         self.responses: list[Response] = []  # in the order of the rows
         native = lm(model).native
-        self.decoder = PersistentDecoder(model) if native else None
+        self.decoder = Decoder(model) if native else None
         self.caches: list[Any] = []  # caches of a model that is not ours, per response
         self.device = next(model.parameters()).device
         self.most_rows = lru_cache(lambda blocks: default_batch(model, blocks * GROWTH))
@@ -91,7 +91,8 @@ class RunningBatch:
             logits = torch.cat([self._forward(row, tokens) for row, tokens in each])
         else:
             if new:
-                self.decoder.reserve(len(self) + len(new), max(one.columns for one in [*self.responses, *new]))
+                rows = power_of_two(len(self) + len(new))
+                self.decoder.reserve(rows, max(one.columns for one in [*self.responses, *new]))
             logits = self.decoder.advance(torch.tensor(last, dtype=torch.int64, device=self.device), prompts)
         self.responses += new
         self._choose(logits, self.responses)

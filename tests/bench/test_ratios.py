@@ -102,8 +102,9 @@ def test_packed_weights_beat_plain_ones_where_rows_are_few():
 
     @torch.inference_mode()
     def steps() -> None:
-        decoder = Decoder(wide, prompts, 17, pad=0)
-        decoder.prefill()
+        decoder = Decoder(wide)
+        decoder.reserve(8, 20)
+        decoder.advance(torch.zeros(0), prompts)
         for _ in range(16):
             decoder.step(torch.full((8,), 5))
 

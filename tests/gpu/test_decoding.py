@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 
-from rlhf.engines import persistent
+from rlhf.engines import decoder
 from rlhf.engines.choosing import Choice
 from rlhf.engines.local import Sampling
 from rlhf.engines.running import Response, RunningBatch
@@ -155,7 +155,7 @@ def test_a_cache_that_grew_has_new_graphs():
 
 
 def test_blocks_of_columns_end(monkeypatch):
-    monkeypatch.setattr(persistent, "COLUMN_BLOCK", 8)
+    monkeypatch.setattr(decoder, "COLUMN_BLOCK", 8)
     model = make("window")
     wanted = sample(model, PROMPTS, **SETTINGS)
     with Pretended():

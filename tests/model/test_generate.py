@@ -106,7 +106,7 @@ def test_prompts_read_in_parts_change_nothing(kind, monkeypatch):
     whole = sample(model, PROMPTS, **SETTINGS, seed=3)
     empty = torch.Tensor.new_empty  # what a new cache holds may be anything, not a number among it
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: empty(x, *size, **more).fill_(torch.nan))
-    monkeypatch.setattr(decoder, "PREFILL_ROWS", 2)
+    monkeypatch.setattr(decoder, "scoring_tokens", lambda model: 12)
     parts = sample(model, PROMPTS, **SETTINGS, seed=3)
     assert parts.responses == whole.responses
     assert torch.allclose(parts.logprobs, whole.logprobs, atol=1e-5)

@@ -140,9 +140,9 @@ def test_the_cache_is_what_the_sampler_allocates(dtype, monkeypatch):
     settings = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
     config = GPTConfig(vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-        decoder = Decoder(GPTForCausalLM(config), [[1] * 10, [1] * 20], 44, 0)
-    allocated = sum(side.untyped_storage().nbytes() for pair in decoder.cache for side in pair)
-    assert formulas.kv_cache_bytes(make_shape(settings, 64), 2, 63, dtype) == allocated
+        decoder = Decoder(GPTForCausalLM(config))
+        decoder.reserve(2, 60)  # in blocks of 64
+    assert formulas.kv_cache_bytes(make_shape(settings, 64), 2, 64, dtype) == decoder.whole.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize(("precision", "deepspeed", "tied"), [("float32", "none", True), ("bfloat16", "none", False),
