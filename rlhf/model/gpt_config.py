@@ -138,7 +138,7 @@ class GPTConfig(PreTrainedConfig):
 @functools.cache
 def _values() -> Any:
     """The types of the fields, strictly."""
-    types = {
+    types: dict[str, Any] = {
         name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)
         for name, kind in GPTConfig.__annotations__.items()
     }
