@@ -233,6 +233,7 @@ def train(
                 loop.total = loop.stage.steps = step
                 break
     loop.restore_best()
+    loop.engine.places.clear()
     return_freed_memory()  # of activations: what follows needs blocks of other sizes
 
 

@@ -9,7 +9,6 @@ the losses given to `backward`.
 
 import contextlib
 import copy
-import functools
 import importlib.util
 import json
 import logging
@@ -73,8 +72,8 @@ class Engine:
         for parameters in self.parts.values():
             parameters.sort(key=lambda p: place[id(p)])
         self.whole_state: Any = PlainState(module, optimizer)
-        if device.type == "cpu" and not self.sharded:
-            place_gradients(module)
+        # until training ends
+        self.places = place_gradients(module) if device.type == "cpu" and not self.sharded else {}
         self.ema: Ema | None = None
         self.averaged = ""  # the part whose weights `ema` averages
         # of the micro-batches since the last step: whether the loss is finite, read once per step, and the tensors
@@ -190,18 +189,20 @@ class Engine:
             self.ema.load_state_dict(state["ema"], int(state["ema_steps"]["steps"]))
 
 
-def place_gradients(module: nn.Module) -> None:
+def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
     """Give each gradient a place before the first forward. Otherwise it stays where it was computed, among what the activations
-    leave, and forwards of other shapes find no room between the gradients.
+    leave, and forwards of other shapes find no room between the gradients. Returns the places.
     """
+    places: dict[Any, Tensor] = {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad}
 
-    def move(place: Tensor, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and parameter.grad is not place:
+    def move(parameter: Tensor) -> None:
+        place = places.get(parameter)
+        if place is not None and parameter.grad is not None and parameter.grad is not place:
             parameter.grad = place.copy_(parameter.grad)
 
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(functools.partial(move, torch.empty_like(parameter)))  # type: ignore[arg-type]
+    for parameter in places:
+        parameter.register_post_accumulate_grad_hook(move)
+    return places
 
 
 class ZeroEngine(Engine):
