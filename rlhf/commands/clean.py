@@ -1,6 +1,6 @@
-"""`rlhf clean run=x`: what of a run nothing reads any more, with its size; deleted with `yes=true`.
+"""`rlhf clean run=x`: lists the files of a run that nothing reads any more, with their sizes, and deletes them with `yes=true`.
 
-Stays: every file that a stage's record lists, since later stages check its hash and export reads it; what an unfinished stage
+Kept are every file that a stage's record lists, since later stages check its hash and export reads it; what an unfinished stage
 resumes from; the curves and samples of the report.
 """
 

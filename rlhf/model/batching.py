@@ -31,8 +31,8 @@ def by_length(
     joined: bool = False,
 ) -> list[list[int]]:
     """Indices in groups of similar length, so that there is little padding: each of at most `most` rows and `tokens` padded
-    tokens (rows times the longest), but at least one item. The longest come first: what follows then fits into the memory that they
-    free, though gradients lie in between.
+    tokens (rows times the longest), but at least one item. The longest come first, so that later groups fit
+    into the memory that they free.
 
     rows: of each item, which is not divided; one unless given. joined: an item's rows are read as one row of its length
     where that saves time (`join_rows`).

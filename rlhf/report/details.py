@@ -23,8 +23,8 @@ SHADES = (0.05, 0.2, 0.5, 1.0, 2.0)
 def make_samples(runs: list[RunFiles]) -> tuple[list[dict[str, Any]], int]:
     """Responses of the models to the same prompts, side by side; of several runs each run's own policy.
 
-    And the number of odd ones, not all of which are listed: the reward model scores a policy's answer higher than SFT's, the judge
-    of true scores lower. extra: a row that is shown only if the odd ones are asked for.
+    Also returns the number of odd rows, where the reward model scores a policy's answer higher than SFT's and the judge of true scores
+    lower. Not all of them are listed. extra: a row that is shown only with the odd ones.
     """
     several = len(runs) > 1
     policies = [str(run.results.get("policy") or "ppo") for run in runs]

@@ -49,8 +49,9 @@ def recall(run: Path) -> dict[str, str]:
 
 
 def trusted(run: Path, settings: Mapping[str, str], command: str = "pipeline") -> dict[str, str]:
-    """The remembered settings without those that could run code or reach other machines, which this user never gave, and which the command
-    does not use. Raises: UserError for one that it uses: the run may come from elsewhere.
+    """The remembered settings that may be used. One that can run code or reach other machines counts only if this user has given it on
+    this machine, since the run may come from elsewhere; it is left out if the command does not use it. Raises: UserError if the
+    command uses it.
     """
     kept = {key: text for key, text in settings.items() if _is_plain(key, text) or _mark(key, text).exists()}
     for key in settings.keys() - kept.keys():

@@ -72,7 +72,7 @@ class Engine:
         for parameters in self.parts.values():
             parameters.sort(key=lambda p: place[id(p)])
         self.whole_state: Any = PlainState(module, optimizer)
-        # until training ends
+        # memory of the gradients, until training ends
         self.places = place_gradients(module) if device.type == "cpu" and not self.sharded else {}
         self.ema: Ema | None = None
         self.averaged = ""  # the part whose weights `ema` averages
@@ -190,8 +190,8 @@ class Engine:
 
 
 def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Give each gradient a place before the first forward. Otherwise it stays where it was computed, among what the activations
-    leave, and forwards of other shapes find no room between the gradients. Returns the places.
+    """Reserve memory for each gradient before the first forward, and return it by parameter. Without it, gradients stay scattered
+    among freed activations, and forwards of other shapes do not fit between them.
     """
     places: dict[Any, Tensor] = {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad}
 
@@ -328,7 +328,7 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # Of its inference alone, and compiled for a minute by each launch that finds no earlier one.
+    # Only DeepSpeed's inference uses this operator, and compiling it takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     connect_alone(device)
     deepspeed.init_distributed(verbose=False)

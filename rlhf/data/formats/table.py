@@ -216,7 +216,7 @@ class ColumnMap:
             require(not absent or name != "responses", ", ".join(absent), None, "a response")
             return {path: None if value is MISSING else value for path, value in cells.items()}
         items = as_json(value_at(row, paths[0]))
-        require(isinstance(items, list | None), paths[0], items, "a list, or one column named for each response")
+        require(isinstance(items, list | None), paths[0], items, "a list, or one column per response")
         return {f"{paths[0]}.{i}": item for i, item in enumerate(items or [])}
 
     def k_of(self, row: Values) -> int:

@@ -182,9 +182,7 @@ def test_responses_and_scores_in_lists():
     assert "want 2 scores, one per response" in problem(
         {"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q", responses="r", scores="s"
     )
-    assert "want a list, or one column named for each response" in problem(
-        {"q": "?", "r": "x"}, prompt="q", responses="r"
-    )
+    assert "want a list, or one column per response" in problem({"q": "?", "r": "x"}, prompt="q", responses="r")
 
 
 # --- prompts, demonstrations, tasks ----------------------------------------------------------------------------------
