@@ -387,6 +387,9 @@ class RoundConfig:
     later_reward_epochs: int | None = setting(
         None, "passes over the comparisons if later rounds continue the previous reward model; none: train anew", min=1
     )
+    keep_rankings: bool = setting(
+        True, "train the reward model on the rankings of all rounds so far, not of the latest alone"
+    )
 
 
 @dataclass(slots=True)

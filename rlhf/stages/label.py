@@ -62,13 +62,19 @@ def take_in_labels(config: Config) -> None:
         before = (
             str(run_folder(earlier) / "label" / "comparisons.jsonl") if earlier.rounds > 1 else config.data.comparisons
         )
-        rankings = [*load_comparisons(before, config.data.format, config.data.allow_partial)[0], *new]
+        earlier_rankings = load_comparisons(before, config.data.format, config.data.allow_partial)[0]
+        rankings = [*kept(config, earlier_rankings), *new]
         write_jsonl(
             stage.folder / "comparisons.jsonl",
             (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings),
         )
         stage.say(f"{len(new):,} rankings of {place} after {len(rankings) - len(new):,} of the rounds before")
         stage.finish({"rankings": float(len(rankings))})
+
+
+def kept(config: Config, rankings: list[Ranking]) -> list[Ranking]:
+    """Those of earlier rounds that this round's reward model learns from or is measured on: all, or the held-out ones alone."""
+    return [r for r in rankings if config.round.keep_rankings or r.metadata.get("split") in ("dev", "test")]
 
 
 def simulate_labels(config: Config) -> None:
@@ -96,7 +102,7 @@ def simulate_labels(config: Config) -> None:
         rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
         before: list[Ranking] = []
         if earlier is not None:
-            before, _ = load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))
+            before = kept(config, load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0])
         rankings = before + rankings
         rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
         write_jsonl(stage.folder / "comparisons.jsonl", rows)
