@@ -88,7 +88,7 @@ ROWS = (
         "take in the labels of a round: of people, or of the gold world's simulated labelers",
         parents=("world", "sft"),
         data=("prompts",),
-        settings=(*OF_MODELS, "gold", "rounds", "rollout.max_new_tokens"),
+        settings=(*OF_MODELS, "gold", "rounds", "rollout.max_new_tokens", "round.keep_rankings"),
         reads=("data.prompts", "rollout.batch_size", "sample"),
         gold_data={"comparisons": "comparisons.jsonl"},
         gold_only=True,

@@ -186,7 +186,8 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     earlier = earlier_run(config)
     if earlier is None:
         return {}
-    fixed = ("run", "rounds", "gold.comparison_prompts", "ppo.episodes", "ppo.policy", "ppo.reference", "reward.audit")
+    fixed = ("run", "rounds", "gold.comparison_prompts", "ppo.episodes", "ppo.policy", "ppo.reference", "reward.audit",
+             "round.keep_rankings")  # fmt: skip
     others = [o for o in overrides if not o.startswith("parents.") and o.partition("=")[0] not in fixed]
     parents = asdict(earlier.parents)
     overrides = [

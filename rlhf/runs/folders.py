@@ -273,7 +273,8 @@ def earlier_run(config: Config) -> Config | None:
     earlier.gold.comparison_prompts = config.gold.comparison_prompts // config.rounds * (config.rounds - 1)
     earlier.rounds = config.rounds - 1
     earlier.reward.audit = 0  # its reward model is not audited
-    if earlier.rounds == 1:  # no policy before it
+    if earlier.rounds == 1:  # no policy and no rankings before it
+        earlier.round.keep_rankings = True
         earlier.ppo.policy = "sft" if config.ppo.policy == "ppo" else config.ppo.policy
         earlier.ppo.reference = "sft" if config.ppo.reference == "ppo" else config.ppo.reference
     if config.round.early_episodes is not None:

@@ -42,10 +42,10 @@ def round_runs(cell: Cell) -> list[str]:
 
 
 def run_cells(cells: Sequence[Cell], processes: int) -> None:
-    """The first round of `continue` is that of `restart`: it is copied."""
+    """The first round of all arms is that of `restart`: it is copied."""
     for name in CHOICES:
         mine = [cell for cell in cells if cell.name == name]
-        for cell in mine if name == "continue" else []:
+        for cell in mine if name != "restart" else []:
             source = cell.home.with_name(f"restart-seed{cell.seed}-round-1")
             copy = cell.home.with_name(f"{cell.home.name}-round-1")
             if is_complete(source / "ppo") and not copy.exists():

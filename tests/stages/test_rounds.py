@@ -104,6 +104,9 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert rounds_before(run.folder) == [early] and rounds_before(early) == []
 
     continue_from(run, early)
+    alone = run.stage("label", *ROUNDS, "round.keep_rankings=false", "overwrite=true")  # round 1 stays as it is
+    kept = load_comparisons(str(alone / "comparisons.jsonl"))[0]
+    assert {r.id for r in kept} == {r.id for r in second if r in new or r.metadata["split"] != "train"}
     whole = read_stage(early / "label")
     told = r"previous round had other settings \(gold.comparison_prompts 40 -> 30\)"
     with pytest.raises(UserError, match=told):
