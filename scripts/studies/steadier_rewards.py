@@ -1,0 +1,70 @@
+"""Rewards and an advantage estimator for steadier.py, given to PPO as functions.
+
+PPO's first source is the first reward model, from which the critic starts; a function adds what the variant is more than that.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.data.chat_template import encode_prompts
+from rlhf.data.records import Message
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.model.classifier import load_reward_model
+from rlhf.model.interface import score
+from rlhf.ops.gae import gae
+
+SPREADS = 1.0  # `lower` takes away this many standard deviations of the models' scores
+
+
+@functools.cache
+def loaded(folder: str) -> Any:
+    return load_reward_model(folder, torch.device("cpu")).requires_grad_(False)
+
+
+@torch.no_grad()
+def scores_of(folders: list[str], prompts: list[Any], tokens: list[list[int]]) -> Tensor:
+    """Calibrated scores (models, responses)."""
+    dialogues = [[Message(role=turn["role"], content=turn["content"]) for turn in prompt] for prompt in prompts]
+    encoded = encode_prompts(load_tokenizer(folders[0]), dialogues)
+    rows = [prompt + response for prompt, response in zip(encoded, tokens, strict=True)]
+    return torch.stack([score(loaded(folder), rows) for folder in folders])
+
+
+def more(kind: str, models: list[str], prompts: list[Any], tokens: list[list[int]], facts: str) -> list[float]:
+    """What a variant pays more than the first model."""
+    known = json.loads(Path(facts).read_text(encoding="utf-8"))
+    by_model = scores_of(models if kind in ("lower", "worst", "mean") else models[:1], prompts, tokens)
+    first = by_model[0]
+    if kind == "mean":
+        varied = by_model.mean(0)
+    elif kind == "lower":
+        varied = by_model.mean(0) - SPREADS * by_model.std(0)
+    elif kind == "worst":
+        varied = by_model.min(0).values
+    elif kind == "averaged":  # the weights' average, recalibrated
+        varied = scores_of([known["averaged"]], prompts, tokens)[0]
+    elif kind == "bounded":  # slope 1 at SFT's mean, and within 2 of it
+        varied = 4 * torch.sigmoid(first - known["sft_mean"]) - 2
+    else:  # "even": without what SFT's answers earn by their length alone
+        lengths, expected = known["by_length"]
+        varied = first - torch.from_numpy(np.interp([len(ids) for ids in tokens], lengths, expected)).float()
+    return (varied - first).tolist()
+
+
+def reward(
+    prompts: list[Any], responses: list[str], metadata: Any, tokens: list[list[int]], kind: str, models: Any, facts: str
+) -> list[float]:
+    return more(kind, list(models), prompts, tokens, facts)
+
+
+def two_lambdas(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95, group_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Advantages by GAE with `lam`, the critic's targets with lambda 1: the return itself (VC-PPO, arXiv 2503.01491)."""
+    return gae(rewards, values, mask, gamma, lam)[0], gae(rewards, values, mask, gamma, 1.0)[1]
