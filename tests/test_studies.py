@@ -22,9 +22,12 @@ NAMES = [
     "fitting",
     "frontier",
     "lstm",
+    "monitor",
+    "rounds",
     "scaling",
     "sentiment_optimum",
     "sizes",
+    "steadier",
     "transfer",
 ]
 
@@ -192,3 +195,26 @@ def test_best_of_two_and_the_optimum_by_hand():
     assert weights.tolist() == [[0.25, 0.75], [0.75, 0.25]] and optimum.kl_of(weights) == pytest.approx(nats)
     # of two samples one apart, weights 1/4 and 3/4 are exp(r / beta) with beta = 1 / ln 3
     assert optimum.optimum(np.array([[0.0, 1.0]]), nats)[0].tolist() == pytest.approx([0.25, 0.75])
+
+
+def test_onset_and_alarm_by_hand():
+    monitor = S["monitor"]
+    gold = np.array([0.70, 0.80, 0.85, 0.84, 0.70, 0.60])  # the dip of 0.01 is noise
+    assert monitor.onset(gold, 0.02) == 4 and monitor.onset(gold[:4], 0.02) is None
+    assert monitor.onset(np.array([0.8, 0.5, 0.8]), 0.02) is None, "it has to stay below"
+    path = monitor.moved(np.array([1.0, 1.2, 1.0, 1.2, 1.0, 2.0, 3.0]), down=False)
+    assert path[:2].tolist() == pytest.approx([0.5, 0.5]) and path[-1] == pytest.approx(1.9 / 0.2)
+    assert monitor.alarm(path, 3.0) == 6 and monitor.alarm(path, 9.0) is None, "two updates in a row"
+    cases = [{"onset": 6, "moved": {"x": path}}, {"onset": None, "moved": {"x": path[:5]}}]
+    assert monitor.judged(cases, "x", 3.0) | {"runs": None} == {"in_time": 1.0, "false": 0.0, "lead": 0.0, "runs": None}
+
+
+def test_a_quarter_of_the_training_rankings_is_reversed(gold_run, tmp_path):  # noqa: F811
+    harness, wrong = S["harness"], S["steadier"].spoil(gold_run.folder, tmp_path / "labels.jsonl")
+    before, after = (harness.rows(path) for path in (gold_run.folder / "label" / "comparisons.jsonl", wrong))
+    train = [(a, b) for a, b in zip(before, after, strict=True) if a["metadata"]["split"] == "train"]
+    flipped = [b["ranking"] == a["ranking"][::-1] != a["ranking"] for a, b in train]
+    assert 0.1 < sum(flipped) / len(train) < 0.4 and all(
+        b == a for (a, b), was in zip(train, flipped, strict=True) if not was
+    )
+    assert all(a == b for a, b in zip(before, after, strict=True) if a["metadata"]["split"] != "train")
