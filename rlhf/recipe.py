@@ -23,7 +23,7 @@ class StageRow:
     help: str  # one line for `rlhf --help`
     parents: tuple[str, ...] = ()  # the stages whose output it reads
     if_there: tuple[str, ...] = ()  # further ones, whose output it reads if the run has it
-    starts_from: tuple[str, ...] = ()  # the stages whose policy <stage>.policy and <stage>.reference can name
+    starts_from: tuple[str, ...] = ()  # the stages whose policy <stage>.policy, .reference and .teacher can name
     data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
     settings: tuple[str, ...] = ()  # settings that change its result: single ones or whole groups
     reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
@@ -151,6 +151,19 @@ ROWS = (
         settings=(*OF_MODELS, "ppo", "kl", "lora", "rollout", *PROMPTS),
         several_processes=True,
         every_round=True,
+        writes_policy=True,
+    ),
+    StageRow(
+        "distill",
+        "train a student of fewer blocks on the answers of a finished policy (DistilBERT's recipe)",
+        parents=("world", "sft"),
+        starts_from=("sft", "rejection", "dpo", "rate", "ppo"),
+        data=("prompts", "demonstrations", "comparisons"),
+        settings=(*OF_MODELS, "distill", "rollout.max_new_tokens", "ppo.prompts", *PROMPTS),
+        reads=("ppo.eval_prompts", "rollout.batch_size"),
+        kept_work=("answers.jsonl",),
+        several_processes=True,
+        optional=True,
         writes_policy=True,
     ),
     StageRow(

@@ -153,3 +153,10 @@ def row_logprobs(model, row, first=1):
     with torch.no_grad():
         logp = model(torch.tensor([row]), use_cache=False).logits[0].double().log_softmax(-1)
     return [logp[t - 1, row[t]].item() for t in range(first, len(row))]
+
+
+def distillation(student, teacher, temperature):
+    """(T^2 times the cross-entropy under the teacher, KL) of one token's logits, Hinton et al. 2015."""
+    logp, logq = log_softmax(teacher / temperature), log_softmax(student / temperature)
+    ce = -sum(np.exp(p) * q for p, q in zip(logp, logq, strict=True))
+    return temperature**2 * ce, sum(np.exp(p) * (p - q) for p, q in zip(logp, logq, strict=True))

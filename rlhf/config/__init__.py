@@ -117,6 +117,7 @@ class Config:
     rejection: stages.RejectionConfig = group(stages.RejectionConfig)
     rate: stages.RateConfig = group(stages.RateConfig)
     dpo: stages.DpoConfig = group(stages.DpoConfig)
+    distill: stages.DistillConfig = group(stages.DistillConfig)
     classify: stages.ClassifyConfig = group(stages.ClassifyConfig)
     evaluate: stages.EvaluateConfig = group(stages.EvaluateConfig, changes=NOTHING)
     round: stages.RoundConfig = group(stages.RoundConfig)

@@ -278,7 +278,7 @@ class EvaluateConfig:
     )
     samples: int = setting(3, "responses per prompt at temperature 1", min=1, changes=RESULT)
     baselines: Any = setting(
-        None, "stages to run and compare PPO with: rejection, dpo, rate", kind="names", changes=RESULT
+        None, "stages to run and compare PPO with: rejection, dpo, rate, distill", kind="names", changes=RESULT
     )
     compare: Any = setting(
         None, "runs whose PPO model is compared; they share this run's SFT model", kind="names", changes=RESULT
@@ -346,6 +346,27 @@ class DpoConfig(WarmupConfig):
     lr: float = setting(1e-6, "learning rate of AdamW", above=0, max=10)
     warmup_fraction: float = other_default(WarmupConfig, "warmup_fraction", 0.1)
     final_lr_fraction: float = other_default(OptimizerConfig, "final_lr_fraction", 1.0)
+
+
+@dataclass(slots=True)
+class DistillConfig(WarmupConfig):
+    """A smaller student of a finished policy (Sanh et al. 2019); the weights of the losses are those of the released code."""
+
+    teacher: str = setting(
+        "ppo", "stage whose policy is the teacher", choices=("sft", "rejection", "dpo", "rate", "ppo")
+    )
+    every: int = setting(2, "the student takes the teacher's blocks 0, every, 2 every, …", min=1)
+    prompts: int = setting(2000, "prompts of the training split that the teacher answers, drawn by a hash", min=1)
+    samples: int = setting(1, "the teacher's samples per prompt", min=1)
+    epochs: int = setting(3, "passes over the answers", min=1)
+    batch_size: int = setting(32, "answers per optimizer step", min=1)
+    micro_batch_size: int = setting(32, "answers per forward on one device", min=1, changes=ROUNDING)
+    lr: float = setting(5e-4, "learning rate of AdamW", above=0, max=10)
+    warmup_fraction: float = other_default(WarmupConfig, "warmup_fraction", 0.05)
+    temperature: float = setting(2.0, "of both distributions in the distillation loss", above=0)
+    ce_coef: float = setting(5.0, "weight of the cross-entropy of the student under the teacher", min=0)
+    lm_coef: float = setting(2.0, "weight of the loss on the teacher's sampled tokens", min=0)
+    cos_coef: float = setting(1.0, "weight of 1 - cosine of the last hidden states", min=0)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Log-probs and the next-token loss without logits of all tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,12 +72,16 @@ def chosen_logprobs(
         logp = token_logprobs(logits, chosen)
         return (logp, entropy(logits if entropy_gradient else logits.detach())) if with_entropy else (logp,)
 
+    logp, *entropies = in_chunks(measure, head, hidden, tokens)
+    return logp, entropies[0] if with_entropy else None
+
+
+def in_chunks(measure: Callable[..., tuple[Tensor, ...]], head: Any, *rows: Tensor) -> tuple[Tensor, ...]:
+    """`measure` of rows (N, …), which makes logits by an unembedding: chunk by chunk, and again for the backward pass."""
     weight = getattr(head, "weight", None)
     if weight is None or hasattr(weight, "ds_id"):  # ZeRO-3 gathers it once for all rows
-        parts = [measure(hidden, tokens)]
-    else:
-        size = max(1, CHUNK // len(weight))
-        pairs = zip(hidden.split(size), tokens.split(size), strict=True)
-        parts = [checkpoint(measure, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-    logp, *entropies = (torch.cat(values) for values in zip(*parts, strict=True))
-    return logp, entropies[0] if with_entropy else None
+        return measure(*rows)
+    size = max(1, CHUNK // len(weight))
+    chunks = zip(*(x.split(size) for x in rows), strict=True)
+    parts = [checkpoint(measure, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(torch.cat(values) for values in zip(*parts, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -297,3 +298,28 @@ def transfer(model: Any, layers: int | None, nothing: bool = False) -> Any:
         if kept:
             new.copy_(old)
     return fresh.eval()
+
+
+@torch.no_grad()
+def every_block(model: Any, every: int) -> Any:
+    """A copy of a causal language model of ours with its blocks 0, every, 2 every, …
+
+    Raises: UserError if it is none of ours, if its blocks are of several kinds, or if no block would go.
+    """
+    config = copy.deepcopy(model.config)
+    if not lm(model).native or config.window is not None or config.experts:
+        which = "does not run natively" if not lm(model).native else "has banded layers or experts"
+        raise UserError(f"distill.teacher: the {model.config.model_type} {which}: want a model of equal blocks")
+    kept = range(0, config.n_layer, every)
+    if every > 1 and len(kept) == config.n_layer:
+        raise UserError(f"distill.every={every}: the teacher has {config.n_layer} block: no smaller one can be made")
+    names = {f"model.layers.{old}.": f"model.layers.{new}." for new, old in enumerate(kept)}
+    config.n_layer = len(kept)
+    student = type(model)(config)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        block = re.match(r"model\.layers\.\d+\.", name)
+        if block is None or block[0] in names:
+            state[name if block is None else name.replace(block[0], names[block[0]], 1)] = tensor
+    student.load_state_dict(state)
+    return student.eval()

@@ -116,7 +116,8 @@ def scores_by_own(config: Config) -> bool:
 def parents_of(config: Config, stage: str) -> list[str]:
     """The stages that a stage reads, in the order of the pipeline, with the policies that it starts from."""
     row = STAGES[stage]
-    named = {config.ppo.policy, config.ppo.reference} & set(row.starts_from)
+    settings = getattr(config, stage, None)
+    named = {getattr(settings, key, None) for key in ("policy", "reference", "teacher")} & set(row.starts_from)
     among = {parent for parent in (*row.parents, *row.if_there) if needs_parent(config, stage, parent)}
     return [parent for parent in STAGES if parent in among | named]
 
@@ -132,7 +133,7 @@ def policy_folder(config: Config, name: str, setting: str = "ppo.policy") -> Pat
     if name == "ppo" and (earlier is not None or config.parents.ppo is not None):
         return stage_folder(config, name) if earlier is None else run_folder(earlier) / name
     for place in (Path(config.runs_dir) / name, Path(name)):
-        for folder in (place, *(place / stage for stage in reversed(POLICY_STAGES))):
+        for folder in (place, *(place / stage for stage in ("ppo", *reversed(STAGES["ppo"].starts_from), "pretrain"))):
             if (read_stage(folder) or {}).get("stage") in POLICY_STAGES:
                 return folder
     wanted = f"want {', '.join(STAGES['ppo'].starts_from)}, or another run (or run/stage) with a finished policy"

@@ -62,6 +62,11 @@ METRICS: tuple[Metric, ...] = (
            "ranking loss of beta * (logp - logp_ref)"),
     Metric("dpo/accuracy", _SHARE, _PAIRS, "mean", "pairs whose winner gained more log-probability over SFT"),
     Metric("dpo/margin", "score", _PAIRS, "mean", "beta * (logp - logp_ref) of the winner minus that of the loser"),
+    # distillation
+    Metric("distill/loss", "", _RESPONSE, "mean", "weighted sum of the three losses"),
+    Metric("distill/kl", _NATS_TOKEN, _RESPONSE, "mean", "KL of the student from the teacher, both at distill.temperature"),
+    Metric("distill/lm_loss", _NATS_TOKEN, _RESPONSE, "mean", "loss on the teacher's sampled tokens"),
+    Metric("distill/cosine", "", _RESPONSE, "mean", "cosine of the student's and the teacher's last hidden states"),
     # labelled tasks
     Metric("classify/loss", "nats per example", "examples", "mean", "-log P(y | x)"),
     Metric("classify/accuracy", _SHARE, "examples", "mean", "examples whose likeliest class is the label"),
@@ -373,6 +378,13 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Loss", ("dpo/loss=training", "eval/*/loss"), watch="loss"),
         Chart("Pair accuracy", ("dpo/accuracy=training", "eval/*/accuracy"), watch="accuracy"),
         Chart("Margin between winner and loser", ("dpo/margin=training", "eval/*/margin")),
+        *TRAINING,
+    ),
+    "distill": (
+        Chart("Loss", ("distill/loss=training", "eval/*/loss"), watch="loss"),
+        Chart("KL to the teacher", ("distill/kl",), watch="KL"),
+        Chart("Loss on the teacher's tokens", ("distill/lm_loss",)),
+        Chart("Cosine of the hidden states", ("distill/cosine",)),
         *TRAINING,
     ),
 }  # fmt: skip

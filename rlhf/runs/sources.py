@@ -263,8 +263,8 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     estimator = config.ppo.advantages
     if stage == "ppo" and is_function(estimator):
         hashes |= hash_function(f"advantages:{estimator}", "advantage estimator", estimator)
-    # stages that PPO and rejection sampling read with some settings only (of SFT pretraining is a parent)
-    replays = {"ppo": config.ppo.ptx_coef, "rejection": config.sft.pretrain_fraction}
+    # stages that these read with some settings only (of SFT pretraining is a parent)
+    replays = {"ppo": config.ppo.ptx_coef, "rejection": config.sft.pretrain_fraction, "distill": 0.0}
     reads = {"pretrain": replays.get(stage), "label": stage in replays and config.ppo.prompts != "all"}
     for name in (name for name, wanted in reads.items() if wanted):
         if is_complete(folder := stage_folder(config, name)):

@@ -1,0 +1,174 @@
+"""Distillation: a student with some of a policy's blocks learns to answer as the policy does.
+
+    loss = mean over the answers' tokens of ce_coef T^2 CE(teacher, student) + lm_coef (-log q(token)) + cos_coef (1 - cos(h, h_teacher))
+
+The texts are the teacher's own samples on training prompts; the first term is of softened distributions, the second of the
+sampled tokens, the third of the last hidden states.
+Source: Sanh et al. 2019 (DistilBERT), sections 2 and 3: every second block, the three losses; Hinton et al. 2015, section 2.
+Differs: a causal language model on its answers, not a masked one on its pretraining text, so that the teacher may be aligned; no
+dropout.
+"""
+
+import json
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.config import Config
+from rlhf.config.precision import inference
+from rlhf.config.stages import DistillConfig
+from rlhf.data.encoding import TokenRow
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.engines.sampling import make_sampler
+from rlhf.errors import UserError
+from rlhf.evaluation.policies import draw_rows
+from rlhf.model.batching import by_length, scoring_tokens
+from rlhf.model.fused_loss import before_labels, in_chunks
+from rlhf.model.heads import every_block
+from rlhf.model.interface import lm
+from rlhf.ops.distill import hidden_cosine, soft_cross_entropy
+from rlhf.ops.logprobs import token_logprobs
+from rlhf.ppo.experience import load_ppo_prompts
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.metric_table import Sums
+from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.sources import hash_sources, sample_prompts
+from rlhf.runs.stage import Stage, open_stage
+from rlhf.stages.sft import labels_in, make_collator, make_rows
+from rlhf.system.files import write_text
+from rlhf.training.adapters import save_output
+from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.engine import Engine, make_engine
+from rlhf.training.loop import open_loop
+from rlhf.training.optim import decay_groups, make_schedule
+from rlhf.training.setup import checkpoint_activations, load_frozen, load_policy, set_up
+
+Row = dict[str, list[int]]
+
+
+def run(config: Config) -> None:
+    """Write runs/<run>/distill: answers.jsonl, the teacher's answers as tokens, and the student's model."""
+    with open_stage(config, "distill", hash_sources(config, "distill")) as stage:
+        device, settings = set_up(config), config.distill
+        folder = stage_folder(config, settings.teacher) / "model"
+        tokenizer, teacher = load_tokenizer(folder), load_frozen(config, folder, device)
+        student = every_block(load_policy(folder, dropout=0.0), settings.every)
+        sizes = {"parameters": student.num_parameters(), "teacher_parameters": teacher.num_parameters()}
+        stage.say("student of {parameters:,} parameters, teacher of {teacher_parameters:,}".format(**sizes))
+
+        # 1. The teacher's answers
+        answers = load_answers(config, stage, teacher, tokenizer)
+        rows = {split: make_rows(answers[split], 0, pack=False) for split in answers}
+
+        # 2. Train the student
+        checkpoint_activations(config, student)
+        groups = decay_groups(student, settings)
+        module = Student(student, settings)
+        engine = make_engine(config, module, groups, device, max_grad_norm=settings.max_grad_norm)
+        batches = Batches(rows["train"], settings.batch_size, accelerate_order(config.seed))
+        steps = settings.epochs * batches.per_epoch
+        with open_loop(stage, engine, steps) as loop:
+            objective = make_objective(engine, teacher, settings, tokenizer.pad_token_id)
+            train(loop, batches, objective, make_schedule(settings, steps))
+            save_output(student, tokenizer, stage)
+
+            # 3. Held-out figures
+            with inference(config, device):
+                summary = held_out_figures(engine, objective, rows["dev"])
+            if summary:
+                loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
+                stage.say("held out: KL to the teacher {kl:.3f} nats per token, loss {loss:.3f}".format(**summary))
+        stage.finish(summary | sizes)
+
+
+def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> dict[str, list[TokenRow]]:
+    """The teacher's answers to prompts of the training split and to ppo.eval_prompts of the dev split; sampled unless they are there.
+
+    Raises: UserError if no training prompt has an answer.
+    """
+    path = stage.folder / "answers.jsonl"
+    answers: dict[str, list[TokenRow]] = {"train": [], "dev": []}
+    if path.exists():
+        for line in read_jsonl(path):
+            answers[line["split"]].append({"prompt": line["prompt"], "response": line["response"]})
+        return answers
+    prompts, held_out = load_ppo_prompts(config, tokenizer, stage.say)
+    prompts = sample_prompts(config, prompts, config.distill.prompts, of=itemgetter(0))
+    engine = make_sampler(config, teacher, tokenizer)
+    for split, asked, count in (("train", prompts, config.distill.samples), ("dev", held_out, 1)):
+        with inference(config, teacher.device):
+            drawn = draw_rows(engine, [ids for _, ids in asked], f"distill-{split}", count, greedy=False)
+        for (_, ids), row in zip(asked, drawn, strict=True):
+            answers[split] += [{"prompt": ids, "response": response} for response, _ in row if response]
+    stage.say(
+        f"{len(answers['train']):,} answers of the teacher to {len(prompts):,} prompts, {len(answers['dev'])} held out"
+    )
+    if not answers["train"]:
+        raise UserError(f"distill: the {config.distill.teacher} policy answers no prompt: train it longer")
+    if stage.writes:
+        lines = ({"split": split} | dict(row) for split, rows in answers.items() for row in rows)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return answers
+
+
+class Student(nn.Module):
+    """The student with its three losses; the teacher's hidden states come from outside."""
+
+    def __init__(self, model: Any, settings: DistillConfig):
+        super().__init__()
+        self.model, self.settings = model, settings
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def forward(
+        self, tokens: Tensor, kept: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the losses over the tokens (N,) that follow `kept` (N,), row * T + position; and {metric: its sum}.
+
+        tokens (B, T), right-padded; targets (N,) int64; teacher_hidden (N, D) and teacher_weight (V, D), its unembedding.
+        """
+        head, settings = self.model.get_output_embeddings(), self.settings
+        hidden = lm(self.model).hidden(tokens, kept)
+
+        def measure(h: Tensor, of_teacher: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+            logits = head(h)
+            ce, kl = soft_cross_entropy(
+                logits, of_teacher @ teacher_weight.to(of_teacher.dtype).t(), settings.temperature
+            )
+            return ce, kl, -token_logprobs(logits, chosen)
+
+        ce, kl, nats = in_chunks(measure, head, hidden, teacher_hidden, targets)
+        cosine = hidden_cosine(hidden, teacher_hidden)
+        loss = settings.ce_coef * ce + settings.lm_coef * nats + settings.cos_coef * (1 - cosine)
+        figures = {"loss": loss, "kl": kl, "lm_loss": nats, "cosine": cosine}
+        return loss.sum(), {name: x.detach().sum() for name, x in figures.items()}
+
+
+def make_objective(engine: Engine, teacher: Any, settings: DistillConfig, pad: int) -> Objective[Row]:
+    """The mean loss over the answers' tokens of a batch."""
+    collate, weight = make_collator(pad, False, False), teacher.get_output_embeddings().weight.detach()
+
+    def loss_of(part: list[Row], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
+        batch = put(collate(part), engine.device)
+        targets, kept = before_labels(batch["labels"])
+        with torch.no_grad(), engine.autocast():
+            hidden = lm(teacher).hidden(batch["input_ids"], kept)
+        loss, figures = engine(batch["input_ids"], kept, targets, hidden, weight)
+        for name, value in figures.items():
+            sums.add(f"distill/{name}", value, len(targets))
+        return loss / count, batch
+
+    return Objective(lambda row: [row["input_ids"]], loss_of, settings.micro_batch_size, count=labels_in)
+
+
+def held_out_figures(engine: Engine, objective: Objective[Row], rows: list[Row]) -> dict[str, float]:
+    """{"loss", "kl", "lm_loss", "cosine"} per token of held-out answers; empty without any."""
+    engine.eval()
+    sums = Sums()
+    for group in by_length([len(row["input_ids"]) for row in rows], 32, scoring_tokens(engine.module)):
+        objective.loss([rows[i] for i in group], 1, sums)
+    return {name.removeprefix("distill/"): value for name, value in sums.reduce().items()}
