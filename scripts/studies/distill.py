@@ -1,0 +1,83 @@
+"""Distillation on the gold world: the student beside its teacher, and each of the three losses left out.
+
+    python scripts/studies/distill.py --out runs/distill --parents runs/gold-0 runs/gold-1 runs/gold-2 experiment=gold threads=1
+
+A parent is a run with a finished PPO stage. A cell is one `rlhf distill` of its policy and an evaluation on the same prompts.
+"""
+
+import time
+from typing import Any
+
+from harness import Cell, cached, make_cells, over_seeds, parse, read, run, spaced, table
+
+ALL = "all"
+CHOICES = {
+    ALL: (),
+    "without_distillation": ("distill.ce_coef=0",),
+    "without_lm": ("distill.lm_coef=0",),
+    "without_cosine": ("distill.cos_coef=0",),
+}
+TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo")
+
+
+def speed(folder: Any) -> float:
+    """Tokens per second of 256 answers of the policy, decoded together on one thread: the best of 3 runs."""
+    import torch
+
+    from rlhf.training.setup import load_policy
+
+    torch.set_num_threads(1)
+    model, found = load_policy(folder / "model"), []
+    tokens = torch.randint(10, 200, (256, 24), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        started = time.process_time()
+        with torch.no_grad():
+            model.generate(tokens, max_new_tokens=40, min_new_tokens=40, do_sample=True, pad_token_id=0)
+        found.append(256 * 40 / (time.process_time() - started))
+    return max(found)
+
+
+def figures(cell: Cell) -> dict[str, float]:
+    results, summary = cell.results(), read(cell.home / "distill" / "stage.json")["summary"]
+    gold, base = results["gold"]["mean_score"], results["baselines"]["distill"]
+    student, teacher = base["win_rate_vs_sft"]["value"], results["gold"]["win_rate_vs_sft"]["value"]
+    speeds = cached(
+        cell.beside("-speed.json"),
+        lambda: {"student": speed(cell.home / "distill"), "teacher": speed(cell.parent / "ppo")},
+    )
+    return {
+        "parameters, share": summary["parameters"] / summary["teacher_parameters"],
+        "tokens/s, factor": speeds["student"] / speeds["teacher"],
+        "KL to teacher, nats per token": summary["kl"],
+        "win rate over SFT, student": student,
+        "win rate over SFT, PPO": teacher,
+        "gold score, student": gold["distill"],
+        "gold score, PPO": gold["ppo"],
+        "gold score kept": gold["distill"] / gold["ppo"],
+    }
+
+
+def main() -> None:
+    asked = parse(__doc__)
+    evaluation = ("evaluate.best_of=0", "evaluate.prompts=256", "evaluate.samples=2")
+    cells = make_cells(asked, CHOICES, TAKEN, {"distill": (), "evaluate": evaluation})
+    run(cells, asked.processes)
+    found: dict = {}
+    for cell in cells:
+        found.setdefault(cell.name, {})[cell.seed] = figures(cell)
+    means = over_seeds(found)
+    table(["losses", *next(iter(means.values()))], [[spaced(name), *row.values()] for name, row in means.items()])
+    whole = found.pop(ALL, {})
+    less = {
+        name: {n: {k: row[k] - whole[n][k] for k in row} for n, row in by.items()}
+        for name, by in found.items()
+        if whole
+    }
+    shown = [key for key in next(iter(means.values())) if "student" in key or "KL" in key]
+    table(
+        ["less all three", *shown], [[spaced(name), *(row[k] for k in shown)] for name, row in over_seeds(less).items()]
+    )
+
+
+if __name__ == "__main__":
+    main()
