@@ -86,6 +86,7 @@ KINDS: dict[str, tuple[str, Test]] = {
         lambda v: isinstance(v, dict) and all(isinstance(name, str) and name.isidentifier() for name in v),
     ),
     "pair": ("two different names", lambda v: _list_of(_is_text, 2, 2)(v) and v[0] != v[1]),
+    "layers": ("a whole number of 1 or more, or mix", lambda v: v == "mix" or (type(v) is int and v >= 1)),
     "switch": ("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
     "encoding": ("an encoding that Python knows, such as utf-8", _is_encoding),
 }  # fmt: skip

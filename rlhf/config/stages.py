@@ -120,7 +120,9 @@ class RewardConfig(EvaluatedConfig):
     micro_batch_responses: int = setting(64, "responses per forward", min=1, changes=ROUNDING)
     lr: float = setting(9e-6, "learning rate of AdamW", above=0, max=10)
     read_tokens: int = setting(1, "the score is the mean over this many last tokens, without end tokens", min=1)
-    layers: int | None = setting(None, "number of the trunk's first blocks in the reward model; none: all", min=1)
+    layers: Any = setting(
+        None, "the trunk's first blocks in the reward model; mix: a learned mix of all layers; none: all", kind="layers"
+    )
     calibration_samples: int = setting(512, "SFT samples used to set the gain, to prompts drawn by a hash", min=2)
     labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")

@@ -18,7 +18,7 @@ from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like, w
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.classifier import load_reward_model
-from rlhf.model.heads import RewardModel, ScalarHead
+from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.ranking import ranking_loss
@@ -190,47 +190,55 @@ def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
 
 @torch.no_grad()
 def read_features(model: RewardModel, items: list[Item], pad: int, device: torch.device) -> Tensor:
-    """What the head sees of every response of all items in turn, (R, D) float64 on the CPU. Every process reads all of them."""
+    """`RewardModel.features` of every response of all items in turn, (L, R, D) float64 on the CPU. Every process reads all of them."""
     model.eval()
     read: dict[int, Tensor] = {}
     for part in scoring_batches(model, items, RESPONSES_TOGETHER):
         tokens, lengths = right_pad([row for item in part for row in item.rows], pad)
         features = model.features(tokens.to(device), lengths.to(device)).double().cpu()
-        read |= zip(map(id, part), features.split([len(item.rows) for item in part]), strict=True)
-    return torch.cat([read[id(item)] for item in items])
+        read |= zip(map(id, part), features.split([len(item.rows) for item in part], 1), strict=True)
+    return torch.cat([read[id(item)] for item in items], 1)
 
 
-def fit_head(head: ScalarHead, features: Tensor, items: list[Item]) -> dict[str, float]:
-    """Set the head to the minimum of `ranking_loss` + lambda |w|^2 over standardised features, lambda chosen by cross-validation.
+def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: LayerMix | None = None) -> dict[str, float]:
+    """Set the head, and the mix of layers that it reads, to the minimum of `ranking_loss` + lambda |w|^2 over standardised features,
+    lambda chosen by cross-validation.
 
     Gradients through a random head change the trunk's features before the head can use them; on the frozen trunk the best
     head is the minimum of a convex function.
 
-    features: (R, D) float64, of every response of all items in turn. Returns the decay, and the cross-validated loss and
+    features: (L, R, D) float64, of every response of all items in turn; without a mix L is 1. With a mix the minimum is a local one,
+    from equal weights on. Returns the decay, and the cross-validated loss and
     accuracy. Raises: UserError with fewer than two items.
     Source: Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features" (linear probing, then fine-tuning).
     """
     if len(items) < 2:
         raise UserError(f"reward.fit_head=true: {len(items)} training prompt with a ranking: cross-validation needs 2")
-    weights, scale = pad_weights(items, features.device).double(), features.std(0).clamp(min=1e-8)
-    rows = ((features - features.mean(0)) / scale).split([len(item.rows) for item in items])
+    weights, scale = pad_weights(items, features.device).double(), features.mean(0).std(0).clamp(min=1e-8)
+    rows = ((features - features.mean(1, keepdim=True)) / scale).split([len(item.rows) for item in items], 1)
 
-    def loss_of(w: Tensor, chosen: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        scores = by_item([items[i] for i in chosen], torch.cat([rows[i] for i in chosen]) @ w)
+    def loss_of(fit: list[Tensor], chosen: list[int], part: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        part, (w, mix) = torch.cat([rows[i] for i in chosen], 1) if part is None else part, fit
+        scores = by_item([items[i] for i in chosen], mix.softmax(0) @ (part @ w))
         return ranking_loss(scores, weights[chosen, : scores.shape[1], : scores.shape[1]])
 
-    def fitted(decay: float, chosen: list[int]) -> Tensor:
-        w = torch.zeros(features.shape[1], dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS([w], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+    def fitted(decay: float, chosen: list[int]) -> list[Tensor]:
+        w = torch.zeros(features.shape[2], dtype=torch.float64, requires_grad=True)
+        mix = torch.zeros(len(features), dtype=torch.float64, requires_grad=len(features) > 1)
+        optimizer = torch.optim.LBFGS(
+            [x for x in (w, mix) if x.requires_grad], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+        )
+
+        part = torch.cat([rows[i] for i in chosen], 1)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(w, chosen)[0] + decay * w @ w
+            loss = loss_of([w, mix], chosen, part)[0] + decay * w @ w
             loss.backward()
             return loss
 
         optimizer.step(closure)
-        return w.detach()
+        return [w.detach(), mix.detach()]
 
     everything, tried = list(range(len(items))), []
     folds = [everything[n::FOLDS] for n in range(min(FOLDS, len(items)))]
@@ -239,7 +247,10 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item]) -> dict[str,
         total = {name: float(sum(figures[name] for figures in held_out)) for name in held_out[0]}
         tried.append((total["loss_sum"] / total["prompts"], decay, total["pairs_correct"] / total["pairs"]))
     loss, decay, right = min(tried)
+    w, mix = fitted(decay, everything)
     with torch.no_grad():
-        head.weight.copy_((fitted(decay, everything) / scale)[None])
+        head.weight.copy_((w / scale)[None])
         head.bias.zero_()  # calibration shifts the scores
+        if layers is not None:
+            layers.weight.copy_(mix)
     return {"decay": decay, "loss": loss, "accuracy": right}

@@ -227,6 +227,8 @@ def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
         raise UserError(
             f"export: no class of transformers reads a score at {model.config.read_tokens} tokens (reward.read_tokens)"
         )
+    elif model.mix is not None:
+        raise UserError("export: no class of transformers reads a mix of all layers (reward.layers=mix)")
     else:
         result, norm = _with_score_head(model)
         tokenizer = copy.deepcopy(tokenizer)

@@ -24,6 +24,7 @@ from rlhf.model.attention import (
     make_positions,
     narrow,
     rotary_factors,
+    select,
 )
 from rlhf.model.batching import join_rows
 from rlhf.model.blocks import BLOCKS, Block, balance_loss, make_norm
@@ -51,6 +52,15 @@ class GPTPreTrainedModel(PreTrainedModel):
         A common prefix of several rows is read only once on a CPU, if that saves time. On a GPU joining would wait for the tokens,
         and its mask rules out flash attention.
         """
+        return self._read(tokens, kept)[0].last_hidden_state
+
+    def layers_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Hidden states (n_layer + 1, N, D) of the tokens in `kept`, from the embeddings on, the last one normed; see `hidden`."""
+        output, at = self._read(tokens, kept, output_hidden_states=True)
+        return torch.stack([*(select(x, at) for x in output.hidden_states[:-1]), output.last_hidden_state])
+
+    def _read(self, tokens: Tensor, kept: Tensor, **more: Any) -> tuple[Any, Tensor]:
+        """The trunk's output, and the places of `kept` in its rows."""
         trunk: Any = self.base_model
         # a window counts distances within the row
         if len(tokens) > 1 and len(kept) and self.config.window is None and not tokens.is_cuda:
@@ -58,8 +68,8 @@ class GPTPreTrainedModel(PreTrainedModel):
             if (joined := join_rows(tokens, rows, positions, self.config.width)) is not None:
                 given = {"attention_mask": joined.mask, "position_ids": joined.positions}
                 at = joined.places(rows, positions)
-                return trunk(input_ids=joined.tokens, use_cache=False, kept=at, **given).last_hidden_state
-        return trunk(input_ids=tokens, use_cache=False, kept=kept).last_hidden_state
+                return trunk(input_ids=joined.tokens, use_cache=False, kept=at, **given, **more), at
+        return trunk(input_ids=tokens, use_cache=False, kept=kept, **more), kept
 
     def set_residual_dropout(self, share: float) -> None:
         for module in self.modules():

@@ -22,6 +22,7 @@ from rlhf.model.checkpoint import CHOSEN_HERE, LAYER, load_whole
 from rlhf.model.fused_loss import chosen_logprobs
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
+from rlhf.ops.masked import upcast
 from rlhf.system.files import write_json
 from rlhf.system.schemas import Schema, read_checked
 
@@ -38,6 +39,21 @@ class ScalarHead(Float32Linear):
         nn.init.normal_(self.weight, 0.0, (self.in_features + 1) ** -0.5)
         nn.init.zeros_(self.bias)
         return self
+
+
+class LayerMix(nn.Module):
+    """gamma sum_l softmax(s)_l h_l of hidden states h (L, N, D), in float32: which layers the head reads is learned.
+
+    s starts at 0 and gamma at 1, so that it begins as the mean of the layers. Source: Peters et al. 2018 (ELMo), equation 1.
+    """
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.weight, self.gamma = nn.Parameter(torch.zeros(layers)), nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(N, D) float32."""
+        return upcast(self.gamma) * torch.einsum("l,l...->...", upcast(self.weight).softmax(0), upcast(hidden))
 
 
 def scalar_heads_in_float32(model: nn.Module) -> None:
@@ -62,7 +78,9 @@ def first_blocks(trunk: Any, count: int) -> Any:
     ours = lm(trunk).native
     if not ours or count > trunk.config.n_layer:
         has = f"{trunk.config.num_hidden_layers} blocks" + ("" if ours else " and does not run natively")
-        raise UserError(f"reward.layers={count}: the model has {has}: want null, or fewer blocks of a native model")
+        raise UserError(
+            f"reward.layers={count}: the model has {has}: want null, mix, or fewer blocks of a native model"
+        )
     config = copy.deepcopy(trunk.config)
     config.n_layer = count
     return config
@@ -74,6 +92,7 @@ class RewardConfig(PreTrainedConfig):
     model_type = "rlhf_reward"
 
     trunk: Any = None  # a configuration, or a dict of one
+    mix: bool = False  # whether the head reads a `LayerMix`
     read_tokens: int = 1  # the score is the head's mean over this many last tokens
     gain: float = 1.0
     shift: float = 0.0
@@ -112,6 +131,7 @@ class RewardModel(PreTrainedModel):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False, **CHOSEN_HERE)
         self.head = ScalarHead(config.trunk.hidden_size)
+        self.mix = LayerMix(config.trunk.num_hidden_layers + 1) if config.mix else None
         self.post_init()
 
     @torch.no_grad()
@@ -121,14 +141,15 @@ class RewardModel(PreTrainedModel):
             self.head.initialise()
 
     @classmethod
-    def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | None = None) -> RewardModel:
+    def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | str | None = None) -> RewardModel:
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
         source: a folder or hub name, or a loaded model, which is left as it is. layers: how many of the trunk's first
-        blocks are kept; None: all.
+        blocks are kept, or "mix", whose head reads a learned mix of all layers; None: all.
         """
         trunk: Any = load_whole(AutoModel, source, headless=True) if isinstance(source, str) else source.base_model
-        model = cls(RewardConfig(trunk=trunk.config if layers is None else first_blocks(trunk, layers)))
+        config = first_blocks(trunk, layers) if isinstance(layers, int) else trunk.config
+        model = cls(RewardConfig(trunk=config, mix=layers == "mix"))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
         state = trunk.state_dict()
         model.trunk.load_state_dict({name: state[name] for name in model.trunk.state_dict()})
@@ -142,6 +163,7 @@ class RewardModel(PreTrainedModel):
         if (count := config.trunk.num_hidden_layers) < trunk.config.num_hidden_layers:
             trunk.config, trunk.layers = first_blocks(trunk, count), trunk.layers[:count]
         model.trunk, model.head = trunk, ScalarHead(config.trunk.hidden_size).initialise()
+        model.mix = LayerMix(count + 1) if config.mix else None
         return model.eval()
 
     def _score(self, hidden: Tensor, calibrated: bool) -> Tensor:
@@ -160,10 +182,15 @@ class RewardModel(PreTrainedModel):
         return terms if by_token else terms.sum(1)
 
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The head's input per response, (B, D) float32: the raw score is w . features + b. Arguments as of `forward`."""
+        """The head's input per response, (1, B, D) float32: the raw score is w . features + b. Arguments as of `forward`.
+
+        With a mix the states of the layers that it mixes, (L, B, D).
+        """
         real, kept = self._read_places(tokens, lengths)
-        hidden = lm(self.trunk).hidden(tokens, kept).float().view(*real.shape, -1)
-        return torch.where(real[..., None], hidden, 0.0).sum(1) / real.sum(1, keepdim=True)
+        trunk = lm(self.trunk)
+        hidden = trunk.hidden(tokens, kept)[None] if self.mix is None else trunk.layers_at(tokens, kept)
+        hidden = hidden.float().view(len(hidden), *real.shape, -1)
+        return torch.where(real[..., None], hidden, 0.0).sum(2) / real.sum(1, keepdim=True)
 
     def _read_places(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the read_tokens positions before each length exist, (B, N), and their row * T + position, (B * N,)."""
@@ -176,7 +203,12 @@ class RewardModel(PreTrainedModel):
 
         The value at position t depends on tokens 0…t; it is the value before token t + 1 is chosen.
         """
-        return self._score(lm(self.trunk).hidden(tokens, kept), calibrated)
+        return self._score(self._hidden(tokens, kept), calibrated)
+
+    def _hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """What the head reads, (N, D)."""
+        trunk = lm(self.trunk)
+        return trunk.hidden(tokens, kept) if self.mix is None else self.mix(trunk.layers_at(tokens, kept))
 
     def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
         """Prompt and answers in the policy's tokens; a prompt is cut from the left to leave `room` for a response."""

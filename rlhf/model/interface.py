@@ -43,6 +43,9 @@ class LanguageModel(Protocol):
         tokens (B, T), right-padded, so that causal attention hides padding from every real token.
         """
 
+    def layers_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Hidden states (layers + 1, N, D) of these tokens: embeddings, then each block's output; the last as of `hidden`."""
+
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Logits (N, V) after the tokens in `kept`."""
 
@@ -104,6 +107,10 @@ class Foreign:
         """All tokens go through the trunk."""
         output = self.model.base_model(input_ids=tokens, use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, kept)
+
+    def layers_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        output = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        return torch.stack([x.flatten(0, 1).index_select(0, kept) for x in output.hidden_states])
 
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """By the model's own forward, unless the hidden states of these tokens are enough."""

@@ -186,7 +186,7 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
     nn.Module.to(model, device)
     with inference(stage.config, device):
         features = read_features(model, items, pad, device)
-    fit = fit_head(model.head, features, items)
+    fit = fit_head(model.head, features, items, model.mix)
     stage.say(
         f"head fitted on the frozen trunk: cross-validated accuracy {fit['accuracy']:.3f}, loss {fit['loss']:.3f}, "
         f"weight decay {fit['decay']:g}"

@@ -9,6 +9,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
+from rlhf.model.convert import export_reward
 from tests.oracles import token_values
 from tests.presets import preset
 
@@ -162,6 +163,43 @@ def test_a_reward_model_of_the_first_blocks_scores_their_hidden_states(tokens):
         shared.head.load_state_dict(cut.head.state_dict())
         assert torch.equal(shared(tokens, LENGTHS), cut(tokens, LENGTHS))
     assert len(shared.trunk.layers) == 2
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers"])
+def test_a_mix_of_layers_is_elmos(tokens, tmp_path, kind):
+    foreign = GPT2Config(vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=WIDTH)
+    policy = make_policy() if kind == "native" else GPT2LMHeadModel(foreign).eval()
+    mixed = RewardModel.from_causal_lm(policy, layers="mix")
+    states = policy.base_model(tokens, output_hidden_states=True).hidden_states
+    with torch.no_grad():
+        mixed.mix.weight.copy_(torch.tensor([0.3, -1.0, 2.0]))
+        mixed.mix.gamma.fill_(1.7)
+    s = torch.tensor([0.3, -1.0, 2.0]).exp() / torch.tensor([0.3, -1.0, 2.0]).exp().sum()
+    wanted = mixed.head(1.7 * sum(share * state for share, state in zip(s, states, strict=True))).squeeze(-1)
+    ends = torch.arange(3), LENGTHS - 1
+    scores = mixed(tokens, LENGTHS, calibrated=False)
+    torch.testing.assert_close(scores, wanted[ends], rtol=1e-5, atol=1e-6)
+    scores.sum().backward()
+    assert mixed.mix.weight.grad.abs().min() > 0 and mixed.mix.gamma.grad.abs() > 0
+    mixed.save_pretrained(tmp_path)
+    again = RewardModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(tokens, LENGTHS, calibrated=False), scores)
+    shared = RewardModel.on_trunk(mixed.config, copy.deepcopy(policy.base_model))
+    shared.head.load_state_dict(mixed.head.state_dict())
+    shared.mix.load_state_dict(mixed.mix.state_dict())
+    torch.testing.assert_close(shared(tokens, LENGTHS, calibrated=False), scores)
+    with pytest.raises(UserError, match=r"reward\.layers=mix"):
+        export_reward(again, None, tmp_path / "out")
+
+
+def test_a_mix_of_joined_rows_is_that_of_single_ones():
+    mixed = RewardModel.from_causal_lm(make_policy(), layers="mix")
+    rows = torch.randint(0, VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
+    rows[:, :20] = rows[0, :20]  # a common prompt, which is read once
+    lengths = torch.tensor([24, 23, 22, 24])
+    with torch.no_grad():
+        alone = torch.cat([mixed(row[None], length[None]) for row, length in zip(rows, lengths, strict=True)])
+        torch.testing.assert_close(mixed(rows, lengths), alone, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_cut_is_refused():

@@ -7,7 +7,7 @@ from torch import Tensor
 from rlhf.data.encoding import Item, Judgement
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import fit_head, read_features
-from rlhf.model.heads import RewardModel, ScalarHead
+from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_it_finds_the_direction_that_made_the_rankings():
     features = torch.randn(300, 4, 6, generator=draw, dtype=torch.float64) * torch.tensor([1, 1, 10, 1, 0.1, 1.0])
     true = features @ torch.tensor([1.0, -1.0, 0.1, 0, 0, 0], dtype=torch.float64)  # three features that count alike
     head = ScalarHead(6)
-    found = fit_head(head, features.flatten(0, 1), ranked_items(true, noise=0.5))
+    found = fit_head(head, features.flatten(0, 1)[None], ranked_items(true, noise=0.5))
     with torch.no_grad():
         scores = head(features.float()).squeeze(-1).double()
     assert torch.corrcoef(torch.stack([scores.flatten(), true.flatten()]))[0, 1] > 0.99
@@ -38,18 +38,34 @@ def test_it_finds_the_direction_that_made_the_rankings():
     assert head.bias.item() == 0
 
 
+def test_it_finds_the_layer_that_made_the_rankings():
+    draw = torch.Generator().manual_seed(0)
+    features = torch.randn(3, 60, 4, 6, generator=draw, dtype=torch.float64)
+    true = features[1] @ torch.tensor([1.0, -1.0, 0, 0, 0, 0], dtype=torch.float64)
+    head, mix = ScalarHead(6), LayerMix(3)
+    flat, items = features.flatten(1, 2), ranked_items(true, noise=0.5)
+    found = fit_head(head, flat, items, mix)
+    assert (
+        mix.weight.softmax(0)[1] > 0.9
+        and found["accuracy"] > fit_head(ScalarHead(6), flat.mean(0)[None], items)["accuracy"] + 0.05
+    )
+    with torch.no_grad():
+        scores = head(mix(flat.float())).squeeze(-1).double()
+    assert torch.corrcoef(torch.stack([scores, true.flatten()]))[0, 1] > 0.99
+
+
 def test_labels_that_say_nothing_give_a_strong_decay_and_a_coin():
     draw = torch.Generator().manual_seed(0)
     features = torch.randn(60, 4, 40, generator=draw, dtype=torch.float64)
     noise = torch.randn(60, 4, generator=draw)
-    found = fit_head(ScalarHead(40), features.flatten(0, 1), ranked_items(noise, noise=0.0))
+    found = fit_head(ScalarHead(40), features.flatten(0, 1)[None], ranked_items(noise, noise=0.0))
     assert found["decay"] >= 0.3 and 0.4 < found["accuracy"] < 0.6
     assert found["loss"] == pytest.approx(0.6931, abs=0.03)  # log 2 of a coin, cross-validated over 60 prompts
 
 
 def test_a_single_prompt_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"^reward.fit_head=true: 1 training prompt with a ranking"):
-        fit_head(ScalarHead(3), torch.zeros(4, 3, dtype=torch.float64), ranked_items(torch.zeros(1, 4), noise=1.0))
+        fit_head(ScalarHead(3), torch.zeros(1, 4, 3, dtype=torch.float64), ranked_items(torch.zeros(1, 4), noise=1.0))
 
 
 @pytest.mark.parametrize("read_tokens", [1, 3])
@@ -64,5 +80,5 @@ def test_the_head_of_the_features_is_the_score(gold_run, read_tokens):
     tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]])
     with torch.no_grad():
         scores = model(tokens, torch.tensor([4, 2, 3]), calibrated=False)
-        from_features = model.head(features.float()).squeeze(-1)
+        from_features = model.head(features[0].float()).squeeze(-1)
     torch.testing.assert_close(from_features, scores, rtol=1e-5, atol=1e-6)
