@@ -83,6 +83,19 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
             )
     else:
         yield "an adopted model: no pretraining is planned (set pretrain.tokens to continue it on data.corpus)"
+    if served := plan["served"]:
+        yield from (
+            "",
+            f"of one loss, {served['loss']:.3f} nats per token, with {amount(served['served_tokens'])} tokens in use",
+        )
+        for name in ("this model", "compute-optimal", "cheapest"):
+            row = served[name]
+            more = f", {amount(row['kwh'])} kWh" if "kwh" in row else ""
+            more += f", cost {amount(row['cost'])}" if "cost" in row else ""
+            yield (
+                f"  {name:<16} {amount(row['parameters']):>8} parameters on {amount(row['tokens'])} tokens: {row['train_flops']:.2e} FLOPs "
+                f"to train, {row['served_flops']:.2e} in use: {amount(row['gpu_hours'])} GPU hours{more}"
+            )
     yield from ("", verdict(plan))
 
 

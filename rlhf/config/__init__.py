@@ -161,4 +161,10 @@ class PlanConfig(Config):
     mfu: float = setting(0.4, "fraction of the peak rate that training reaches", above=0, max=1)
     peak_tflops: float | None = setting(None, "peak TFLOP/s of a GPU; none: an A100's, 312 or 19.5 (fp32)", above=0)
     bandwidth_gb: float = setting(2039.0, "GB per second of one GPU's memory; default: an A100's with 80 GB", above=0)
+    served_tokens: float | None = setting(
+        None, "tokens that the model will read and write in use: the size that is cheapest with them", above=0
+    )
+    gpu_watts: float | None = setting(None, "power of one GPU with its share of the rest, for energy", above=0)
+    gpu_price: float | None = setting(None, "price of one GPU for an hour, without energy", above=0)
+    energy_price: float | None = setting(None, "price of a kilowatt-hour; needs gpu_watts", above=0)
     out: str | None = setting(None, "file or folder for plan.json")

@@ -107,6 +107,10 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
             )
     if isinstance(config, PlanConfig) and context is not None:  # else the plan reads the model's own configuration
         longest = min(context, data.max_tokens)
+        yield (
+            config.energy_price is not None and config.gpu_watts is None,
+            f"energy_price={config.energy_price}: no power is known: set gpu_watts too",
+        )
         yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
 
 

@@ -290,6 +290,41 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
     return optimal
 
 
+def make_served(config: PlanConfig) -> dict[str, Any]:
+    """With served_tokens: this model, the compute-optimal and the cheapest one of its loss, each with what training and use take.
+
+    {name: {"parameters", "tokens", "train_flops", "served_flops", "gpu_hours"}}, and "kwh" and "cost" if the settings are given.
+    Training is 6 N D, use 2 N per token, both at `mfu`. Raises: UserError for a model that is not pretrained.
+    """
+    if (served := config.served_tokens) is None:
+        return {}
+    parameters, tokens = float(planned_shape(config).language_model), float(pretraining_tokens(config))
+    if tokens == 0:
+        raise UserError(
+            "served_tokens: an adopted model's loss is not known by the law: set pretrain.tokens, or leave it out"
+        )
+    law, rows = scaling.PUBLISHED, {"this model": (parameters, tokens)}
+    loss = law.loss(parameters, tokens)
+    rows |= {"compute-optimal": scaling.cheapest(law, loss, 0.0), "cheapest": scaling.cheapest(law, loss, served)}
+    found: dict[str, Any] = {"served_tokens": served, "loss": loss}
+    for name, (size, text) in rows.items():
+        train, use = 6 * size * text, 2 * size * served
+        hours = (train + use) / (config.mfu * 1e12 * peak_tflops(config)) / 3600
+        found[name] = {
+            "parameters": size,
+            "tokens": text,
+            "train_flops": train,
+            "served_flops": use,
+            "gpu_hours": hours,
+        }
+        kwh = hours * (config.gpu_watts or 0.0) / 1000
+        if config.gpu_watts is not None:
+            found[name]["kwh"] = kwh
+        if config.gpu_price is not None or config.energy_price is not None:
+            found[name]["cost"] = hours * (config.gpu_price or 0.0) + kwh * (config.energy_price or 0.0)
+    return found
+
+
 def make_plan(config: PlanConfig) -> dict[str, Any]:
     """The whole plan as JSON values: bytes, FLOPs, hours, and the verdict."""
     shape = planned_shape(config)
@@ -326,4 +361,5 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "suggestions": [] if fits else suggest(config),
         "time": make_times(config),
         "compute_optimal": make_optimal(config),
+        "served": make_served(config),
     }

@@ -59,6 +59,29 @@ class LossLaw:
         return Frontier(k=float(math.exp(log_g) / 6.0**self.a), a=self.a)
 
 
+def cheapest(law: LossLaw, loss: float, served: float) -> tuple[float, float]:
+    """(N, D) that minimise 6 N D + 2 N S with L(N, D) = `loss`, for S = `served` tokens in use; S = 0: on the frontier.
+
+    A smaller model that was trained longer costs less per served token (Touvron et al. 2023, LLaMA, section 1). The loss must be above
+    E. Source: Hoffmann et al. 2022, equation 2; Sardana et al. 2023, equation 1.
+    """
+    left = loss - math.exp(law.log_e)
+    least = (math.exp(law.log_a) / left) ** (1 / law.alpha)  # this size needs endless text
+
+    def tokens(parameters: float) -> float:
+        return float((math.exp(law.log_b) / (left - math.exp(law.log_a) / parameters**law.alpha)) ** (1 / law.beta))
+
+    def cost(log_size: float) -> float:
+        size = math.exp(log_size)
+        return size * (6 * tokens(size) + 2 * served)
+
+    low, high = math.log(least) + 1e-9, math.log(least) + 20.0  # the cost has one minimum
+    for _ in range(200):
+        first, second = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, second) if cost(first) < cost(second) else (first, high)
+    return math.exp(low), tokens(math.exp(low))
+
+
 # Approach 3 before rounding, from the comment in the TeX source of arXiv:2203.15556, as Besiroglu et al. 2024
 # (arXiv:2404.10102) carry them in their published analysis. The paper prints A 406.4, B 410.7, E 1.69, alpha 0.34,
 # beta 0.28, which move its own projections by tens of per cent.

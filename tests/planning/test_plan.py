@@ -232,3 +232,16 @@ def test_the_plan_names_the_engine_its_memory_and_the_share_of_rollouts():
     assert any(line.startswith("rollouts by rollout.engine=native: ") for line in native)
     config = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "rollout.engine=vllm", "rollout.vllm_memory=0.99")
     assert not make_plan(config)["fits"]
+
+
+def test_what_use_costs_by_hand():
+    overrides = ["model=gpt2", "pretrain.tokens=1_000_000_000", "served_tokens=1e12", "mfu=0.5", "peak_tflops=100"]
+    config = planned(*overrides, "gpu_watts=400", "gpu_price=2", "energy_price=0.5")
+    row = make_plan(config)["served"]["this model"]
+    flops = 6 * 124_439_808 * 1e9 + 2 * 124_439_808 * 1e12
+    hours = flops / 0.5e14 / 3600
+    assert row["gpu_hours"] == pytest.approx(hours) and row["kwh"] == pytest.approx(0.4 * hours)
+    assert row["cost"] == pytest.approx(2 * hours + 0.5 * 0.4 * hours)
+    assert any("in use" in line and "cheapest" in line for line in plan_lines(make_plan(config)))
+    with pytest.raises(UserError, match=r"energy_price=0\.5: no power is known"):
+        planned(*overrides, "energy_price=0.5")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.planning.scaling import FRONTIERS, PUBLISHED, LossLaw
+from rlhf.planning.scaling import FRONTIERS, PUBLISHED, LossLaw, cheapest
 
 # Printed projections: parameters, FLOPs, tokens. Source: Hoffmann et al. 2022, table 3 (approach 1) and table A3 (2 and 3).
 TABLE: dict[int, tuple[tuple[float, float, float], ...]] = {
@@ -86,3 +86,28 @@ def test_approach_3_is_where_the_loss_is_least(flops, other):
     best, tokens = FRONTIERS[3].parameters(flops), FRONTIERS[3].tokens(flops)
     assert 6 * best * tokens == pytest.approx(flops)
     assert PUBLISHED.loss(best, tokens) <= PUBLISHED.loss(best * other, flops / (6 * best * other)) * (1 + 1e-12)
+
+
+def test_without_use_the_cheapest_of_a_loss_is_on_the_frontier():
+    loss = PUBLISHED.loss(1e9, 20e9)
+    size, tokens = cheapest(PUBLISHED, loss, 0.0)
+    assert PUBLISHED.loss(size, tokens) == pytest.approx(loss, rel=1e-9)
+    # near the minimum the cost is flat, so that the size is known to the root of the rounding
+    assert PUBLISHED.frontier.parameters(6 * size * tokens) == pytest.approx(size, rel=1e-5)
+
+
+@pytest.mark.parametrize("served", [1e10, 1e12])
+def test_the_cheapest_with_use_is_that_of_a_grid(served):
+    loss, e = PUBLISHED.loss(1e9, 20e9), math.exp(PUBLISHED.log_e)
+
+    def tokens(n):  # L = E + A n^-alpha + B d^-beta, solved for d
+        return (math.exp(PUBLISHED.log_b) / (loss - e - math.exp(PUBLISHED.log_a) * n**-PUBLISHED.alpha)) ** (
+            1 / PUBLISHED.beta
+        )
+
+    least = (math.exp(PUBLISHED.log_a) / (loss - e)) ** (1 / PUBLISHED.alpha)
+    grid = [least * 1.0005**k for k in range(2, 20000)]
+    best = min(grid, key=lambda n: 6 * n * tokens(n) + 2 * n * served)
+    size, text = cheapest(PUBLISHED, loss, served)
+    assert (size, text) == pytest.approx((best, tokens(best)), rel=5e-3)  # the grid's step moves D more than N
+    assert size < cheapest(PUBLISHED, loss, 0.0)[0]
