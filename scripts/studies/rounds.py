@@ -50,7 +50,8 @@ def run_cells(cells: Sequence[Cell], processes: int) -> None:
             copy = cell.home.with_name(f"{cell.home.name}-round-1")
             if is_complete(source / "ppo") and not copy.exists():
                 shutil.copytree(source, copy)
-        run(mine, processes)
+        if mine:
+            run(mine, processes)
 
 
 def figures(cell: Cell) -> list[dict[str, float]]:
@@ -68,8 +69,8 @@ def figures(cell: Cell) -> list[dict[str, float]]:
             {
                 "gold": results["gold"]["mean_score"][policy],
                 "win_rate": sum(wins) / len(wins),
-                "kl": results["kl"][policy],
-                "accuracy": summary["test/accuracy"],
+                "kl": results["kl"][policy]["value"],
+                "accuracy": summary["accuracy"],
             }
         )
     return found
@@ -94,7 +95,11 @@ def main(asked: Any) -> None:
                     [title, *(show(mean_interval([x[k] - y[k] for x, y in pairs]), sign="+") for k in FIGURES)]
                 )
     table(["paired over seeds", *FIGURES], lines)
-    series = {TITLES[name]: [(n + 1.0, means[f"{name} {n + 1}"]["gold"]) for n in range(3)] for name in CHOICES}
+    series = {
+        TITLES[name]: [(n + 1.0, means[f"{name} {n + 1}"]["gold"]) for n in range(3)]
+        for name in CHOICES
+        if f"{name} 1" in means
+    }
     draw(asked.picture, series, "labelling round", "gold score")
 
 
