@@ -211,6 +211,7 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
         "rounds": str(earlier.rounds),  # whose comparisons say which prompts are labelled
         "parents.label": earlier.run,
         "parents.ppo": earlier.run,
+        "parents.reward": earlier.run,
         "sample.stage": "ppo",
         "sample.out": f"'{out}'",
     }

@@ -13,18 +13,19 @@ from rlhf.config.commands import SampleConfig
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking, first_repeat
-from rlhf.data.splits import prompt_key
+from rlhf.data.splits import prompt_key, uniform
 from rlhf.data.tasks import next_step, shuffle_responses, write_tasks
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, read_record, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
-from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts
+from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts, reward_folder
 from rlhf.system.files import check_replaceable, held, replaced, sha256_file, write_json
 from rlhf.system.terminal import say
 
 RECORD = "sample.json"
 SPARE = 3  # draws beyond K, to replace duplicates
+BY_REWARD = ("uncertain", "disagreement")  # of sample.choose: among the answers to several times as many prompts
 MOST_RESPONSES = 26  # K: response ids are the letters
 
 
@@ -40,6 +41,14 @@ def run(config: Config) -> None:
         raise UserError(
             f"sample.stages={','.join(stages)}: want two or more, without sample.stage and sample.responses"
         )
+    if settings.choose == "disagreement" and len(listed(settings.rewards)) < 2:
+        raise UserError(
+            "sample.choose=disagreement: want two reward models or more: name their runs with sample.rewards=[…]"
+        )
+    if stages and settings.choose in BY_REWARD:
+        raise UserError(
+            f"sample.choose={settings.choose}: sample.stages compares policies, on prompts that no reward model chose"
+        )
     if not 2 <= settings.responses <= MOST_RESPONSES:
         raise UserError(f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}")
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
@@ -49,10 +58,14 @@ def run(config: Config) -> None:
         policies = [find_policy(config, name) for name in stages or [settings.stage]]
         if twice := first_repeat(policy_id for policy_id, _ in policies):
             raise UserError(f"sample.stages: {twice} is named twice: name each policy once")
+        for name in choosing_rewards(config):
+            check_output(reward_folder(config, name, "sample.rewards"))
         prompts, labelled = choose_prompts(config)
 
         # 1. Sample
         tasks, alike, too_long = draw_tasks(config, policies, prompts)
+        pool = len(tasks)
+        tasks = choose_tasks(config, tasks)
         if not tasks:
             left = f"{alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context"
             raise UserError(f"sample: {left}, which leaves no task: raise sample.temperature or sample.prompts")
@@ -63,7 +76,7 @@ def run(config: Config) -> None:
             step = next_step(out, settings.tool)
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
             counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count}
-            counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
+            counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled, "chosen_of": pool}
             record = {
                 "policy": ", ".join(policy_id for policy_id, _ in policies),
                 "seed": config.seed,
@@ -71,6 +84,7 @@ def run(config: Config) -> None:
                 **{name: getattr(settings, name) for name in ("temperature", "split", "tool")},
                 "responses": len(policies) if stages else settings.responses,
                 "interface": settings.interface if settings.tool != "native" else None,
+                "choose": settings.choose,
                 "counts": counts,
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
@@ -103,7 +117,8 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
-    """Up to `sample.prompts` prompts of the split in the order of the data, and how many were skipped as labelled.
+    """Up to `sample.prompts` prompts of the split in the order of sample.choose, and how many were skipped as labelled; more if reward
+    models choose among them.
 
     A prompt is labelled if the run's comparisons rank responses to it. To judge policies (sample.stages), such a prompt will do.
 
@@ -129,7 +144,30 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
         raise UserError(
             f"sample.split={split}: all {len(candidates)} prompts of it are labelled already: give new ones with data.prompts=…"
         )
-    return fresh[: config.sample.prompts], len(candidates) - len(fresh)
+    pool = config.sample.prompts * (config.sample.pool if config.sample.choose in BY_REWARD else 1)
+    if config.sample.choose != "first":
+        fresh.sort(key=lambda record: uniform(f"sample {record.id}", config.seed))
+    return fresh[:pool], len(candidates) - len(fresh)
+
+
+def choosing_rewards(config: Config) -> list[str | None]:
+    """The reward models that choose the prompts; None is the run's own."""
+    return (listed(config.sample.rewards) or [None]) if config.sample.choose in BY_REWARD else []
+
+
+def choose_tasks(config: Config, tasks: list[Ranking]) -> list[Ranking]:
+    """Those to label: all, or those that reward models choose; `metadata.chosen` says how."""
+    from rlhf.evaluation.informative import choose_prompts_by, value_tasks
+
+    settings, rewards = config.sample, choosing_rewards(config)
+    if not rewards or not tasks:
+        return tasks
+    values = value_tasks(config, tasks, settings.choose, rewards, "sample.rewards")
+    keys = [task.id for task in tasks]
+    chosen = choose_prompts_by(values, keys, settings.prompts, settings.random_fraction, config.seed)
+    for place, at_random in chosen.items():
+        tasks[place].metadata["chosen"] = "random" if at_random else settings.choose
+    return [tasks[place] for place in sorted(chosen)]
 
 
 def find_policy(config: Config, name: str) -> tuple[str, Path]:

@@ -92,7 +92,7 @@ def bind_socket(config: Config) -> socket.socket:
 def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any]:
     """The models' thread, and the application."""
     from rlhf.serving.app import make_app
-    from rlhf.serving.labelling import LabelFile, Labelling
+    from rlhf.serving.labelling import Checks, LabelFile, Labelling
     from rlhf.serving.managing import Staff
     from rlhf.serving.models import ModelThread, served_models
     from rlhf.serving.security import Access
@@ -115,7 +115,8 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     models = partial(served_models, config, folders, listed(settings.stages) or None)
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
-    labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed)
+    checks = Checks(load_gold(config, tasks), settings.check_every, settings.qualification, settings.qualified)
+    labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed, checks)
     limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
     known, manager = (staff.secrets, staff.manager) if staff else ({}, None)
     access = Access(settings.token, known, loopback, *limits, settings.labelers_chat, manager)
@@ -130,6 +131,29 @@ def read_instructions(path: Path) -> str:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"serve.instructions={path}: is not UTF-8: save it as UTF-8") from None
+
+
+def load_gold(config: Config, tasks: list[Any]) -> dict[str, Any]:
+    """The gold items of serve.gold by id. Raises: UserError for one without a ranking or with a task's id, or too few of them."""
+    settings, gold = config.serve, {}
+    if settings.gold is not None:
+        taken = {task.id for task in tasks}
+        for record in load_comparisons(settings.gold)[0]:
+            if not record.pair_list() or record.id in taken or record.id in gold:
+                problem = "has no order" if not record.pair_list() else "is the id of a task or of another"
+                raise UserError(
+                    f"serve.gold={settings.gold}: {record.id!r} {problem}: want rankings with ids of their own"
+                )
+            gold[record.id] = record
+        if not settings.check_every and not settings.qualification:
+            raise UserError(
+                f"serve.gold={settings.gold}: nobody would see it: set serve.check_every=10 or serve.qualification"
+            )
+    if settings.qualification > len(gold) or (settings.qualification and not settings.labelers):
+        raise UserError(
+            f"serve.qualification={settings.qualification}: serve.gold has {len(gold)} rankings: want as many, and labelers=[…]"
+        )
+    return gold
 
 
 def load_tasks(given: str | None, run: Path) -> list[Any]:

@@ -80,6 +80,14 @@ class SampleConfig:
     stages: Any = setting(None, "policies to compare, as sft or run/ppo: tasks with one response of each", kind="names")
     split: str = setting("train", "split of the prompts", choices=("train", "dev", "test"))
     prompts: int = setting(100, "prompts to sample responses for", min=1)
+    choose: str = setting(
+        "first",
+        "prompts: in the order of the data, at random, or by reward models",
+        choices=("first", "random", "uncertain", "disagreement"),
+    )
+    rewards: Any = setting(None, "runs whose reward models choose; none: the run's own", kind="names")
+    pool: int = setting(4, "prompts that are answered per prompt that reward models choose", min=1)
+    random_fraction: float = setting(0.25, "fraction of chosen prompts that is drawn at random", min=0, max=1)
     turn: str = setting("last", "turn of a dialogue that is answered", choices=("last", "random"))
     responses: int = setting(4, "responses per prompt, K", min=1, max=100)
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
@@ -153,6 +161,10 @@ class ServeConfig:
     labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
     labelers_chat: bool = setting(False, "labelers may also use Chat, Compare and Next token")
     labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
+    gold: str | None = setting(None, "rankings that are known: each labeler gets them among the tasks")
+    check_every: int = setting(0, "after so many tasks comes a gold item, or one ranked before again; 0: never", min=0)
+    qualification: int = setting(0, "gold items that each labeler ranks first", min=0)
+    qualified: float = setting(0.7, "share of their pairs to order as known, for more tasks", min=0, max=1)
     instructions: str | None = setting(None, "text file that is shown to labelers; none: a short guide")
 
 
@@ -211,6 +223,9 @@ class ImportConfig:
     encoding: str = setting("utf-8", "encoding of CSV and TSV files", kind="encoding")
     max_rejects: int = setting(0, "with more rejects, the result is partial and needs data.allow_partial=true", min=0)
     duplicates: str = setting("drop", "what to do with exact duplicates", choices=("drop", "keep"))
+    min_gold_accuracy: float = setting(
+        0.0, "leave out labelers who order fewer pairs of gold items as known", min=0, max=1
+    )
     max_prompts_per_user: int = setting(200, "more prompts of one user are filtered", min=1)
     prefix_characters: int = setting(200, "prompts that share these first characters stay in one split", min=1)
     filter_prefixes: bool = setting(True, "keep only the first of such prompt records")

@@ -119,7 +119,9 @@ class Cleaner:
     def __init__(self, duplicates: str, pii: str, filter_prefixes: bool, max_prompts_per_user: int):
         self.drop_duplicates, self.drop_pii = duplicates == "drop", pii == "drop"
         self.filter_prefixes, self.max_prompts_per_user = filter_prefixes, max_prompts_per_user
-        self.counts: Counter[str] = Counter(dict.fromkeys(("duplicates", "pii", "shared_prefix", "prompts_of_user"), 0))
+        self.counts: Counter[str] = Counter(
+            dict.fromkeys(("duplicates", "pii", "shared_prefix", "prompts_of_user", "gold_accuracy"), 0)
+        )
         self._seen: set[int] = set()
         self._prefixes: set[int] = set()
         self._of_user: Counter[int] = Counter()

@@ -18,6 +18,7 @@ from rlhf.data.cleaning import PII_KINDS, Facts
 from rlhf.data.inputs import Reject
 from rlhf.data.records import Record
 from rlhf.data.splits import SPLITS
+from rlhf.system.terminal import one_line
 
 KEPT_BYTES = 1 << 20  # of a rejected row
 ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
@@ -125,4 +126,12 @@ def describe(report: dict[str, Any]) -> list[str]:
                 f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
                 f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
             )
-    return lines + (agreement.describe(report["agreement"]) if "ranking" in records else [])
+    lines += agreement.describe(report["agreement"]) if "ranking" in records else []
+    for labeler, checks in report["checks"].items():
+        shares = (
+            f"{name} {one['right'] / one['pairs']:.1%} of {one['pairs']:.0f} pairs"
+            for name, one in checks.items()
+            if one["pairs"]
+        )
+        lines.append(f"checks: {one_line(labeler, 24)}: {', '.join(shares)}")
+    return lines

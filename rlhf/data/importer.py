@@ -24,7 +24,7 @@ from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
 from rlhf.data.inputs import ROW_SUFFIXES, Reading, Reject, Row, Source, has_suffix, open_bytes, reject_row, row_bytes
 from rlhf.data.reading import FileInfo, read
-from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, join_judgements
+from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
 from rlhf.errors import UserError
@@ -33,6 +33,7 @@ from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
+_Name = tuple[str, str | None]  # of a record: id and labeler
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 
 
@@ -56,6 +57,8 @@ class Importer:
         self.assigner = Assigner(config.seed, shares, earlier)
         self.statistics = Statistics()
         self.agreement = AgreementCounter()
+        self.checks: dict[str, dict[str, dict[str, float]]] = {}  # by labeler, see `sum_checks`
+        self.careless: set[str] = set()  # labelers below min_gold_accuracy
         self.files: list[dict[str, Any]] = []  # per file: its format, why, and its counts
         self.reject_count = 0
         # by file and message: the first reject, and their number
@@ -77,9 +80,14 @@ class Importer:
         chosen = make_table_format(config.columns, config.words) if table else find_format(config.format, "format")
         failures: list[UserError] = []
         done = 0
-        for source in sources:
+        ahead = [
+            _look_ahead(source.path) if source.path and has_suffix(source.path, ROW_SUFFIXES) else (set[_Name](), [])
+            for source in sources
+        ]
+        self._measure([check for _, checks in ahead for check in checks])
+        for source, (replaced, _) in zip(sources, ahead, strict=True):
             try:
-                self._import_file(source, chosen, done)
+                self._import_file(source, chosen, done, replaced)
             except UserError as error:
                 failures.append(error)
                 self._reject_file(source, 1, error)
@@ -98,14 +106,21 @@ class Importer:
         write_json(self.folder / "report.json", report)
         return report
 
-    def _import_file(self, source: Source, chosen: Format | None, done: int) -> None:
-        """Import one file. Raises: UserError if not even one row of it can be read."""
+    def _measure(self, checks: list[Ranking]) -> None:
+        """Sum the labelers' checks, and find who is below min_gold_accuracy."""
+        for labeler in sorted({check.labeler for check in checks if check.labeler is not None}):
+            self.checks[labeler] = sum_checks(check for check in checks if check.labeler == labeler)
+            gold = self.checks[labeler].get("gold", {"right": 0.0, "pairs": 0.0})
+            if gold["right"] < self.config.min_gold_accuracy * gold["pairs"]:
+                self.careless.add(labeler)
+
+    def _import_file(self, source: Source, chosen: Format | None, done: int, replaced: set[_Name]) -> None:
+        """Import one file; `replaced`: records that later ones replace. Raises: UserError if not even one row of it can be read."""
         counts = dict.fromkeys(ROW_COUNTS, 0)
         about = {"file": source.name, "format": None, "why": "", "counts": counts, "records": {}, "sha256": ""}
         self.files.append(about)
         info = FileInfo(source.name)
         reading = Reading(self.config.encoding, self.config.sheet)
-        replaced = _find_replaced(source.path) if source.path and has_suffix(source.path, ROW_SUFFIXES) else set()
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
@@ -116,8 +131,11 @@ class Importer:
                 if source.path is None and isinstance(row, Row):
                     digest.update(row_bytes(row))
                 result = REJECTED
-                if info.format == "native" and records and all(_names(r) in replaced for r in records):
+                if info.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
                     result, records = FILTERED, []
+                if records and all(getattr(r, "labeler", None) in self.careless for r in records):
+                    result, records = FILTERED, []
+                    self.cleaner.counts["gold_accuracy"] += 1
                 try:
                     checked = [self._check(record, info.format) for record in records]
                 except BadRow as error:
@@ -233,6 +251,7 @@ class Importer:
             "cleaning": dict(self.cleaner.counts) | {f"{name}_found": n for name, n in self.statistics.pii.items()},
             "splits": self.assigner.report(),
             "agreement": self.agreement.report(),
+            "checks": self.checks,
             "rejects": self.reject_count,
             "files": self.files,
             "settings": {
@@ -244,7 +263,7 @@ class Importer:
         }
 
 
-def _names(record: Record) -> tuple[str, str | None]:
+def _names(record: Record) -> _Name:
     return record.id, getattr(record, "labeler", None)
 
 
@@ -254,18 +273,23 @@ def _item_of(record: Ranking) -> str | None:
     return item if isinstance(item, str) else None
 
 
-def _find_replaced(path: Path) -> set[tuple[str, str | None]]:
-    """The records, by id and labeler, that later lines of a native file replace; only lines with that key are parsed."""
-    replaced: set[tuple[str, str | None]] = set()
+def _look_ahead(path: Path) -> tuple[set[_Name], list[Ranking]]:
+    """What of a native file must be known before its first line: the records that later lines replace, and the checks of labelers that
+    count. Only lines with such a key are parsed.
+    """
+    replaced, checks = set[_Name](), list[Ranking]()
     with suppress(UserError), open_bytes(path) as file:  # reading the rows reports how the file is damaged
         while line := file.readline(1 << 26):
-            if b'"replaces"' not in line:
+            if b'"replaces"' not in line and b'"labeler_check"' not in line:
                 continue
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 row = json.loads(line)
-                old = {**row, **(row.get("metadata") or {})}.get("replaces")
+                metadata = row.get("metadata") or {}
+                old = {**row, **metadata}.get("replaces")
                 replaced |= {(old, row.get("labeler"))} if isinstance(old, str) else set()
-    return replaced
+                if "labeler_check" in metadata:
+                    checks.append(Ranking.model_validate(row))
+    return replaced, [check for check in checks if _names(check) not in replaced]
 
 
 # --- joining judgements ----------------------------------------------------------------------------------------------

@@ -33,7 +33,16 @@ from rlhf.data.inputs import (
     reject_row,
     resolve_sources,
 )
-from rlhf.data.records import KINDS, Demonstration, PromptRecord, Ranking, Record, RecordType, without_replaced
+from rlhf.data.records import (
+    KINDS,
+    Demonstration,
+    PromptRecord,
+    Ranking,
+    Record,
+    RecordType,
+    check_of,
+    without_replaced,
+)
 from rlhf.data.splits import given_split, prompt_key
 from rlhf.data.storage import check_whole, read_records, verify
 from rlhf.data.tables import read_columns, read_delimited, read_sheet
@@ -223,7 +232,8 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
             rows = list(read(source, find_format(format, "data.format"), about))
             about.rows = len(rows)
             rejects += [one.reject for one in rows if one.reject]
-            made = without_replaced(record for one in rows for record in one.records)
+            counting = without_replaced(record for one in rows for record in one.records)
+            made = [record for record in counting if check_of(record) is None]
             if about.joins:
                 came = f"is of the format {about.format}, whose rows belong together"
                 raise UserError(f"{source.name}: {came}: give it to `rlhf import` first")

@@ -244,6 +244,23 @@ def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
     return [one for one in known if (one.id, getattr(one, "labeler", None)) not in replaced] if replaced else known
 
 
+def check_of(record: Record) -> dict[str, Any] | None:
+    """{"kind", "right", "pairs"} of a ranking that measures its labeler and trains nothing: "gold", of responses with a known order, or
+    "again", of a task that the labeler has ranked before. None for all other records.
+    """
+    found = record.metadata.get("labeler_check")
+    return found if isinstance(found, dict) and {"kind", "right", "pairs"} <= found.keys() else None
+
+
+def sum_checks(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """{kind: {"right", "pairs"}} over the checks among some records: pairs of responses that were ordered as before, and all."""
+    sums: dict[str, dict[str, float]] = {}
+    for check in filter(None, map(check_of, records)):
+        so_far = sums.setdefault(str(check["kind"]), {"right": 0.0, "pairs": 0.0})
+        so_far |= {name: so_far[name] + float(check[name]) for name in so_far}
+    return sums
+
+
 def first_repeat(names: Iterable[str]) -> str | None:
     """The first name that appears twice; None if all are different."""
     seen: set[str] = set()

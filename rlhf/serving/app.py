@@ -59,7 +59,7 @@ def make_app(
         who = request.state.who or local
         if not who:
             raise RefusedError(403, "labels need a labeler: open the link of one")
-        if staff and staff.paused(who):
+        if staff and staff.paused(who, labelling):
             raise RefusedError(403, "your labelling is paused: ask who runs it")
         return who
 

@@ -2,6 +2,8 @@
 
 Every task goes to `labels_per_prompt` labelers; nobody gets one twice, and nobody sees another's answer. A labeler who goes back
 answers the last task again: the new record replaces the old one, which stays in the file but no longer counts.
+
+Checks measure a labeler and train nothing: gold items, whose ranking is known, and tasks that come again.
 """
 
 import fcntl
@@ -11,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +21,24 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, ValidationError
 
-from rlhf.data.records import KINDS, Demonstration, RankedResponse, Ranking, Record, Text, without_replaced
+from rlhf.data.records import (
+    KINDS,
+    Demonstration,
+    RankedResponse,
+    Ranking,
+    Record,
+    Text,
+    check_of,
+    sum_checks,
+    without_replaced,
+)
 from rlhf.errors import UserError
 from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import disk_error, writing
 from rlhf.system.schemas import first_problem
 
+AGAIN = ".2"  # after the name of a task that comes again
 ASSIGNED_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
 MOST_COMPARISONS = 1000  # comparisons kept until they are judged
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
@@ -140,13 +154,29 @@ class LabelFile:
         os.close(self.file)
 
 
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What measures the labelers. gold: by id, tasks with a known ranking; every: labels from one check to the next, 0 for none;
+    first: gold items at the beginning, of which a labeler orders the share `least` of pairs as known, or gets no task.
+    """
+
+    gold: dict[str, Ranking] = field(default_factory=dict)
+    every: int = 0
+    first: int = 0
+    least: float = 0.0
+
+
 class Labelling:
     """The tasks of one server and their labels. Its methods may be called from several threads."""
 
-    def __init__(self, file: LabelFile, tasks: Sequence[Ranking], per_prompt: int, seed: int):
+    def __init__(
+        self, file: LabelFile, tasks: Sequence[Ranking], per_prompt: int, seed: int, checks: Checks | None = None
+    ):
         self.file, self.per_prompt, self.seed = file, per_prompt, seed
+        self.checks = checks or Checks()
         self.tasks = {task.id: task for task in tasks}
         self.lock = threading.Lock()
+        self.checked: dict[str, dict[str, Ranking]] = {}  # by labeler and name of the check, the record that counts
         self.assigned: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
         self.comparisons: dict[str, Ranking] = {}
         # by task and labeler, the record that counts
@@ -158,7 +188,9 @@ class Labelling:
     def _count(self, record: Any) -> None:
         table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
         task = record.metadata.get("task")
-        if isinstance(task, str) and task in table and record.labeler is not None:
+        if isinstance(task, str) and record.labeler is not None and check_of(record):
+            self.checked.setdefault(record.labeler, {})[task] = record
+        elif isinstance(task, str) and task in table and record.labeler is not None:
             table[task][record.labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
@@ -168,14 +200,54 @@ class Labelling:
         with self.lock:
             current, _ = self.assigned.get(labeler, (None, 0.0))
             if current is not None and self._is_open(current, labeler):
-                return self.tasks[current]
+                return self._find(current)
             name = next((name for name in self.tasks if self._is_open(name, labeler)), None)
             if name is not None:
+                name = self._next_check(labeler) or name
                 self.assigned[labeler] = (name, time.monotonic())
-            return self.tasks.get(name or "")
+            return self._find(name or "")
+
+    def _find(self, name: str) -> Ranking | None:
+        """A task, a gold item, or a task under the name with which it comes again."""
+        if (found := self.tasks.get(name) or self.checks.gold.get(name)) is not None:
+            return found
+        again = self.tasks.get(name.removesuffix(AGAIN)) if name.endswith(AGAIN) else None
+        return again and again.model_copy(update={"id": name})
+
+    def _next_check(self, labeler: str) -> str | None:
+        """The check that is due: gold items first, then, after every so many labels, in turn a gold item and a task ranked before."""
+        checks, done = self.checks, self.checked.get(labeler, {})
+        mine = [by[labeler] for by in self.ranked.values() if labeler in by]
+        gold = next((name for name in checks.gold if name not in done), None)
+        later = max(0, len(done) - checks.first)
+        if gold is not None and len(done) < checks.first:
+            return gold
+        if not checks.every or len(mine) < (later + 1) * checks.every:
+            return None
+        mine.sort(key=lambda record: record.created or "")
+        names = (
+            f"{one.metadata['task']}{AGAIN}" for one in mine[: 1 - checks.every or None] if one.ranking is not None
+        )
+        again = next((name for name in names if name not in done and name not in self.tasks), None)
+        return (gold or again) if later % 2 == 0 else (again or gold)
+
+    def figures(self, labeler: str) -> dict[str, dict[str, float]]:
+        """{"gold" and "again": {"right", "pairs"}} of a labeler's checks, with half a pair for a tie."""
+        return sum_checks(self.checked.get(labeler, {}).values())
+
+    def qualified(self, labeler: str) -> bool:
+        """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
+        first = [one for name, one in self.checked.get(labeler, {}).items() if name in self.checks.gold][
+            : self.checks.first
+        ]
+        known = sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
+        return len(first) < self.checks.first or known["right"] >= self.checks.least * known["pairs"]
 
     def _is_open(self, name: str, labeler: str) -> bool:
         """Whether a labeler may rank a task: not done by this labeler, and not done by or assigned to enough others."""
+        if name not in self.tasks:
+            before = self.ranked.get(name.removesuffix(AGAIN), {})
+            return (name in self.checks.gold or labeler in before) and name not in self.checked.get(labeler, {})
         now, ranked = time.monotonic(), self.ranked[name]
         expected = sum(
             task == name and other != labeler and now - since < ASSIGNED_SECONDS and other not in ranked
@@ -197,12 +269,12 @@ class Labelling:
         with self.lock:
             if stored := self.file.submissions.get(("ranking", labeler, verdict.submission)):
                 return stored
-            task, longest = (self.comparisons if compared else self.tasks).get(name), ASSIGNED_SECONDS
+            task, longest = self.comparisons.get(name) if compared else self._find(name), ASSIGNED_SECONDS
             if task is None or (compared and task.labeler != labeler):
                 raise RefusedError(404, "no such task or comparison, or it was judged", "name")
             more: dict[str, Any] = {"comparison": name}
             if not compared:
-                before = self.ranked[name].get(labeler)
+                before = self.ranked.get(name, {}).get(labeler) or self.checked.get(labeler, {}).get(name)
                 # a task from before a restart of the server, or from long ago, may still be open
                 if before is None and (replaces is not None or not (decides or self._is_open(name, labeler))):
                     raise RefusedError(409, "enough labelers have this task: load the next one", "name")
@@ -212,6 +284,10 @@ class Labelling:
                 longest = time.monotonic() - since if current == name else longest
                 more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
                 more |= {"replaces": replaces} if replaces else {}
+                known = self.checks.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
+                if name not in self.tasks and known is not None:
+                    kind = "gold" if name in self.checks.gold else "again"
+                    more |= {"labeler_check": {"kind": kind} | compare_with(known, verdict.ranking)}
             more |= {"cannot_judge": True} if verdict.ranking is None else {}
             more |= {"note": verdict.note} if verdict.note else {}
             record = Ranking(
@@ -235,12 +311,13 @@ class Labelling:
         """A labeler's latest ranking that counts."""
         with self.lock:
             rankings = [by_labeler[labeler] for by_labeler in self.ranked.values() if labeler in by_labeler]
+            rankings += self.checked.get(labeler, {}).values()
         return max(rankings, key=lambda record: record.created or "", default=None)
 
     def progress(self, labeler: str) -> dict[str, int]:
         """What a labeler has done and can still do. Agreement with others would give away their answers: it is not shown."""
         with self.lock:
-            done = sum(labeler in by_labeler for by_labeler in self.ranked.values())
+            done = sum(labeler in by for by in self.ranked.values()) + len(self.checked.get(labeler, {}))
             left = sum(labeler not in by and len(by) < self.per_prompt for by in self.ranked.values())
         return {"done": done, "left": left}
 
@@ -290,6 +367,15 @@ class Labelling:
             return record
 
 
+def compare_with(known: Ranking, ranking: list[list[str]] | None) -> dict[str, float]:
+    """How many of the known ordered pairs a ranking orders alike, with 1/2 for one that it does not order, and how many there are."""
+    rank = {name: place for place, tie in enumerate(ranking or ()) for name in tie}
+    ids = [response.id for response in known.responses]
+    gaps = [rank.get(ids[worse], 0) - rank.get(ids[better], 0) if {ids[better], ids[worse]} <= rank.keys() else 0
+            for better, worse in known.pair_list()]  # fmt: skip
+    return {"right": sum(0.5 * ((gap > 0) + (gap >= 0)) for gap in gaps), "pairs": len(gaps)}
+
+
 def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
@@ -319,7 +405,9 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
             raise RefusedError(404, "there is nothing to undo")
         answer = record.model_dump(include={"ranking", "ratings", "flags"})
         answer |= {"note": record.metadata.get("note", ""), "replaces": record.id}
-        return {"task": body_for(labelling.tasks[record.metadata["task"]], labeler), "answer": answer}
+        with labelling.lock:
+            task = labelling._find(record.metadata["task"])
+        return {"task": task and body_for(task, labeler), "answer": answer}
 
     @router.post("/rank")
     def rank(asked: RankingRequest, labeler: str = who) -> dict[str, Any]:

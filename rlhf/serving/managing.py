@@ -4,7 +4,7 @@ import itertools
 import re
 import secrets
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body
@@ -21,6 +21,8 @@ from rlhf.system.schemas import read_checked
 
 LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
 DECIDES = "manager"  # the labeler of the decisions
+FASTEST = 700  # words of responses per minute, about three times what adults read (238, Brysbaert 2019)
+FEWEST = (10, 20)  # rankings for a warning of speed, and of a preferred place
 Change = Literal["add", "revoke", "pause", "resume"]
 
 
@@ -57,8 +59,10 @@ class Staff:
             del self.secrets[name]
         return f"{self.address}#{new[name]}" if new else None
 
-    def paused(self, name: str) -> bool:
-        return self.changes.get(name) == "pause"
+    def paused(self, name: str, labelling: Labelling) -> bool:
+        """Whether a labeler gets no tasks: paused, or not qualified and not let in by the manager, who resumed the labelling."""
+        last = self.changes.get(name)
+        return last == "pause" or (last != "resume" and not labelling.qualified(name))
 
 
 def labeler_secrets(path: Path, names: list[str], address: str, without: str | None = None) -> dict[str, str]:
@@ -100,7 +104,12 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
         people = []
         for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
             records = by_name.get(name, [])
-            row = {"name": name, "known": name in staff.secrets, "paused": staff.paused(name), "done": len(records)}
+            paused, checks = staff.paused(name, labelling), labelling.figures(name)
+            row = {"name": name, "known": name in staff.secrets, "paused": paused, "done": len(records)}
+            row |= {
+                kind: one["right"] / one["pairs"] if (one := checks.get(kind)) else None for kind in ("gold", "again")
+            }
+            row["warnings"] = warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name))
             row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
             row["last"] = max((r.created or "" for r in records), default="")
             people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
@@ -139,6 +148,24 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
         return {"saved": True}
 
     return router
+
+
+def warnings_of(records: list[Ranking]) -> list[str]:
+    """What a labeler's rankings show: faster than anyone reads, or a preference for what is shown first or last."""
+    found, shares = [], []
+    words = [sum(len(one.text.split()) for one in record.responses) / (record.seconds or 0.1) for record in records]
+    if len(words) >= FEWEST[0] and 60 * median(words) > FASTEST:
+        found.append(f"{60 * median(words):.0f} words a minute")
+    for record in records:
+        place = {name: i for i, name in enumerate(record.metadata.get("order", ()))}
+        ids = [response.id for response in record.responses]
+        first = [place[ids[i]] < place[ids[j]] for i, j in record.pair_list() if {ids[i], ids[j]} <= place.keys()]
+        shares += [fmean(first)] if first else []
+    if len(shares) >= FEWEST[1]:
+        error = max(stdev(shares), 0.1) / len(shares) ** 0.5
+        if abs(fmean(shares) - 0.5) > 3 * error:
+            found.append(f"the response shown first wins {fmean(shares):.0%}")
+    return found
 
 
 def clashes(by_labeler: dict[str, Ranking]) -> dict[str, int]:

@@ -111,10 +111,10 @@ def tasks(count: int, responses: int = 3) -> list[Any]:
     ]
 
 
-def make_labelling(path: Any, count: int = 4, per_prompt: int = 2) -> Any:
+def make_labelling(path: Any, count: int = 4, per_prompt: int = 2, checks: Any = None) -> Any:
     from rlhf.serving.labelling import LabelFile, Labelling
 
-    return Labelling(LabelFile(path), tasks(count), per_prompt, seed=0)
+    return Labelling(LabelFile(path), tasks(count), per_prompt, seed=0, checks=checks)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import random
 import threading
 from dataclasses import replace
 
@@ -17,10 +18,11 @@ from rlhf.data.reading import load_comparisons, load_demonstrations
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
-from rlhf.serving.labelling import LabelFile, RankingRequest
+from rlhf.serving.labelling import Checks, LabelFile, RankingRequest
+from rlhf.serving.managing import warnings_of
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
-from tests.serving.conftest import SECRETS, access, make_labelling
+from tests.serving.conftest import SECRETS, access, make_labelling, tasks
 
 ASKED = [{"role": "user", "content": "what is red ?"}]
 pytestmark = pytest.mark.anyio
@@ -52,8 +54,8 @@ def ranked(name, submission, ranking=(("a",), ("b", "c"))):
     return RankingRequest(name=name, submission=submission, ranking=[list(tie) for tie in ranking])
 
 
-def imported(labelling, folder):
-    import_data(compose_config([f"path='{labelling.file.path}'", f"out='{folder}/imported'"], "import"))
+def imported(labelling, folder, *more):
+    import_data(compose_config([f"path='{labelling.file.path}'", f"out='{folder}/imported'", *more], "import"))
     return json.loads((folder / "imported" / "report.json").read_text())["counts"]
 
 
@@ -302,6 +304,75 @@ async def test_a_label_is_not_acknowledged_if_its_file_has_gone(clients, labelli
     if change == "moved":
         path.with_name("elsewhere").rename(path)
         assert (await clients["anna"].post("/api/rank", json=verdict(task, "submission-1"))).status_code == 200
+
+
+def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
+    """Two gold items first, of which one pair in six is wrong; then after every two tasks a gold item, or a task ranked before."""
+    gold = {one.id: one.model_copy(update={"ranking": [["a"], ["b"], ["c"]]}) for one in tasks(4)[1:]}
+    gold = {
+        f"g{i}": one.model_copy(update={"id": f"g{i}", "prompt": [Message(role="user", content=f"gold {i} ?")]})
+        for i, one in enumerate(gold.values())
+    }
+    labelling = make_labelling(tmp_path / "labels.jsonl", 6, 1, Checks(gold, every=2, first=2, least=0.8))
+    assert labelling.next_task("ben").id == "g0" and labelling.qualified("ben")
+    for name in ("g0", "g1"):
+        labelling.rank("ben", ranked(name, f"ben-{name}-sub", (("c",), ("b",), ("a",))))
+    assert not labelling.qualified("ben") and labelling.figures("ben") == {"gold": {"right": 0, "pairs": 6}}
+    seen = []
+    while task := labelling.next_task("anna"):
+        seen.append(task.id)
+        ranking = (
+            (("a",), ("c",), ("b",))
+            if len(seen) == 1
+            else (("a",), ("b",), ("c",))
+            if task.id != "t0.2"
+            else (("a", "b"), ("c",))
+        )
+        labelling.rank("anna", ranked(task.id, f"submission-{len(seen)}", ranking))
+        if len(seen) == 6:  # a check is undone like any other
+            last = labelling.last("anna")
+            changed = ranked(task.id, "submission-6b", (("a",), ("b",), ("c",)))
+            changed.replaces = last.id
+            labelling.rank("anna", changed)
+    assert seen == ["g0", "g1", "t0", "t1", "g2", "t2", "t3", "t0.2", "t4", "t5"]
+    assert labelling.qualified("anna") and labelling.progress("anna") == {"done": 10, "left": 0}
+    figures = {"gold": {"right": 8, "pairs": 9}, "again": {"right": 2.5, "pairs": 3}}
+    assert labelling.figures("anna") == figures
+    with pytest.raises(RefusedError, match="you have labelled this task"):
+        labelling.rank("anna", ranked("g0", "submission-x"))
+    with pytest.raises(RefusedError, match="enough labelers"):
+        labelling.rank("cleo", ranked("t0.2", "submission-x"))
+    labelling.file.close()
+    again = make_labelling(labelling.file.path, 6, 1, labelling.checks)
+    assert again.figures("anna") == figures and not again.qualified("ben"), "a restart forgets nothing"
+    path = str(labelling.file.path)
+    assert {r.metadata["task"] for r in load_comparisons(path)[0]} == {f"t{i}" for i in range(6)}
+    counts = imported(labelling, tmp_path, "min_gold_accuracy=0.9")
+    assert counts == {"input": 13, "accepted": 0, "duplicates": 0, "filtered": 13, "rejected": 0}
+    counts = imported(labelling, tmp_path, "min_gold_accuracy=0.8", "overwrite=true")
+    assert counts["accepted"] == 6
+    report = json.loads((tmp_path / "imported" / "report.json").read_text())
+    assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
+    assert report["cleaning"]["gold_accuracy"] == 0
+
+
+def test_haste_and_a_liking_for_a_place_are_said(tmp_path):
+    rng = random.Random(0)
+
+    def rankings(seconds, places):
+        for task in tasks(40):
+            order = rng.sample("abc", 3)
+            best = order[places] if places is not None else rng.choice(order)
+            ranking = [[best], [name for name in "abc" if name != best]]
+            text = [one.model_copy(update={"text": "word " * 100}) for one in task.responses]
+            yield task.model_copy(
+                update={"ranking": ranking, "seconds": seconds, "responses": text, "metadata": {"order": order}}
+            )
+
+    assert warnings_of(list(rankings(60.0, None))) == []
+    assert warnings_of(list(rankings(6.0, None))) == ["3000 words a minute"]
+    assert warnings_of(list(rankings(60.0, 0))) == ["the response shown first wins 100%"]
+    assert warnings_of(list(rankings(60.0, 2))[:19]) == []
 
 
 def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):

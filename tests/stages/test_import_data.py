@@ -253,6 +253,7 @@ def test_cleaning_is_counted(tmp_path, capsys):
         "pii": 0,
         "shared_prefix": 1,
         "prompts_of_user": 2,
+        "gold_accuracy": 0,
         "card_found": 0,
         "email_found": 1,
         "phone_found": 0,

@@ -1,6 +1,7 @@
 """`rlhf sample` on a small gold run: what it draws, what it refuses, and that labelled tasks come back."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlhf.data.reading import load_kind, load_prompts
 from rlhf.data.records import Ranking
 from rlhf.data.storage import to_line
 from rlhf.errors import UserError
+from rlhf.evaluation.informative import value_of, value_tasks
 from rlhf.runs.folders import read_stage
 
 
@@ -54,6 +56,27 @@ def test_prompts_are_of_the_split_and_not_labelled_yet(gold_run, tasks, tmp_path
         gold_run, tmp_path / "dev", "sample.split=dev", f"data.comparisons='{out / 'tasks.jsonl'}'"
     )  # which rank nothing
     assert {task.metadata["split"] for task in dev} == {"dev"}
+
+
+@pytest.mark.parametrize("how", ["uncertain", "disagreement"])
+def test_reward_models_choose_the_prompts_except_a_part_drawn_at_random(gold_run, tmp_path, how):
+    """By hand: scores 0 and log 3 give p = 1/4 of the first being better, and 0 and 0 give 1/2."""
+    even, odd = [0.0, 0.0], [0.0, math.log(3)]
+    assert value_of("uncertain", [odd]) == pytest.approx(3 / 16) and value_of("uncertain", [even]) == 0.25
+    assert value_of("disagreement", [even, odd]) == pytest.approx(1 / 64) and value_of("disagreement", [odd, odd]) == 0
+    rewards = (
+        [gold_run.config().run, str(gold_run.folder)] if how == "disagreement" else [None]
+    )  # twice the same: no disagreement
+    pool = sampled(gold_run, tmp_path / "pool", "sample.choose=random", "sample.prompts=20")
+    more = ["sample.choose=" + how, "sample.pool=2", "sample.random_fraction=0.2"]
+    more += [f"sample.rewards=[{','.join(map(repr, rewards))}]"] if how == "disagreement" else []
+    found = sampled(gold_run, tmp_path / "chosen", *more)
+    assert len(found) == 10 and [task.metadata["chosen"] for task in found].count("random") == 2
+    values = dict(zip([task.id for task in pool], value_tasks(gold_run.config(), pool, how, rewards, "x"), strict=True))
+    chosen = [values[task.id] for task in found if task.metadata["chosen"] == how]
+    assert min(chosen) >= max(value for name, value in values.items() if name not in {task.id for task in found})
+    assert all(value == 0 for value in values.values()) == (how == "disagreement")
+    assert json.loads((tmp_path / "chosen" / "sample.json").read_text())["counts"]["chosen_of"] == len(pool)
 
 
 def test_a_turn_of_a_dialogue_is_drawn(gold_run, tmp_path):
@@ -117,11 +140,13 @@ def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_ru
         ("sample.responses=1", "sample.responses=1: want 2 to 26"),
         ("sample.responses=27", "sample.responses=27: want 2 to 26"),
         ("parents.sft=nobody", "parents.sft=nobody: neither a run"),
+        ("sample.choose=disagreement", "want two reward models or more"),
+        ("sample.choose=uncertain sample.rewards=nobody", "sample.rewards: nobody: no run"),
     ],
 )
 def test_mistakes(gold_run, setting, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        sampled(gold_run, tmp_path / "out", setting)
+        sampled(gold_run, tmp_path / "out", *setting.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -21,7 +21,8 @@ export function makeManage(panel, me) {
   const labeler = (label, who, does) => el("button", { class: "small",
     onclick: act("labeler", () => ({ name: who, do: does }), `${who}: done.`), "aria-label": `${label} ${who}` }, label);
   panel.append(bar, about, el("h2", {}, "Labelers"),
-    table("Agreement: pairs that others order in the same way", ["name", "labels", "median seconds", "agreement", "last label", ""], people),
+    table("Agreement: pairs that others order in the same way", ["name", "labels", "median seconds", "agreement", "gold items",
+      "with itself", "warnings", "last label", ""], people),
     el("div", { class: "row" }, field("Name", name), el("button", { onclick: act("labeler", () => ({ name: name.value.trim(), do: "add" }), "Added.",
       (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }) }, "Add a labeler")), link,
     el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["task", "labels", "disputed pairs", ""], tasks), task,
@@ -37,7 +38,7 @@ export function makeManage(panel, me) {
     [bar.max, bar.value] = [Math.max(1, found.wanted), found.done];
     about.textContent = `${found.done} of ${found.wanted} labels`;
     people.replaceChildren(...found.people.map((one) => row(one.name, String(one.done), one.seconds === null ? "–" : one.seconds.toFixed(0),
-      percent(one.agreement), one.last.slice(0, 16).replace("T", " "), one.known ? el("span", {}, one.paused ? labeler("Resume", one.name, "resume")
+      percent(one.agreement), percent(one.gold), percent(one.again), one.warnings.join("; ") || "–", one.last.slice(0, 16).replace("T", " "), one.known ? el("span", {}, one.paused ? labeler("Resume", one.name, "resume")
         : labeler("Pause", one.name, "pause"), " ", labeler("Revoke", one.name, "revoke")) : "revoked")));
     found.tasks.sort((a, b) => b.clashes - a.clashes);
     tasks.replaceChildren(...found.tasks.map((one) => row(one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–",

@@ -1,0 +1,194 @@
+"""Labels that reward models choose against labels at random, in the gold world: accuracy by number of labelled prompts.
+
+    for seed in 0 1 2 3 4; do rlhf sft experiment=gold rounds=1 run=base-$seed seed=$seed threads=1; done   after world, tokenizer, pretrain
+    python scripts/studies/active.py --out runs/active --seeds 0 1 2 3 4 --parents runs/base-0 … runs/base-4 \
+        experiment=gold rounds=1 threads=1
+
+The parent's SFT model answers 1600 prompts, and simulated labelers rank all answers. A reward model is trained on FIRST prompts at random,
+then on twice as many, and so on. `random` draws the prompts; `uncertain` and `disagreement` choose each batch as `rlhf sample` does, with
+its defaults: from four times as many prompts, a quarter at random, by the reward model so far, or by three that differ in their seed.
+Accuracy is that on the pairs of all held-out test prompts, which nobody chose.
+"""
+
+import math
+from contextlib import redirect_stdout
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from harness import draw, is_complete, mean_interval, over_seeds, parse, read, show, table
+
+from rlhf.recipe import STAGES
+
+FIRST, STEPS = 125, {"random": 3, "uncertain": 2, "disagreement": 2}  # the number of prompts doubles so often
+MEMBERS, POOL, RANDOM = 3, 4, 0.25
+SETTINGS = (
+    "gold.comparison_prompts=1600",
+    "reward.audit=0",
+    "reward.calibration_samples=64",
+    "round.later_reward_epochs=null",
+)
+
+
+class Study:
+    """One seed: its labelled prompts, and reward models on parts of them."""
+
+    def __init__(self, asked: Any, seed: int, parent: Path):
+        from rlhf.data.reading import load_comparisons
+
+        self.out, self.seed = asked.out, seed
+        taken = [f"parents.{stage}='{parent / stage}'" for stage in ("world", "tokenizer", "pretrain", "sft")]
+        self.shared = [*asked.overrides, *SETTINGS, *taken, f"runs_dir='{asked.out}'", "tracking=jsonl"]
+        pool = asked.out / f"pool-seed{seed}"
+        self.run("label", pool.name, seed)
+        self.records = load_comparisons(str(pool / "label" / "comparisons.jsonl"))[0]
+        by_prompt: dict[str, list[Any]] = {}
+        for record in self.records:
+            if record.metadata["split"] == "train":
+                by_prompt.setdefault(record.id.rpartition("-labeler")[0], []).append(record)
+        self.prompts = list(
+            by_prompt.values()
+        )  # the rankings of each prompt, in the order of the world, which is random
+
+    def run(self, stage: str, name: str, seed: int, *more: str) -> Path:
+        """A stage in this process, unless it is complete: most take seconds, of which a process of its own would take as many."""
+        home = self.out / name
+        if not is_complete(home / stage):
+            with (self.out / "active.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
+                import_module(STAGES[stage].module).run(self.config(name, seed, *more))
+        return home
+
+    def train(self, name: str, chosen: list[int], member: int = 0) -> Path:
+        """A reward model on the rankings of these prompts, calibrated as usual; the held-out rankings are the same for all."""
+        from rlhf.data.storage import to_line
+
+        name, path = f"{name}-seed{self.seed}", self.out / f"{name}-seed{self.seed}.jsonl"
+        kept = [record for place in chosen for record in self.prompts[place]]
+        kept += [record for record in self.records if record.metadata["split"] != "train"]
+        path.write_text("".join(map(to_line, kept)), encoding="utf-8")
+        suffix = f"-member{member}" if member else ""
+        return self.run(
+            "reward",
+            name + suffix,
+            self.seed + 100 * member,
+            f"data.comparisons='{path}'",
+            f"parents.label='{self.out}/pool-seed{self.seed}/label'",
+        )
+
+    def config(self, name: str = "", seed: int | None = None, *more: str) -> Any:
+        from rlhf.config.compose import compose_config
+
+        own = [f"run={name or f'pool-seed{self.seed}'}", f"seed={self.seed if seed is None else seed}"]
+        return compose_config([*self.shared, *own, *more])
+
+    def choose(self, how: str, models: list[Path], chosen: list[int], count: int) -> list[int]:
+        """`count` more prompts: of POOL times as many that are not labelled yet, in their order."""
+        from rlhf.evaluation.informative import choose_prompts_by, value_tasks
+
+        free = [place for place in range(len(self.prompts)) if place not in set(chosen)]
+        free = free[: count * (POOL if how != "random" else 1)]
+        tasks = [self.prompts[place][0] for place in free]
+        values = (
+            [0.0] * len(tasks)
+            if how == "random"
+            else value_tasks(self.config(), tasks, how, [str(m) for m in models], "active")
+        )
+        keys = [task.id for task in tasks]
+        return [
+            free[place]
+            for place in choose_prompts_by(values, keys, count, RANDOM if how != "random" else 1.0, self.seed)
+        ]
+
+    def accuracy(self, home: Path) -> dict[str, float]:
+        """On the pairs of test prompts, by the labelers whose rankings train; and loss in nats per pair."""
+        from rlhf.config.precision import inference
+        from rlhf.data.encoding import join_rankings
+        from rlhf.evaluation.scoring import accuracy, held_out_labelers, judged_pairs, load_judge, score_each
+        from rlhf.training.setup import set_up
+
+        path = home / "test.json"
+        if not path.exists():
+            config = self.config()
+            device = set_up(config)
+            strangers = held_out_labelers(config, self.records)
+            test = [r for r in self.records if r.metadata["split"] == "test" and r.labeler not in strangers]
+            with inference(config, device):
+                _, model, encode = load_judge(config, str(home), "active", device)
+                items, _ = join_rankings(test, encode)
+                pairs = judged_pairs(items, score_each(model, items))
+            gain = read(home / "reward" / "stage.json")["summary"]["gain"]
+            loss = sum(math.log1p(math.exp(-pair.margin / gain)) for pair in pairs) / len(pairs)
+            from rlhf.system.files import write_json
+
+            write_json(path, {"accuracy": accuracy(pairs)["value"], "loss": loss, "pairs": len(pairs)})
+        return read(path)
+
+    def figures(self) -> dict[str, dict[int, dict[str, float]]]:
+        """{arm: {labelled prompts: figures}}."""
+        order = list(range(FIRST))
+        first = [self.train("first", order, member) for member in range(MEMBERS)]
+        found: dict[str, dict[int, dict[str, float]]] = {}
+        for how, steps in STEPS.items():
+            chosen, models = list(order), first
+            found[how] = {FIRST: self.accuracy(first[0]) | {"rankings": sum(len(self.prompts[i]) for i in chosen)}}
+            for step in range(steps):
+                used = models if how == "disagreement" else models[:1]
+                chosen = [*chosen, *self.choose(how, used, chosen, len(chosen))]
+                members = MEMBERS if how == "disagreement" and step + 1 < steps else 1
+                models = [self.train(f"{how}-{len(chosen)}", chosen, member) for member in range(members)]
+                found[how][len(chosen)] = self.accuracy(models[0]) | {
+                    "rankings": sum(len(self.prompts[i]) for i in chosen)
+                }
+        return found
+
+
+def labels_needed(curve: dict[int, dict[str, float]], accuracy: float) -> float | None:
+    """The prompts at which a curve reaches an accuracy, with log(prompts) interpolated; none if it does not."""
+    points = sorted((n, figures["accuracy"]) for n, figures in curve.items())
+    for (a, low), (b, high) in pairwise(points):
+        if low <= accuracy <= high:
+            return math.exp(math.log(a) + (math.log(b) - math.log(a)) * (accuracy - low) / max(high - low, 1e-9))
+    return None
+
+
+def main(asked: Any) -> None:
+    """Train what is missing, then print accuracy by labelled prompts, differences from random paired over seeds, and labels needed."""
+    asked.out.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
+        found[seed] = Study(asked, seed, parent).figures()
+        print(f"seed {seed}: {found[seed]}", flush=True)
+    arms = {
+        (how, n): {seed: found[seed][how][n] for seed in found} for how in STEPS for n in found[asked.seeds[0]][how]
+    }
+    means = over_seeds({f"{how} {n}": by_seed for (how, n), by_seed in arms.items()})
+    table(["prompts", "rankings", "accuracy", "loss"],
+          [[name, *(row[key] for key in ("rankings", "accuracy", "loss"))] for name, row in means.items()])  # fmt: skip
+    lines = []
+    for how, n in arms:
+        if how != "random" and n > FIRST:
+            less = {
+                key: mean_interval([arms[how, n][s][key] - arms["random", n][s][key] for s in found])
+                for key in ("accuracy", "loss")
+            }
+            needed = [labels_needed(found[seed]["random"], arms[how, n][seed]["accuracy"]) for seed in found]
+            ratios = [math.log2(one / n) for one in needed if one is not None]
+            lines.append([f"{how} {n}", *(show(one, sign="+") for one in less.values()),
+                          show(mean_interval(ratios), 2) if ratios else "–", f"{len(ratios)} of {len(needed)}"])  # fmt: skip
+    table(
+        [
+            "less random, paired over seeds",
+            "accuracy",
+            "loss",
+            "log2(random's prompts / these)",
+            "seeds on random's curve",
+        ],
+        lines,
+    )
+    series = {how: [(float(n), means[f"{how} {n}"]["accuracy"]) for one, n in arms if one == how] for how in STEPS}
+    draw(asked.picture, series, "labelled prompts", "accuracy on test pairs")
+
+
+if __name__ == "__main__":
+    main(parse(__doc__))
