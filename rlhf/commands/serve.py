@@ -3,6 +3,7 @@
 import gc
 import ipaddress
 import socket
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from rlhf.data.encoding import names_of
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
-from rlhf.runs.folders import refuse_inside_stage
+from rlhf.runs.folders import refuse_inside_stage, run_folder
 from rlhf.system.terminal import say
 
 LEAST_SECRET = 16  # characters of serve.token
@@ -38,7 +39,7 @@ def run(config: Config) -> None:
     with bind_socket(config) as listening:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        thread, app = make(config, folders, loopback, address)
+        thread, app, rounds = make(config, folders, loopback, address)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
         listening.listen()  # so that who reads the address can connect at once
@@ -46,6 +47,8 @@ def run(config: Config) -> None:
         try:
             make_server(app).run(sockets=[listening])
         finally:
+            if rounds:
+                rounds.stop()
             thread.stop()
 
 
@@ -89,12 +92,13 @@ def bind_socket(config: Config) -> socket.socket:
     return listener
 
 
-def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any]:
-    """The models' thread, and the application."""
+def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any, Any]:
+    """The models' thread, the application, and the labelling rounds that its manager may start."""
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import Checks, LabelFile, Labelling
     from rlhf.serving.managing import Staff
     from rlhf.serving.models import ModelThread, served_models
+    from rlhf.serving.rounds import Rounds
     from rlhf.serving.security import Access
 
     settings = config.serve
@@ -120,7 +124,14 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
     known, manager = (staff.secrets, staff.manager) if staff else ({}, None)
     access = Access(settings.token, known, loopback, *limits, settings.labelers_chat, manager)
-    return thread, make_app(thread, access, labelling, instructions, staff)
+    rounds = None
+    if settings.pipeline is not None:
+        if staff is None or not (run_folder(replace(config, run=settings.pipeline)) / "settings.json").is_file():
+            raise UserError(
+                f"serve.pipeline={settings.pipeline}: want a run of `rlhf pipeline` in {config.runs_dir}, and labelers=[…]"
+            )
+        rounds = Rounds(config, folders[0], settings.pipeline)
+    return thread, make_app(thread, access, labelling, instructions, staff, rounds), rounds
 
 
 def read_instructions(path: Path) -> str:

@@ -165,6 +165,9 @@ class ServeConfig:
     check_every: int = setting(0, "after so many tasks comes a gold item, or one ranked before again; 0: never", min=0)
     qualification: int = setting(0, "gold items that each labeler ranks first", min=0)
     qualified: float = setting(0.7, "share of their pairs to order as known, for more tasks", min=0, max=1)
+    pipeline: str | None = setting(
+        None, "run whose next labelling round the manager may start; none: not from the page"
+    )
     instructions: str | None = setting(None, "text file that is shown to labelers; none: a short guide")
 
 

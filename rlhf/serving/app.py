@@ -27,6 +27,7 @@ from rlhf.serving.openai_api import (
     make_router,
     records_of,
 )
+from rlhf.serving.rounds import Rounds
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"
@@ -50,7 +51,12 @@ class ShadingRequest(Strict):
 
 
 def make_app(
-    thread: ModelThread, access: Access, labelling: Labelling, instructions: str = "", staff: Staff | None = None
+    thread: ModelThread,
+    access: Access,
+    labelling: Labelling,
+    instructions: str = "",
+    staff: Staff | None = None,
+    rounds: Rounds | None = None,
 ) -> Guard:
     """The application. instructions: for labelers, if there is no staff with instructions of its own."""
     local = "" if access.labelers or staff else "local"
@@ -67,7 +73,7 @@ def make_app(
     app.include_router(make_router(thread))
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
     if staff:
-        app.include_router(make_manage_router(labelling, staff))
+        app.include_router(make_manage_router(labelling, staff, rounds))
     app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")

@@ -72,6 +72,7 @@ class RankingRequest(Strict):
     seconds: Seconds = 0.0
     note: Annotated[Text, Field(max_length=2000)] = ""
     replaces: Id | None = None
+    all_bad: bool = False
 
 
 class DemonstrationRequest(Strict):
@@ -290,6 +291,7 @@ class Labelling:
                     more |= {"labeler_check": {"kind": kind} | compare_with(known, verdict.ranking)}
             more |= {"cannot_judge": True} if verdict.ranking is None else {}
             more |= {"note": verdict.note} if verdict.note else {}
+            more |= {"all_bad": True} if verdict.all_bad else {}
             record = Ranking(
                 id=f"{task.id}/{labeler}/{verdict.submission}",
                 prompt=task.prompt,

@@ -29,15 +29,18 @@ def site(tmp_path):
 @pytest.fixture
 def managed(tmp_path):
     """As `site`, of anna and ben, with a manager's page."""
+    from rlhf.config import Config
     from rlhf.serving.app import make_app
     from rlhf.serving.managing import Staff
     from rlhf.serving.models import ModelThread
+    from rlhf.serving.rounds import Rounds
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=4)
     thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
     staff = Staff(tmp_path, ["anna", "ben"], "http://127.0.0.1/", tmp_path / "instructions.txt", "Be fair.")
     guard = access(labelers=staff.secrets, manager=staff.manager)
-    for address in serving(make_app(thread, guard, labelling, "", staff)):
+    rounds = Rounds(Config(runs_dir=str(tmp_path / "runs")), tmp_path, "x")
+    for address in serving(make_app(thread, guard, labelling, "", staff, rounds)):
         yield address, labelling, staff
     thread.stop()
 
@@ -197,6 +200,21 @@ def test_texts_show_code_and_bold_words_and_run_nothing(visit, site):
     assert "2 ** 3 ** 4" in card.inner_text()
 
 
+def test_words_that_another_response_does_not_have_are_marked(visit, site):
+    for response, text in zip(site[1].tasks["t0"].responses, ("the red cat sat", "the cat sat down", ""), strict=True):
+        response.text = text
+    page = visit("anna")
+    task_of(page)
+    page.locator("#rank .card[data-id=b] .text").click()
+    page.keyboard.press("d")
+    marks = {name: page.locator(f"#rank .card[data-id={name}] mark").all_inner_texts() for name in "abc"}
+    assert marks == {"a": ["red"], "b": [], "c": []}
+    page.locator("#rank .card[data-id=a]").get_by_text("Differences").click()
+    assert page.locator("#rank .card[data-id=b] mark").all_inner_texts() == ["down"]
+    page.keyboard.press("d")
+    assert page.locator("#rank mark").count() == 0 and "the red cat sat" in page.locator("#rank .cards").inner_text()
+
+
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
 def test_nothing_is_lost_silently(visit, site, width, scheme):
     page = visit("anna", width, scheme)
@@ -310,4 +328,10 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     for name in ("labelers.txt", "manager.txt"):
         assert (staff.folder / name).stat().st_mode & 0o777 == 0o600
     status = "path => fetch(path, {headers: {'x-tab': 'cleo'}}).then(answer => answer.status)"
+    if width == 1280:  # the pipeline is a process of its own; here it has no data
+        boss.get_by_role("button", name="Train on these labels").click()
+        boss.get_by_text("Ended with code 2: rlhf: error:").wait_for(timeout=120_000)
+        assert "data.corpus" in boss.locator("#manage [role=status]").last.inner_text()
+    send = "fetch('/api/manage/round', {method: 'POST', headers: {'content-type': 'application/json', 'x-tab': 'cleo'}, body: '{}'})"
+    assert cleo.evaluate(send + ".then(answer => answer.status)") == 403
     assert cleo.evaluate(status, "/api/manage") == 403 and boss.evaluate(status, "/api/rank/next") == 403

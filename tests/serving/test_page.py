@@ -95,6 +95,10 @@ def test_a_comparison_is_blind_until_it_is_judged(visit, site, width, scheme):
     page.get_by_role("button", name="Save the judgement").click()
     page.get_by_text("Who wrote what").wait_for()
     assert "gold/" in page.locator("#compare").inner_text()
+    page.get_by_role("button", name="Ask all").click()
+    page.get_by_role("button", name="All are bad").click()
+    page.get_by_text("Who wrote what").wait_for()
+    assert last(site)["metadata"]["all_bad"] and len(last(site)["ranking"]) == 1
 
 
 def test_a_demonstration_is_written(visit, site):

@@ -1,5 +1,6 @@
 """Labelling rounds: PPO's model of the round before answers new prompts, and all rankings train the reward model."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rlhf.gold.truth import Requests
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
+from rlhf.serving.rounds import compare_rounds
 from rlhf.stages.label import choose_prompts, rank_all, responses_wanted
 from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy
@@ -102,6 +104,15 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     assert pipe_in_process(monkeypatch, run, *ROUNDS) == []
     assert states(run)["copy-round-1/reward"] == "complete before"
     assert rounds_before(run.folder) == [early] and rounds_before(early) == []
+
+    effect = compare_rounds(run.config(*ROUNDS), early, run.folder)  # what the manager's page shows
+    for name, folder in (("before", early), ("after", run.folder)):
+        assert effect["held_out"][name] == pytest.approx(read_stage(folder / "reward")["summary"]["accuracy"], abs=1e-6)
+    assert (
+        effect["new"]["all"]["pairs"] == sum(len(r.pair_list()) for r in new) and effect["new"]["all"]["after"] is None
+    )
+    first_pair = effect["pairs"][0]
+    assert first_pair["surprise"][1] == pytest.approx(math.log1p(math.exp(-first_pair["difference"][1])), abs=1e-5)
 
     continue_from(run, early)
     alone = run.stage("label", *ROUNDS, "round.keep_rankings=false", "overwrite=true")  # round 1 stays as it is

@@ -11,18 +11,19 @@ export function makeCompare(panel, me) {
   const asked = el("div", { class: "ask" });
   const place = el("div");
   const strip = el("div");
-  const save = button("Save the judgement", onSave, { class: "main", disabled: true });
+  const save = button("Save the judgement", () => onSave(false), { class: "main", disabled: true });
+  const bad = button("All are bad", () => onSave(true), { hidden: true });
   const told = el("div");
   panel.append(field("Prompt", prompt, true),
     el("div", { class: "row" }, ...boxes.map((box) => el("label", { class: "inline" }, box, box.value)), field("Temperature", temperature), draw),
-    asked, place, el("div", { class: "bar" }, strip, el("div", { class: "row" }, save)), told);
+    asked, place, el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, bad)), told);
   let name = null, ranking = null, submission = null;
   const watch = new Watch();
 
   document.addEventListener("keydown", (event) => {
     if (panel.hidden || !ranking || save.hidden || isTyping(event)) return;
     if (ranking.onKey(event)) event.preventDefault();
-    else if (event.key === "Enter" && !event.target.closest("button, summary") && !save.disabled) onSave();
+    else if (event.key === "Enter" && !event.target.closest("button, summary") && !save.disabled) onSave(false);
   });
 
   function onDraw() {
@@ -44,7 +45,7 @@ export function makeCompare(panel, me) {
       ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; });
       place.replaceChildren(ranking.list);
       strip.replaceChildren(ranking.strip);
-      save.hidden = false;
+      save.hidden = bad.hidden = false;
       save.disabled = true;
       watch.restart();
       say("");
@@ -56,7 +57,7 @@ export function makeCompare(panel, me) {
   async function follow(reply, count) {
     const texts = Array.from({ length: count }, () => el("p", { class: "text" }));
     ranking = null;
-    save.disabled = true;
+    save.disabled = bad.hidden = true;
     strip.replaceChildren();
     place.replaceChildren(el("ol", { class: "cards" }, ...texts.map((text, i) =>
       el("li", { class: "card" }, el("strong", {}, `Response ${i + 1}`), text))));
@@ -68,17 +69,20 @@ export function makeCompare(panel, me) {
     throw new Error("The answers ended early: ask again.");
   }
 
-  async function onSave() {
-    save.disabled = true;
+  // allBad: a tie of all, marked as such.
+  async function onSave(allBad) {
+    save.disabled = bad.disabled = true;
     save.disabled = await attempt(async () => {
-      const { policies } = await post("/api/compare/judge", ranking.verdict(name, submission, watch.seconds()));
+      if (allBad) ranking.load({ ...ranking.state, ranking: [ranking.responses.map((one) => one.id)] });
+      const { policies } = await post("/api/compare/judge", { ...ranking.verdict(name, submission, watch.seconds()), all_bad: allBad });
       say("Saved.");
-      save.hidden = true;
+      save.hidden = bad.hidden = true;
       told.replaceChildren(el("h2", {}, "Who wrote what"), el("ol", {}, ...ranking.tiers.flat().map((id) => {
         const number = ranking.responses.findIndex((r) => r.id === id) + 1;
         return el("li", {}, `Response ${number}: ${policies[id]}`);
       })));
     }, "Not saved. ");
+    bad.disabled = false;
   }
   return { start };
 }

@@ -79,6 +79,23 @@ export function textOf(text) {
   }));
 }
 
+// A text with the words marked that another text does not have, by their longest common subsequence.
+export function differenceOf(text, other) {
+  const [a, b] = [text, other].map((one) => one.split(/(\s+)/).slice(0, 4000).filter(Boolean));
+  const common = Array.from({ length: a.length + 1 }, () => new Uint16Array(b.length + 1)); // of the rests from i and from j
+  for (let i = a.length - 1; i >= 0; i--)
+    for (let j = b.length - 1; j >= 0; j--)
+      common[i][j] = a[i] === b[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
+  const made = el("div", { class: "text" });
+  for (let i = 0, j = 0; i < a.length; i++) {
+    while (j < b.length && a[i] !== b[j] && common[i][j + 1] >= common[i + 1][j] && common[i][j + 1] > 0) j++;
+    const same = j < b.length && a[i] === b[j];
+    made.append(same || !a[i].trim() ? a[i] : el("mark", {}, a[i]));
+    j += same;
+  }
+  return made;
+}
+
 export function turnsOf(messages) {
   return messages.map((m) =>
     el("div", { class: `turn ${m.role}` }, el("div", { class: "name" }, m.role), textOf(m.content)));

@@ -10,6 +10,9 @@ export function makeManage(panel, me) {
   const name = el("input", { type: "text" });
   const link = el("p", { class: "text", role: "status" });
   const text = el("textarea", { rows: 12 });
+  const start = el("button", { onclick: () => attempt(async () => { await post("/api/manage/round", {}); await load(); }) }, "Train on these labels, and answer the next tasks");
+  const state = el("p", { class: "name", role: "status" }), effect = el("div");
+  const rounds = el("div", { hidden: true }, el("h2", {}, "Round"), start, state, effect);
   const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
     el("thead", {}, el("tr", {}, ...names.map((one) => el("th", { scope: "col" }, one)))), body));
   const act = (path, body, said, then) => () => attempt(async () => {
@@ -26,7 +29,7 @@ export function makeManage(panel, me) {
     el("div", { class: "row" }, field("Name", name), el("button", { onclick: act("labeler", () => ({ name: name.value.trim(), do: "add" }), "Added.",
       (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }) }, "Add a labeler")), link,
     el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["task", "labels", "disputed pairs", ""], tasks), task,
-    el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
+    rounds, el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
     el("button", { onclick: act("instructions", () => ({ text: text.value }), "The instructions are saved.") }, "Save the instructions"));
   const watch = new Watch();
 
@@ -43,7 +46,26 @@ export function makeManage(panel, me) {
     found.tasks.sort((a, b) => b.clashes - a.clashes);
     tasks.replaceChildren(...found.tasks.map((one) => row(one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–",
       el("button", { class: "small", onclick: () => open(one.name), "aria-label": `Open ${one.name}` }, one.decided ? "Decided" : "Open"))));
+    rounds.hidden = !found.round;
+    if (found.round) await showRound(found.round);
     if (text.dataset.said !== found.instructions) text.value = text.dataset.said = found.instructions;
+  }
+
+  // The pipeline's progress, until it ends; then what the round's labels changed.
+  async function showRound({ run, running, code, last, stages }) {
+    start.disabled = running;
+    state.textContent = `Run ${run}: ${Object.entries(stages).map(([stage, is]) => `${stage} ${is}`).join(", ")}`
+      + `${running ? ". Running" : code === null ? "" : `. Ended with code ${code}`}${last ? `: ${last}` : ""}`;
+    if (running) { setTimeout(() => { if (!panel.hidden) attempt(load); }, 2000); return; }
+    const found = (await get("/api/manage/round")).effect;
+    if (!found) { effect.replaceChildren(); return; }
+    const own = Object.entries(found.new).map(([how, one]) => row(`this round's labels (${how}), before training on them`, String(one.pairs), percent(one.before), "–"));
+    const two = (values) => values.map((value) => value.toFixed(2)).join(" → ");
+    effect.replaceChildren(
+      table("Pairs that the reward model orders as labelers do", ["pairs of", "pairs", "before", "after"],
+        el("tbody", {}, row("held-out prompts", String(found.held_out.pairs), percent(found.held_out.before), percent(found.held_out.after)), ...own)),
+      table("The most surprising pairs; surprise in nats, before → after", ["prompt", "preferred", "to", "by", "score difference", "surprise"],
+        el("tbody", {}, ...found.pairs.map((one) => row(one.prompt, one.better, one.worse, one.labeler ?? "–", two(one.difference), two(one.surprise))))));
   }
 
   async function open(which) {

@@ -4,7 +4,7 @@ import { attempt, draft, el, field, get, post, say, submissionId, turnsOf, Watch
 import { button, isTyping, Ranking } from "./ranking.js";
 
 const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], ["Backspace", "unrank the last"], ["j, k", "next response, the one before"],
-  ["r and 1 – 7", "rate the current response"], ["f and a letter", "flag it"], ["n", "note (Escape leaves it)"], ["x", "cannot judge"],
+  ["r and 1 – 7", "rate the current response"], ["f and a letter", "flag it"], ["d", "mark in the others the words that it does not have"], ["n", "note (Escape leaves it)"], ["x", "cannot judge"],
   ["Enter", "save"], ["u", "undo the last"], ["?", "these keys"]];
 
 export function makeRank(panel, me) {

@@ -1,7 +1,7 @@
 // Responses to put in order, best first: by number keys, by clicking, or by dragging; with ties, ratings and flags.
 // The cards never move. The strip has a chip per response in the order of the ranking, then a divider, then those not ranked.
 
-import { el, textOf } from "./dom.js";
+import { differenceOf, el, textOf } from "./dom.js";
 
 // Words of a text field are no commands; a radio button or a checkbox that was clicked takes no letters.
 export function isTyping(event) {
@@ -26,6 +26,7 @@ export class Ranking {
 
   load({ ranking, ratings, flags }) {
     this.tiers = (ranking ?? []).map((tier) => [...tier]); // best first; several ids in one are a tie
+    this.base = null; // whose words the others are compared with
     this.ratings = { ...ratings };
     this.flagged = { ...flags };
     this.list.replaceChildren(...this.responses.map((response, i) => this.card(response, i + 1)));
@@ -58,7 +59,7 @@ export class Ranking {
   cardOf(id) { return this.list.querySelector(`[data-id="${CSS.escape(id)}"]`); }
 
   // A digit places that response next; with Shift it ties with the one before; Backspace takes the last place back.
-  // r and a digit rate the current response, f and a letter flag it; j and k go to the next and the one before.
+  // r and a digit rate the current response, f and a letter flag it, d marks what others have and it has not; j and k go to the next and the one before.
   onKey(event) {
     if (isTyping(event)) return false;
     const digit = Number(/^(?:Digit|Numpad)([1-9])$/.exec(event.code)?.[1] ?? 0);
@@ -71,12 +72,24 @@ export class Ranking {
       box?.click();
     } else if (digit && this.responses[digit - 1]) this.place(this.responses[digit - 1].id, event.shiftKey);
     else if (event.key === "Backspace" && this.tiers.length) this.clear(this.tiers.at(-1).at(-1));
+    else if (event.key === "d") this.compareWith(this.current);
     else if (event.key === "r" || event.key === "f") this.prefix = event.key;
     else if (event.key === "j" || event.key === "k") {
       const at = this.responses.findIndex((r) => r.id === this.current) + (event.key === "j" ? 1 : -1);
       if (this.responses[at]) this.show(this.responses[at].id);
     } else return false;
     return true;
+  }
+
+  // Mark in the other responses the words that this one does not have; the same again shows them as they are.
+  compareWith(id) {
+    this.base = this.base === id ? null : id;
+    const base = this.responses.find((one) => one.id === this.base);
+    for (const { id: name, text } of this.responses) {
+      const card = this.cardOf(name);
+      card.querySelector(".text").replaceWith(base && name !== this.base ? differenceOf(text, base.text) : textOf(text || "(nothing)"));
+      card.querySelector(".head button:last-of-type").setAttribute("aria-pressed", String(name === this.base));
+    }
   }
 
   get placed() { return this.tiers.flat().length; }
@@ -102,7 +115,7 @@ export class Ranking {
       card.className = `card${at < 0 ? "" : " placed"}${id === this.current ? " current" : ""}`;
       card.querySelector(".place").textContent = places.get(id) ?? "not ranked";
       const [put, tie, unrank] = card.querySelectorAll(".head button");
-      put.setAttribute("aria-label", `Response ${numbers.get(id)}: ${put.textContent}`);
+      for (const one of card.querySelectorAll(".head button")) one.setAttribute("aria-label", `Response ${numbers.get(id)}: ${one.textContent}`);
       tie.classList.toggle("off", at < 1); // invisible, so that the text below does not move
       unrank.classList.toggle("off", at < 0);
     }
@@ -115,7 +128,8 @@ export class Ranking {
       el("div", { class: "head" }, el("strong", {}, name), el("span", { class: "place" }),
         button("Next best", () => this.place(id), { class: "small put" }),
         button("Tie with above", () => this.tieUp(id), { class: "small" }),
-        button("Unrank", () => this.clear(id), { class: "small" })),
+        button("Unrank", () => this.clear(id), { class: "small" }),
+        button("Differences", () => this.compareWith(id), { class: "small", title: "Mark in the others the words that this one does not have (d)" })),
       textOf(text || "(nothing)"), this.rating(id, name), this.flagBox(id, name));
   }
 
