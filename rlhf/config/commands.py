@@ -161,6 +161,7 @@ class ServeConfig:
     labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
     labelers_chat: bool = setting(False, "labelers may also use Chat, Compare and Next token")
     labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
+    rules: str | None = setting(None, "JSON file of rules, which labelers mark as broken per response; data/rules.json")
     gold: str | None = setting(None, "rankings that are known: each labeler gets them among the tasks")
     check_every: int = setting(0, "after so many tasks comes a gold item, or one ranked before again; 0: never", min=0)
     qualification: int = setting(0, "gold items that each labeler ranks first", min=0)

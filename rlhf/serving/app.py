@@ -27,7 +27,7 @@ from rlhf.serving.openai_api import (
     make_router,
     records_of,
 )
-from rlhf.serving.rounds import Rounds
+from rlhf.serving.rounds import Rounds, make_round_router
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"
@@ -73,7 +73,9 @@ def make_app(
     app.include_router(make_router(thread))
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
     if staff:
-        app.include_router(make_manage_router(labelling, staff, rounds))
+        app.include_router(make_manage_router(labelling, staff))
+    if rounds:
+        app.include_router(make_round_router(rounds))
     app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")
@@ -97,8 +99,10 @@ def make_app(
             "tab": request.state.who or "",
             "tabs": tabs,
             "flags": list(FLAGS.items()),
+            "rules": [(f"breaks_{name}", text) for name, text in labelling.rules.items()],
             "models": list(thread.models),
             "tasks": len(labelling.tasks),
+            "rounds": rounds is not None,
             "max_tokens": thread.most_tokens,
             "instructions": staff.text if staff else instructions,
         }

@@ -68,7 +68,7 @@ class RankingRequest(Strict):
     submission: Submission
     ranking: Annotated[list[list[Id]], Field(min_length=1, max_length=64)] | None  # none: cannot judge
     ratings: dict[Id, Annotated[int, Field(ge=1, le=7)]] = Field(default_factory=dict)
-    flags: dict[Id, list[Annotated[str, Field(pattern="^(" + "|".join(FLAGS) + ")$")]]] = Field(default_factory=dict)
+    flags: dict[Id, list[Annotated[str, Field(pattern=r"^[a-z0-9_]{1,60}$")]]] = Field(default_factory=dict)
     seconds: Seconds = 0.0
     note: Annotated[Text, Field(max_length=2000)] = ""
     replaces: Id | None = None
@@ -171,10 +171,17 @@ class Labelling:
     """The tasks of one server and their labels. Its methods may be called from several threads."""
 
     def __init__(
-        self, file: LabelFile, tasks: Sequence[Ranking], per_prompt: int, seed: int, checks: Checks | None = None
+        self,
+        file: LabelFile,
+        tasks: Sequence[Ranking],
+        per_prompt: int,
+        seed: int,
+        checks: Checks | None = None,
+        rules: dict[str, str] | None = None,
     ):
         self.file, self.per_prompt, self.seed = file, per_prompt, seed
         self.checks = checks or Checks()
+        self.rules = rules or {}  # by name; the flag breaks_<name> says that a response breaks it
         self.tasks = {task.id: task for task in tasks}
         self.lock = threading.Lock()
         self.checked: dict[str, dict[str, Ranking]] = {}  # by labeler and name of the check, the record that counts
@@ -270,6 +277,12 @@ class Labelling:
         with self.lock:
             if stored := self.file.submissions.get(("ranking", labeler, verdict.submission)):
                 return stored
+            if (
+                {flag for of in verdict.flags.values() for flag in of}
+                - FLAGS.keys()
+                - {f"breaks_{rule}" for rule in self.rules}
+            ):
+                raise RefusedError(400, "no such flag or rule", "flags")
             task, longest = self.comparisons.get(name) if compared else self._find(name), ASSIGNED_SECONDS
             if task is None or (compared and task.labeler != labeler):
                 raise RefusedError(404, "no such task or comparison, or it was judged", "name")

@@ -15,7 +15,6 @@ from rlhf.data.records import Ranking, Text
 from rlhf.errors import UserError
 from rlhf.runs.folders import NAME
 from rlhf.serving.labelling import Labelling, RankingRequest, task_body
-from rlhf.serving.rounds import Rounds
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import write_json, write_text
 from rlhf.system.schemas import read_checked
@@ -87,7 +86,7 @@ def labeler_secrets(path: Path, names: list[str], address: str, without: str | N
     return {name: by_name[name] for name in names}
 
 
-def make_manage_router(labelling: Labelling, staff: Staff, rounds: Rounds | None = None) -> APIRouter:
+def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
     """The routes of the manager's page; the guard lets nobody else reach them."""
     router = APIRouter(prefix="/api/manage")
 
@@ -120,19 +119,7 @@ def make_manage_router(labelling: Labelling, staff: Staff, rounds: Rounds | None
         ]  # fmt: skip
         wanted = labelling.per_prompt * len(said)
         done = sum(min(labelling.per_prompt, task["labels"]) for task in tasks)
-        about = {"done": done, "wanted": wanted, "instructions": staff.text, "round": rounds and rounds.state()}
-        return {"people": people, "tasks": tasks} | about
-
-    @router.get("/round")
-    def round_effect() -> dict[str, Any]:
-        return {"effect": rounds and rounds.effect()}
-
-    @router.post("/round")
-    def start_round() -> dict[str, Any]:
-        if rounds is None:
-            raise RefusedError(404, "serve.pipeline names no run whose rounds this page starts")
-        rounds.start()
-        return rounds.state()
+        return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": staff.text}
 
     @router.get("/task")
     def one_task(name: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastapi import APIRouter
 
 from rlhf.config import Config
 from rlhf.data.encoding import join_rankings
@@ -88,6 +89,23 @@ class Rounds:
                 known = {"rewards": made} | compare_rounds(self.config, earlier[0], self.folder)
                 write_json(path, known)
         return known
+
+
+def make_round_router(rounds: Rounds) -> APIRouter:
+    """The manager's: the state and the effect of this round, and the start of the pipeline."""
+    router = APIRouter(prefix="/api/manage/round")
+
+    @router.get("")
+    def found() -> dict[str, Any]:
+        state = rounds.state()
+        return state | {"effect": None if state["running"] else rounds.effect()}
+
+    @router.post("")
+    def start() -> dict[str, Any]:
+        rounds.start()
+        return rounds.state()
+
+    return router
 
 
 def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from harness import draw, is_complete, mean_interval, over_seeds, parse, read, s
 from rlhf.recipe import STAGES
 
 FIRST, STEPS = 125, {"random": 3, "uncertain": 2, "disagreement": 2}  # the number of prompts doubles so often
-MEMBERS, POOL, RANDOM = 3, 4, 0.25
+MEMBERS, POOL, RANDOM, DEMONSTRATIONS = 3, 4, 0.25, 64
 SETTINGS = (
     "gold.comparison_prompts=1600",
     "reward.audit=0",
@@ -41,6 +41,10 @@ class Study:
         taken = [f"parents.{stage}='{parent / stage}'" for stage in ("world", "tokenizer", "pretrain", "sft")]
         self.shared = [*asked.overrides, *SETTINGS, *taken, f"runs_dir='{asked.out}'", "tracking=jsonl"]
         pool = asked.out / f"pool-seed{seed}"
+        some = asked.out / f"demonstrations-seed{seed}.jsonl"  # calibration shifts all scores alike: a few will do
+        lines = (parent / "world" / "demonstrations.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        some.write_text("".join(lines[:DEMONSTRATIONS]), encoding="utf-8")
+        self.shared.append(f"data.demonstrations='{some}'")
         self.run("label", pool.name, seed)
         self.records = load_comparisons(str(pool / "label" / "comparisons.jsonl"))[0]
         by_prompt: dict[str, list[Any]] = {}

@@ -136,7 +136,8 @@ async def test_wrong_answers_are_refused_and_nothing_is_written(clients, labelli
     task = (await anna.get("/api/rank/next")).json()["task"]
     for more, status in (
         ({"ranking": [["a"], ["a"]]}, 400), ({"ranking": [["z"]]}, 400), ({"ranking": []}, 400), ({"ratings": {"a": 8}}, 400),
-        ({"ratings": {"z": 5}}, 400), ({"flags": {"a": ["nonsense"]}}, 400), ({"submission": "short"}, 400),
+        ({"ratings": {"z": 5}}, 400), ({"flags": {"a": ["nonsense"]}}, 400),
+        ({"flags": {"a": ["breaks_hate"]}}, 400), ({"submission": "short"}, 400),
         ({"seconds": -1}, 400), ({"name": "../../etc/passwd"}, 404), ({"replaces": "nothing"}, 409),
     ):  # fmt: skip
         answer = await anna.post("/api/rank", json=verdict(task, "a-submission") | more)

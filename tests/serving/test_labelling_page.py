@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from rlhf.commands.serve import load_rules
 from tests.serving.conftest import SECRETS, access, make_labelling, serving
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,6 +21,7 @@ def site(tmp_path):
     from rlhf.serving.models import ModelThread
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=6)
+    labelling.rules = load_rules("data/rules.json")
     thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
     for address in serving(make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")):
         yield address, labelling
@@ -103,6 +105,10 @@ def test_a_task_is_ranked_by_buttons_or_is_beyond_judging(visit, site):
         page.locator("#rank .card:not(.placed) .put").first.click()
     page.get_by_role("button", name="Tie with above").last.click()
     page.locator("#rank .rating input").nth(4).click()
+    page.locator("#rank .card summary").first.click()
+    page.locator(
+        "#rank .card .flags label", has_text="breaks invented: It claims nothing that it cannot know."
+    ).first.click()
     save(page)
     page.keyboard.press("u")  # the last answer is there again, and is replaced
     page.get_by_text("Your last answer").wait_for()
@@ -110,6 +116,7 @@ def test_a_task_is_ranked_by_buttons_or_is_beyond_judging(visit, site):
     save(page, "Cannot judge")
     first, second = rows(site[1])
     assert sorted(map(len, first["ranking"])) == [1, 2] and 5 in first["ratings"].values() and first["seconds"] > 0
+    assert list(first["flags"].values()) == [["breaks_invented"]]
     assert second["ranking"] is None and second["metadata"]["replaces"] == first["id"]
     assert SECRETS["anna"] not in page.url
 

@@ -41,7 +41,7 @@ export function makeCompare(panel, me) {
       const drawn = await follow(await ask("/api/compare", { messages, models, temperature: Number(temperature.value) }), models.length);
       name = drawn.name;
       submission = submissionId();
-      ranking = new Ranking(drawn.responses, me.flags);
+      ranking = new Ranking(drawn.responses, me);
       ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; });
       place.replaceChildren(ranking.list);
       strip.replaceChildren(ranking.strip);

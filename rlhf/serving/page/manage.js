@@ -12,7 +12,7 @@ export function makeManage(panel, me) {
   const text = el("textarea", { rows: 12 });
   const start = el("button", { onclick: () => attempt(async () => { await post("/api/manage/round", {}); await load(); }) }, "Train on these labels, and answer the next tasks");
   const state = el("p", { class: "name", role: "status" }), effect = el("div");
-  const rounds = el("div", { hidden: true }, el("h2", {}, "Round"), start, state, effect);
+  const rounds = el("div", { hidden: !me.rounds }, el("h2", {}, "Round"), start, state, effect);
   const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
     el("thead", {}, el("tr", {}, ...names.map((one) => el("th", { scope: "col" }, one)))), body));
   const act = (path, body, said, then) => () => attempt(async () => {
@@ -46,18 +46,17 @@ export function makeManage(panel, me) {
     found.tasks.sort((a, b) => b.clashes - a.clashes);
     tasks.replaceChildren(...found.tasks.map((one) => row(one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–",
       el("button", { class: "small", onclick: () => open(one.name), "aria-label": `Open ${one.name}` }, one.decided ? "Decided" : "Open"))));
-    rounds.hidden = !found.round;
-    if (found.round) await showRound(found.round);
+    if (me.rounds) await showRound();
     if (text.dataset.said !== found.instructions) text.value = text.dataset.said = found.instructions;
   }
 
   // The pipeline's progress, until it ends; then what the round's labels changed.
-  async function showRound({ run, running, code, last, stages }) {
+  async function showRound() {
+    const { run, running, code, last, stages, effect: found } = await get("/api/manage/round");
     start.disabled = running;
     state.textContent = `Run ${run}: ${Object.entries(stages).map(([stage, is]) => `${stage} ${is}`).join(", ")}`
       + `${running ? ". Running" : code === null ? "" : `. Ended with code ${code}`}${last ? `: ${last}` : ""}`;
-    if (running) { setTimeout(() => { if (!panel.hidden) attempt(load); }, 2000); return; }
-    const found = (await get("/api/manage/round")).effect;
+    if (running) { setTimeout(() => { if (!panel.hidden) attempt(showRound); }, 2000); return; }
     if (!found) { effect.replaceChildren(); return; }
     const own = Object.entries(found.new).map(([how, one]) => row(`this round's labels (${how}), before training on them`, String(one.pairs), percent(one.before), "–"));
     const two = (values) => values.map((value) => value.toFixed(2)).join(" → ");
@@ -70,7 +69,7 @@ export function makeManage(panel, me) {
 
   async function open(which) {
     const { messages, responses, labels } = await get(`/api/manage/task?name=${encodeURIComponent(which)}`);
-    const number = new Map(responses.map((one, i) => [one.id, i + 1])), ranking = new Ranking(responses, me.flags), submission = submissionId();
+    const number = new Map(responses.map((one, i) => [one.id, i + 1])), ranking = new Ranking(responses, me), submission = submissionId();
     const shown = (tiers) => tiers?.map((tier) => tier.map((id) => number.get(id)).join(" = ")).join(" > ") ?? "cannot judge";
     const before = labels.find((one) => one.labeler === "manager");
     if (before) ranking.load(before);

@@ -63,7 +63,7 @@ export function makeRank(panel, me) {
     }
     saved = draft(me, `rank-${task.name}`);
     const before = answer ?? saved.get();
-    ranking = new Ranking(task.responses, me.flags);
+    ranking = new Ranking(task.responses, me);
     place.append(...turnsOf(task.messages));
     cards.append(ranking.list);
     strip.append(ranking.strip);

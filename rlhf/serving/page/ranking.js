@@ -14,9 +14,10 @@ export function button(label, onclick, more = {}) {
 }
 
 export class Ranking {
-  constructor(responses, flags) {
+  constructor(responses, { flags, rules }) {
     this.responses = responses;
     this.flags = flags; // [name, what it means] of faults, and last of a merit
+    this.rules = rules; // [flag of breaking it, the rule]
     this.strip = el("ol", { class: "strip", "aria-label": "Ranking, best first" });
     this.list = el("ol", { class: "cards", "aria-label": "Responses" });
     this.current = responses[0].id; // what the keys for ratings and flags are about
@@ -88,7 +89,7 @@ export class Ranking {
     for (const { id: name, text } of this.responses) {
       const card = this.cardOf(name);
       card.querySelector(".text").replaceWith(base && name !== this.base ? differenceOf(text, base.text) : textOf(text || "(nothing)"));
-      card.querySelector(".head button:last-of-type").setAttribute("aria-pressed", String(name === this.base));
+      card.querySelector(".differ").setAttribute("aria-pressed", String(name === this.base));
     }
   }
 
@@ -115,7 +116,7 @@ export class Ranking {
       card.className = `card${at < 0 ? "" : " placed"}${id === this.current ? " current" : ""}`;
       card.querySelector(".place").textContent = places.get(id) ?? "not ranked";
       const [put, tie, unrank] = card.querySelectorAll(".head button");
-      for (const one of card.querySelectorAll(".head button")) one.setAttribute("aria-label", `Response ${numbers.get(id)}: ${one.textContent}`);
+      put.setAttribute("aria-label", `Response ${numbers.get(id)}: ${put.textContent}`);
       tie.classList.toggle("off", at < 1); // invisible, so that the text below does not move
       unrank.classList.toggle("off", at < 0);
     }
@@ -128,9 +129,10 @@ export class Ranking {
       el("div", { class: "head" }, el("strong", {}, name), el("span", { class: "place" }),
         button("Next best", () => this.place(id), { class: "small put" }),
         button("Tie with above", () => this.tieUp(id), { class: "small" }),
-        button("Unrank", () => this.clear(id), { class: "small" }),
-        button("Differences", () => this.compareWith(id), { class: "small", title: "Mark in the others the words that this one does not have (d)" })),
-      textOf(text || "(nothing)"), this.rating(id, name), this.flagBox(id, name));
+        button("Unrank", () => this.clear(id), { class: "small" })),
+      textOf(text || "(nothing)"), this.rating(id, name), this.flagBox(id, name),
+      button("Differences", () => this.compareWith(id), { class: "small differ", "aria-label": `${name}: differences`,
+        title: "Mark in the others the words that this one does not have (d)" }));
   }
 
   rating(id, name) {
@@ -144,15 +146,16 @@ export class Ranking {
 
   flagBox(id, name) {
     const chosen = new Set(this.flagged[id] ?? []);
-    const boxes = this.flags.map(([flag, meaning], i) => el("label", {},
+    const boxes = [...this.flags, ...this.rules].map(([flag, meaning], i) => el("label", {},
       el("input", { type: "checkbox", checked: chosen.has(flag), onchange: (event) => {
         if (event.target.checked) chosen.add(flag);
         else chosen.delete(flag);
         this.flagged[id] = [...chosen];
         this.changed();
-      } }), " ", el("kbd", {}, String.fromCharCode(97 + i)), ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning)));
+      } }), " ", i < this.flags.length ? el("kbd", {}, String.fromCharCode(97 + i)) : "", ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning)));
     return el("details", { open: chosen.size > 0 }, el("summary", { "aria-label": `${name}: flags` }, "Flags"),
-      el("div", { class: "flags" }, el("strong", {}, "Faults"), ...boxes.slice(0, -1), el("strong", {}, "Merit"), boxes.at(-1)));
+      el("div", { class: "flags" }, el("strong", {}, "Faults"), ...boxes.slice(0, this.flags.length - 1), el("strong", {}, "Merit"),
+        boxes[this.flags.length - 1], ...(this.rules.length ? [el("strong", {}, "Rules that it breaks")] : []), ...boxes.slice(this.flags.length)));
   }
 
   // The other chips move past the dragged one: an element that is put into the document anew loses the pointer. Let go before the
