@@ -36,6 +36,14 @@ def test_without_overrides_the_schema_rules():
     assert compose.compose_config([]) == Config()
 
 
+def test_a_caller_that_is_a_hydra_application_keeps_its_configuration():
+    import hydra
+
+    with hydra.initialize(version_base="1.3"):
+        assert compose.compose_config(["seed=3"]).seed == 3
+        assert "launcher" in hydra.compose(return_hydra_config=True).hydra
+
+
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_yaml_composes_and_its_values_arrive(group, name):
     config = compose.compose_config([f"{group}={name}"])
