@@ -71,8 +71,7 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.data.encoding import encode_prompt_within
     from rlhf.data.records import Message
     from rlhf.engines.choosing import Choice
-    from rlhf.engines.running import Response, RunningBatch
-    from rlhf.engines.text_stream import TextStream
+    from rlhf.engines.running import Response, RunningBatch, TextStream
     from rlhf.evaluation.policies import room_for
 
     as_text("".join(message["content"] for message in dialogue))

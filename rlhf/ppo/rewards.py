@@ -3,7 +3,10 @@
 A source is called with `Episodes` and returns scores (B,) float32. It may have `by_token`, see `score_by_token`.
 """
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,16 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
-from rlhf.ppo.reward_server import ServerReward
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
+from rlhf.system.endpoint import FIRST_WAIT, Client
 from rlhf.system.plugins import is_address, is_function, load_named
 from rlhf.training.adapters import load_adapters, share_weights
 from rlhf.training.setup import check_tokenizer
 
 Reward = Callable[[Episodes], Tensor]
+AT_ONCE = 8  # requests to a server
+MOST_RESPONSES = 64  # per request
 
 
 class ModelReward:
@@ -101,6 +106,46 @@ class FunctionReward:
             return torch.tensor([float(score) for score in scores], dtype=torch.float32, device=self.device)
         except (TypeError, ValueError) as error:
             raise UserError(f"reward function {self.name}: {error}: return one number per response") from None
+
+
+class ServerReward:
+    """The scores of a model that `rlhf serve` serves on another machine: of `POST <url>/v1/score`, one request per prompt."""
+
+    def __init__(self, url: str, key_variable: str | None, device: torch.device, first_wait: float = FIRST_WAIT):
+        """Raises: UserError for an invalid address or key."""
+        self.client = Client("ppo.rewards", url, "ppo.reward_key", key_variable, first_wait)
+        self.device = device
+
+    def __call__(self, episodes: Episodes) -> Tensor:
+        groups: dict[int, list[int]] = {}  # the episodes of each prompt
+        for i, record in enumerate(episodes.records):
+            groups.setdefault(id(record), []).append(i)
+        parts = [
+            group[at : at + MOST_RESPONSES] for group in groups.values() for at in range(0, len(group), MOST_RESPONSES)
+        ]
+        scores = torch.zeros(len(episodes.records))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for part, found in zip(parts, pool.map(lambda part: self._ask(episodes, part), parts), strict=True):
+                scores[part] = torch.tensor(found)
+        return scores.to(self.device)
+
+    def _ask(self, episodes: Episodes, part: list[int]) -> list[float]:
+        prompt = [{"role": m.role, "content": m.content} for m in episodes.records[part[0]].prompt]
+        body = {"prompt": prompt, "responses": [episodes.texts[i] for i in part]}
+        found = self.client.post("v1/score", body, lambda content: read_scores(content, len(part)))
+        if found is None:
+            raise UserError(
+                f"{self.client.named}: refused to score prompt {prompt[-1]['content'][:60]!r}: see the server's output"
+            )
+        return found
+
+
+def read_scores(content: bytes, count: int) -> list[float]:
+    """Raises: ValueError, LookupError or TypeError for a reply without `count` finite scores."""
+    scores = [float(row["score"]) for row in json.loads(content)["data"]]
+    if len(scores) != count or not all(map(math.isfinite, scores)):
+        raise ValueError(f"{len(scores)} scores, want {count} finite ones")
+    return scores
 
 
 class CombinedReward:

@@ -26,8 +26,7 @@ from rlhf.config.setting import LEAST_TEMPERATURE
 from rlhf.data.chat_template import end_ids
 from rlhf.engines.choosing import Choice
 from rlhf.engines.native import packed
-from rlhf.engines.running import Response, RunningBatch
-from rlhf.engines.text_stream import TextStream
+from rlhf.engines.running import Response, RunningBatch, TextStream
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen
 from rlhf.serving.security import RefusedError

@@ -19,8 +19,7 @@ from rlhf.engines.choosing import Choice, make_uniforms
 from rlhf.engines.decoder import Decoder
 from rlhf.engines.local import Sampling
 from rlhf.engines.native import packed
-from rlhf.engines.sampling import sample
-from rlhf.engines.transformers_generate import GenerateEngine
+from rlhf.engines.sampling import GenerateEngine, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from tests.presets import preset
 

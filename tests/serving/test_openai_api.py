@@ -12,7 +12,7 @@ import torch
 from rlhf.commands.generate import run as generate
 from rlhf.errors import UserError
 from rlhf.model.interface import Episodes
-from rlhf.ppo.reward_server import ServerReward
+from rlhf.ppo.rewards import ServerReward
 from rlhf.serving import openai_api
 from rlhf.serving.app import make_app
 from rlhf.serving.models import ModelThread, served_models
