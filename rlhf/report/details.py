@@ -164,7 +164,7 @@ def show_value(value: Any, limit: int = 120) -> str:
 
 
 def make_provenance(run: RunFiles) -> dict[str, Any]:
-    """What is needed to reproduce the run: versions, data, settings and final numbers, each a title and its tables; configs."""
+    """What is needed to reproduce the run: versions, data and final numbers, each a title and its table; configs."""
 
     def shown(record: dict[str, Any], key: str) -> list[tuple[str, str]]:
         return [(visible(name), show_value(value, 300)) for name, value in entries(record, key)]
@@ -172,7 +172,7 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
     versions: dict[str, dict[str, list[str]]] = {}
     data: dict[tuple[str, str], list[str]] = {}
     configs: dict[str, list[str]] = {}
-    parts = []
+    numbers = []
     for name, stage in run.stages.items():
         found = shown(stage.record, "versions")
         if isinstance(commit := entry_at(stage.record, "git", "commit"), str):
@@ -184,21 +184,20 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
             data.setdefault(entry, []).append(name)
         if stage.config:
             configs.setdefault(stage.config, []).append(name)
-        tables = [Table("", (), shown(stage.record, key), code=True) for key in ("settings", "summary")]
-        parts.append((f"{name}: settings and final numbers", tables))
+        numbers += [(name, *number) for number in shown(stage.record, "summary")]
     of_packages = [
         [package, "; ".join(f"{v} ({', '.join(names)})" if len(by_version) > 1 else v for v, names in by_version.items())]
         for package, by_version in sorted(versions.items())
     ]  # fmt: skip
     files = [[*entry, ", ".join(names)] for entry, names in sorted(data.items())]
     parts = [
-        ("Versions", [Table("", (), of_packages)]),
-        ("Data", [Table("", ("file", "sha256", "used by"), files)]),
-        *parts,
+        ("Versions", Table("", (), of_packages)),
+        ("Data", Table("", ("file", "sha256", "used by"), files)),
+        ("Final numbers", Table("", (), numbers, code=True)),
     ]
     return {
         "run": run.name,
-        "parts": [(title, tables) for title, tables in parts if any(table.rows for table in tables)],
+        "parts": [(title, table) for title, table in parts if table.rows],
         "configs": [(", ".join(names), visible(text, 50_000)) for text, names in configs.items()],
     }
 

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from rlhf.recipe import BASELINES
-from rlhf.report.pictures import calibration_rows, shot_rows
+from rlhf.report.pictures import shot_rows
 from rlhf.runs.run_files import (
     RunFiles,
     decimal,
@@ -177,7 +177,7 @@ def make_evaluation(run: RunFiles) -> dict[str, Any]:
     def tables(specs: Sequence[Spec], *computed: Table) -> list[Table]:
         return [table for table in (*(make_table(spec, files) for spec in specs), *computed) if table.rows]
 
-    evaluated = tables(EVALUATION, rank_table(run), calibration_table(run))
+    evaluated = tables(EVALUATION, rank_table(run))
     external = tables(EXTERNAL, shots_table(run), benchmarks_table(run))
     return {
         "run": run.name,
@@ -234,14 +234,6 @@ def policies_table(results: dict[str, Any]) -> Table:
                 true = entry_at(best, "score") or entry_at(best, "gold")
                 named.append((f"{titled(title)} {n:g}", best | {"kl": entry_at(best, "kl_bound_nats"), "true": true}))
     return Table("PPO and its baselines, held-out prompts", ("policy", *columns), fill(named, columns))
-
-
-def calibration_table(run: RunFiles) -> Table:
-    rows = [
-        (decimal(gap, 2), percent(predicted), percent(observed), decimal(100 * (observed - predicted), 1, True), f"{n:,.0f}")
-        for gap, predicted, observed, n in calibration_rows(run)
-    ]  # fmt: skip
-    return Table("Calibration in numbers", ("score gap", "predicted", "observed", "difference", "pairs"), rows)
 
 
 def rank_table(run: RunFiles) -> Table:

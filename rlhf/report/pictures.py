@@ -123,23 +123,17 @@ def make_pictures(runs: list[RunFiles]) -> list[Picture]:
     return [picture for picture in pictures if picture is not None]
 
 
-def calibration_rows(run: RunFiles) -> list[tuple[float, float, float, float]]:
-    """(gap, predicted, observed, n) of the reward model."""
-    keys = ("gap", "predicted", "observed", "n")
-    rows = rows_of(run.results, "reward_model", "calibration")
-    return [
-        (row["gap"], row["predicted"], row["observed"], row["n"])
-        for row in rows
-        if all(number_at(row, key) is not None for key in keys)
-    ]
-
-
 def make_calibration(runs: list[RunFiles]) -> Picture | None:
     """P(win | score gap), predicted and as labelers chose."""
-    by_run = [(place, run.name, rows) for place, run in enumerate(runs) if (rows := calibration_rows(run))]
+    by_run = []
+    for place, run in enumerate(runs):
+        rows = rows_of(run.results, "reward_model", "calibration")
+        points: list[list[Any]] = [[number_at(row, key) for key in ("gap", "predicted", "observed")] for row in rows]
+        if whole := [point for point in points if None not in point]:
+            by_run.append((place, run.name, whole))
     series = []
     for place, run, rows in by_run:
-        gaps, predicted, observed, _ = ([*column] for column in zip(*rows, strict=True))
+        gaps, predicted, observed = ([*column] for column in zip(*rows, strict=True))
         prefix, colours = (f"{run} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
         series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
         series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
