@@ -31,29 +31,28 @@ def assert_one_line(done: subprocess.CompletedProcess[str], said: str, code: int
     assert said in done.stderr
 
 
+ASCII = ENVIRONMENT | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
 def test_an_ascii_locale_shows_escapes():
-    plain = ENVIRONMENT | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = rlhf("ppo", "--help", env=plain)
+    done = rlhf("ppo", "--help", env=ASCII)
     assert done.returncode == 0 and not done.stderr and done.stdout.isascii()
     assert "[key=value \\u2026]" in done.stdout
 
 
-@pytest.mark.parametrize("forced", [{}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["as UTF-8", "as ASCII"])
-def test_the_locale_decides_no_encoding(tmp_path, forced):
-    """LC_ALL=C, which Python takes as UTF-8 unless it is told not to."""
+def test_the_locale_decides_no_encoding(tmp_path):
     name = "größe"
-    environment = ENVIRONMENT | {"LC_ALL": "C"} | forced
     rows = [{"prompt": f"Größe {i}?", "chosen": "zwölf", "rejected": "日本", "rater": "Jürgen"} for i in range(4)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    done = rlhf("import", f"path={name}.jsonl", f"out={name}", env=environment, cwd=tmp_path)
+    done = rlhf("import", f"path={name}.jsonl", f"out={name}", env=ASCII, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     read = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / name).glob("ranking/*.jsonl"))
     assert read.count("zwölf") == 4 and "Größe 3?" in read
     (tmp_path / f"{name}.txt").write_text("Straße und Übung. " * 200 + "\n\n" + "Ärger. " * 99, encoding="utf-8")
     settings = [f"data.corpus={name}.txt", "tokenizer.vocab_size=300", "run=x", "device=cpu"]
     for _ in range(2):  # the second time, it reads what the first one wrote
-        done = rlhf("tokenizer", *settings, "overwrite=true", env=environment, cwd=tmp_path)
+        done = rlhf("tokenizer", *settings, "overwrite=true", env=ASCII, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 

@@ -142,8 +142,8 @@ def test_one_long_document_is_divided(tokenizer, tmp_path, monkeypatch):
     assert packed.token_count("heldout") >= 32
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS[:2], DOCUMENTS[:3], DOCUMENTS[:20], DOCUMENTS, [LONG]])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("documents", [DOCUMENTS[:2], DOCUMENTS[:3], DOCUMENTS, [LONG]])
+@pytest.mark.parametrize("seed", range(2))
 def test_held_out_is_never_empty_and_never_most_of_it(tokenizer, tmp_path, documents, seed):
     packed = pack(documents, tokenizer, tmp_path, held_out_fraction=1e-9, seed=seed)
     train, held_out = packed.token_count("train"), packed.token_count("heldout")

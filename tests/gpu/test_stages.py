@@ -7,6 +7,7 @@ from transformers import Trainer  # noqa: F401  imported before a GPU is there
 from rlhf.cli import module_of
 from rlhf.config.compose import compose_config
 from rlhf.ppo import update
+from rlhf.stages import ppo  # noqa: F401  imported before a function that it imports is replaced
 from tests.gpu.pretended import Pretended
 from tests.gpu.test_decoding import make
 
@@ -45,6 +46,7 @@ GOLD = [
     "kl.horizon=500",
     "evaluate.prompts=4",
     "evaluate.samples=2",
+    "evaluate.best_of=2",
     "rollout.max_new_tokens=12",
     "tracking.log_every=1",
 ]

@@ -85,10 +85,11 @@ def test_bfloat16_factors_have_float32_logits(autocast):
     torch.testing.assert_close(spread.double(), entropy(logits).double(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("p", [0.5, 0.9, 0.99, 0.999, 0.9999])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kept", [2**26, 0])
-@pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.5])
+@pytest.mark.parametrize("p", [0.5, 0.99, 0.9999])
+@pytest.mark.parametrize(
+    ("autocast", "kept", "entropy_coef"),
+    [(False, 2**26, None), (True, 0, None), (True, 2**26, 0.0), (False, 0, 0.0), (False, 2**26, 0.5), (True, 0, 0.5)],
+)
 def test_gradients_in_bfloat16_of_confident_tokens(monkeypatch, p, autocast, kept, entropy_coef):
     """A probability that is rounded before 1 is subtracted leaves nothing of 1 - p."""
     monkeypatch.setattr(unembedding, "_KEPT", kept)

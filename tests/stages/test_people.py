@@ -96,7 +96,7 @@ def test_the_prompt_is_the_unit_by_hand(answered):
     assert figures["judgements"] == 11
 
 
-@pytest.mark.parametrize("judge_noise", [0.3, 2.0, 20.0])
+@pytest.mark.parametrize("judge_noise", [0.3, 20.0])
 def test_prediction_powered_intervals_cover_and_are_as_narrow_as_the_correlation_says(answered, judge_noise):
     """2,000 repeats (500 leave a standard error of 1%) with 200 labels and 2,000 verdicts of a biased judge: the truth is inside in
     93 to 97%, and the width is within 5% of sqrt(1 - rho^2 N / (n + N)) of the people's own.

@@ -42,8 +42,8 @@ def test_a_loop_stops_after_its_step_and_goes_on(copy_until, undisturbed, capfd,
 
 
 def start_pipeline(run: Run, **how: Any) -> subprocess.Popen[str]:
-    """A pipeline in a process of its own, whose SFT has taken two steps."""
-    full = [sys.executable, "-m", "rlhf", "pipeline", *run.words()]
+    """A pipeline to SFT in a process of its own, whose SFT has taken two steps."""
+    full = [sys.executable, "-m", "rlhf", "pipeline", *run.words("stages=sft")]
     process = subprocess.Popen(full, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **how)
     until = time.monotonic() + 120
     while len(list(read_jsonl(run.folder / "sft" / "metrics.jsonl"))) < 2:

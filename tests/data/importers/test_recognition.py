@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.config import Config
@@ -110,10 +110,10 @@ def changed(row, path, value, remove):
     return new
 
 
-@pytest.mark.parametrize(("format", "row"), [(format, row) for format, row, _ in SAMPLES], ids=IDS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(format, row, data):
+@settings(max_examples=300)
+@given(sample=st.sampled_from(SAMPLES), data=st.data())
+def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(sample, data):
+    format, row, _ = sample
     path = data.draw(st.sampled_from(list(places(row))))
     bad = changed(row, path, data.draw(JSON), data.draw(st.booleans()))
     assert recognise(bad) in (*FORMATS, None)
