@@ -190,7 +190,7 @@ def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
         f"model.pretrained={checkpoint.adapters}: not readable adapters", f"give those of {checkpoint.source}"
     ):
         model = peft.PeftModel.from_pretrained(model, str(checkpoint.adapters)).merge_and_unload()
-    check_finite(model, str(checkpoint.adapters))
+    check_finite(dict(model.named_parameters()), str(checkpoint.adapters))
     return model
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from safetensors import safe_open
+from torch import Tensor
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from rlhf.errors import UserError, hub_remedy, reading
@@ -264,13 +265,13 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
                 f"{source}: {len(names)} weights are {what} ({', '.join(names[:2])}): the weights do not fit "
                 "config.json: restore both"
             )
-    check_finite(model, source)
+    check_finite(dict(model.named_parameters()), source)
     return model
 
 
-def check_finite(model: Any, source: str) -> None:
+def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raises: UserError for weights that are not finite, since answers and scores would not be finite either."""
-    for name, weight in model.named_parameters():
+    for name, weight in weights.items():
         if weight.numel() and not all(map(torch.isfinite, torch.aminmax(weight.detach()))):
             raise UserError(f"{source}: {name} has values that are not finite: use an earlier or another model")
 

@@ -78,6 +78,11 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float64, on the CPU if its device has none (MPS)."""
+    return (x.cpu() if x.is_mps else x).double()
+
+
 def check_mask(where: str, mask: Tensor, **tensors: Tensor) -> None:
     """Raise ValueError unless mask is bool and every tensor has its shape."""
     if mask.dtype != torch.bool:

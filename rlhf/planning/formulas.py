@@ -139,13 +139,13 @@ def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int
     """Bytes of communication buffers on one rank.
 
     Data-parallel training without ZeRO sums all gradients, in float32, into new tensors; ZeRO has a bucket to reduce and, in
-    ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements.
+    ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements. ZeRO-2 fills a second one while it sums the first.
     """
     if world == 1 and zero == 0:
         return 0
     if zero == 0:
         return ELEMENT["fp32"] * parameters
-    return ELEMENT[dtype] * min(bucket, parameters) * (1 if zero == 3 else 2)
+    return ELEMENT[dtype] * min(bucket, parameters) * {1: 2, 2: 3, 3: 1}[zero]
 
 
 def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool, dropout: float | None = None) -> int:

@@ -27,6 +27,7 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.interface import Episodes, lm
 from rlhf.ops.gae import ESTIMATORS, compute_advantages
+from rlhf.ops.masked import wide
 from rlhf.ops.ppo import sampler_weights
 from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
@@ -174,7 +175,7 @@ def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums)
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008.
     """
     mask, kind = rollout.response_mask, config.ppo.sampler_correction
-    gaps = (rollout.logp_old - rollout.logp_sampled)[mask].double()
+    gaps = wide((rollout.logp_old - rollout.logp_sampled)[mask])
     count, ratios = gaps.numel(), gaps.exp()
     tokens, total = int(ranks.sum(count)), float(ranks.sum(gaps.abs().sum()))
     if kind == "auto":

@@ -15,6 +15,7 @@ from rlhf.data.tasks import shown_prompt
 from rlhf.errors import UserError
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
+from rlhf.ops.masked import wide
 from rlhf.ppo.experience import Experience, Rollout
 from rlhf.ppo.rewards import Reward, parts_of
 from rlhf.runs.metric_table import Sums, find
@@ -76,7 +77,7 @@ def add_rollout_metrics(
     for name, part in parts_of(reward).items():
         sums.add(f"objective/scores/{name}", part.sum().item(), count)
     if critic is not None:
-        target, error = returns[mask].double(), (returns - rollout.values)[mask].double()
+        target, error = wide(returns[mask]), wide((returns - rollout.values)[mask])
         moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())
         sums.add("val/explained_var", *(x.item() for x in moments), target.numel())
 

@@ -1,5 +1,6 @@
 """The models of PPO: policy and critic as one module, the frozen reference, and how they are set up."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
 from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
+from rlhf.training.divided import load_lm, load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
 from rlhf.training.next_token import NextToken
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy
+from rlhf.training.setup import check_tokenizer, checkpoint_activations
 
 
 class ActorCritic(nn.Module):
@@ -117,7 +119,7 @@ def load_models(
     )
     if folder != reference_folder:
         check_tokenizer(reference_folder.parent, tokenizer)
-    policy = load_policy(folder, dropout=0.0)
+    policy = load_lm(config, folder, device, dropout=0.0)
     shared_trunk = policy if config.lora.share_trunk else None
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
     sources = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
@@ -126,7 +128,7 @@ def load_models(
             "ppo.score_by_token=true: no reward model reads more than the last token: train one with reward.read_tokens, "
             "or leave it out"
         )
-    critic = make_critic(config, stage, policy, reward, reward_model)
+    critic = make_critic(config, stage, device, policy, folder, reward, reward_model)
     for source in sources:
         if source.bare.reads_text:
             if not zero_stage(config):  # under ZeRO there is no autocast
@@ -147,11 +149,21 @@ def load_models(
     if frozen is not None:
         reference: nn.Module = Reference(frozen).to(device)
     else:
-        reference = shard_frozen(config, Reference(load_policy(reference_folder).requires_grad_(False)), device)
+        reference = shard_frozen(
+            config, Reference(load_lm(config, reference_folder, device).requires_grad_(False)), device
+        )
     return policy, critic, reference, reward, engine
 
 
-def make_critic(config: Config, stage: Stage, policy: Any, reward: Reward, reward_model: RewardModel | None) -> Any:
+def make_critic(
+    config: Config,
+    stage: Stage,
+    device: torch.device,
+    policy: Any,
+    folder: Path,
+    reward: Reward,
+    reward_model: RewardModel | None,
+) -> Any:
     """The critic by ppo.critic; only a head if the trunk is shared; None if advantages need no values."""
     settings = config.ppo
     if not settings.has_critic:
@@ -161,14 +173,20 @@ def make_critic(config: Config, stage: Stage, policy: Any, reward: Reward, rewar
     if settings.critic == "random":
         return scaled(RewardModel(RewardConfig(trunk=policy.base_model.config)), 0.0)
     if settings.critic == "reward" and reward_model is not None:
-        shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
-        critic = share_weights(reward_model, shared).requires_grad_(True).fold_calibration()
-        return scaled(critic, weight_of(reward, reward_model))
+        if zero_stage(config) == 3:
+            critic: Any = load_reward(config, Path(reward_model.name_or_path), device)
+            critic.calibrate(reward_model.gain, reward_model.shift)
+        else:
+            shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
+            critic = share_weights(reward_model, shared).requires_grad_(True)
+        return scaled(critic.fold_calibration(), weight_of(reward, reward_model))
     if settings.critic == "reward":
         stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
     if config.lora.share_trunk:
         shared = share_weights(policy.base_model)
         return scaled(RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), shared), 0.0)
+    if zero_stage(config) == 3:
+        return scaled(reward_model_on(config, folder, device), 0.0)
     return scaled(RewardModel.from_causal_lm(policy), 0.0)
 
 

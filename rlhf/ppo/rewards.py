@@ -16,7 +16,6 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, scoring_tokens
-from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
@@ -25,6 +24,7 @@ from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
 from rlhf.system.endpoint import FIRST_WAIT, Client
 from rlhf.system.plugins import is_address, is_function, load_named
 from rlhf.training.adapters import load_adapters, share_weights
+from rlhf.training.divided import load_reward
 from rlhf.training.setup import check_tokenizer
 
 Reward = Callable[[Episodes], Tensor]
@@ -223,7 +223,7 @@ def make_reward(
             continue
         folder = reward_folder(config, name)
         if policy is None:
-            model = load_reward_model(reward_model_folder(folder), device).requires_grad_(False)
+            model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
         else:
             model = load_on_trunk(config, folder, policy)
         if not config.ppo.calibrated:

@@ -16,6 +16,7 @@ from rlhf.config import Config
 from rlhf.config.stages import PpoConfig
 from rlhf.model.batching import by_length
 from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_loss
+from rlhf.ops.masked import wide
 from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks
 from rlhf.ppo.invariants import Checked, check_first_minibatch
@@ -161,8 +162,8 @@ def micro_batch_loss(
         )
         default = SHARED_VALUE_COEF if settings.shared_critic else 1.0
         loss = (default if settings.value_coef is None else settings.value_coef) * critic_loss
-        sums.add("loss/value_avg", statistics["loss"].double() * tokens, count)
-        sums.add("val/clipfrac_avg", statistics["clipfrac"].double() * tokens, count)
+        sums.add("loss/value_avg", wide(statistics["loss"]) * tokens, count)
+        sums.add("val/clipfrac_avg", wide(statistics["clipfrac"]) * tokens, count)
     if logp is not None:
         clip_range = settings.clip_range or math.inf
         surrogate, statistics = policy_loss(
@@ -174,9 +175,9 @@ def micro_batch_loss(
         if config.kl_in_loss:
             penalty = kl_loss(logp, rollout.logp_old, rollout.logp_ref, mask, denominator=tokens)
             loss = loss + state.kl.coef * penalty
-        sums.add("loss/policy_avg", statistics["loss"].double() * tokens, count)
-        sums.add("policy/approxkl_avg", statistics["approxkl"].double() * tokens, count)
-        sums.add("policy/clipfrac_avg", statistics["clipfrac"].double() * tokens, count)
+        sums.add("loss/policy_avg", wide(statistics["loss"]) * tokens, count)
+        sums.add("policy/approxkl_avg", wide(statistics["approxkl"]) * tokens, count)
+        sums.add("policy/clipfrac_avg", wide(statistics["clipfrac"]) * tokens, count)
         sums.add("policy/ratio_max", statistics["ratio_max"])
         sums.add("policy/entropy_avg", entropies.detach().sum(), count)
         if checked is not None and count:

@@ -228,12 +228,14 @@ class Sums:
         self._added.append((name, [value.detach() if hasattr(value, "detach") else value for value in sums]))
 
     def _read(self) -> dict[str, list[float]]:
-        tensors = [value.reshape(()).double() for _, sums in self._added for value in sums if hasattr(value, "detach")]
+        tensors = [value.reshape(()) for _, sums in self._added for value in sums if hasattr(value, "detach")]
         numbers: Iterator[float] = iter(())
         if tensors:  # of one device: read together
             import torch
 
-            numbers = iter(torch.stack(tensors).tolist())
+            from rlhf.ops.masked import wide
+
+            numbers = iter(torch.stack([wide(value) for value in tensors]).tolist())
         for name, sums in self._added:
             self._merge(name, [next(numbers) if hasattr(value, "detach") else float(value) for value in sums])
         self._added = []

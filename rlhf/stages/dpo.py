@@ -40,10 +40,11 @@ from rlhf.runs.stage import open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
 from rlhf.training.adapters import add_adapters, save_output, share_weights
 from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups, make_schedule
-from rlhf.training.setup import checkpoint_activations, load_policy, set_up
+from rlhf.training.setup import checkpoint_activations, set_up
 
 ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
 
@@ -63,7 +64,7 @@ def run(config: Config) -> None:
         items = load_items(config, stage, records, token_encoder(tokenizer, context, room, counts), counts)
 
         # 2. The SFT model, and a second one as the frozen reference
-        model = load_policy(folder)
+        model = load_lm(config, folder, device)
         reference = load_reference(config, model, folder, device)
         add_adapters(model, config, folder, device)
         checkpoint_activations(config, model)
@@ -92,7 +93,7 @@ def load_reference(config: Config, model: Any, folder: Path, device: torch.devic
     """The frozen SFT model: on the policy's own weights if only adapters train."""
     if config.lora.rank:
         return Reference(share_weights(model).requires_grad_(False))
-    return shard_frozen(config, Reference(load_policy(folder).requires_grad_(False)), device)
+    return shard_frozen(config, Reference(load_lm(config, folder, device).requires_grad_(False)), device)
 
 
 def collate(items: Sequence[Item], pad: int) -> dict[str, Tensor]:

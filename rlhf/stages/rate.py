@@ -48,7 +48,7 @@ def run(config: Config) -> None:
     with open_stage(config, "rate", hash_sources(config, "rate")) as stage:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
-        tokenizer, model = load_tokenizer(folder), load_with_dropout(folder, config.sft.dropout)
+        tokenizer, model = load_tokenizer(folder), load_with_dropout(config, folder, device)
         context = row_limit(config, tokenizer)
 
         # 1. Ratings, and the demonstrations, so that the model does not forget how to answer

@@ -49,7 +49,7 @@ def run(config: Config) -> None:
 
         # 2. Fine-tune on them
         rows = encode_demonstrations(demonstrations, tokenizer, row_limit(config, tokenizer))
-        model = load_with_dropout(folder, config.sft.dropout)
+        model = load_with_dropout(config, folder, device)
         with fine_tuned(stage, model, tokenizer, rows, config.rejection.epochs, device):
             save_output(model, tokenizer, stage)
         stage.finish({"demonstrations": float(len(demonstrations))})

@@ -39,7 +39,6 @@ from rlhf.evaluation.scoring import (
     scoring_batches,
 )
 from rlhf.model.batching import joins_rows
-from rlhf.model.checkpoint import load_whole
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
@@ -61,7 +60,8 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
-from rlhf.training.engine import Engine, make_engine
+from rlhf.training.divided import load_reward, reward_model_on
+from rlhf.training.engine import Engine, make_engine, zero_stage
 from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
 from rlhf.training.optim import decay_groups, make_schedule
 from rlhf.training.setup import checkpoint_activations, load_frozen, set_up
@@ -89,7 +89,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
         start = earlier_reward(config) if name == "reward" else None
-        model = make_model(config, start)
+        model = make_model(config, device, start)
         counts: Counter[str] = Counter()
         items = load_items(config, stage, records, item_encoder(config, model, tokenizer, counts), counts)
 
@@ -163,15 +163,21 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
         write_json(stage.folder / "audit.json", asdict(audit) | {"verdict": asdict(verdict), "seconds": seconds})
 
 
-def make_model(config: Config, start: Path | None = None) -> Any:
+def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:
     """The model to train: that of another reward stage (`start`), or by reward.model."""
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: Any
     if start is not None:
-        model = load_whole(RewardModel, str(start / "model"), local_files_only=True)
+        model = load_reward(config, start / "model", device)
         model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
     elif settings.model is None:
-        model = RewardModel.from_causal_lm(str(sft), settings.layers)
+        # fit_head reads the trunk's features before the engine exists
+        whole = zero_stage(config) < 3 or settings.fit_head
+        model = (
+            RewardModel.from_causal_lm(str(sft), settings.layers)
+            if whole
+            else reward_model_on(config, sft, device, settings.layers)
+        )
         model.config.read_tokens = settings.read_tokens
     else:
         model = TextRewardModel.from_base(settings.model)

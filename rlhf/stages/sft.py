@@ -35,6 +35,7 @@ from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop, open_loop
 from rlhf.training.next_token import NextToken
@@ -65,7 +66,7 @@ def run(config: Config) -> None:
         # 1. Demonstrations as tokens; prompts masked
         demonstrations = read_demonstrations(config, stage.say)
         counts: Counter[str] = Counter()
-        model = load_with_dropout(base, config.sft.dropout)
+        model = load_with_dropout(config, base, device)
         context = row_limit(config, tokenizer)
         rows = {
             split: encode_demonstrations(
@@ -100,10 +101,10 @@ def run(config: Config) -> None:
         stage.finish(summary)
 
 
-def load_with_dropout(folder: Path, share: float) -> Any:
-    """The model to fine-tune, with this dropout on each block's output to the residual stream."""
-    model = load_policy(folder, dropout=0.0)  # none on attention and embeddings
-    lm(model).set_residual_dropout(share)
+def load_with_dropout(config: Config, folder: Path, device: torch.device) -> Any:
+    """The model to fine-tune, with sft.dropout on each block's output to the residual stream."""
+    model = load_lm(config, folder, device, dropout=0.0)  # none on attention and embeddings
+    lm(model).set_residual_dropout(config.sft.dropout)
     return model
 
 
@@ -212,11 +213,12 @@ def fine_tuned(
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
     steps = epochs * batches.per_epoch
-    if settings.pack:
-        check_packing(model, rows, tokenizer.pad_token_id)
     checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
+    if settings.pack:
+        with engine.autocast():
+            check_packing(model, rows, tokenizer.pad_token_id)
     looks = settings if stage.name == "sft" else None
     with open_loop(stage, engine, steps) as loop:
         objective = make_objective(stage.config, engine, tokenizer.pad_token_id)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf.training.state import gathered, is_partitioned, on_cpu, shape_of, slice_of_rank
+from rlhf.training.optim import shape_of
+from rlhf.training.state import gathered, is_partitioned, on_cpu, slice_of_rank
 
 
 class Ema:

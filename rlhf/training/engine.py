@@ -27,9 +27,10 @@ from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, round_frozen
 from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect_alone
+from rlhf.training.cpu_check import check_gradients
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
-from rlhf.training.state import PlainState, State, ZeroState, gathered, group_numbers
+from rlhf.training.state import PlainState, State, ZeroState, gathered, group_numbers, is_partitioned
 
 
 class NonFinite(Exception):
@@ -77,6 +78,7 @@ class Engine:
         self.ema: Ema | None = None
         self.averaged = ""  # the part whose weights `ema` averages
         # of the micro-batches since the last step: whether the loss is finite, read once per step, and the tensors
+        self.unchecked = device.type == "mps"  # whether the first forward is to be compared with the CPU's
         self.losses: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         self.batch: Mapping[str, Tensor] = {}  # the last micro-batch of a step; the first whose loss is not finite
         # `set_budget` sets the first and can set the second
@@ -85,6 +87,9 @@ class Engine:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
+        if self.unchecked and torch.is_grad_enabled():
+            self.unchecked = False
+            check_gradients(self.module, arguments, keywords)
         with self.autocast():
             return self.module(*arguments, **keywords)
 
@@ -223,9 +228,12 @@ class ZeroEngine(Engine):
         # Under ZeRO-3 a rank has only slices: this copy without weights receives the whole ones for sampling.
         self.empty_copy: nn.Module | None = None
         if stage == 3 and sampled is not None:
-            self.empty_copy = empty(copy.deepcopy(sampled).requires_grad_(False).eval())
+            nothing: dict[int, Any] = {id(p): nn.Parameter(p.new_empty(0), False) for p in sampled.parameters()}
+            self.empty_copy = copy.deepcopy(sampled, nothing).eval()
             # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
+        if stage == 3 and self.bfloat16:
+            cast_weights(module)
         group_of = group_numbers(module, optimizer.param_groups)
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=most)
         settings["managed_gradient_accumulation"] = False  # we call the step ourselves, after any number of backwards
@@ -311,12 +319,19 @@ def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.
         return hold_frozen(config, module, device)
     module.to(device)
     if wants_bfloat16(config, device):
-        module = module.to(torch.bfloat16)
+        cast_weights(module)
     if zero_stage(config) < 3:
         return module
     settings = deepspeed_settings(config, bfloat16=wants_bfloat16(config, device))
     settings["zero_optimization"].pop("offload_optimizer", None)
     return import_deepspeed(device).initialize(model=module, config=settings, dist_init_required=False)[0]
+
+
+def cast_weights(module: nn.Module) -> None:
+    """Hold weights in bfloat16, except those that are divided, which are already; buffers such as rotary frequencies stay exact."""
+    for p in module.parameters():
+        if not is_partitioned(p):
+            p.data = p.data.to(torch.bfloat16)
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -354,12 +369,12 @@ def offloads(config: Config) -> bool:
 def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float = 0.0) -> dict[str, Any]:
     """The dictionary that DeepSpeed takes as its configuration. max_grad_norm: of the joint gradient; 0 clips nothing."""
     stage = zero_stage(config)
-    bucket = config.sharding.bucket_elements
+    bucket, overlap = config.sharding.bucket_elements, config.sharding.overlap
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        "overlap_comm": False,
+        "overlap_comm": stage >= 2 and (torch.cuda.is_available() if overlap is None else overlap),
     }
     if stage == 3:
         zero |= {

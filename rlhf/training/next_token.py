@@ -15,7 +15,7 @@ class NextToken(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model, self.native, self.logits_are = model, lm(model).native, lm(model).logits_are
+        self.model = model
 
     @property
     def config(self) -> Any:
@@ -24,15 +24,16 @@ class NextToken(nn.Module):
     def forward(self, labels: Tensor, denominator: float = 1.0, **inputs: Any) -> Tensor:
         """labels (B, T); inputs: input_ids (B, T), right-padded, and what else the model takes."""
         inputs["use_cache"] = False
-        if self.native:
+        if lm(self.model).native:
             inputs |= {"labels": labels, "skip_logits": True, "num_items_in_batch": denominator}
             return self.model(**inputs).loss
         targets, before = before_labels(labels)
-        if self.logits_are == "own":
+        logits_are = lm(self.model).logits_are
+        if logits_are == "own":
             logits = self.model(**inputs).logits.flatten(0, 1).index_select(0, before)
             return F.cross_entropy(logits.float(), targets, reduction="sum") / denominator
         hidden = self.model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, before)
         head = self.model.get_output_embeddings()
-        if self.logits_are == "product" and is_plain(head):
+        if logits_are == "product" and is_plain(head):
             return unembedded_cross_entropy(hidden, head.weight, targets) / denominator
         return -chosen_logprobs(self.model, hidden, targets)[0].sum() / denominator

@@ -10,6 +10,11 @@ from torch import nn
 from rlhf.config.stages import OptimizerConfig, WarmupConfig
 
 
+def shape_of(parameter: Any) -> torch.Size:
+    """The whole shape, also of a parameter that ZeRO-3 has divided."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.optim.Optimizer:
     """AdamW over parameter groups, as `decay_groups` makes them.
 
@@ -55,8 +60,8 @@ def decay_groups(model: nn.Module, settings: Any, **more: Any) -> list[dict[str,
 
     more: of each group, such as another lr.
     """
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (len(shape_of(p)) >= 2) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     stated = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2)} | more
     return [stated | group for group in groups if group["params"]]

@@ -54,6 +54,10 @@ def be_quiet() -> None:
 def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no GPU here: use device=auto or device=cpu")
+    if config.device == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError("device=mps: torch sees no Apple GPU here: use device=auto or device=cpu")
+        return torch.device("mps")
     wants_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
     if wants_gpu:  # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -81,6 +85,13 @@ def load_policy(folder: Path, dropout: float | None = None) -> Any:
 
     dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have.
     """
+    config, loader = read_policy_config(folder, dropout), transformers.AutoModelForCausalLM
+    model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
+    return model.eval()
+
+
+def read_policy_config(folder: Path, dropout: float | None = None) -> Any:
+    """The configuration of `load_policy`'s model."""
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
     be_quiet()
@@ -88,9 +99,7 @@ def load_policy(folder: Path, dropout: float | None = None) -> Any:
     config = read_config(str(folder), what, remedy, local_files_only=True)
     if dropout is not None and hasattr(config, "dropout"):
         config.dropout = dropout
-    loader = transformers.AutoModelForCausalLM
-    model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
-    return model.eval()
+    return config
 
 
 def checkpoint_activations(config: Config, *models: Any) -> None:

@@ -26,7 +26,7 @@ from rlhf.runs.stage import Stage
 from rlhf.system.files import read_json, write_json
 from rlhf.system.processes import Ranks, gather, is_first, rank
 from rlhf.system.schemas import Schema, read_checked
-from rlhf.training.optim import steps_on_device
+from rlhf.training.optim import shape_of, steps_on_device
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -384,8 +384,3 @@ class ZeroState(PlainState):
         if self.stage < 3 and self.steps():
             for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
-
-
-def shape_of(parameter: Any) -> torch.Size:
-    """The whole shape, also of a parameter that ZeRO-3 has divided."""
-    return getattr(parameter, "ds_shape", parameter.shape)

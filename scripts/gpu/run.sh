@@ -5,6 +5,8 @@
 #                                         PART.jsonl has each contestant as soon as it has ended, should the limit stop the part
 #   scripts/gpu/run.sh all  [--out FOLDER]  every part that measures; ends with 1 if one of them failed
 #   scripts/gpu/run.sh list                 the parts
+#   scripts/gpu/run.sh wheels [--out FOLDER]  where there is a network: FOLDER/wheels with what a GPU machine's Python lacks,
+#                                         DeepSpeed and its requirements; a part that finds WHEELS=FOLDER/wheels installs them first
 #
 # DEVICE=cpu SIZE=tiny rehearses a part on any machine. PYTHON chooses the interpreter, REPEATS the rounds that count,
 # SECONDS_PART the limit of a part, ONLY the contestants (all unless set; "ours;generate"). Contestants work one after the other,
@@ -60,10 +62,21 @@ preset() {  # preset NAME SETTING…: every stage, with its report in FOLDER; SI
   cp "$out/runs/$run/evaluate/results.json" "$out/$run.json"
 }
 
+wheels() {  # without torch, numpy and pydantic, which every image for GPUs has; the folder fits a transfer of 64 MiB
+  local folder="$out/wheels" size
+  mkdir -p "$folder"
+  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$python" -m pip wheel -q --no-build-isolation --no-deps -c "$root/constraints.txt" -w "$folder" \
+    deepspeed einops hjson msgpack ninja py-cpuinfo
+  size="$(du -sm "$folder" | cut -f1)"
+  echo "$folder: $(ls "$folder" | wc -l) wheels, $size MiB"
+  [ "$size" -le 60 ] || { echo "$folder: $size MiB: want at most 60: remove what the machine has" >&2; return 1; }
+}
+
 full() { if [ "$size" = tiny ]; then echo "${2:-}"; else echo "$1"; fi; }
 
 part() {
   mkdir -p "$out"
+  if [ -n "${WHEELS:-}" ]; then "$python" -m pip install -q --no-index --no-deps "$WHEELS"/*.whl || return; fi
   case "$1" in
     tests) timeout -k 10 "$limit" "$python" "$root/scripts/gpu/tests.py" --device "$device" --out "$out/tests.json" ;;
     pretrain) bench pretrain pretraining "" ;;
@@ -94,6 +107,7 @@ while [ $# -gt 0 ]; do
 done
 case "$what" in
   list|help|-h|--help) list ;;
+  wheels) wheels ;;
   all)
     failed=0
     for name in "${measuring[@]}"; do

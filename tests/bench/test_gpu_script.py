@@ -53,6 +53,15 @@ def test_mistakes_end_in_one_line_and_code_2(arguments, told):
     assert done.returncode == 2 and done.stderr.startswith(told) and not done.stdout
 
 
+def test_a_part_that_the_kernel_kills_does_not_end_the_rest(tmp_path):
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n", encoding="utf-8")
+    killed.chmod(0o755)
+    done = run("all", "--out", str(tmp_path / "out"), PYTHON=str(killed))
+    failed = [line.split()[1].rstrip(":") for line in done.stderr.splitlines() if ": failed or ran past" in line]
+    assert done.returncode == 1 and failed == ["tests", "pretrain", "decode", "ppo", "ppo13", "chat13"]
+
+
 @pytest.mark.long
 def test_decoding_writes_its_figures(tmp_path):
     done = run("decode", "--out", str(tmp_path), ONLY="ours")

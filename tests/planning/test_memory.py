@@ -124,7 +124,7 @@ def test_cache_logits_and_buffers_by_hand():
     assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process sends nothing
     assert formulas.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
     assert (
-        formulas.buffer_bytes(1000, 2, 2, "bf16", 100) == 400 and formulas.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
+        formulas.buffer_bytes(1000, 2, 2, "bf16", 100) == 600 and formulas.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
     )
     assert formulas.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block_size + 800)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from rlhf.config.compose import compose_config
 from rlhf.config.stages import SftConfig
@@ -22,10 +23,11 @@ from rlhf.model.gpt import GPTForCausalLM
 from rlhf.stages import pretrain, sft
 from rlhf.system.exits import leave
 from rlhf.system.processes import connect, disconnect, is_first, rank
+from rlhf.training.divided import load_lm
 from rlhf.training.engine import deepspeed_settings, import_deepspeed
 from rlhf.training.loop import TrainingLoop
-from rlhf.training.optim import decay_groups
-from rlhf.training.state import is_partitioned
+from rlhf.training.optim import decay_groups, shape_of
+from rlhf.training.state import gathered_state, is_partitioned
 from tests.presets import preset
 
 
@@ -90,6 +92,28 @@ def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
     return {"parameters": parameters, "persistent": persistent, **found}
 
 
+def measure_loading(folder: str) -> dict[str, Any]:
+    """The most bytes that were held when a weight was divided, the model's own after all, and whether they are the file's."""
+    device, config = torch.device("cpu"), compose_config(["deepspeed=zero3", "device=cpu"])
+    deepspeed = import_deepspeed(device)
+    before, most, divide = held(tensors()), 0, deepspeed.zero.Init
+
+    def measured(*arguments: Any, **keywords: Any) -> None:
+        nonlocal most
+        most = max(most, held(tensors()) - before)
+        divide(*arguments, **keywords)
+
+    deepspeed.zero.Init = measured
+    try:
+        model = load_lm(config, Path(folder), device)
+    finally:
+        deepspeed.zero.Init = divide
+    bytes_of = {name: 4 * shape_of(p).numel() for name, p in model.named_parameters()}
+    state, stored = gathered_state(model), load_file(Path(folder) / "model.safetensors")
+    same = state is None or (state.keys() == stored.keys() and all(state[n].equal(stored[n]) for n in stored))
+    return {"most": most, "largest": max(bytes_of.values()), "whole": sum(bytes_of.values()), "same": same}
+
+
 def main(arguments: list[str]) -> None:
     out, *jobs = arguments
     found: list[Any] = []
@@ -106,6 +130,10 @@ def main(arguments: list[str]) -> None:
             connect(torch.device("cpu"))
             _, name, precision, threshold = job.split(":")
             found.append(measure_state(name, precision, int(threshold)))
+            continue
+        if job.startswith("loading:"):
+            connect(torch.device("cpu"))
+            found.append(measure_loading(job.removeprefix("loading:")))
             continue
         stage, saves, overrides = job.split(":", 2)
         left = int(saves)

@@ -135,7 +135,7 @@ def test_a_resumed_stage_equals_an_undisturbed_one(adapted, copy_until, stage):
 
 def test_only_adapters_and_heads_have_gradients(gold_run):
     config = gold_run.config(*LORA)
-    model = reward.make_model(config)
+    model = reward.make_model(config, torch.device("cpu"))
     add_adapters(model, config, gold_run.folder / "sft" / "model", torch.device("cpu"))
     model(TOKENS, torch.tensor([20, 13])).sum().backward()
     found = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -187,7 +187,7 @@ def test_every_kind_of_block_trains_and_decodes_with_adapters(kind):
 def test_adapters_beside_rounded_weights_are_refused(gold_run, monkeypatch):
     config = gold_run.config(*LORA, "deepspeed=zero2", "precision=bfloat16")
     with pytest.raises(UserError, match=r"^lora.rank=4: with deepspeed=zero2 adapters .* precision=float32"):
-        add_adapters(reward.make_model(config), config, Path("base"), torch.device("cpu"))
+        add_adapters(reward.make_model(config, torch.device("cpu")), config, Path("base"), torch.device("cpu"))
 
 
 def test_a_classifier_has_no_adapters(gold_run):

@@ -178,7 +178,10 @@ def test_a_share_of_the_rows_is_pretraining_text(gold_run):
 
 def test_dropout_is_residual(copy_until):
     """The blocks' outputs lose a share; embeddings and attention probabilities lose nothing."""
-    model = sft.load_with_dropout(copy_until("sft").folder / "pretrain" / "model", 0.25).train()
+    run = copy_until("sft")
+    model = sft.load_with_dropout(
+        run.config("sft.dropout=0.25"), run.folder / "pretrain" / "model", torch.device("cpu")
+    ).train()
     trunk, x = model.model, torch.ones(1, 4000, model.config.width)
     assert [block.dropout.p for block in trunk.layers] == [0.25] * 2
     assert (trunk.layers[0].dropout(x) == 0).float().mean().item() == pytest.approx(

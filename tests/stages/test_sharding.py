@@ -25,6 +25,7 @@ SETTINGS = {
     "sft": ["sft.epochs=1", "sft.batch_size=90", "sft.micro_batch_size=16", "sft.dropout=0"],
 }
 SHARDING = "sharding.persistence_threshold=0"
+OVERLAP = {"zero2": ["sharding.overlap=true"]}
 CUT_AT = 3
 RESUMED = (("pretrain", "zero3"), ("sft", "zero2"))
 # Of the bytes that a process holds: <deepspeed>:<precision>:<persistence threshold>. In the second some tensors stay whole.
@@ -86,12 +87,13 @@ def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], di
     """
     folder = tmp_path_factory.mktemp("two")
     left = gold_run.copy(folder, "pretrain", "left")
-    runs, keys = {("pretrain", "left"): left}, [*(("held", case) for case in HELD), ("", "")]
-    jobs = [*(f"held:{case}" for case in HELD), job(left, "pretrain", CUT_AT, "deepspeed=zero3")]
+    runs, keys = {("pretrain", "left"): left}, [*(("held", case) for case in HELD), ("loading", ""), ("", "")]
+    loading = f"loading:{gold_run.folder / 'sft' / 'model'}"
+    jobs = [*(f"held:{case}" for case in HELD), loading, job(left, "pretrain", CUT_AT, "deepspeed=zero3")]
     for stage, way in QUICK:
         run = runs[stage, way] = gold_run.copy(folder, stage, f"{stage}-{way}")
         for saves in (CUT_AT, 0) if (stage, way) in RESUMED else (0,):
-            jobs.append(job(run, stage, saves, f"deepspeed={way}"))
+            jobs.append(job(run, stage, saves, f"deepspeed={way}", *OVERLAP.get(way, [])))
             keys.append((stage, way))
     return runs, dict(zip(keys, launch(folder / "held.json", 2, jobs), strict=True))
 
@@ -158,6 +160,13 @@ def test_bytes_held_fit_the_formula(launched):
     assert found["held", "zero3:bf16:20000"]["persistent"] > 0
     for case in HELD:
         assert_fits_the_formula(case, found["held", case])
+
+
+def test_loading_under_zero3_holds_a_share_and_one_weight(launched):
+    """Every process at most 1.3 times its half of the weights, and the largest weight whole."""
+    found = launched[1]["loading", ""]
+    assert found["same"]
+    assert found["most"] < 1.3 * found["whole"] / 2 + found["largest"] < found["whole"]
 
 
 @pytest.mark.long

@@ -106,8 +106,9 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     device = set_up(config)
     folder = Path(config.runs_dir) / config.run
     tokenizer = load_tokenizer(folder / "sft" / "model")
-    torch.manual_seed(0)
-    model = reward.make_model(config)
+    model = reward.make_model(config, device)
+    torch.manual_seed(0)  # under ZeRO-3 the trunk was not drawn before its weights were read
+    model.head.initialise()
     records, _ = load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
     items, _ = reward.join_rankings(records, item_encoder(config, model, tokenizer), None)
     engine = make_engine(config, model, decay_groups(model, SftConfig(lr=1e-3)), device, max_grad_norm=1e9)
