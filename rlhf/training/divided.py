@@ -121,5 +121,6 @@ def _divided(
             setattr(model.get_submodule(parent), own, whole)
         if divides:
             deepspeed.zero.Init(module=nn.ParameterList([whole]), config_dict_or_path=settings, dtype=weight.dtype)
-    return_freed_memory()  # of whole weights
+            del weight  # or the next one is made beside it
+            return_freed_memory()  # slices in between would keep it from being used again
     return model.eval()
