@@ -17,6 +17,7 @@ from tests.stages.conftest import gold_run  # noqa: F401
 STUDIES = Path(__file__).parents[1] / "scripts" / "studies"
 NAMES = [
     "harness",
+    "active",
     "audit",
     "details",
     "fitting",
@@ -109,6 +110,14 @@ def test_mistakes_are_one_line(gold_run, tmp_path):  # noqa: F811
     asked.cells, asked.parents = [], [tmp_path]
     with pytest.raises(SystemExit, match="has no finished reward: run `rlhf reward` there first"):
         harness.make_cells(asked, {"a": ()}, ("reward",), {"ppo": ()})
+
+
+def test_labels_needed_lie_between_the_points_of_a_curve():
+    """On the logarithm of the number: half way from 100 to 400 is 200."""
+    curve = {n: {"accuracy": share} for n, share in ((100, 0.6), (400, 0.7), (1600, 0.72))}
+    assert S["active"].labels_needed(curve, 0.65) == pytest.approx(200)
+    assert S["active"].labels_needed(curve, 0.72) == pytest.approx(1600)
+    assert S["active"].labels_needed(curve, 0.59) is None and S["active"].labels_needed(curve, 0.8) is None
 
 
 def test_every_choice_composes():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhf.commands.import_data import run as import_data
+from rlhf.commands.serve import default_instructions
 from rlhf.config.compose import compose_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.reading import load_comparisons, load_demonstrations
@@ -355,6 +356,13 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
     assert report["cleaning"]["gold_accuracy"] == 0
+
+
+def test_labels_to_train_on_put_help_first_and_an_evaluation_truth():
+    several = tasks(2)
+    several[1].responses[0].policy = "gold/ppo@12345678"
+    assert "rank by help to the user" in default_instructions(tasks(2))
+    assert "Truth and harmlessness count more" in default_instructions(several)
 
 
 def test_haste_and_a_liking_for_a_place_are_said(tmp_path):

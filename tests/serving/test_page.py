@@ -44,8 +44,9 @@ def test_chat_streams_edits_and_shades(visit, site, width, scheme):
     page.get_by_role("button", name="Regenerate").wait_for()
     assert page.locator(".turn.assistant .text").inner_text() == first, "the seed repeats"
     page.get_by_label("Shade tokens by").select_option("kl")
-    page.locator(".token").first.wait_for()
-    assert "".join(page.locator(".token").all_inner_texts()).startswith(first[:10])
+    page.locator(".turn .token").first.wait_for()
+    assert page.get_by_text("KL in nats, about").is_visible()
+    assert "".join(page.locator(".turn .token").all_inner_texts()).startswith(first[:10])
     page.get_by_role("button", name="Edit").first.click()
     assert page.get_by_label("Message").input_value() == "what is <b>red</b> ?" and page.locator(".turn").count() == 0
 

@@ -14,6 +14,7 @@ export function makeChat(panel, me, compare) {
     ([value, text]) => el("option", { value }, text)));
   const reference = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
   reference.value = me.models.find((name) => name.endsWith("/sft")) ?? me.models[0];
+  const legend = el("p", { class: "name", hidden: true }); // of the shades
   const list = el("div", { class: "turns" });
   const text = el("textarea", { rows: 3, placeholder: "Write a message" });
   text.setAttribute("aria-label", "Message");
@@ -26,7 +27,7 @@ export function makeChat(panel, me, compare) {
     el("div", { class: "row" }, field("Model", model), field("Seed", seed), field("Temperature", temperature),
       field("Shade tokens by", shading), field("Reference", reference)),
     el("details", {}, el("summary", {}, "System prompt"), field("System prompt", system)),
-    list, text, el("div", { class: "row" }, send, stop, write, clear, save, el("span", { class: "name" }, "Ctrl+Enter sends")));
+    legend, list, text, el("div", { class: "row" }, send, stop, write, clear, save, el("span", { class: "name" }, "Ctrl+Enter sends")));
 
   let turns = []; // {role, content, ids}
   let running = null, saving = null;
@@ -107,7 +108,7 @@ export function makeChat(panel, me, compare) {
         turn.place.textContent = turn.content;
       }
     } catch (error) {
-      if (error.name !== "AbortError") say(error.message, true);
+      if (error.name !== "AbortError") turn.error = error.message;
       turn.finish = "stopped";
     }
     running = null;
@@ -129,6 +130,10 @@ export function makeChat(panel, me, compare) {
 
   function draw() {
     saving = null;
+    legend.hidden = !shading.value;
+    const steps = shading.value === "kl" ? ["0.03", "0.1", "0.3", "1", "3"] : ["1", "2", "3", "4", "5"]; // see `shade`
+    legend.replaceChildren(shading.value === "kl" ? "KL in nats, about: " : "-log-prob in nats, about: ",
+      ...steps.flatMap((step, i) => [el("span", { class: `token s${i + 1}` }, ` ${step} `), " "]));
     list.replaceChildren(...turns.map((turn, index) => {
       turn.place = el("p", { class: "text" }, turn.content);
       if (turn.role === "assistant" && turn.finish && shading.value && turn.ids.length) shade(turn);
@@ -138,6 +143,7 @@ export function makeChat(panel, me, compare) {
           el("button", { onclick: () => compare(messages(index), Array(RANKED).fill(model.value)) }, `Rank ${RANKED} answers`)];
       const name = turn.role === "user" ? "you" : turn.model + (turn.edited ? " (edited)" : "") + (turn.finish === "length" ? " (cut at the length limit)" : "");
       return el("div", { class: `turn ${turn.role}` }, el("div", { class: "name" }, name), turn.place,
+        turn.error ? el("p", { class: "bad", role: "alert" }, turn.error) : null,
         el("div", { class: "tools" }, ...(turn.role === "assistant" && !turn.finish ? [] : tools)));
     }));
   }
