@@ -305,7 +305,7 @@ def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(cal
 
 
 def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
-    alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import")]
+    alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import", "corpus")]
     for key in settings_in(Config):
         users = [name for name in alone if commands.uses(name, key)]
         assert users or commands.uses("pipeline", key)

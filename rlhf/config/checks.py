@@ -4,10 +4,10 @@ A relation is one row: whether it is broken, and the message.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rlhf.config import Config, PlanConfig
-from rlhf.config.commands import ImportConfig
+from rlhf.config.commands import CorpusConfig, ImportConfig
 from rlhf.config.setting import get, listed, settings_in, wrong_values
 from rlhf.config.stages import FALLING, LoraConfig, RewardConfig
 from rlhf.errors import UserError
@@ -21,22 +21,31 @@ TRAINED = ("pretrain", "sft", "reward", "judge", "ppo", "dpo", "classify")  # gr
 OF_ADAPTERS = {key: settings_in(LoraConfig)[key].default for key in ("alpha", "target_modules", "dropout")}
 
 
-def check_config(config: Config | ImportConfig, command: str) -> None:
+def check_config(config: Config | ImportConfig | CorpusConfig, command: str) -> None:
     """Raises: UserError that lists every setting that does not fit, with what was wanted."""
     problems = wrong_values(config)
     if not problems:  # relations are checked only if every single value is valid
-        rows = _import_relations(config) if isinstance(config, ImportConfig) else _relations(config, command)
+        if isinstance(config, CorpusConfig):
+            rows: Iterable[Row] = _places(config)
+        else:
+            rows = _import_relations(config) if isinstance(config, ImportConfig) else _relations(config, command)
         problems = [message for broken, message in rows if broken]
     if problems:
         raise UserError("; ".join(problems))
+
+
+def _places(config: ImportConfig | CorpusConfig) -> list[Row]:
+    return [
+        (config.path is None, "path is not set: want a file, a folder or a hub id"),
+        (config.out is None, "out is not set: want the folder to write"),
+    ]
 
 
 def _import_relations(config: ImportConfig) -> list[Row]:
     keys = [key for key in settings_in(ImportConfig) if key.startswith(("columns.", "words."))]
     given = [key for key in keys if get(config, key) is not None]
     return [
-        (config.path is None, "path is not set: want a file, a folder or a hub id"),
-        (config.out is None, "out is not set: want the folder to write"),
+        *_places(config),
         (config.format != "table" and given, f"{', '.join(given)}: only format=table uses columns.* and words.*: add "
          "format=table, or leave them out"),
         (config.dev + config.test >= 1, f"dev + test = {config.dev + config.test}: want less than 1, the rest trains"),

@@ -26,6 +26,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
               ("serve",)),
     "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
     "clean": ("rlhf.commands.clean", "list what can go of a run, and delete it with yes=true", ("clean",)),
+    "corpus": ("rlhf.commands.corpus", "clean pretraining text as C4 and GPT-3's was, and account for every document", ()),
     "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records",
                ("columns", "words")),
     "sample": ("rlhf.commands.sample", "draw K responses per prompt and write the tasks of a labelling round",
@@ -48,11 +49,11 @@ _ALSO_READ = {
     "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
 }  # fmt: skip
 # Commands that read the settings of several, or have a schema of their own.
-OF_SEVERAL = ("pipeline", "plan", "import")
+OF_SEVERAL = ("pipeline", "plan", "import", "corpus")
 # Marks overrides meant for several commands: those that this one does not use are ignored.
 SHARED_FLAG = "--shared-settings"
 CONFIG_GROUPS = ("model", "experiment", "tracking")
-WITHOUT_GROUPS = ("import",)  # commands whose schema has no groups of YAML files
+WITHOUT_GROUPS = ("import", "corpus")  # commands whose schema has no groups of YAML files
 
 
 def uses(command: str, key: str) -> bool:
@@ -212,6 +213,24 @@ class WordsConfig:
     first: Any = setting(None, "the first response is better", kind="words")
     second: Any = setting(None, "the second response is better", kind="words")
     tie: Any = setting(None, "neither is better", kind="words")
+
+
+@dataclass(slots=True)
+class CorpusConfig:
+    """`rlhf corpus`: cleans pretraining text. The steps run in the order of these settings."""
+
+    path: Any = setting(None, "text files, JSON Lines with `text`, folders, hub ids, or a list of these", kind="paths")
+    out: str | None = setting(None, "the folder to write: corpus.jsonl, documents.jsonl, report.json", changes=NOTHING)
+    encoding: str = setting("utf-8", "encoding of plain text", kind="encoding")
+    rules: bool = setting(True, "C4's rules of lines and pages")
+    bad_words: str | None = setting(None, "file of words, one per line; a page with one of them goes")
+    min_words: int = setting(5, "fewest words of a line", min=1)
+    min_sentences: int = setting(3, "fewest sentences of a page", min=0)
+    near: float | None = setting(0.8, "least Jaccard index of a near duplicate; none: exact ones alone", above=0, max=1)
+    evaluation: Any = setting(None, "prompt or label files whose 13-word sequences are cut out", kind="paths")
+    reference: Any = setting(None, "text of good quality, which a classifier tells from path", kind="paths")
+    seed: int = setting(0, "seed of the draw that keeps some documents of low quality", min=0, max=MAX_SEED)
+    overwrite: bool = setting(False, "replace the contents of out", changes=NOTHING)
 
 
 @dataclass(slots=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config, PlanConfig
-from rlhf.config.commands import ImportConfig
+from rlhf.config.commands import CorpusConfig, ImportConfig
 from rlhf.config.removed import EQUIVALENTS, replacement
 from rlhf.config.setting import FromEnvironment, flatten, get, settings_in
 from rlhf.errors import UserError
 
 # Commands that have a schema of their own; all others share `Config`.
-SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "plan": PlanConfig}
+SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "corpus": CorpusConfig, "plan": PlanConfig}
 
 
 def schema_of(command: str) -> Any:
