@@ -69,7 +69,10 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
                 return [], "quality", more
         return pieces, KEPT, more
 
-    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as texts, (folder / "documents.jsonl").open("w") as rows:
+    with (
+        (folder / "corpus.jsonl").open("w", encoding="utf-8") as texts,
+        (folder / "documents.jsonl").open("w", encoding="utf-8") as rows,
+    ):
         for number, text in enumerate(iterate_documents(config.path, config.encoding)):
             pieces, reason, more = judge(number, text)
             left = sum(map(len, pieces))
