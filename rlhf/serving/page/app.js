@@ -51,6 +51,7 @@ async function start() {
       panels[name] = make(panel, me, (...of) => { select("compare"); panels.compare.start(...of); });
     }
     document.getElementById("tabs").addEventListener("keydown", onTabKey);
+    document.addEventListener("mousedown", (event) => { if (event.target.closest("summary")) event.preventDefault(); }); // a click takes no keys
     select(NAMES.includes("rank") && me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);
     document.body.dataset.ready = "true";
   } catch (error) {
