@@ -29,9 +29,11 @@ from rlhf.config.commands import SHARED_FLAG
 from rlhf.system.files import read_json
 from tests.test_docs import FENCE, ROOT, commands_in
 
+from .conftest import Run
 from .test_adopted import SMALL, save
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+STUDIO = ROOT / "tests" / "data" / "fixtures" / "label_studio"
 HUB, COMMIT = "HuggingFaceTB/SmolLM2-135M-Instruct", "1" * 40
 FEW = ["ppo.episodes=12", "ppo.episodes_per_update=4", "ppo.minibatches=2", "ppo.micro_batch_episodes=4"]
 SIZES = {
@@ -69,6 +71,20 @@ class HowTo:
     results: tuple[str, ...] = ()
     visit: Callable[[str], None] | None = None
     script: str = ""  # of its files of code, the one that is run after the commands
+    before: Callable[[list[str]], list[str]] = lambda words: []  # prepares a command's folder; returns more overrides
+
+
+def on_gold(words: list[str]) -> list[str]:
+    """A finished run of the page, which no command of it makes, is the small gold run."""
+    named = [word.partition("=")[2] for word in words if word.startswith(("parents.world=", "run="))]
+    if not named or "experiment=align-laptop" in words:
+        return []
+    run = Path("runs", named[-1])
+    if not (run / "world").exists():
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree("gold", run)
+        (run / "settings.json").write_text('{"experiment": "gold"}')
+    return ["device=cpu", "threads=1", *(["tracking=jsonl"] if words[0] in ("ppo", "reward") else [])]
 
 
 HOWTOS = {
@@ -81,13 +97,21 @@ HOWTOS = {
     "sweeps.md": HowTo(("runs/kl-0.1/evaluate/results.json", "runs/python-kl-0.1/ppo/stage.json"), script="sweep.py"),
     "serving.md": HowTo(("runs/x/export/ppo/config.json", "runs/x/generate/ppo.jsonl"), visit=ask),
     "dpo.md": HowTo(("runs/x/dpo/stage.json",)),
+    "start.md": HowTo(("runs/x/report.html",), before=on_gold),
+    "rounds.md": HowTo(("runs/x-round-2/sample/tasks.jsonl", "runs/y/ppo/stage.json"), before=on_gold),
+    "judging.md": HowTo(("runs/x/evaluations/labels.json",), visit=label_all, before=on_gold),
+    "label_tools.md": HowTo(("from_table/dataset.json", "runs/demo-round/reward/stage.json"), before=on_gold),
 }
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, and with the data that the pages name."""
+def home(tmp_path_factory: pytest.TempPathFactory, gold_run: Run) -> Path:
+    """A folder with a model, the small gold run, and the data that the pages name."""
     folder = tmp_path_factory.mktemp("howtos")
+    shutil.copytree(gold_run.folder, folder / "gold")
+    shutil.copytree(STUDIO, folder / "round")
+    shutil.copy(STUDIO / "ranker" / "export.json", folder)
+    cli.main(["import", f"path={STUDIO / 'ranker'}/export.json", f"out={folder / 'round' / 'ranker' / 'imported'}"])
     repository = folder / "cache" / f"models--{HUB.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -95,6 +119,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(repository / "snapshots" / COMMIT, folder / "m")
     pairs = [f'"Where is the {i} cat?","On the mat {i}.","{"No " * (1 + i % 3)}"' for i in range(20)]
     (folder / "labels.csv").write_text("\n".join(["prompt,chosen,rejected", *pairs, ""]))
+    table = [f"What is {i}?,It is {i}.,No.,answer_{1 + i % 2}" for i in range(9)]
+    (folder / "table.csv").write_text("\n".join(["question,answer_1,answer_2,label", *table, ""]))
     rows = {
         "prompts": [{"prompt": f"Say {i} words."} for i in range(20)],
         "p": [{"question": f"What is {i} and {i}?", "answer": str(2 * i)} for i in range(20)],
@@ -126,11 +152,14 @@ def follow(patch: pytest.MonkeyPatch, page: str, source: Path, folder: Path, *wi
     for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL):
         Path(name).write_text(code, encoding="utf-8")
     for line in commands_in(ROOT / "docs" / page):
-        words = shlex.split(line)[1:]
-        sizes = SIZES.get(words[0], [])
+        words = [word for word in shlex.split(line)[1:] if word != "…"]
+        sizes = [*SIZES.get(words[0], []), *HOWTOS[page].before(words)]
         end = words.index("--") if "--" in words else len(words)
         if words[0] == "serve":
             visited(patch, HOWTOS[page].visit, [*words, *sizes])
+        elif "rounds=3" in words:
+            with pytest.raises(SystemExit, match=r"^2$"):  # tasks wait for labels
+                cli.main([*words, *sizes])
         else:
             cli.main([*words[:end], *sizes, *words[end:]])
     if script := HOWTOS[page].script:
@@ -176,26 +205,28 @@ def test_a_csv_of_preferences_becomes_a_model_that_transformers_loads(first):
 
 
 @pytest.mark.parametrize("page", [page for page in HOWTOS if page != "align.md"])
-def test_the_commands_of_a_page_run(home, first, page, monkeypatch, tmp_path):
-    if page in ("own_reward.md", "size.md"):  # their command makes the run x
+def test_the_commands_of_a_page_run(home, request, page, monkeypatch, tmp_path):
+    if HOWTOS[page].before is on_gold or page in ("own_reward.md", "size.md"):  # a command or the gold run is the run x
         follow(monkeypatch, page, home, tmp_path / "page", "cache")
     else:
-        follow(monkeypatch, page, first, tmp_path / "page", "export")
+        follow(monkeypatch, page, request.getfixturevalue("first"), tmp_path / "page", "export")
 
 
 @pytest.mark.long  # every command starts processes
 @pytest.mark.timeout(1800)
 def test_the_commands_on_several_gpus_run_with_two_processes(home, tmp_path, monkeypatch):
-    """scale.md: eight processes are two, two nodes of eight are two of one on this machine. accelerate counts CPUs as GPUs only if told."""
+    """scale.md: eight processes are two, two nodes of eight are two of one on this machine. accelerate counts CPUs as GPUs only if told,
+    and so does deepspeed."""
     shutil.copytree(home / "m", tmp_path / "m")
     shutil.copy(home / "labels.csv", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     blocks = "\n".join(code for _, code in FENCE.findall((ROOT / "docs" / "scale.md").read_text(encoding="utf-8")))
     started: list[subprocess.Popen[bytes]] = []
-    for line in re.findall(r"^(?:rlhf|torchrun|accelerate) .*$", blocks.replace("\\\n", " "), re.MULTILINE):
+    for line in re.findall(r"^(?:rlhf|torchrun|accelerate|deepspeed) .*$", blocks.replace("\\\n", " "), re.MULTILINE):
         small = {
             "8": "1" if "--nnodes" in line else "2",
             "node-0": "127.0.0.1",
