@@ -47,8 +47,8 @@ SIZES = {
 
 
 def label_all(address: str) -> None:
-    """Each labeler of runs/x ranks all of the tasks through the link in labelers.txt."""
-    for link in Path("runs/x/serve/labelers.txt").read_text(encoding="utf-8").splitlines():
+    """Each labeler of runs/x ranks all of the tasks through the link in labelers.txt, which lies beside the labels."""
+    for link in next(Path().rglob("labelers.txt")).read_text(encoding="utf-8").splitlines():
         with httpx.Client(base_url=address, headers={"authorization": f"Bearer {link.partition('#')[2]}"}) as person:
             while (task := person.get("/api/rank/next").json()["task"]) is not None:
                 names = [response["id"] for response in task["responses"]]
