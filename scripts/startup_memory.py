@@ -31,7 +31,7 @@ def make_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers, heads = SHAPES[shape]
-    given = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    given: Any = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     described = LlamaConfig(
         **given, intermediate_size=8 * width // 3, vocab_size=50304, tie_word_embeddings=True, dtype=dtype
     )
@@ -48,7 +48,7 @@ def make_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> None:
             shards.append([])
             held = size.numel() * dtype.itemsize
         shards[-1].append(name)
-    files = {}
+    files: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         made = {n: torch.ones(shapes[n]) if "norm" in n else torch.randn(shapes[n]) * 0.02 for n in names}

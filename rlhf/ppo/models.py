@@ -174,7 +174,7 @@ def make_critic(
         return scaled(RewardModel(RewardConfig(trunk=policy.base_model.config)), 0.0)
     if settings.critic == "reward" and reward_model is not None:
         if zero_stage(config) == 3:
-            critic: Any = load_reward(config, Path(reward_model.name_or_path), device)
+            critic: Any = load_reward(config, Path(str(reward_model.name_or_path)), device)
             critic.calibrate(reward_model.gain, reward_model.shift)
         else:
             shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
