@@ -17,7 +17,7 @@ from rlhf.data.encoding import names_of
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
-from rlhf.runs.folders import refuse_inside_stage, run_folder
+from rlhf.runs.folders import read_record, refuse_inside_stage, run_folder, stages_of
 from rlhf.system.files import read_json
 from rlhf.system.terminal import say
 
@@ -55,6 +55,13 @@ def run(config: Config) -> None:
             if rounds:
                 rounds.stop()
             thread.stop()
+
+
+def answered_by(folder: Path) -> Path:
+    """The run whose models are served: this one, or while it has only the tasks of its labelling round, the one that answered them."""
+    record = {} if stages_of(folder) else read_record(folder / "sample" / "sample.json", "round") or {}
+    name = record.get("policy", "").partition("/")[0]  # of <run>/<stage>@<hash>
+    return folder.parent / name if name else folder
 
 
 def make_server(app: Any) -> Any:
@@ -121,7 +128,9 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
             f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {labels.parent}/labelers.txt, manager.txt"
         )
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
-    models = partial(served_models, config, folders, listed(settings.stages) or None)
+    models = partial(
+        served_models, config, [answered_by(folder) for folder in folders], listed(settings.stages) or None
+    )
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     checks = Checks(load_gold(config, tasks), settings.check_every, settings.qualification, settings.qualified)

@@ -132,9 +132,9 @@ def make_calibration(runs: list[RunFiles]) -> Picture | None:
         if whole := [point for point in points if None not in point]:
             by_run.append((place, run.name, whole))
     series = []
-    for place, run, rows in by_run:
-        gaps, predicted, observed = ([*column] for column in zip(*rows, strict=True))
-        prefix, colours = (f"{run} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
+    for place, name, found in by_run:
+        gaps, predicted, observed = ([*column] for column in zip(*found, strict=True))
+        prefix, colours = (f"{name} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
         series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
         series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
     note = "Share of pairs that the higher score wins, against the gap between the scores."

@@ -85,6 +85,7 @@ class Adopted(Schema):
 class Round(Schema):
     """sample.json of a round of labelling."""
 
+    policy: str = ""
     counts: dict[str, Count]
     files: Files
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import rlhf
 from rlhf import cli
-from rlhf.commands import pipeline, sample
+from rlhf.commands import pipeline, sample, serve
 from rlhf.config.commands import SHARED_FLAG
 from rlhf.runs.folders import read_stage
 from rlhf.system.files import read_json
@@ -233,6 +234,8 @@ def test_rounds_of_peoples_labels(first, capsys):
     assert "tasks wait for labels: rank them with `rlhf serve run=" in stops(*words)
     of_round = [f"round-1/{stage}" for stage in ("reward", "ppo")]
     assert ran() == ["tokenizer", "pretrain", "sft", *of_round, "round-2/sample", "round-2/label"]
+    served = serve.answered_by(runs / f"{name}-round-2")  # it has only tasks
+    assert served == runs / f"{name}-round-1" and rlhf.load(served).policies[-1] == "ppo"
     label(runs / f"{name}-round-2", 3)
     assert "2 of 5 tasks wait" in stops()
     assert ran() == ["round-2/label"]
