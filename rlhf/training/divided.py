@@ -19,7 +19,7 @@ from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.model.checkpoint import CHOSEN_HERE, LAYER, check_finite, check_weights, read_config, stored_tensors
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead, first_blocks
+from rlhf.model.heads import LayerMix, RewardConfig, RewardModel, ScalarHead, first_blocks
 from rlhf.ops.fast import return_freed_memory
 from rlhf.system.processes import is_first
 from rlhf.training.engine import deepspeed_settings, import_deepspeed, zero_stage
@@ -51,18 +51,20 @@ def load_reward(config: Config, folder: Path, device: torch.device) -> RewardMod
     return load_reward_model(folder, device)
 
 
-def reward_model_on(config: Config, folder: Path, device: torch.device, layers: int | None = None) -> RewardModel:
+def reward_model_on(config: Config, folder: Path, device: torch.device, layers: int | str | None = None) -> RewardModel:
     """`RewardModel.from_causal_lm` of a folder, divided under ZeRO-3."""
     if zero_stage(config) == 3:
         described = read_policy_config(folder)
         with init_empty_weights(include_buffers=False):
             whole = _lm(described)
         prefix, trunk = f"{whole.base_model_prefix}.", whole.base_model
-        described = RewardConfig(trunk=described if layers is None else first_blocks(trunk, layers))
+        cut = isinstance(layers, int)
+        described = RewardConfig(trunk=first_blocks(trunk, layers) if cut else described, mix=layers == "mix")
         stored = lambda name: name.replace("trunk.", prefix, 1)  # noqa: E731
-        model = _divided(config, described, partial(RewardModel, described), folder, device, stored, layers is None)
+        model = _divided(config, described, partial(RewardModel, described), folder, device, stored, not cut)
         if model is not None:
             model.head = ScalarHead(described.trunk.hidden_size).initialise()
+            model.mix = LayerMix(described.trunk.num_hidden_layers + 1) if described.mix else None
             return model
     return RewardModel.from_causal_lm(str(folder), layers)
 
@@ -83,8 +85,8 @@ def _divided(
 ) -> Any | None:
     """The model that `build` makes, in eval mode, with a folder's weights: rank 0 reads one after the other and sends it to the rest.
 
-    stored: a weight's name in the files; if given, a head may be missing there, and other ones may be left over. None if the files
-    do not fit otherwise. Raises: UserError for weights that are not finite.
+    stored: a weight's name in the files; if given, a head and a mix of layers may be missing there, and other ones may be left over.
+    None if the files do not fit otherwise. Raises: UserError for weights that are not finite.
     """
     files = sorted(folder.glob("*.safetensors"))
     check_weights(str(folder), described, files)
@@ -99,7 +101,7 @@ def _divided(
     missing = [alike for p, alike in names.items() if not where[p]]
     left = there.keys() - {name for found in where.values() for name in found}
     if stored is not None:
-        missing = [alike for alike in missing if not alike[0].startswith("head.")]
+        missing = [alike for alike in missing if not alike[0].startswith(("head.", "mix."))]
         left = {name for name in left if all_blocks and LAYER.search(name)}
     if missing or left or any(there[found[0]][1] != p.numel() for p, found in where.items() if found):
         return None
