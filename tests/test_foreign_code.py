@@ -78,6 +78,7 @@ def test_every_load_says_that_code_is_not_trusted():
             if ast.unparse(node.func.value) in (
                 "TextRewardModel",
                 "RewardConfig",
+                "GenerationConfig",
                 "import_peft().LoraConfig",
                 "peft.PeftModel",
             ):

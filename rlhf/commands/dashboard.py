@@ -19,6 +19,7 @@ COLUMNS, PANEL_HEIGHT, TABLE_HEIGHT = 24, 8, 14
 STEP_AXIS = "progress/step"
 SECTIONS = {
     "ppo": "PPO", "reward": "Reward model", "dpo": "DPO", "classify": "Labelled tasks", "sft": "SFT", "pretrain": "Pretraining",
+    "distill": "Distillation",
 }  # fmt: skip
 
 

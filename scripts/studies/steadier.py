@@ -6,6 +6,7 @@ The parents' rankings, a quarter of them reversed, train three reward models per
 every update on 256 dev prompts. The arms are compared with the first model alone at one KL, by linear interpolation along each run.
 """
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -81,7 +82,7 @@ def measure(folders: list[str], facts: Path, asked: Any, seed: int) -> dict[str,
     first = scores_of(folders[:1], prompts, tokens)[0].double().numpy()
     lengths = np.array([len(ids) for ids in tokens], float)
     curve = np.unique(lowess(first - first.mean(), lengths, frac=2 / 3), axis=0)
-    average = loaded(folders[0]).__class__.from_pretrained(folders[0])
+    average = copy.deepcopy(loaded(folders[0]))
     states = [loaded(folder).state_dict() for folder in folders]
     average.load_state_dict({name: sum(s[name] for s in states) / MODELS for name in states[0]})
     target = facts.with_suffix("") / "model"

@@ -93,7 +93,7 @@ def test_the_steps_of_cleaning():
     assert judge("prompt", 5, 13, 7, 0) == FILTERED, "the user's third prompt"
     assert judge("demonstration", 6, 10, 7, 0) == KEPT, "only prompts are filtered by user and by beginning"
     assert judge("prompt", 7, 14, 0, 0) == KEPT, "no user"
-    assert cleaner.counts == {"duplicates": 1, "pii": 1, "shared_prefix": 1, "prompts_of_user": 1}
+    assert cleaner.counts == {"duplicates": 1, "pii": 1, "shared_prefix": 1, "prompts_of_user": 1, "gold_accuracy": 0}
     keeping = Cleaner("keep", "flag", filter_prefixes=False, max_prompts_per_user=9)
     assert [judge("prompt", 1, 1, 1, 1, by=keeping) for _ in range(3)] == [KEPT] * 3
 

@@ -59,7 +59,7 @@ def test_answers_depend_on_the_seed_and_the_stage(run):
 def test_mistakes_are_one_line(run, gold_run, copy_until, tmp_path):
     for call, message in (
         (lambda: rlhf.load(tmp_path), "no stage of a run in it"),
-        (lambda: rlhf.load(gold_run.folder, device="tpu"), "device=tpu: want one of auto, cpu, cuda"),
+        (lambda: rlhf.load(gold_run.folder, device="tpu"), "device=tpu: want one of auto, cpu, cuda, mps"),
         (lambda: run.policy("reward"), "want one of pretrain, sft"),
         (lambda: run.policy("rejection"), "no finished rejection there"),
         (lambda: run.score(["a"], []), "1 prompts for 0 responses"),

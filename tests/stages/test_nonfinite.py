@@ -47,8 +47,8 @@ def assert_stopped(run, stage: str) -> None:
     ("stage", "module", "maker", "spoil"),
     [
         ("pretrain", pretrain, "make_model", poison),
-        ("sft", sft, "load_policy", poison),
-        ("ppo", ppo_models, "load_policy", poison),
+        ("sft", sft, "load_lm", poison),
+        ("ppo", ppo_models, "load_lm", poison),
         ("pretrain", pretrain, "make_model", spoil_gradient),  # the loss may be finite where its gradient is not
     ],
 )
