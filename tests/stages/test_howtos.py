@@ -74,13 +74,25 @@ class HowTo:
     before: Callable[[list[str]], list[str]] = lambda words: []  # prepares a command's folder; returns more overrides
 
 
+def alternative(words: list[str]) -> list[str]:
+    """ways.md: each command makes its run anew; the first one's is then `first`, from whose reward model x goes on."""
+    run = Path("runs", next(word for word in words if word.startswith("run=")).removeprefix("run="))
+    if run.exists() and not Path("runs/first").exists():
+        run.rename("runs/first")
+    shutil.rmtree(run, ignore_errors=True)
+    policy = any(word.startswith("ppo.policy=") for word in words)
+    if policy and run.name == "x":
+        shutil.copytree("runs/first", run, ignore=shutil.ignore_patterns("ppo", "evaluate"))
+    return ["lora.share_trunk=false"] if policy else []
+
+
 def on_gold(words: list[str]) -> list[str]:
     """A finished run of the page, which no command of it makes, is the small gold run."""
     named = [word.partition("=")[2] for word in words if word.startswith(("parents.world=", "run="))]
     if not named or "experiment=align-laptop" in words:
         return []
     run = Path("runs", named[-1])
-    if not (run / "world").exists():
+    if not (run / "world").exists() and not (run / "sample").exists():
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree("gold", run)
         (run / "settings.json").write_text('{"experiment": "gold"}')
@@ -99,6 +111,8 @@ HOWTOS = {
     "dpo.md": HowTo(("runs/x/dpo/stage.json",)),
     "start.md": HowTo(("runs/x/report.html",), before=on_gold),
     "judging.md": HowTo(("runs/x/evaluations/labels.json",), visit=label_all, before=on_gold),
+    "ways.md": HowTo(("runs/third/evaluate/results.json",), before=alternative),
+    "rounds.md": HowTo(("runs/x-round-2/serve/labels.jsonl", "runs/y/ppo/stage.json"), label_all, before=on_gold),
     "label_tools.md": HowTo(("from_table/dataset.json", "runs/demo-round/reward/stage.json"), before=on_gold),
 }
 
@@ -111,6 +125,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, gold_run: Run) -> Path:
     shutil.copytree(STUDIO, folder / "round")
     shutil.copy(STUDIO / "ranker" / "export.json", folder)
     cli.main(["import", f"path={STUDIO / 'ranker'}/export.json", f"out={folder / 'round' / 'ranker' / 'imported'}"])
+    (folder / "mine.py").write_text(FENCE.findall((ROOT / "docs" / "own_reward.md").read_text("utf-8"))[0][1])
     repository = folder / "cache" / f"models--{HUB.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -118,6 +133,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, gold_run: Run) -> Path:
     shutil.copytree(repository / "snapshots" / COMMIT, folder / "m")
     pairs = [f'"Where is the {i} cat?","On the mat {i}.","{"No " * (1 + i % 3)}"' for i in range(20)]
     (folder / "labels.csv").write_text("\n".join(["prompt,chosen,rejected", *pairs, ""]))
+    (folder / "d.json").write_text(
+        json.dumps([{"instruction": f"Say {i} words.", "output": "One."} for i in range(20)])
+    )
     table = [f"What is {i}?,It is {i}.,No.,answer_{1 + i % 2}" for i in range(9)]
     (folder / "table.csv").write_text("\n".join(["question,answer_1,answer_2,label", *table, ""]))
     rows = {
@@ -156,6 +174,9 @@ def follow(patch: pytest.MonkeyPatch, page: str, source: Path, folder: Path, *wi
         end = words.index("--") if "--" in words else len(words)
         if words[0] == "serve":
             visited(patch, HOWTOS[page].visit, [*words, *sizes])
+        elif "rounds=3" in words:
+            with pytest.raises(SystemExit, match=r"^2$"):  # tasks wait for labels
+                cli.main([*words, *sizes])
         else:
             cli.main([*words[:end], *sizes, *words[end:]])
     if script := HOWTOS[page].script:
@@ -202,7 +223,8 @@ def test_a_csv_of_preferences_becomes_a_model_that_transformers_loads(first):
 
 @pytest.mark.parametrize("page", [page for page in HOWTOS if page != "align.md"])
 def test_the_commands_of_a_page_run(home, request, page, monkeypatch, tmp_path):
-    if HOWTOS[page].before is on_gold or page in ("own_reward.md", "size.md"):  # a command or the gold run is the run x
+    # a command or the gold run is the run x
+    if HOWTOS[page].before in (alternative, on_gold) or page in ("own_reward.md", "size.md"):
         follow(monkeypatch, page, home, tmp_path / "page", "cache")
     else:
         follow(monkeypatch, page, request.getfixturevalue("first"), tmp_path / "page", "export")
