@@ -87,8 +87,10 @@ def test_end_tokens_that_are_no_ids_are_one_line(tmp_path, ends):
 @pytest.mark.parametrize("length", ["512", float("nan"), 0, -1, [5], None])
 def test_a_tokenizers_length_that_is_no_number_of_tokens_is_one_line(tmp_path, length):
     edit(save(tmp_path) / "tokenizer_config.json", model_max_length=length)
-    if length is None:  # transformers takes it for no limit
-        return adopt(tmp_path, say=quiet)
+    if length is None:  # transformers takes it for no limit, so the model's own context counts
+        adopted = adopt(tmp_path, say=quiet)
+        assert adopted.tokenizer.model_max_length == adopted.model.config.max_position_embeddings
+        return
     for load in (lambda: adopt(tmp_path, say=quiet), lambda: load_tokenizer(tmp_path)):
         refused(load, "model_max_length: got|readable tokenizer")
 

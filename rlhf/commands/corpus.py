@@ -76,11 +76,9 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
         for number, text in enumerate(iterate_documents(config.path, config.encoding)):
             pieces, reason, more = judge(number, text)
             left = sum(map(len, pieces))
-            documents[reason], characters[reason], written = (
-                documents[reason] + 1,
-                characters[reason] + len(text),
-                written + left,
-            )
+            documents[reason] += 1
+            characters[reason] += len(text)
+            written += left
             texts.writelines(json.dumps({"text": piece}, ensure_ascii=False) + "\n" for piece in pieces)
             row = {"document": number, "reason": reason, "characters": len(text), "written": left} | more
             rows.write(json.dumps(row) + "\n")

@@ -61,7 +61,7 @@ class Duplicates:
                 import datasketch
             except ImportError:
                 raise UserError("near: needs datasketch: pip install datasketch, or set near=null") from None
-            self.library: Any = datasketch
+            self.minhash: Any = datasketch.MinHash
             self.made: dict[int, Any] = {}
             self.index = datasketch.MinHashLSH(threshold=near, num_perm=PERMUTATIONS)
 
@@ -74,7 +74,7 @@ class Duplicates:
         self.seen.add(identity)
         if self.near is None:
             return None
-        made = self.library.MinHash(num_perm=PERMUTATIONS)
+        made = self.minhash(num_perm=PERMUTATIONS)
         made.update_batch({" ".join(words[i : i + 5]).encode() for i in range(max(1, len(words) - 4))})
         if any(made.jaccard(self.made[key]) >= self.near for key in self.index.query(made)):
             return "near_duplicate"

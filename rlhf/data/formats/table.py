@@ -220,7 +220,7 @@ class ColumnMap:
         return {f"{paths[0]}.{i}": item for i, item in enumerate(items or [])}
 
     def k_of(self, row: Values) -> int:
-        """How many responses a row has."""
+        """The number of responses in a row."""
         paths = self.of("responses")
         if len(paths) > 1:
             return len(paths)
