@@ -411,7 +411,7 @@ class RoundConfig:
         None, "passes over the comparisons if later rounds continue the previous reward model; none: train anew", min=1
     )
     keep_rankings: bool = setting(
-        True, "train the reward model on the rankings of all rounds so far, not of the latest alone"
+        True, "train the reward model on the rankings of all rounds so far; false: on the latest round's only"
     )
 
 

@@ -1,4 +1,4 @@
-"""Does anything make PPO steadier when a quarter of the rankings are wrong? Ensembles, averages, bounds, two lambdas.
+"""What makes PPO steadier if a quarter of the rankings are wrong? Ensembles, averages, bounds, two lambdas.
 
     python scripts/studies/steadier.py --out runs/steadier --seeds 0 1 2 3 4 --parents runs/seed-0 … runs/seed-4 experiment=gold threads=1
 
