@@ -2,10 +2,11 @@
 
     python scripts/fuzz_import.py --rows 100000 --folder /tmp/fuzz
 
-Rows of each format (scripts/fuzz_rows.py) are written as JSON Lines, JSON arrays and CSV, most of them damaged, and imported in
-chunks, one process per chunk. The checks of each import:
+Rows of each format (scripts/fuzz_rows.py) are written as JSON Lines, JSON arrays and CSV, most of them damaged, and imported,
+one process per file. The checks of each import:
 
     the exit code is 0 or 2, without a traceback
+    only an array or a CSV file may be refused as a whole, in one line that names the damage
     the counts add up, and equal the number of JSON Lines that are not blank
     rejects.jsonl parses, and each original (text or base64) of JSON Lines is in the file
     if nothing is filtered, every row is found again by a marker in its text: in a record, or in the original of a reject
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 from fuzz_rows import DAMAGES, FLAT, GOOD, byte_flip, control, cut, swapped
 
-ROWS_A_FILE, FILES_A_CHUNK = 500, 6
+ROWS_A_FILE, FILES_A_CHUNK = 500, 1
 DAMAGED = 0.8  # of the rows
 LONGEST_IMPORT = 300  # seconds
 MARKER = re.compile(rb"mk\d{4}x\d{5}z")
@@ -88,6 +89,9 @@ def check(files: list[File], out: Path, code: int, said: str, tally: Counter[str
     if code not in (0, 2) or "Traceback" in said:
         return [f"{files[0].path.parent}: exit code {code}: {said[-2000:]}"]
     written_to = out if out.exists() else out.with_name(out.name + ".partial")
+    if not written_to.exists() and "damaged" in said and files[0].path.suffix != ".jsonl":
+        tally["refused"] += 1
+        return []
     if not written_to.exists():
         return [f"{files[0].path.parent}: nothing was written: {said[-500:]}"]
     problems = []
@@ -97,8 +101,6 @@ def check(files: list[File], out: Path, code: int, said: str, tally: Counter[str
         tally.update(counts)
         if counts["input"] != sum(counts[name] for name in ("accepted", "duplicates", "filtered", "rejected")):
             problems.append(f"{entry['file']}: counts do not add up: {counts}")
-        if entry["format"] is None:
-            problems.append(f"{entry['file']}: not recognised: {entry['why']}")
         lines = file.content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
         if file.path.suffix == ".jsonl" and sum(bool(line.strip(BLANK)) for line in lines) != counts["input"]:
             problems.append(f"{entry['file']}: {counts['input']} of its lines counted")
@@ -122,9 +124,6 @@ def check_reject(where: str, line: bytes, by_name: dict[str, File], originals: d
     except ValueError as error:
         return [f"{where}: {error}"]
     file = by_name[entry["file"]]
-    if entry["field"] == "file":  # damaged: what follows is not read, and the import is partial
-        originals[entry["file"]].append(file.content)
-        return []
     raw = entry["original"].encode() if "original" in entry else base64.b64decode(entry.get("base64", ""))
     if "bytes" in entry:  # a long one, of which the beginning is kept
         originals[entry["file"]].append(file.content.split(b"\n")[entry["line"] - 1])

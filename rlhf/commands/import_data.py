@@ -44,7 +44,7 @@ def run(config: ImportConfig) -> None:
             with progress(size, "import", unit="byte") as bar:
                 importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
                 report = importer.run(sources)
-            partial = importer.damaged or importer.reject_count > config.max_rejects
+            partial = importer.reject_count > config.max_rejects
             splits = {name: getattr(config, name) for name in ("prefix_characters", "seed", "dev", "test")}
             seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
             target = too_many_rejects if partial else out
@@ -61,13 +61,9 @@ def run(config: ImportConfig) -> None:
     _say(f"{size / 1e6:,.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s) -> {target}")
     if not partial:
         return
-    why = f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}"
-    cure = "correct the rows, or set max_rejects"
-    if importer.damaged:
-        why = "a file could not be read to its end (see the rejects)"
-        cure = "replace the damaged file and import again"
     raise UserError(
-        f"{why}: the accepted rows are in {target}, which training refuses without data.allow_partial=true: {cure}"
+        f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, which "
+        "training refuses without data.allow_partial=true: correct the rows, or set max_rejects"
     )
 
 

@@ -103,8 +103,7 @@ def describe(report: dict[str, Any]) -> list[str]:
     lines = []
     for file in report["files"]:
         made = ", ".join(f"{count:,} {kind}" for kind, count in file["records"].items()) or "no record"
-        taken = f"{file['format']} ({file['why']})" if file["format"] else file["why"]
-        lines.append(f"{file['file']}: {taken}: {file['counts']['input']:,} rows, {made}")
+        lines.append(f"{file['file']}: {file['format']} ({file['why']}): {file['counts']['input']:,} rows, {made}")
     lines.append("rows: " + ", ".join(f"{report['counts'][name]:,} {name}" for name in ROW_COUNTS))
     records = report["records"]
     if records:

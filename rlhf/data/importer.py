@@ -22,12 +22,22 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, fac
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
-from rlhf.data.inputs import ROW_SUFFIXES, Reading, Reject, Row, Source, has_suffix, open_bytes, reject_row, row_bytes
-from rlhf.data.reading import FileInfo, read
+from rlhf.data.inputs import (
+    MAX_RECORD_BYTES,
+    ROW_SUFFIXES,
+    FileInfo,
+    Reject,
+    Row,
+    Source,
+    has_suffix,
+    open_bytes,
+    reject_row,
+    row_bytes,
+)
+from rlhf.data.reading import read
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
-from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
@@ -63,7 +73,6 @@ class Importer:
         self.reject_count = 0
         # by file and message: the first reject, and their number
         self.first_rejects: dict[tuple[str, str], tuple[Reject, int]] = {}
-        self.damaged = False  # whether a file could not be read to its end
         self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects = create(folder / "rejects.jsonl")
@@ -73,31 +82,20 @@ class Importer:
     def run(self, sources: list[Source]) -> dict[str, Any]:
         """Import the sources; returns the report, which is written too.
 
-        Raises: UserError if no source can be read at all; OSError if the folder cannot be written.
+        Raises: UserError if a source cannot be read; OSError if the folder cannot be written.
         """
         config = self.config
         table = config.format == "table"
         chosen = make_table_format(config.columns, config.words) if table else find_format(config.format, "format")
-        failures: list[UserError] = []
-        done = 0
-        ahead = [
-            _look_ahead(source.path) if source.path and has_suffix(source.path, ROW_SUFFIXES) else (set[_Name](), [])
-            for source in sources
-        ]
+        ahead = [_look_ahead(source) for source in sources]
         self._measure([check for _, checks in ahead for check in checks])
+        done = 0
         for source, (replaced, _) in zip(sources, ahead, strict=True):
-            try:
-                self._import_file(source, chosen, done, replaced)
-            except UserError as error:
-                failures.append(error)
-                self._reject_file(source, 1, error)
-                self.files[-1]["counts"] |= {"input": 1, "rejected": 1}
+            self._import_file(source, chosen, done, replaced)
             done += source.size
             self.progress(done)
         for file in (self._rejects, *self._files.values()):
             close(file)
-        if len(failures) == len(sources):
-            raise failures[0]
         write_assignments(self.folder, self.assigner.decide())
         records = {kind: self._divide(kind) for kind in KINDS if kind in self._files}
         if records:
@@ -115,53 +113,39 @@ class Importer:
                 self.careless.add(labeler)
 
     def _import_file(self, source: Source, chosen: Format | None, done: int, replaced: set[_Name]) -> None:
-        """Import one file; `replaced`: records that later ones replace. Raises: UserError if not even one row of it can be read."""
-        counts = dict.fromkeys(ROW_COUNTS, 0)
-        about = {"file": source.name, "format": None, "why": "", "counts": counts, "records": {}, "sha256": ""}
-        self.files.append(about)
-        info = FileInfo(source.name)
-        reading = Reading(self.config.encoding, self.config.sheet)
+        """Import one file; `replaced`: records that later ones replace. Raises: UserError if it cannot be read."""
+        info = FileInfo(source.name, self.config.encoding, self.config.sheet)
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
-        line = 0
-        try:
-            for row, records, reject, own_id in read(source, chosen, info, reading, "format"):
-                line = row.line
-                if source.path is None and isinstance(row, Row):
-                    digest.update(row_bytes(row))
-                result = REJECTED
-                if info.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
-                    result, records = FILTERED, []
-                if records and all(getattr(r, "labeler", None) in self.careless for r in records):
-                    result, records = FILTERED, []
-                    self.cleaner.counts["gold_accuracy"] += 1
-                try:
-                    checked = [self._check(record, info.format) for record in records]
-                except BadRow as error:
-                    assert isinstance(row, Row)
-                    checked, reject = [], reject_row(source.name, row, error.field, error.message)
-                for record, stored in checked:
-                    if info.joins and isinstance(record, Ranking) and _item_of(record) is not None:
-                        pending.append(_Judgement(len(results), cast(Row, row), record, own_id))
-                    else:
-                        result = min(result, self._take(record, stored, own_id, info))
-                if reject is not None:
-                    self._reject(reject)
-                results.append(result)
-                if len(results) % 100 == 0:
-                    self.progress(done + reading.position())
-        except UserError as error:
-            if not results:
-                raise
-            self.damaged = True
-            self._reject_file(source, line + 1, error)
-            results.append(REJECTED)
+        for row, records, reject, own_id in read(source, chosen, info, "format"):
+            if source.path is None and isinstance(row, Row):
+                digest.update(row_bytes(row))
+            result = REJECTED
+            if info.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
+                result, records = FILTERED, []
+            if records and all(getattr(r, "labeler", None) in self.careless for r in records):
+                result, records = FILTERED, []
+                self.cleaner.counts["gold_accuracy"] += 1
+            try:
+                checked = [self._check(record, info.format) for record in records]
+            except BadRow as error:
+                checked, reject = [], reject_row(source.name, cast(Row, row), error.field, error.message)
+            for record, stored in checked:
+                if info.joins and isinstance(record, Ranking) and _item_of(record) is not None:
+                    pending.append(_Judgement(len(results), cast(Row, row), record, own_id))
+                else:
+                    result = min(result, self._take(record, stored, own_id, info))
+            if reject is not None:
+                self._reject(reject)
+            results.append(result)
+            if len(results) % 100 == 0:
+                self.progress(done + info.position())
         self._join(pending, results, info)
-        counts |= {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
+        counts = {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
         sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
-        about |= {"format": info.format, "why": info.why, "sha256": sha256}
-        about["records"] = dict(sorted(info.records.items()))
+        about = {"file": source.name, "format": info.format, "why": info.why, "counts": counts}
+        self.files.append(about | {"records": dict(sorted(info.records.items())), "sha256": sha256})
 
     def _check(self, record: Record, format: str | None) -> tuple[Record, str]:
         """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`.
@@ -205,9 +189,6 @@ class Importer:
         if key in self.first_rejects or len(self.first_rejects) < SHOWN_REJECTS:
             first, count = self.first_rejects.get(key, (reject, 0))
             self.first_rejects[key] = first, count + 1
-
-    def _reject_file(self, source: Source, line: int, error: UserError) -> None:
-        self._reject(Reject(source.name, line, "file", f"file: {str(error).removeprefix(f'{source.name}: ')}"))
 
     def _join(self, pending: list[_Judgement], results: bytearray, info: FileInfo) -> None:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
@@ -273,13 +254,15 @@ def _item_of(record: Ranking) -> str | None:
     return item if isinstance(item, str) else None
 
 
-def _look_ahead(path: Path) -> tuple[set[_Name], list[Ranking]]:
+def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
     """What of a native file must be known before its first line: the records that later lines replace, and the checks of labelers that
     count. Only lines with such a key are parsed.
     """
     replaced, checks = set[_Name](), list[Ranking]()
-    with suppress(UserError), open_bytes(path) as file:  # reading the rows reports how the file is damaged
-        while line := file.readline(1 << 26):
+    if source.path is None or not has_suffix(source.path, ROW_SUFFIXES):
+        return replaced, checks
+    with open_bytes(source.path) as file:
+        while line := file.readline(MAX_RECORD_BYTES):
             if b'"replaces"' not in line and b'"labeler_check"' not in line:
                 continue
             with suppress(ValueError, TypeError, AttributeError, RecursionError):

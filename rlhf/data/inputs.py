@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,14 +25,13 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".parquet")
 RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
 MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held in memory
-MAX_DEPTH = 400  # levels of lists and objects: few enough that no code that handles a row runs out of stack
+MAX_DEPTH = 200  # levels of lists and objects; pydantic writes no record that nests more than 255
 MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
 _TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _PACKED = ("", *_CODECS)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
-_OF_IMPORT = ("report.json", "rejects.jsonl")  # in a folder that `rlhf import` wrote, beside the manifest
 
 
 def printable_path(path: Path | str) -> str:
@@ -57,10 +57,10 @@ class Source:
         return self.path.stat().st_size if self.path and self.path.exists() else 0
 
 
-def is_deep(value: Any, most: int = MAX_DEPTH) -> bool:
-    """Whether lists and objects nest more than `most` levels."""
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects nest more than MAX_DEPTH levels."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(MAX_DEPTH + 1):
         inside = [one for one in level if isinstance(one, dict | list)]
         if not inside:
             return False
@@ -114,31 +114,43 @@ def row_bytes(row: Row) -> bytes:
     """A row's bytes in its file, or its JSON if it comes from no line."""
     if row.raw is not None:
         return row.raw
-    return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
 
 
 @dataclass(slots=True)
-class Reading:
-    """How a file is read, a note about it for the user, and the position of reading."""
+class FileInfo:
+    """How one file is read, what it was recognised as, and the number of its records; as text in one line."""
 
+    name: str
     encoding: str = "utf-8"  # of CSV and TSV
     sheet: str | None = None  # of a spreadsheet; none: the first one
     note: str = ""  # the delimiter, or which of the sheets
+    format: str | None = None
+    joins: bool = False  # as of the format
+    why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
+    rows: int = 0
+    records: Counter[str] = field(default_factory=Counter)  # by kind
+    repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
     file: IO[bytes] | None = field(default=None, repr=False)
 
     def position(self) -> int:
         """Bytes of the file on disk that were read; 0 for formats that are read as a whole."""
         return 0 if self.file is None or self.file.closed else self.file.tell()
 
+    def __str__(self) -> str:
+        made = ", ".join(f"{count} {kind} records" for kind, count in sorted(self.records.items())) or "no record"
+        twice = "".join(f"; the id {shown(name)} {count} times" for name, count in self.repeats.most_common(1))
+        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}{twice}"
+
 
 @contextmanager
-def open_bytes(path: Path, reading: Reading | None = None) -> Iterator[IO[bytes]]:
+def open_bytes(path: Path, info: FileInfo | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, unpacked. Raises: UserError if it cannot be opened or, while it is read, is damaged."""
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as file:
-            if reading is not None:
-                reading.file = file
+            if info is not None:
+                info.file = file
             if suffix in _CODECS:
                 import pyarrow
 
@@ -205,8 +217,6 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
         if imports:
             yield Source(printable_path(folder), folder, imported=True)
         return
-    if imports and all((folder / name).is_file() for name in _OF_IMPORT):
-        raise UserError(f"{folder}: an import that was never finished, or lost its {MANIFEST}: run `rlhf import` again")
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or not (has_suffix(path, suffixes) or path.is_dir()):
             continue
@@ -244,19 +254,21 @@ def _constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
-_ITEM = json.JSONDecoder(parse_constant=_constant)  # of two equal keys in an item of an array the last one counts
-_SPACE, _END, _LIST_GAP, _LIST_END = map(re.compile, (r"\s*", r"\s*\Z", r"\s*,\s*", r"\s*\]\s*\Z"))
 
 
 def _problem_of(value: Any, text: str) -> str:
     """What is wrong with the value of a row with this text; empty if nothing is."""
     if not isinstance(value, dict):
         return f"got {shown(value)}, want an object {{…}}"
-    if not text.isascii() and (wrong := re.search("[\udc80-\udcff]", text)):
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value):
+        return _TOO_DEEP
+    plain = text.isascii() and "\\u" not in text
+    wrong = None if plain else re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False))
+    if wrong is None:
+        return ""
+    if "\udc80" <= wrong[0] <= "\udcff":
         return f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not UTF-8: save the file as UTF-8"
-    if "\\u" in text and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
-        return "got a lone surrogate (half of a character), want text that UTF-8 can hold"
-    return _TOO_DEEP if text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value) else ""
+    return "got a lone surrogate (half of a character), want text that UTF-8 can hold"
 
 
 def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
@@ -264,55 +276,44 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
     number = 0
     while line := file.readline(MAX_RECORD_BYTES):
         number += 1
-        size, ended = len(line), line.endswith(b"\n")
-        while size >= MAX_RECORD_BYTES and not ended and (rest := file.readline(1 << 20)):
-            size, ended, line = size + len(rest), rest.endswith(b"\n"), line[: 1 << 20]
+        if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
+            while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
+                pass
+            problem = f"got a longer line, want one of at most {MAX_RECORD_BYTES >> 20} MB"
+            yield Reject(name, number, "", problem, number, line[: 1 << 20])
+            continue
         line = line.rstrip(b"\r\n")
-        text = line.decode("utf-8", "surrogateescape").strip(" \t\r\n")
+        text = line.decode("utf-8", "surrogateescape").strip(" \t")
         if not text:
             continue
         value: Any = None
         try:
-            value = _DECODER.decode("" if size > MAX_RECORD_BYTES else text)
+            value = _DECODER.decode(text)
             problem = _problem_of(value, text)
         except RecursionError:
             problem = _TOO_DEEP
         except json.JSONDecodeError as error:
-            problem = _problem_of({}, text) or f"not JSON ({error}): want one object per line"
+            problem = _problem_of({"": text}, text) or f"not JSON ({error}): want one object per line"
         except ValueError as error:
             problem = str(error)
-        if size > MAX_RECORD_BYTES:
-            problem = f"got a line of {size:,} bytes, want one of at most {MAX_RECORD_BYTES >> 20} MB"
         yield Reject(name, number, "", one_line(problem), number, line) if problem else Row(number, value, number, line)
 
 
 def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
-    """The items of a JSON array, or objects one after another.
-
-    Raises: UserError if the file is damaged, after the rows before the damage, or larger than MAX_ARRAY_BYTES.
-    """
-    number = place = 0
+    """The items of a JSON array, or a single object. Raises: UserError if the file is damaged, or larger than MAX_ARRAY_BYTES."""
+    content = file.read(MAX_ARRAY_BYTES + 1)
+    if len(content) > MAX_ARRAY_BYTES:
+        raise UserError(f"{name}: above {MAX_ARRAY_BYTES >> 20} MB: write it as JSON Lines, one object per line")
+    text = content.decode("utf-8", "surrogateescape")
+    del content
     try:
-        content = file.read(MAX_ARRAY_BYTES + 1)
-        if len(content) > MAX_ARRAY_BYTES:
-            raise UserError(f"{name}: above {MAX_ARRAY_BYTES >> 20} MB: write it as JSON Lines, one object per line")
-        text = content.decode("utf-8", "surrogateescape")
-        del content
-        in_list = text.lstrip().startswith("[")
-        between, end = (_LIST_GAP, _LIST_END) if in_list else (_SPACE, _END)
-        place = len(text) - len(text.lstrip()) + in_list
-        while not end.match(text, place):
-            gap = (between if number else _SPACE).match(text, place)
-            if gap is None:
-                raise ValueError(f"want a comma or the end of the list at character {place}")
-            value, place = _ITEM.raw_decode(text, gap.end())
-            number += 1
-            piece = text[gap.end() : place]
-            raw = piece.encode("utf-8", "surrogateescape")
-            problem = _problem_of(value, piece)
-            yield Reject(name, number, "", problem, number, raw) if problem else Row(number, value, number)
+        items = json.loads(text, parse_constant=_constant) if text.strip() else []
+        if is_deep(items):
+            raise ValueError(_TOO_DEEP)
     except (ValueError, RecursionError) as error:
         reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
-        raise UserError(
-            f"{name}: damaged JSON in row {number + 1} ({reason}): correct it or download it again"
-        ) from error
+        raise UserError(f"{name}: damaged JSON ({reason}): correct it or download it again") from error
+    for number, value in enumerate(items if isinstance(items, list) else [items], start=1):
+        row = Row(number, value, number)
+        problem = _problem_of(value, json.dumps(value))
+        yield reject_row(name, row, "", problem) if problem else row

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.config.compose import nearest
 from rlhf.data.formats.table import MISSING, lookup
-from rlhf.data.inputs import RECORD_SUFFIXES, Reading, Reject, Row, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, FileInfo, Reject, Row, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
@@ -52,7 +52,7 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
     examples = [
         _example(source.name, row, columns)
         for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting)
-        for row in read_rows(source, Reading(encoding))
+        for row in read_rows(source, FileInfo(source.name, encoding))
     ]
     if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")

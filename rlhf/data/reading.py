@@ -9,9 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -20,7 +19,7 @@ from rlhf.data.formats import BadRow, Format, choose_format, find_format
 from rlhf.data.inputs import (
     RECORD_SUFFIXES,
     ROW_SUFFIXES,
-    Reading,
+    FileInfo,
     Reject,
     Row,
     Source,
@@ -55,26 +54,26 @@ HUB_SECONDS = 5  # wait for the hub's first answer
 _SHOWN_PROBLEMS = 5
 
 
-def read_rows(source: Source, reading: Reading | None = None) -> Iterator[Row | Reject]:
+def read_rows(source: Source, info: FileInfo | None = None) -> Iterator[Row | Reject]:
     """The rows of a file or a hub data set. Raises: UserError if the source as a whole cannot be read."""
-    reading = reading or Reading()
+    info = info or FileInfo(source.name)
     path, name = source.path, source.name
     if path is None:
         yield from _read_hub(name)
         return
     suffix = [s.lower() for s in path.suffixes if s.lower() not in (".gz", ".zst")][-1]
     if has_suffix(path, ROW_SUFFIXES):
-        with open_bytes(path, reading) as file:
+        with open_bytes(path, info) as file:
             if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
                 file.read(3)
             as_lines = suffix == ".jsonl" or holds_lines(file.peek(1 << 16))  # type: ignore[attr-defined]
             yield from read_lines(file, name) if as_lines else read_values(file, name)
     elif suffix in (".csv", ".tsv"):
-        yield from read_delimited(path, name, suffix, reading)
+        yield from read_delimited(path, suffix, info)
     elif suffix == ".parquet":
         yield from read_columns(path, name)
     else:
-        yield from read_sheet(path, name, reading)
+        yield from read_sheet(path, info)
 
 
 def _read_hub(name: str) -> Iterator[Row]:
@@ -122,61 +121,28 @@ class Converted(NamedTuple):
     own_id: bool = False  # whether the file gives the records' ids
 
 
-@dataclass(slots=True)
-class FileInfo:
-    """The recognised format of one file, and the number of its records; as text in one line."""
-
-    name: str
-    format: str | None = None
-    joins: bool = False  # as of the format
-    why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
-    rows: int = 0
-    records: Counter[str] = field(default_factory=Counter)  # by kind
-    repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
-
-    def __str__(self) -> str:
-        made = ", ".join(f"{count} {kind} records" for kind, count in sorted(self.records.items())) or "no record"
-        twice = "".join(f"; the id {shown(name)} {count} times" for name, count in self.repeats.most_common(1))
-        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}{twice}"
-
-
-def read(
-    source: Source, format: Format | None, info: FileInfo, reading: Reading | None = None, setting: str = "data.format"
-) -> Iterator[Converted]:
+def read(source: Source, format: Format | None, info: FileInfo, setting: str = "data.format") -> Iterator[Converted]:
     """Every row of a source with its records; if `format` is None it is recognised. `info` gets the format and why.
 
-    Raises: UserError if the source as a whole cannot be read, is empty or is of no known format.
+    Raises: UserError if the source as a whole cannot be read, has no row that can be, or is of no known format.
     """
-    reading = reading or Reading()
-    rows = read_rows(source, reading)
-    head: list[Row | Reject] = []
-    problem: UserError | None = None  # of the file, after the rows of `head`
-    try:
-        for row in rows:
-            head.append(row)
-            if len(head) >= HEAD_ROWS and not all(isinstance(row, Reject) for row in head):
-                break
-    except UserError as error:
-        problem = error
-    if not head:
-        raise problem or UserError(f"{source.name}: the file is empty: want rows of a known format")
+    rows = read_rows(source, info)
+    head = list(islice(rows, HEAD_ROWS))
+    values = [row.value for row in head if isinstance(row, Row)]
+    if not values:
+        raise UserError(str(head[0]) if head else f"{source.name}: the file is empty: want rows of a known format")
+    chosen, info.why = choose_format(source.name, values, format, setting)
+    info.format, info.joins = chosen.name, chosen.joins
+    if chosen.prepare is not None:
+        chosen = chosen.prepare(source.name, values)
+        info.why = "; ".join(filter(None, [info.why, info.note, chosen.note]))
     every: Iterable[Row | Reject] = chain(head, rows)
     stem = printable_path(source.path.name) if source.path else source.name
-    chosen: Format | None = None
-    if values := [row.value for row in head if isinstance(row, Row)]:
-        chosen, info.why = choose_format(source.name, values, format, setting)
-        info.format, info.joins = chosen.name, chosen.joins
-        if chosen.prepare is not None:
-            chosen = chosen.prepare(source.name, values)
-            info.why = "; ".join(filter(None, [info.why, reading.note, chosen.note]))
-        every = every if chosen.gather is None else chosen.gather(every, source.name)
-    for row in every:
+    for row in every if chosen.gather is None else chosen.gather(every, source.name):
         if isinstance(row, Reject):
             yield Converted(row, [], row)
-        elif chosen is not None:
+        else:
             yield convert_row(row, chosen, source.name, stem)
-    if problem is not None:
-        raise problem
 
 
 def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import Field
 
-from rlhf.data.inputs import MANIFEST, is_deep, is_import
+from rlhf.data.inputs import MANIFEST, is_import
 from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
@@ -25,25 +25,17 @@ from rlhf.system.schemas import Count, Digest, Inside, Schema, read_checked
 
 VERSION = 2
 ASSIGNMENTS = "assignments.jsonl"
-MAX_KEPT_DEPTH = 200  # of free-form parts: pydantic writes no record that nests more than 255 levels
 
 
 def to_line(record: Record) -> str:
-    """A record as one line of JSON.
-
-    Raises: ValueError if its free-form parts hold what JSON has not (NaN, lone surrogates), or nest more than MAX_KEPT_DEPTH
-    levels.
-    """
+    """A record as one line of JSON. Raises: ValueError if its free-form parts hold what JSON has not (NaN, lone surrogates)."""
     try:
-        value = record.model_dump()
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(record.model_dump(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("got a lone surrogate (half of a character), want text that UTF-8 can hold") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"got a value that JSON has not ({error}), want strings, numbers, lists, objects") from error
-    if text.count("[") + text.count("{") > MAX_KEPT_DEPTH and is_deep(value, MAX_KEPT_DEPTH + 1):
-        raise ValueError(f"nested too deeply, more than {MAX_KEPT_DEPTH} levels: leave it out")
     return text + "\n"
 
 

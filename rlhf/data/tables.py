@@ -5,20 +5,17 @@ apart can use all memory. A workbook is therefore measured before it is opened: 
 cells. Formulas give the value that was saved.
 """
 
-import codecs
 import csv
 import io
-import math
+import json
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.inputs import MAX_RECORD_BYTES, Reading, Reject, Row, open_bytes
+from rlhf.data.inputs import MAX_RECORD_BYTES, FileInfo, Reject, Row, open_bytes
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.system.terminal import one_line
@@ -45,34 +42,31 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
 # --- CSV -----------------------------------------------------------------------------------------------------------
 
 
-def read_delimited(path: Path, name: str, suffix: str, reading: Reading) -> Iterator[Row | Reject]:
+def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row | Reject]:
     """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
     columns.
 
     Raises: UserError if a quote never closes, and for a wrong header or encoding.
     """
+    name, encoding = info.name, info.encoding
     try:
-        encoding = codecs.lookup(reading.encoding).name
         "\n".encode(encoding)  # refuses codecs that are not text encodings, such as base64
     except (LookupError, UnicodeError) as error:
-        raise UserError(f"encoding={reading.encoding}: no such text encoding: want utf-8, cp1252, …") from error
+        raise UserError(f"encoding={encoding}: no such text encoding: want utf-8, cp1252, …") from error
     csv.field_size_limit(MAX_RECORD_BYTES)
     codec = "utf-8-sig" if encoding == "utf-8" else encoding
     try:
-        with open_bytes(path, reading) as file:
+        with open_bytes(path, info) as file:
             text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
-            yield from _delimited_rows(text, name, suffix, encoding, reading)
+            yield from _delimited_rows(text, suffix, info)
     except UnicodeError as error:
         raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, …") from error
 
 
-def _delimited_rows(
-    text: io.TextIOWrapper, name: str, suffix: str, encoding: str, reading: Reading
-) -> Iterator[Row | Reject]:
-    first = text.readline(MAX_RECORD_BYTES)
-    unquoted = re.sub('"[^"]*"', "", first)
-    delimiter = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=unquoted.count)
-    reading.note = f"columns divided by {_DELIMITERS[delimiter]}"
+def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iterator[Row | Reject]:
+    name, first = info.name, text.readline(MAX_RECORD_BYTES)
+    delimiter = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
+    info.note = f"columns divided by {_DELIMITERS[delimiter]}"
     record: list[str] = []  # its lines
 
     def lines() -> Iterator[str]:
@@ -84,24 +78,23 @@ def _delimited_rows(
 
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] = []
-    number = 0
-    while True:
+    number, more = 0, True
+    while more:
         record.clear()
         line, problem, cells = reader.line_num + 1, "", []
         try:
-            cells = next(reader)
-        except StopIteration:
-            return
+            cells = next(reader, [])
         except csv.Error as error:
             if "unexpected end" in str(error) or "field limit" in str(error):
                 what = "a quote opens a cell and never closes: close it, or double it if it belongs to the text"
                 raise UserError(f"{name}:{line}: damaged CSV: {what}") from error
             problem = f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
         whole = "".join(record)
+        more = bool(whole)
         if not whole.strip("\r\n"):
             continue  # an empty line is no row
         if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
-            problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not {encoding} text: set encoding=cp1252, utf-16, …"
+            problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not {info.encoding} text: set encoding=cp1252, utf-16, …"
         if not header:
             if problem:
                 raise UserError(f"{name}:{line}: header: {problem}")
@@ -121,31 +114,23 @@ def _delimited_rows(
 
 
 def plain(value: Any) -> Any:
-    """A cell as a JSON value; NaN, which means an empty cell, is None. Raises: ValueError for one that JSON has not."""
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            if math.isinf(value):
-                raise ValueError("got an infinite number, want a finite one")
-            return None if math.isnan(value) else value
-        case datetime() | date() | time():
-            return value.isoformat()
-        case timedelta():
-            return value.total_seconds()
-        case Decimal():
-            return plain(int(value) if value == value.to_integral_value() else float(value))
-        case bytes():
-            return value.decode("utf-8")
-        case dict():
-            return {str(key): plain(one) for key, one in value.items()}
-        case list() | tuple():
-            return [plain(one) for one in value]
-    raise ValueError(f"got a {type(value).__name__}, want text, a number, a list or an object")
+    """A row as JSON values: other kinds, such as times, become text; NaN, which means an empty cell, becomes None."""
+
+    def text(other: Any) -> str:
+        if isinstance(other, bytes):
+            return other.decode("utf-8")
+        return other.isoformat() if hasattr(other, "isoformat") else str(other)
+
+    return json.loads(json.dumps(value, default=text), parse_constant=_constant)
+
+
+def _constant(name: str) -> None:
+    if name != "NaN":
+        raise ValueError("got an infinite number, want a finite one")
 
 
 def read_columns(path: Path, name: str) -> Iterator[Row | Reject]:
-    """The rows of a Parquet file, a few at a time. Raises: UserError if the file is damaged, after the rows before."""
+    """The rows of a Parquet file, a few at a time. Raises: UserError if the file is damaged."""
     import pyarrow
     from pyarrow import parquet
 
@@ -156,18 +141,17 @@ def read_columns(path: Path, name: str) -> Iterator[Row | Reject]:
             for batch in file.iter_batches(batch_size=_BATCH):
                 if batch.nbytes > 4 * MAX_RECORD_BYTES:
                     raise UserError(
-                        f"{name}: rows {number + 1} to {number + _BATCH} hold too much text: make them shorter"
+                        f"{name}: the {_BATCH} rows after row {number} hold too much text: make them shorter"
                     )
                 for row in batch.to_pylist():
                     number += 1
                     try:
                         yield Row(number, plain(row), number)
-                    except (ValueError, OverflowError, RecursionError) as error:
+                    except (ValueError, RecursionError) as error:
                         yield Reject(name, number, "", one_line(error), number)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
-        reason = one_line(error, 200)
         where = f"{name}: damaged .parquet file after row {number}"
-        raise UserError(f"{where} ({reason}): copy or download it again") from error
+        raise UserError(f"{where} ({one_line(error, 200)}): copy or download it again") from error
 
 
 # --- spreadsheets ---------------------------------------------------------------------------------------------------
@@ -201,21 +185,22 @@ def _check_size(path: Path, name: str) -> None:
                     raise UserError(f"{name}: a sheet spans {span}: delete stray cells or export it as CSV")
 
 
-def read_sheet(path: Path, name: str, reading: Reading) -> Iterator[Row]:
+def read_sheet(path: Path, info: FileInfo) -> Iterator[Row]:
     """The rows of one sheet, the named or the first one, under its first row that is not empty.
 
     Raises: UserError if the file is none, is too large or protected, or has no such sheet.
     """
     from python_calamine import CalamineWorkbook
 
+    name = info.name
     try:
         _check_size(path, name)
         with CalamineWorkbook.from_path(str(path)) as book:
             names = list(book.sheet_names)
-            chosen = reading.sheet if reading.sheet is not None else names[0] if names else None
+            chosen = info.sheet if info.sheet is not None else names[0] if names else None
             if chosen not in names:
                 raise UserError(f"sheet={chosen}: {name} has no such sheet: it has {', '.join(names) or 'none'}")
-            reading.note = f'sheet "{chosen}" of {len(names)}'
+            info.note = f'sheet "{chosen}" of {len(names)}'
             yield from _sheet_rows(book.get_sheet_by_name(chosen), f'{name}, sheet "{chosen}"')
     except (UserError, GeneratorExit):
         raise
@@ -245,4 +230,4 @@ def _sheet_rows(sheet: Any, place: str) -> Iterator[Row]:
             raise UserError(f"{place}:{line}: a cell beyond the last column that has a name: name its column")
         number += 1
         row = zip(header, [*cells, *[None] * len(header)], strict=False)
-        yield Row(line, {key: None if cell == "" else plain(cell) for key, cell in row}, number)
+        yield Row(line, plain({key: None if cell == "" else cell for key, cell in row}), number)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.inputs import Source
-from rlhf.data.reading import FileInfo, load_all, read
+from rlhf.data.inputs import FileInfo, Source
+from rlhf.data.reading import load_all, read
 from rlhf.data.records import Record
 
 

@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 from pydantic import BaseModel
 
-from rlhf.data.inputs import Reject, Source
-from rlhf.data.reading import FileInfo, load_all, read
+from rlhf.data.inputs import FileInfo, Reject, Source
+from rlhf.data.reading import load_all, read
 from tests.data.importers.samples import OASST, turns
 
 
