@@ -63,7 +63,7 @@ def test_every_import_is_declared():
     undeclared = {name: path for name, path in imported_packages("rlhf").items() if name not in library}
     assert not undeclared
     # pytest brings packaging.
-    known = library | packages(EXTRAS["dev"] + EXTRAS["tensorboard"]) | {"packaging"}
+    known = library | packages(EXTRAS["dev"]) | {"packaging"}
     assert not {name: path for name, path in imported_packages("tests").items() if name not in known}
 
 

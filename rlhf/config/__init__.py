@@ -23,9 +23,7 @@ DEEPSPEED = {
 class TrackingConfig:
     """Where metrics are written. JSONL is always written."""
 
-    kind: str = setting(
-        "wandb", "wandb: offline without a key; off: no samples", choices=("wandb", "tensorboard", "jsonl", "off")
-    )
+    kind: str = setting("wandb", "wandb: offline without a key; off: no samples", choices=("wandb", "jsonl", "off"))
     project: str = setting("rlhf", "W&B project")
     entity: str | None = setting(None, "W&B user or team; none: the key's own")
     name: str | None = setting(None, "name of the W&B runs, before the stage's; none: the run's name")

@@ -1,7 +1,7 @@
 """The metrics that a stage may log, with unit, mask, reduction and meaning, and the charts that show them.
 
 A writer refuses a name that the table lacks, so that code, W&B and the report agree. The charts are those of the report's page, W&B's
-workspace, TensorBoard's custom scalars and `rlhf watch`. `rlhf.ops` and the stages compute the numbers from tensors; `Sums` combines
+workspace and `rlhf watch`. `rlhf.ops` and the stages compute the numbers from tensors; `Sums` combines
 them over micro-batches and ranks: from global sums, not as a mean of means.
 """
 
@@ -9,7 +9,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -189,7 +189,9 @@ def _close(reduction: str, sums: Sequence[float]) -> float | None:
 
     mean: total / count; std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target).
     """
-    if reduction in ("max", "last"):
+    if reduction == "max":
+        return math.nan if any(map(math.isnan, sums)) else max(sums)
+    if reduction == "last":
         return sums[0]
     *totals, count = sums
     if count == 0:
@@ -212,11 +214,10 @@ class Sums:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}
-        self._added: list[tuple[str, list[Any]]] = []  # not in the sums yet
+        self._sums: dict[str, list[Any]] = {}  # of "max" all values
 
     def add(self, name: str, *sums: Any) -> None:
-        """Adds one micro-batch's sums: numbers, or tensors of one element, which are read together later: each read waits for a GPU.
+        """Adds one micro-batch's sums: numbers, or tensors of one element, which stay on their device until the end.
 
         Raises: ValueError if the table lacks `name` or its reduction takes other sums.
         """
@@ -225,43 +226,44 @@ class Sums:
         wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):
             raise ValueError(f"{name}: reduction {reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums")
-        self._added.append((name, [value.detach() if hasattr(value, "detach") else value for value in sums]))
+        self._merge(name, [_number(value) for value in sums])
 
-    def _read(self) -> dict[str, list[float]]:
-        tensors = [value.reshape(()) for _, sums in self._added for value in sums if hasattr(value, "detach")]
-        numbers: Iterator[float] = iter(())
-        if tensors:  # of one device: read together
-            import torch
-
-            from rlhf.ops.masked import wide
-
-            numbers = iter(torch.stack([wide(value) for value in tensors]).tolist())
-        for name, sums in self._added:
-            self._merge(name, [next(numbers) if hasattr(value, "detach") else float(value) for value in sums])
-        self._added = []
-        return self._sums
-
-    def _merge(self, name: str, new: list[float]) -> None:
-        before, reduction = self._sums.get(name), _reduction_of(name)
-        if before is None or reduction == "last":
+    def _merge(self, name: str, new: list[Any]) -> None:
+        before, reduction = self._sums.get(name, []), _reduction_of(name)
+        if not before or reduction == "last":
             self._sums[name] = new
         elif reduction == "max":
-            # not max(), which loses a NaN in second place
-            self._sums[name] = before if before[0] >= new[0] or math.isnan(before[0]) else new
+            self._sums[name] = before + new
         else:
             self._sums[name] = [a + b for a, b in zip(before, new, strict=True)]
 
     def state(self) -> dict[str, list[float]]:
-        return {name: list(sums) for name, sums in self._read().items()}
+        """The sums as numbers. Those on a GPU are read together, since each read waits for it."""
+        tensors = [value for sums in self._sums.values() for value in sums if hasattr(value, "detach")]
+        if tensors:
+            import torch
+
+            read = dict(zip(map(id, tensors), torch.stack(tensors).tolist(), strict=True))
+            self._sums = {name: [read.get(id(v), v) for v in sums] for name, sums in self._sums.items()}
+        return {name: list(sums) for name, sums in self._sums.items()}
 
     def merge(self, state: Mapping[str, Sequence[float]]) -> None:
         for name, sums in state.items():
-            self.add(name, *sums)
+            self._merge(name, list(sums))
 
     def reduce(self) -> dict[str, float]:
         """One number per metric, in the order in which the metrics were first added."""
-        closed = {name: _close(_reduction_of(name), sums) for name, sums in self._read().items()}
+        closed = {name: _close(_reduction_of(name), sums) for name, sums in self.state().items()}
         return {name: value for name, value in closed.items() if value is not None}
+
+
+def _number(value: Any) -> Any:
+    """A number, or a tensor of one element in the widest type of its device."""
+    if not hasattr(value, "detach"):
+        return float(value)
+    from rlhf.ops.masked import wide
+
+    return wide(value.detach().reshape(()))
 
 
 def _reduction_of(name: str) -> str:
@@ -333,7 +335,6 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("What bounds the accuracy", ("eval/*/length_baseline", "eval/*/noise_ceiling", "eval/*/labeler_agreement",
                                            "eval/*/gold_order_accuracy")),
         Chart("Scores", ("reward/mean=mean", "reward/std=standard deviation", "eval/*/mean", "eval/*/std")),
-        Chart("Loss of the language model", ("reward/lm_loss",)),
         *TRAINING,
     ),
     "ppo": (

@@ -6,16 +6,16 @@ processes only the main one shows it. Metrics are not kept here (`trackers.py`).
 
 import math
 import os
+import shutil
 import sys
 import time
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from rlhf.system.processes import is_first
-from rlhf.system.terminal import printable, say
+from rlhf.system.terminal import printable, say, write
 
-LIVE = "{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
-# Seconds between two plain lines.
-PLAIN_INTERVAL = 10.0
+# Seconds between two states of the live line, and between two plain lines.
+LIVE_INTERVAL, PLAIN_INTERVAL = 0.2, 10.0
 
 
 def progress(
@@ -31,43 +31,30 @@ def progress(
 
 
 class Progress:
-    """Counts, and shows the count on `stream`: tqdm's live line on a terminal; otherwise whole lines, the first update, one
-    every PLAIN_INTERVAL seconds, and the end.
+    """Counts, and shows the count on `stream`: on a terminal one line that is drawn again, otherwise whole lines; both at the first
+    update, every few seconds, and at the end.
     """
 
     def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO | None) -> None:
         self.total, self.label, self.unit, self.initial, self.done = total, label, unit, initial, initial
         self._stream, self._figures = stream, dict[str, str]()
         self.started, self._printed_at, self._printed = time.monotonic(), -math.inf, initial
-        self._bar: Any = None
-        if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
-            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-            # Some pseudo-terminals report a width of 0, and tqdm then draws nothing.
-            sized = os.get_terminal_size(stream.fileno()).columns > 0
-            size: dict[str, Any] = {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
-            # miniters=1: redraw about once per second, even with few updates. A short bar leaves a narrow terminal room for figures.
-            self._bar = tqdm(
-                total=total, desc=printable(label), unit=unit, initial=initial, file=stream, mininterval=0.2, miniters=1,
-                bar_format=LIVE if total is not None else None, **size,
-            )  # fmt: skip
+        self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, n: int = 1, **figures: float) -> None:
         """Moves on by `n` units and shows `figures`, which stay until replaced."""
         self.done += n
         self._figures |= {name: format_figure(value) for name, value in figures.items()}
-        if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(f"{k} {v}" for k, v in self._figures.items()), refresh=False)
-            self._bar.update(n)
-        elif time.monotonic() - self._printed_at >= PLAIN_INTERVAL:
+        if time.monotonic() - self._printed_at >= (LIVE_INTERVAL if self._live else PLAIN_INTERVAL):
             self._print()
 
     def close(self) -> None:
         """Shows the last state; a second call does nothing."""
-        if self._bar is not None:
-            self._bar.close()
-        elif self.done != self._printed:
+        if self.done != self._printed:
             self._print()
+        if self._live and self.done != self.initial:
+            write("\n", self._stream)
+        self._live = False
 
     def _print(self) -> None:
         self._printed, self._printed_at = self.done, time.monotonic()
@@ -81,7 +68,11 @@ class Progress:
         speed = f"{rate:.3g} {self.unit}/s" if rate >= 1 or rate == 0 else f"{1 / rate:.3g} s/{self.unit}"
         figures = (f"{name} {value}" for name, value in self._figures.items())
         count = format_count(self.unit, self.done, self.total)
-        say("  ".join((f"{self.label}: {count}", remaining, speed, *figures)), self._stream)
+        line = "  ".join((f"{self.label}: {count}", remaining, speed, *figures))
+        if self._live:
+            write(f"\r\x1b[K{printable(line)[: shutil.get_terminal_size().columns - 1]}", self._stream)
+        else:
+            say(line, self._stream)
 
     def __enter__(self) -> Self:
         return self

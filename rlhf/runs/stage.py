@@ -150,7 +150,7 @@ class Stage:
             return
         remember(run_folder(self.config))
         share(self.folder)
-        files = hash_files(self.folder, skip=(*RECORDS, "checkpoints", "audit.json", "wandb", "tensorboard"))
+        files = hash_files(self.folder, skip=(*RECORDS, "checkpoints", "audit.json", "wandb"))
         record = self.record("complete") | {"summary": summary or {}, "files": files}
         record["hash"] = hash_of(record)
         write_json(self.folder / "stage.json", record)

@@ -1,14 +1,15 @@
-"""Writes a stage's metrics and samples: JSON Lines in its folder, and optionally W&B or TensorBoard.
+"""Writes a stage's metrics and samples: JSON Lines in its folder, and optionally a W&B run.
 
-The files are the record: the report, the tests and a resume read them. W&B and TensorBoard show the same numbers from a
-thread of their own, and may fail at any time without affecting training. Make one tracker per stage, on the main process only,
-and one of kind "silent" on every other process.
+The files are the record: the report, the tests and a resume read them. W&B shows the same numbers from a thread of its own, and may
+fail at any time without affecting training. A resumed stage keeps its W&B run id: online it continues the run, offline it begins a
+second folder of the same run. Make one tracker per stage, on the main process only, and one of kind "silent" on every other process.
 """
 
-import importlib.util
 import logging
 import math
+import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,63 +17,16 @@ from pathlib import Path
 from typing import Any, Literal, Self, TextIO, get_args
 
 from rlhf.errors import UserError
-from rlhf.runs.metric_table import CHARTS, check_names, metric_pattern
+from rlhf.runs.metric_table import TABLES, X_AXES, check_names
 from rlhf.runs.run_files import encode_line, truncate_jsonl
 
 logger = logging.getLogger(__name__)
 
-TrackerKind = Literal["wandb", "tensorboard", "jsonl", "off", "silent"]
+TrackerKind = Literal["wandb", "jsonl", "off", "silent"]
 SampleRows = list[dict[str, Any]]
-# Seconds that finishing W&B may take in addition to W&B's own limits, and that closing TensorBoard may take.
-FINISH_MARGIN, TENSORBOARD_TIMEOUT = 5.0, 60.0
-
-
-class Background:
-    """Calls a sink's methods in another thread, in order, so that no slow or broken service delays training.
-
-    A sink has log(row, step), samples(rows, step), table(name, columns, rows), summary(values) and finish(failed). `start` makes
-    it in the thread, since starting may hang too. A method that fails is not called again, apart from the others: online, a table
-    needs responses from the service and a number does not. Only the first failure is reported.
-    """
-
-    def __init__(self, name: str, start: Callable[[], Any], finish_timeout: float) -> None:
-        self._name, self._finish_timeout = name, finish_timeout
-        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._reported = False
-        self._thread = threading.Thread(target=self._work, args=(start,), name=f"tracking {name}", daemon=True)
-        self._thread.start()
-
-    def _work(self, start: Callable[[], Any]) -> None:
-        sink, failed = None, set[str]()
-        doing: str = "start"
-        arguments: tuple[Any, ...] = ()
-        while doing != "finish" and "start" not in failed:
-            try:
-                sink = start() if sink is None else sink
-                doing, arguments = self._queue.get()
-                if doing not in failed:
-                    getattr(sink, doing)(*arguments)
-            except Exception as error:
-                failed.add(doing)
-                self._warn(f"could not {doing} ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
-
-    def _warn(self, what: str) -> None:
-        if not self._reported:
-            logger.warning(
-                "%s %s: continuing without it, metrics.jsonl and samples.jsonl have everything", self._name, what
-            )
-        self._reported = True
-
-    def call(self, name: str, *arguments: Any) -> None:
-        if self._thread.is_alive():
-            self._queue.put((name, arguments))
-
-    def finish(self, failed: bool) -> None:
-        """Waits until everything is written, but at most `finish_timeout` seconds."""
-        self.call("finish", failed)
-        self._thread.join(self._finish_timeout)
-        if self._thread.is_alive():
-            self._warn(f"did not finish in {self._finish_timeout:.0f} s")
+INIT_SECONDS, FINISH_SECONDS = 20.0, 30.0  # after which the stage continues without W&B
+FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own limits
+NOT_COLUMNS = ("tokens", "kl_tokens")  # lists in samples.jsonl, for the report
 
 
 class Tracker:
@@ -82,7 +36,7 @@ class Tracker:
         self,
         folder: Path | None,
         resume_step: int,
-        view: Callable[[], Background] | None = None,
+        view: "Callable[[], Background] | None" = None,
         with_samples: bool = True,
     ) -> None:
         """view: starts the service, after the files are open. with_samples: false keeps no generated text."""
@@ -169,11 +123,11 @@ class Tracker:
         self._show("samples", full, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Shows a small table in the view; on disk it belongs to the stage's own results."""
+        """Shows a small table in W&B; on disk it belongs to the stage's own results."""
         self._show("table", name, columns, rows)
 
     def summary(self, values: Mapping[str, float]) -> None:
-        """Shows the stage's final numbers in the view; on disk they belong to stage.json, which the stage writes.
+        """Shows the stage's final numbers in W&B; on disk they belong to stage.json, which the stage writes.
 
         Raises: ValueError if the table of metrics lacks a name.
         """
@@ -217,37 +171,25 @@ def make_tracker(
 ) -> Tracker:
     """Opens the records of one stage.
 
-    folder: of the stage; metrics.jsonl, samples.jsonl and wandb/ or tensorboard/ are written to it. "off" writes
-        metrics.jsonl alone, "silent" nothing.
+    folder: of the stage; metrics.jsonl, samples.jsonl and wandb/ are written to it. "off" writes metrics.jsonl alone, "silent" nothing.
     resume_step: the step of the checkpoint from which training continues. Lines after it are dropped, since
         they will be written again; 0 empties the files.
     labels: arguments of `wandb.init` in place of the name and the group that the run gives.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
     keeps its run id over a resume. Its failures give one warning and stop nothing.
-    Raises: UserError for an unknown kind, and for tensorboard if the package is missing.
+    Raises: UserError for an unknown kind.
     """
     if kind not in get_args(TrackerKind):
-        raise UserError(f"tracking: got {kind!r}, want wandb, tensorboard, jsonl or off: set tracking to one of them")
+        raise UserError(f"tracking: got {kind!r}, want wandb, jsonl or off: set tracking to one of them")
     if kind == "silent":
         return Tracker(None, 0)
-    if kind == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        missing = "the package tensorboard is not installed"
-        raise UserError(f"tracking=tensorboard: {missing}: run pip install tensorboard, or set tracking=jsonl")
 
     def view() -> Background:
-        if kind == "tensorboard":
-            start = lambda: Tensorboard(folder, stage, config, resume_step)  # noqa: E731
-            return Background("TensorBoard", start, TENSORBOARD_TIMEOUT)
-        from rlhf.runs import wandb_run
+        # a stage may end before W&B has started, so the wait covers both
+        limit = seconds_allowed("INIT", INIT_SECONDS) + seconds_allowed("FINISH", FINISH_SECONDS) + FINISH_MARGIN
+        return Background(lambda: WandbRun(folder, run, stage, config, project, labels or {}), limit)
 
-        return Background(
-            "Weights & Biases",
-            lambda: wandb_run.WandbRun(folder, run, stage, config, project, labels or {}),
-            # a stage may end before W&B has started, so the wait covers both
-            wandb_run.init_timeout() + wandb_run.finish_timeout() + FINISH_MARGIN,
-        )
-
-    return Tracker(folder, resume_step, view if kind in ("wandb", "tensorboard") else None, with_samples=kind != "off")
+    return Tracker(folder, resume_step, view if kind == "wandb" else None, with_samples=kind != "off")
 
 
 def tracking_config(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,41 +199,169 @@ def tracking_config(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**lineage, "git": record.get("git") or {}, **settings}
 
 
-class Tensorboard:
-    """Event files under folder/tensorboard. A resumed stage makes TensorBoard drop the steps that are written again."""
+# --- W&B ----------------------------------------------------------------------------------------------------
 
-    def __init__(self, folder: Path, stage: str, config: Mapping[str, Any], resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
 
-        home = folder / "tensorboard"
-        if resume_step == 0:
-            for old in home.glob("events.out.tfevents.*"):
-                old.unlink()
-        self._writer: Any = SummaryWriter(str(home), purge_step=resume_step + 1 if resume_step else None)
-        charts = {chart.title: ["Multiline", [metric_pattern(chart.metrics)]] for chart in CHARTS.get(stage, ())}
-        if charts:
-            self._writer.add_custom_scalars({stage: charts})
-        self._text("config", [f"{key}: {value}" for key, value in config.items() if not isinstance(value, Mapping)])
+class Background:
+    """Calls the methods of a `WandbRun` in another thread, in order, so that a slow or broken service never delays training.
 
-    def _text(self, name: str, lines: Sequence[str], step: int = 0) -> None:
-        """A block of code in Markdown, which shows model output unchanged."""
-        self._writer.add_text(name, "\n".join(f"    {line}" for text in lines for line in text.splitlines()), step)
+    `start` makes it in the thread, since starting may hang too. A method that fails is not called again, apart from the others: online,
+    a table needs responses from the service and a number does not. Only the first failure is reported.
+    """
 
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        for name, value in row.items():
-            if name != "progress/step":
-                self._writer.add_scalar(name, value, step)
+    def __init__(self, start: Callable[[], Any], finish_timeout: float) -> None:
+        self._finish_timeout, self._reported = finish_timeout, False
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(start,), name="Weights & Biases", daemon=True)
+        self._thread.start()
 
-    def samples(self, rows: SampleRows, step: int) -> None:
-        for number, row in enumerate(rows):
-            texts = [f"{key}:\n{row.get(key)}" for key in ("prompt", "response", "score", "kl")]
-            self._text(f"samples/{number}", texts, step)
+    def _work(self, start: Callable[[], Any]) -> None:
+        sink, failed = None, set[str]()
+        doing: str = "start"
+        arguments: tuple[Any, ...] = ()
+        while doing != "finish" and "start" not in failed:
+            try:
+                sink = start() if sink is None else sink
+                doing, arguments = self._queue.get()
+                if doing not in failed:
+                    getattr(sink, doing)(*arguments)
+            except Exception as error:
+                failed.add(doing)
+                self._warn(f"could not {doing} ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self._text(name, ["\t".join(map(str, row)) for row in (columns, *rows)])
+    def _warn(self, what: str) -> None:
+        if not self._reported:
+            without = "continuing without it, metrics.jsonl and samples.jsonl have everything"
+            logger.warning("Weights & Biases %s: %s", what, without)
+        self._reported = True
 
-    def summary(self, values: Mapping[str, float]) -> None:
-        self._text("summary", [f"{name}\t{value:.6g}" for name, value in values.items()])
+    def call(self, name: str, *arguments: Any) -> None:
+        if self._thread.is_alive():
+            self._queue.put((name, arguments))
 
     def finish(self, failed: bool) -> None:
-        self._writer.close()
+        """Waits until everything is written, but at most `finish_timeout` seconds."""
+        self.call("finish", failed)
+        self._thread.join(self._finish_timeout)
+        if self._thread.is_alive():
+            self._warn(f"did not finish in {self._finish_timeout:.0f} s")
+
+
+class WandbRun:
+    """One stage as one W&B run: its id, its axes, its tables. `Background` handles the errors of wandb that it raises."""
+
+    def __init__(
+        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, labels: Mapping[str, Any]
+    ) -> None:
+        self._table: Any = None
+        self._columns: list[str] = []
+        self._step = 0  # of the last line: a table is logged at the same step
+        home = folder / "wandb"
+        home.mkdir(parents=True, exist_ok=True)
+        for place in ("DATA", "CACHE", "CONFIG"):  # the user's home may be read-only
+            os.environ.setdefault(f"WANDB_{place}_DIR", str(home))
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        id_file = home / "run-id"
+        run_id = id_file.read_text(encoding="ascii", errors="replace").strip() if id_file.is_file() else ""
+        if not run_id:
+            run_id = secrets.token_hex(4)
+            id_file.write_text(run_id + "\n", encoding="ascii")
+        defaults = {"name": f"{run}/{stage}", "group": run, "job_type": stage}
+        self._run = start_run(folder, run_id, config, project, {**defaults, **labels})
+        for axis in ("progress/step", "progress/episodes", "progress/tokens"):
+            self._run.define_metric(axis)
+        self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
+        # The first step that the server lacks: one that was killed had sent some after its checkpoint.
+        self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        self._step = step
+        if step >= self._first_step:
+            self._run.log(dict(row), step=step)
+
+    def samples(self, rows: SampleRows, step: int) -> None:
+        import wandb
+
+        if step < self._first_step:
+            return
+        flat = [flatten_sample(row) for row in rows]
+        if self._table is None:
+            self._columns = list(dict.fromkeys([*TABLES["samples"], *(name for row in flat for name in row)]))
+            self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
+        for row in flat:
+            self._table.add_data(*(row.get(name) for name in self._columns))
+        self._run.log({"samples": self._table, "progress/step": step}, step=step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: table, "progress/step": self._step}, step=self._step)
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(values))
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def seconds_allowed(what: str, default: float) -> float:
+    """A limit in seconds that the environment may change: RLHF_WANDB_INIT_SECONDS and RLHF_WANDB_FINISH_SECONDS."""
+    return float(os.environ.get(f"RLHF_WANDB_{what}_SECONDS", default))
+
+
+def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str, labels: dict[str, Any]) -> Any:
+    """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
+    import wandb
+
+    place = {"project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id}
+    options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
+    options["settings"] = wandb.Settings(
+        silent=True,
+        console="off",
+        save_code=False,
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_stats=True,
+        x_disable_meta=True,
+        x_disable_machine_info=True,
+        x_save_requirements=False,
+        init_timeout=seconds_allowed("INIT", INIT_SECONDS),
+        finish_timeout=seconds_allowed("FINISH", FINISH_SECONDS),
+    )
+    mode = choose_mode()
+    try:
+        return wandb.init(**options, mode=mode)
+    except Exception as error:
+        if mode == "offline":
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        stays = f"this stage is kept offline in {folder / 'wandb'}, `wandb sync` uploads it later"
+        logger.warning("Weights & Biases did not answer (%s): %s", reason, stays)
+        wandb.teardown()  # its service holds the run's id
+        return wandb.init(**options, mode="offline")
+
+
+def choose_mode() -> Literal["online", "offline"] | None:
+    """Offline unless the user chose otherwise; None leaves it to WANDB_MODE. W&B then never prompts."""
+    import wandb
+
+    chosen = os.environ.get("WANDB_MODE")
+    if os.environ.get("WANDB_API_KEY"):
+        return None if chosen else "online"
+    if chosen in ("offline", "disabled", "dryrun") or (chosen and wandb.login(prompt=False, verify=False)):
+        return None
+    return "offline"
+
+
+def flatten_sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample row with the parts of its scores as columns, without the lists that only the report reads."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{part}": number for part, number in value.items()}
+        elif name not in NOT_COLUMNS:
+            flat[name] = value
+    return flat

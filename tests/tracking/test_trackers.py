@@ -1,6 +1,5 @@
-"""The files of a stage, the thread between training and a service, and TensorBoard."""
+"""The files of a stage, the thread between training and a service."""
 
-import importlib.util
 import json
 import logging
 import math
@@ -124,7 +123,7 @@ def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:
             writer.log({"objective/kl": 0.5}, step=0)
             writer.samples(0, [SAMPLE])
     assert [path.name for path in tmp_path.glob("*/*")] == ["metrics.jsonl"] and not (tmp_path / "silent").exists()
-    with pytest.raises(UserError, match="got 'wandbb', want wandb, tensorboard, jsonl or off"):
+    with pytest.raises(UserError, match="got 'wandbb', want wandb, jsonl or off"):
         tracker(tmp_path, "wandbb")
 
 
@@ -158,13 +157,16 @@ def feed(view: Background, steps: int) -> None:
 @pytest.mark.parametrize("fails", ["", "samples", "log"])
 def test_calls_are_in_order_and_what_fails_is_reported_once(caplog: pytest.LogCaptureFixture, fails: str) -> None:
     sink = Recorder(fails=(fails,))
-    feed(Background("View", lambda: sink, 5.0), 2)
+    feed(Background(lambda: sink, 5.0), 2)
     assert [call[0] for call in sink.calls] == [
         call for call in ("samples", "table", "log") * 2 + ("finish",) if call != fails
     ]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(fails)
-    assert all(text.startswith(f"View could not {fails} (ConnectionError: broken pipe): continuing") for text in told)
+    assert all(
+        text.startswith(f"Weights & Biases could not {fails} (ConnectionError: broken pipe): continuing")
+        for text in told
+    )
 
 
 def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +176,7 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
         release.wait(20)
         raise RuntimeError("too late to be told")
 
-    view = Background("View", start, 0.3)
+    view = Background(start, 0.3)
     started = time.monotonic()
     for step in range(1000):
         view.call("log", {"a": 1.0}, step)
@@ -184,33 +186,4 @@ def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) 
     release.set()
     view._thread.join(5)
     remedy = "continuing without it, metrics.jsonl and samples.jsonl have everything"
-    assert [record.getMessage() for record in caplog.records] == [f"View did not finish in 0 s: {remedy}"]
-
-
-# --- TensorBoard --------------------------------------------------------------------------------------------
-
-
-def test_tensorboard_has_every_number_once_and_the_charts(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for steps, resume_step in ((range(1, 10), 0), (range(1, 7), 0), (range(5, 9), 4)):  # a fresh start, and a resume
-        with tracker(tmp_path, "tensorboard", resume_step) as writer:
-            for step in steps:
-                writer.log({"objective/kl": 0.5 * step}, step=step, episodes=64 * step)
-            writer.samples(6, [SAMPLE | {"response": "<script>alert(1)</script>"}])
-            writer.table("calibration", ["gap"], [[0.5]])
-            writer.summary({"objective/kl": 3.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("objective/kl")] == [(step, 0.5 * step) for step in range(1, 9)]
-    assert events.Scalars("progress/episodes")[0].value == 64.0
-    content = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
-    assert b"    <script>alert(1)</script>" in content, "as a block of code"
-    assert b"KL to the SFT model" in content and rb"^(objective/kl|objective/kl_k3|eval/[^/]+/kl)$" in content
-    assert [row["progress/step"] for row in lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
-
-
-def test_a_missing_tensorboard_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"tensorboard is not installed: run pip install tensorboard"):
-        tracker(tmp_path, "tensorboard")
+    assert [record.getMessage() for record in caplog.records] == [f"Weights & Biases did not finish in 0 s: {remedy}"]
