@@ -14,20 +14,8 @@ from typing import NamedTuple
 from rlhf.data.splits import hash64, split_key
 from rlhf.errors import UserError
 from rlhf.gold import world
-from rlhf.gold.conversations import make_request
-from rlhf.gold.people import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style
-from rlhf.gold.world import Task
-
-
-def talk(task: Task, speaker: str = "", reply: str = "") -> str:
-    """A request and its answer in the form of the pretraining text; without a speaker, a prompt for a base model.
-
-    In a conversation the speaker is also the author of the assistant's earlier turns.
-    """
-    answered = f"{speaker}:\n{reply}" if speaker else ""
-    names = {"user": "Question", "assistant": speaker or SPEAKER_NAMES["plain"]}
-    before = "".join(f"{names[turn['role']]}:\n{turn['content']}\n" for turn in task.earlier)
-    return f"{before}Question:\n{task.prompt}\n{answered}"
+from rlhf.gold.truth import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style, talk
+from rlhf.gold.world import Task, make_request
 
 
 def _fact(rng: random.Random) -> str:

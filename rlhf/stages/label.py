@@ -20,8 +20,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import batched, flatten, split_like
-from rlhf.gold.people import rank_responses, tune_noise
-from rlhf.gold.truth import Truth, need_truth
+from rlhf.gold.truth import Truth, need_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import hash_sources, need_source

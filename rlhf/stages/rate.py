@@ -20,8 +20,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import QUALITIES, Rater, encode_ratings
-from rlhf.gold.people import Labeler, says_yes
-from rlhf.gold.truth import Truth, need_truth
+from rlhf.gold.truth import Labeler, Truth, need_truth, says_yes
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
 from rlhf.runs.stage import open_stage

@@ -18,8 +18,7 @@ from typing import Any
 
 from harness import Cell, cached, draw, make_cells, parse, read, rows, run, show, spaced, table, within
 
-from rlhf.gold.people import make_labelers
-from rlhf.gold.truth import has_any, insults, judge, without_manners
+from rlhf.gold.truth import has_any, insults, judge, make_labelers, without_manners
 from rlhf.gold.world import KINDS, Task, task_from_metadata
 
 POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")

@@ -8,11 +8,9 @@ from collections import Counter
 import pytest
 
 from rlhf.data.splits import split_of
-from rlhf.gold.conversations import SCRIPTS, make_conversation
 from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk
-from rlhf.gold.people import answer
-from rlhf.gold.truth import judge
-from rlhf.gold.world import GREETINGS, SPLITS, Task, task_from_metadata
+from rlhf.gold.truth import answer, judge
+from rlhf.gold.world import GREETINGS, SCRIPTS, SPLITS, Task, make_conversation, task_from_metadata
 
 RIGHT = ("good", "plain", "rude", "rambling")
 

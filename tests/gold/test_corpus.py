@@ -22,7 +22,7 @@ from rlhf.gold.corpus import (
     prompt_rows,
     word_ends,
 )
-from rlhf.gold.people import DEMONSTRATION_MIX
+from rlhf.gold.truth import DEMONSTRATION_MIX
 from rlhf.gold.world import SPLITS, task_from_metadata
 
 SAMPLES = Path(__file__).parents[2] / "data"

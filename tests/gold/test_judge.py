@@ -4,8 +4,18 @@ import random
 
 import pytest
 
-from rlhf.gold.people import CLOSERS, DEMONSTRATION_MIX, EVASIONS, INSULTS, OPENERS, RAMBLES, answer
-from rlhf.gold.truth import UNSAFE, WEIGHTS, judge
+from rlhf.gold.truth import (
+    CLOSERS,
+    DEMONSTRATION_MIX,
+    EVASIONS,
+    INSULTS,
+    OPENERS,
+    RAMBLES,
+    UNSAFE,
+    WEIGHTS,
+    answer,
+    judge,
+)
 from rlhf.gold.world import HARMFUL, KINDS, Task, make_task
 
 STOCK = (*OPENERS, *CLOSERS, *INSULTS, *EVASIONS, *RAMBLES)

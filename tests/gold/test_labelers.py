@@ -7,18 +7,18 @@ import pytest
 from rlhf.config.stages import GoldConfig
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
-from rlhf.gold.people import (
+from rlhf.gold.truth import (
     DEMONSTRATION_MIX,
     NOISE,
     Labeler,
     answer,
     expected_agreement,
+    judge,
     make_labelers,
     pick_style,
     rank_responses,
     tune_noise,
 )
-from rlhf.gold.truth import judge
 from rlhf.gold.world import Task, make_task
 
 Responses = list[tuple[str, bool]]

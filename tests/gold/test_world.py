@@ -7,10 +7,8 @@ import pytest
 
 from rlhf.data.splits import split_of
 from rlhf.gold import world
-from rlhf.gold.conversations import SCRIPTS
-from rlhf.gold.people import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer
-from rlhf.gold.truth import WEIGHTS
-from rlhf.gold.world import KINDS, SPLITS, make_task
+from rlhf.gold.truth import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, WEIGHTS, answer
+from rlhf.gold.world import KINDS, SCRIPTS, SPLITS, make_task
 
 TURNS = {kind: share for kind, (_, share, _) in SCRIPTS.items()}
 

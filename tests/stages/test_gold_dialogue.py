@@ -11,8 +11,7 @@ from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import encode_demonstrations, labels_of
 from rlhf.data.reading import load_prompts
 from rlhf.evaluation.best_of import QUALITIES, Rater
-from rlhf.gold.people import make_labelers, says_yes
-from rlhf.gold.truth import Requests
+from rlhf.gold.truth import Requests, make_labelers, says_yes
 from rlhf.ppo.rewards import Episodes
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.runs.run_files import read_jsonl, read_run

@@ -16,8 +16,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.people import people_figures, policy_names
 from rlhf.evaluation.statistics import interval, prediction_powered, win, win_rate
 from rlhf.gold.corpus import prompt_rows
-from rlhf.gold.people import DEMONSTRATION_MIX, TASTE, Labeler, answer, make_labelers, pick_style, rank_responses
-from rlhf.gold.truth import judge
+from rlhf.gold.truth import DEMONSTRATION_MIX, TASTE, Labeler, answer, judge, make_labelers, pick_style, rank_responses
 from rlhf.gold.world import task_from_metadata
 from rlhf.stages.evaluate import run as evaluate
 

@@ -16,8 +16,7 @@ from rlhf.data.storage import to_line
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
-from rlhf.gold.people import make_labelers
-from rlhf.gold.truth import Requests
+from rlhf.gold.truth import Requests, make_labelers
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
