@@ -62,7 +62,7 @@ def fake_kernel(tmp_path, monkeypatch, files: dict[str, str], cgroup: str) -> No
          "0::/a/b"),
         ({"memory/a/memory.limit_in_bytes": "900", "memory/a/memory.usage_in_bytes": "500",
           "memory/a/memory.stat": "total_inactive_file 100"}, "3:cpu:/x\n4:memory:/a"),
-        ({"memory.max": "900", "memory.current": "400"}, "0::/outside/of/this/container"),
+        ({"memory.max": "900", "memory.current": "400", "memory.stat": "anon 400"}, "0::/outside/of/this/container"),
     ],
 )  # fmt: skip
 def test_what_a_container_leaves(tmp_path, monkeypatch, files, cgroup):

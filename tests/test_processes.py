@@ -1,13 +1,11 @@
 """The processes of one launch: known in one module, which costs nothing to import; how they meet: on one node over the loopback
 interface alone, and not for ever."""
 
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -44,11 +42,11 @@ def test_a_launch_and_a_process_of_its_own(monkeypatch):
 # --- two processes -------------------------------------------------------------------------------------------------
 
 
-# Process 0 starts a program in a process group of its own, as ninja starts a compiler for DeepSpeed, and kills itself or the launcher.
+# Process 0 starts a program and kills itself or the launcher.
 KILLS = """
 import multiprocessing, os, signal, subprocess, sys, time
 if os.environ["RANK"] == "0":
-    open(sys.argv[1], "w").write(str(subprocess.Popen(["sleep", "60"], process_group=0, stderr=subprocess.DEVNULL).pid))
+    open(sys.argv[1], "w").write(str(subprocess.Popen(["sleep", "60"], stderr=subprocess.DEVNULL).pid))
     os.kill(os.getpid() if sys.argv[2] == "itself" else multiprocessing.parent_process().pid, signal.SIGKILL)
 time.sleep(60)
 """
@@ -135,9 +133,8 @@ def test_two_processes_listen_on_the_loopback_interface_alone_and_sum_gradients(
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Sets the variables of one process of a launch of two, with short waits; returns the port."""
-    monkeypatch.setattr(processes, "WAIT_SECONDS", 2.0)
-    monkeypatch.setattr(processes, "SILENT_SECONDS", 0.5)
+    """Sets the variables of one process of a launch of two, with a short wait; returns the port."""
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 1.0)
     port = environments(2, 1)[0]["MASTER_PORT"]
 
     def launch(**variables: str) -> str:
@@ -151,26 +148,12 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_process_whose_peer_never_comes_says_so_and_ends(alone, capsys, rank):
+def test_a_process_whose_peer_never_comes_is_one_line(alone, rank):
     port = alone(RANK=rank)
-    missing = "process 1 of 2 (counted from 0)" if rank == "0" else "process 0"
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(
+        UserError, match=rf"^127.0.0.1:{port}: the 2 processes of this launch did not meet there [^\n]*within 1 s"
+    ):
         meet()
-    assert capsys.readouterr().err == f"rlhf: waiting for {missing} at 127.0.0.1:{port}, for up to 2 s\n"
-    wanted = "start every process of the launch, or unset WORLD_SIZE to run as one"
-    assert str(caught.value) == f"{missing} did not come to 127.0.0.1:{port} within 2 s: {wanted}"
-
-
-def test_a_signal_ends_the_wait(alone):
-    alone(RANK="0")
-    before, started = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
-    try:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            meet()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - started < 1.5, "the wait itself would be longer"
 
 
 def test_a_launch_that_nobody_leads_is_one_line(alone):
@@ -185,7 +168,7 @@ def test_a_launch_that_nobody_leads_is_one_line(alone):
 def test_a_port_that_is_taken_is_one_line(alone):
     with socket.create_server(("127.0.0.1", int(alone(RANK="0")))) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UserError, match=f"127.0.0.1:{port}: cannot listen there .*: choose another MASTER_PORT"):
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}: .*in use.*choose another MASTER_PORT"):
             meet()
 
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import cache
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from rlhf.system.exits import INTERRUPTED
@@ -64,29 +63,13 @@ def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0
             process.kill()
             process.join()
             if code != 0 and process.pid is not None:
-                _end_session(process.pid)
+                _end_group(process.pid)
 
 
-def _end_session(session: int) -> None:
-    """Kill a session's processes: a rank and what it has started, such as a compiler, to which ninja gives a process group of its own."""
-    while left := _of_session(session) - {os.getpid()}:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)  # the system takes a moment to end them, and longer if it is busy
+def _end_group(group: int) -> None:
+    """Kill a rank's process group: the rank and what it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
-
-
-def _of_session(session: int) -> set[int]:
-    """Its processes without zombies; empty where there is no /proc."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, of, *_ = path.read_text(encoding="utf-8").rpartition(")")[2].split()
-            if int(of) == session and state != "Z":
-                found.add(int(path.parent.name))
-    return found
+        os.killpg(group, signal.SIGKILL)
 
 
 @cache
@@ -110,7 +93,7 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        _end_session(os.getpid())  # itself too
+        _end_group(os.getpid())  # itself too
 
     os.setsid()  # so that its own processes can be ended with it
     threading.Thread(target=end_with_parent, daemon=True).start()

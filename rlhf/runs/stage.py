@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
-import resource
 import shutil
 import subprocess
 import time
@@ -40,17 +39,12 @@ from rlhf.system.files import (
     write_json,
     writing,
 )
+from rlhf.system.memory import peak_rss_mb
 from rlhf.system.processes import is_first
 from rlhf.system.terminal import say
 
 # Files of a stage's folder that are not its output: they tell how it was run.
 RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock")
-
-
-def peak_rss_mb() -> float:
-    """Peak resident memory of this process so far, in MB (10^6 bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak * (1 if platform.system() == "Darwin" else 1024) / 1e6, 1)
 
 
 @functools.cache

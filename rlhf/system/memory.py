@@ -1,11 +1,14 @@
 """How much memory a process uses and may use: of its GPU; on a CPU what machine, container and the process's own limit leave."""
 
 import contextlib
-import os
+import re
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from rlhf.system.processes import local_process_count
 
@@ -31,12 +34,18 @@ def budget_bytes(budget_gb: float | None, device: "torch.device") -> int:
 
 
 def used_bytes(device: "torch.device", *, peak: bool = False) -> int:
-    """What this process uses now, or used at its peak: tensors on a GPU, resident memory on a CPU (0 if unknown)."""
+    """What this process uses now, or used at its peak: tensors on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
-    return status("VmHWM" if peak else "VmRSS")
+    return int(1e6 * peak_rss_mb()) if peak else psutil.Process().memory_info().rss
+
+
+def peak_rss_mb() -> float:
+    """Peak resident memory of this process so far, in MB (10^6 bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e6, 1)
 
 
 def free_bytes(device: "torch.device") -> int:
@@ -47,10 +56,10 @@ def free_bytes(device: "torch.device") -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [read_fields(Path("/proc/meminfo")).get("MemAvailable"), *left_in_cgroups()]
-    limits.append(None if soft == resource.RLIM_INFINITY else soft - status("VmSize"))
-    known = [left for left in limits if left is not None]
-    return max(0, min(known)) if known else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    limits = [psutil.virtual_memory().available, *left_in_cgroups()]
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft - psutil.Process().memory_info().vms)
+    return max(0, min(limits))
 
 
 def left_in_cgroups() -> Iterator[int]:
@@ -60,36 +69,17 @@ def left_in_cgroups() -> Iterator[int]:
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
-            root = CGROUPS if not controllers else CGROUPS / "memory"
-            limit, used, dropped = (
-                ("memory.max", "memory.current", "inactive_file")
+            root, limit, used, dropped = (
+                (CGROUPS, "memory.max", "memory.current", "inactive_file")
                 if not controllers
-                else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                else (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             )
             folder = root / path.lstrip("/")
             for group in (folder, *folder.parents):  # in a container its own group can be the root
+                read = (group / name for name in (limit, used, "memory.stat"))
                 with contextlib.suppress(OSError, ValueError):
-                    cache = read_fields(group / "memory.stat").get(dropped, 0)
-                    yield (
-                        int((group / limit).read_text(encoding="utf-8"))
-                        - int((group / used).read_text(encoding="utf-8"))
-                        + cache
-                    )
+                    most, taken, fields = (file.read_text(encoding="utf-8") for file in read)
+                    cache = re.search(rf"^{dropped} (\d+)", fields, re.MULTILINE)
+                    yield int(most) - int(taken) + int(cache[1] if cache else 0)
                 if group == root:
                     break
-
-
-def status(name: str) -> int:
-    """A size in /proc/self/status, in bytes."""
-    return read_fields(Path("/proc/self/status")).get(name, 0)
-
-
-def read_fields(path: Path) -> dict[str, int]:
-    """{name: number} of a file of the kernel with a field per line; kB as bytes. Empty where there is no such file."""
-    fields = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            name, *rest = line.replace(":", " ").split()
-            if rest and rest[0].isdigit():
-                fields[name] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)
-    return fields

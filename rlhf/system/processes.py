@@ -9,13 +9,12 @@ import ipaddress
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.errors import UserError
-from rlhf.system.terminal import say
+from rlhf.system.terminal import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Ranks wait while rank 0 packs a corpus or writes a large checkpoint; torch's own limit is 10 to 30 minutes.
 LONGEST_WAIT = timedelta(hours=12)
-# Seconds until a launch is given up; until the missing processes are named; between two polls.
-WAIT_SECONDS, SILENT_SECONDS, LOOK_SECONDS = 300.0, 10.0, 0.1
+WAIT_SECONDS = 300.0  # until a launch whose processes do not meet is given up
 BUCKET = 2**25  # elements of gradients that travel together: 128 MiB in float32
 # What a launcher sets for each process.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -104,10 +102,10 @@ def connect(device: "torch.device") -> None:
 
 
 def meet() -> "Store":
-    """The store of this launch: rank 0 opens it, the others connect, all wait until all are there.
+    """The store of this launch: rank 0 opens it, the others connect; rank 0 waits until all are there.
 
-    The wait is bounded and reported, and a signal ends it, since it polls. On one node everything listens on the loopback
-    interface only, because neither the store nor the connections of gloo and NCCL authenticate the caller.
+    On one node everything listens on the loopback interface only, because neither the store nor the connections of gloo and NCCL
+    authenticate the caller.
     Raises: UserError if a process is missing, the port is taken, or the launcher's variables are incomplete.
     """
     from torch.distributed import PrefixStore, TCPStore
@@ -121,46 +119,23 @@ def meet() -> "Store":
     if mine >= count:
         raise UserError(f"RANK={mine}: want 0 to {count - 1}, since WORLD_SIZE={count}")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    place, started, reported = f"{address}:{port}", time.monotonic(), False
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback and (is_loopback(address) or local_process_count() == count):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopback[0])
-
-    def pause(absent: str) -> None:
-        nonlocal reported
-        waited = time.monotonic() - started
-        if waited > WAIT_SECONDS:
-            raise UserError(
-                f"{absent} did not come to {place} within {WAIT_SECONDS:.0f} s: start every process of the launch, or unset "
-                "WORLD_SIZE to run as one"
-            )
-        if waited > SILENT_SECONDS and not reported:
-            say(f"rlhf: waiting for {absent} at {place}, for up to {WAIT_SECONDS:.0f} s", sys.stderr)
-            reported = True
-        time.sleep(LOOK_SECONDS)
-
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun provides the store
-    serves, listener = mine == 0 and not hosted, None
-    wait = timedelta(seconds=WAIT_SECONDS)
+    serves = mine == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun provides the store
+    listener, wait = None, timedelta(seconds=WAIT_SECONDS)
     try:
-        while not (serves or _answers(address, port)):
-            pause("the launcher" if hosted else "process 0")
         if serves and is_loopback(address):  # torch's own listener would listen on every interface
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, port), family=family, backlog=4096).detach()
-        server = TCPStore(
-            address, port, count, serves, wait, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
-        )
+        store = TCPStore(address, port, count, serves, wait, multi_tenant=True, master_listen_fd=listener)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{place}: cannot listen there ({error}): choose another MASTER_PORT") from error
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
-    store.set(str(mine), "here")
-    others = [other for other in range(count) if other != mine]
-    while others := [other for other in others if not store.check([str(other)])]:
-        named = ", ".join(map(str, others[:8])) + (" and more" if len(others) > 8 else "")
-        pause(f"process{'es' if len(others) > 1 else ''} {named} of {count} (counted from 0)")
-    return store
+        raise UserError(
+            f"{address}:{port}: the {count} processes of this launch did not meet there ({one_line(error, 200)}): start all of "
+            f"them within {WAIT_SECONDS:.0f} s, choose another MASTER_PORT, or unset WORLD_SIZE to run as one"
+        ) from error
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def is_loopback(address: str) -> bool:
@@ -169,14 +144,6 @@ def is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def _answers(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=5.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def connect_alone(device: "torch.device") -> None:

@@ -14,7 +14,7 @@ from rlhf.config.precision import precision_of
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import unwrapped
 from rlhf.planning.formulas import PEAK_TFLOPS, TRAINING_PASSES, pass_flops
-from rlhf.runs.stage import peak_rss_mb
+from rlhf.system.memory import peak_rss_mb
 from rlhf.training.state import shape_of
 
 
