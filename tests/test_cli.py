@@ -101,35 +101,22 @@ def test_help_and_mistakes_import_nothing_heavy():
     (["ppi"], "unknown command 'ppi' (did you mean 'ppo'?): `rlhf --help` lists them"),
     (["ppo", "ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?): `rlhf <command> --cfg job` shows all"),
     (["ppo", "+ppo.lrr=1"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
-    (["ppo", "~ppo.lrr"], "unknown setting 'ppo.lrr' (did you mean 'ppo.lr'?)"),
     (["ppo", "learning_rate=1"], "(did you mean 'ppo.lr'?)"),
-    (["sft", "learning_rate=1"], "(did you mean 'sft.lr'?)"),
-    (["sft", "num_train_epochs=1"], "(did you mean 'sft.epochs'?)"),
-    (["pipeline", "vf_coef=1"], "(did you mean 'ppo.value_coef'?)"),
-    (["ppo", "response_length=1"], "(did you mean 'rollout.max_new_tokens'?)"),
-    (["ppo", "whiten_rewards=1"], "(did you mean 'ppo.whiten_advantages'?)"),
     (["ppo", "use_peft=1"], "(did you mean 'lora.rank'?)"),
-    (["ppo", "save_steps=1"], "(did you mean 'checkpoints.every_seconds'?)"),
-    (["dpo", "batch_prompt=1"], "(did you mean 'dpo.batch_prompts'?)"),
     (["ppo", "clip_range=0.1"], "unknown setting 'clip_range' (did you mean 'ppo.clip_range'?)"),
     (["ppo", "experiment=golt"], "experiment=golt: want one of align, align-laptop, dialogue, gold, gold-dialogue, real, sentiment "
      "(did you mean 'gold'?)"),
-    (["ppo", "+model=gpt3"], "model=gpt3: want one of chinchilla, gopher"),
     (["ppo", "kl.coef"], "'kl.coef': want key=value: write for example `seed=1` (did you mean 'kl.coef'?)"),
     (["ppo", "a=[1"], "'a=[1': not an override"),
     (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
     (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
-    (["ppo", "seed=1,2"], "Ambiguous value for argument 'seed=1,2'"),
     (["ppo", "data=here"], "data=here: data is a group of settings: write data.<setting>=…"),
     (["ppo", "kl.coef=-1", "device=tpu"], "device=tpu: want one of auto, cpu, cuda, mps; kl.coef=-1.0: want 0 or more"),
     (["report", "run=a/b"], "run='a/b': want letters, digits"),
     (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
     (["report", "--config-dir", "none"], "--config-dir none: no such folder"),
     (["report", "--config-path", "x"], "unknown option '--config-path' (did you mean '--config-dir'?)"),
-    (["report", "--cfg", "hydra"], "--cfg hydra: want --cfg job"),
     (["report", "--multirum"], "unknown option '--multirum' (did you mean '--multirun'?)"),
-    (["report", "hydra/nothing=x"], ""),
-    (["report", "hydra/launcher=none"], ""),
     (["report", "--", "some", "text"], "--: only `rlhf chat` and `rlhf next` take text after it"),
     (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, dpo, ppo do: leave it out"),
     (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
@@ -239,12 +226,6 @@ def test_cfg_job_prints_the_configuration_and_runs_nothing(call, runs):
     assert (printed["kl"]["coef"], printed["model"]["width"], printed["gold"]["enabled"]) == (0.5, 192, False)
 
 
-def test_flags_are_told_from_overrides():
-    given = ["-m", "seed=1,2", "--cfg", "job", "ppo.lr=1", "x"]
-    found = words.read_words(given, "ppo")
-    assert found == (["seed=1,2", "ppo.lr=1", "x"], None, True, True)
-
-
 def test_several_runs_are_one_setting_and_settings_of_labelling_need_no_group():
     assert words.read_words(["run=a", "seed=1", "run=b", "labelers=[x,y]"], "serve").overrides == [
         "seed=1",
@@ -254,14 +235,6 @@ def test_several_runs_are_one_setting_and_settings_of_labelling_need_no_group():
     assert words.read_words(["run='a,b'"], "report").overrides == ["run='a,b'"]
     with pytest.raises(UserError, match=r"unknown option '--figures'.*: write settings as key=value"):
         words.read_words(["--figures", "x"], "report")
-
-
-def test_a_users_mistake_within_a_command_is_one_line(call, monkeypatch):
-    def refuse(config):
-        raise UserError("x.txt: came to nothing:\n  mend it")
-
-    monkeypatch.setattr(report, "run", refuse)
-    assert call("report") == (2, "", "rlhf: error: x.txt: came to nothing: mend it\n")
 
 
 @pytest.mark.parametrize(
@@ -315,61 +288,11 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
                 words.check_used([f"{key}=1"], command)
 
 
-def test_settings_of_several_commands_pass_when_they_are_said_to_be_shared(call, runs):
-    assert call("report", "--shared-settings", "sft.lr=0.5", "run=x") == (0, "", "")
-    assert runs[0].sft.lr == 0.5
-
-
-def test_a_pipeline_lists_what_none_of_its_stages_uses(capsys):
-    words.check_used(["chat.greedy=true", "sft.lr=0.1", "launcher.processes=2", "model=tiny"], "pipeline")
-    assert capsys.readouterr().out == "pipeline: chat.greedy: no stage of the pipeline uses it\n"
-
-
-def test_from_the_command_line_to_a_running_stage_in_five_files(call):
-    """The files of the functions that lead to the composed and checked configuration and to the stage's `run`."""
-    package, walked = Path(rlhf.__file__).parent, set()
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_name in ("compose_config", "check_config", "run"):
-            while frame is not None:
-                path = Path(frame.f_code.co_filename)
-                walked.update([str(path.relative_to(package))] if path.is_relative_to(package) else [])
-                frame = frame.f_back
-
-    sys.setprofile(note)
-    try:
-        assert "nowhere.txt" in call("tokenizer", "data.corpus=nowhere.txt")[2]
-    finally:
-        sys.setprofile(None)
-    assert walked == {
-        "cli.py",
-        "config/command_line.py",
-        "config/compose.py",
-        "config/checks.py",
-        "stages/tokenizer.py",
-    }
-
-
 @pytest.mark.parametrize("name", ["Frage (Kunde)", "Größe [cm]", "it's", "a = b", "50 %", "a\\b", "(a\\", "a\\'b"])
 def test_a_column_needs_no_quotes_beyond_the_shells(name):
     word = words.quoted(f"columns.prompt={name}")
     words.check_overrides([word, "path=a.csv", "out=b"], "import")
     assert compose.compose_config([word, "path=a.csv", "out=b"], "import").columns.prompt == name
-
-
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [("path=labels (1).csv", "labels (1).csv"), ("path=[a (1).csv, größe.csv,b]", ["a (1).csv", "größe.csv", "b"])],
-)
-def test_a_path_that_hydra_cannot_read_needs_no_quotes_either(word, values):
-    assert compose.compose_config([words.quoted(word), "out=b"], "import").path == values
-
-
-@pytest.mark.parametrize(
-    "word", ["columns.prompt=q", "columns.responses=[a,b]", "columns.prompt='q (b)'", "seed=range(1,3)"]
-)
-def test_other_overrides_are_left_as_they_are(word):
-    assert words.quoted(word) == word
 
 
 @pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=['file://{}']"])

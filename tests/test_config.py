@@ -36,14 +36,6 @@ def test_without_overrides_the_schema_rules():
     assert compose.compose_config([]) == Config()
 
 
-def test_a_caller_that_is_a_hydra_application_keeps_its_configuration():
-    import hydra
-
-    with hydra.initialize(version_base="1.3"):
-        assert compose.compose_config(["seed=3"]).seed == 3
-        assert "launcher" in hydra.compose(return_hydra_config=True).hydra
-
-
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_yaml_composes_and_its_values_arrive(group, name):
     config = compose.compose_config([f"{group}={name}"])
@@ -77,13 +69,6 @@ def test_types_are_converted_or_refused():
     for bad in ("ppo.epochs=1.5", "kl.coef=[1]", "overwrite=2.5"):
         with pytest.raises(UserError, match=bad.split("=")[0]):
             compose.compose_config([bad])
-
-
-@pytest.mark.parametrize("text", ["sft.lr=1" + "0" * 400, "sft.lr=" + "[" * 2000])
-def test_a_number_that_is_too_large_and_brackets_without_end_are_one_line(text):
-    with pytest.raises(UserError, match=r"sft\.lr|too large"):
-        words.check_overrides([text])
-        compose.compose_config([text])
 
 
 def test_every_command_has_help_groups_that_exist():

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from rlhf.cli import main
-from rlhf.commands.pipeline import check_before, show, stages_to_run
+from rlhf.commands.pipeline import show
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.report.details import make_skipped
 from rlhf.runs import folders as runs
-from rlhf.runs.folders import read_record
-from rlhf.runs.run_files import read_run, truncate_jsonl
+from rlhf.runs.run_files import read_run
 
 GOOD = {
     "stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "files": {}, "hash": "0" * 64,
@@ -51,14 +50,6 @@ def test_a_damaged_record_is_one_line(tmp_path, name):
         with pytest.raises(UserError, match=r"sft/stage.json: (damaged|is a folder)[^\n]*overwrite=true$"):
             read()
     read_run(tmp_path / "x")  # the report is patient
-
-
-@pytest.mark.parametrize(("kind", "value"), [("results", {"gold": {}}), ("stage", {"stage": "sft", "status": "begun"})])
-def test_other_run_files_have_schemas_too(tmp_path, kind, value):
-    (tmp_path / "a.json").write_text(json.dumps(value))
-    with pytest.raises(UserError, match=r"a.json: damaged \("):
-        read_record(tmp_path / "a.json", kind)
-    assert read_record(tmp_path / "b.json", kind) is None
 
 
 READERS = (
@@ -102,25 +93,3 @@ def test_the_pipelines_last_lines_read_a_damaged_evaluation(tmp_path):
         UserError, match=r"results.json: damaged \(kl_to_sft_nats: .*run `rlhf evaluate overwrite=true`"
     ):
         show(config, {"stages": {"sft": {"seconds": 1.0, "peak_rss_mb": 1.0, "state": "done", "summary": {}}}}, 1.0)
-
-
-def test_unreadable_lines_of_metrics_are_reported(tmp_path, capsys):
-    stage = tmp_path / "x" / "sft"
-    stage.mkdir(parents=True)
-    rows = ['{"progress/step": 1, "sft/loss": 2.0}', "garbage", '{"progress/step": 2, "sft/loss": 1.0}', '{"torn']
-    (stage / "metrics.jsonl").write_text("\n".join(rows))
-    (stage / "stage.json").write_text(json.dumps(GOOD | {"status": "running"}))
-    assert any(
-        "sft: 1 lines of metrics.jsonl cannot be read" in note for note in make_skipped(read_run(tmp_path / "x"))
-    )
-    truncate_jsonl(stage / "metrics.jsonl", "progress/step", 2)
-    assert "metrics.jsonl: 1 lines cannot be read and are left out" in capsys.readouterr().out
-
-
-def test_the_pipeline_asks_only_for_data_that_a_stage_reads(tmp_path):
-    config = Config(run="x", runs_dir=str(tmp_path))
-    assert stages_to_run(config) == ["tokenizer", "pretrain", "sft", "reward", "ppo", "evaluate"]
-    config.parents.pretrain = "other"
-    assert stages_to_run(config) == ["sft", "reward", "ppo", "evaluate"]
-    with pytest.raises(UserError, match=r"^data.demonstrations and data.comparisons not set"):
-        check_before(config)

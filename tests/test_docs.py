@@ -125,9 +125,3 @@ def test_the_settings_that_a_page_names_exist(page):
     )
     unknown = {name for name in named - known if name.split(".")[0] in groups and name.split(".")[1] not in files}
     assert page.name == "CHANGELOG.md" or not unknown
-
-
-def test_the_presets_of_the_lectures_page_exist():
-    text = (ROOT / "docs" / "lectures.md").read_text(encoding="utf-8")
-    presets = set(re.findall(r"`model=([\w.-]+)`", text))
-    assert len(presets) >= 5 and all((ROOT / "conf" / "model" / f"{name}.yaml").is_file() for name in presets)

@@ -11,18 +11,15 @@ import yaml
 from safetensors.torch import load_file
 
 import rlhf
-from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.errors import UserError
 from rlhf.model.interface import Episodes
-from rlhf.ppo.experience import Experience, load_estimator
-from rlhf.ppo.metrics import load_measure
+from rlhf.ppo.experience import load_estimator
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, parts_of
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from tests.stages.conftest import copy_until, gold_run  # noqa: F401 (fixtures)
-from tests.stages.ppo_trainer import experience
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 SMALL = ["ppo.episodes_per_update=16", "ppo.episodes=16", "ppo.minibatches=1", "ppo.epochs=1", "ppo.eval_prompts=4"]
@@ -170,34 +167,3 @@ def test_a_wrong_estimator_is_one_line(tmp_path, name, message):
     with pytest.raises(UserError, match=f"^advantage estimator .*wrong.py:{name}: {message}") as caught:
         load_estimator(f"{tmp_path}/wrong.py:{name}")(TWO, TWO, MASK, gamma=1.0, lam=1.0, group_size=1)
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def recorded() -> Experience:
-    from rlhf.ppo.experience import Rollout
-
-    rollout = Rollout(*[TWO] * len(Rollout._fields))._replace(response_mask=MASK, scores=TWO[:, 0])
-    return experience(rollout, TWO, TWO)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("number", "returned a float: return {name: number}"),
-        ("named", "'Two Words' is no name"),
-        ("several", "some is .* return one number per name"),
-    ],
-)
-def test_a_wrong_metric_is_one_line(tmp_path, recorded, name, message):
-    (tmp_path / "wrong.py").write_text(WRONG)
-    with pytest.raises(UserError, match=f"^metric .*wrong.py:{name}: {message}") as caught:
-        load_measure(f"{tmp_path}/wrong.py:{name}")(recorded)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", ["vtrace", "", 3])
-def test_a_name_that_is_no_estimator_is_refused(wrong):
-    config = Config()
-    config.ppo.advantages = wrong
-    with pytest.raises(UserError, match=r"ppo\.advantages=.*one of gae, reinforce, rloo, grpo, or a function"):
-        check_config(config, "ppo")

@@ -40,11 +40,6 @@ def test_damaged_json_reads_as_nothing(tmp_path, content):
     assert read_json(tmp_path / "a.json") == {}
 
 
-def test_missing_json_reads_as_nothing(tmp_path):
-    (tmp_path / "file").touch()
-    assert read_json(tmp_path) == read_json(tmp_path / "none.json") == read_json(tmp_path / "file" / "a.json") == {}
-
-
 def test_hashes_are_sha256_by_relative_path(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x").write_bytes(b"abc")

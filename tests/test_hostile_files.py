@@ -245,14 +245,6 @@ def test_a_loaded_run_refuses_wrong_types_in_one_line(tmp_path, name):
     refused(lambda: WRONG_CALLS[name](tmp_path / "x"), "want")
 
 
-def test_one_id_forty_times_is_said(tmp_path):
-    row = {"kind": "demonstration", "id": "d1", "prompt": "a", "response": "b"}
-    others = [json.dumps(row | {"id": "d2", "labeler": name}) + "\n" for name in ("ann", "ben")]
-    (tmp_path / "demos.jsonl").write_text("".join([(json.dumps(row) + "\n") * 40, *others]))
-    [line] = load_all(str(tmp_path / "demos.jsonl"))[1]
-    assert str(line).endswith("42 rows: 42 demonstration records; the id 'd1' 40 times")
-
-
 def test_a_test_file_that_was_trained_on_is_said(tmp_path, capsys):
     rows = [f"text {i},{'ab'[i % 2]}\n" for i in range(10)]
     (tmp_path / "train.csv").write_text("".join(["text,label\n", *rows]))

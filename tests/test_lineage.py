@@ -107,20 +107,6 @@ def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
         runs.stage_folder(stray, "pretrain")
 
 
-def test_an_earlier_reward_model_is_hashed_once(config, monkeypatch):
-    first = changed(config, gold__enabled=True, round__later_reward_epochs=1)
-    second = changed(first, rounds=2)
-    chain(first, "world", "tokenizer", "pretrain", "sft")
-    early = runs.earlier_run(second)
-    chain(early, "label", "reward", "ppo")
-    chain(second, "label")
-    hashed: list[str] = []
-    monkeypatch.setattr(runs, "sha256_file", lambda path: (hashed.append(str(path)), sha256_file(path))[1])
-    assert "demo-round-1/reward" in runs.collect_parents(second, "reward")
-    assert runs.earlier_reward(second) == runs.run_folder(early) / "reward", "as the stage asks after it"
-    assert len(hashed) == len(set(hashed)) > 0
-
-
 # --- data ---
 
 

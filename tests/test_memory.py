@@ -1,6 +1,5 @@
 """The memory budget: what limits leave, how batches are divided to fit, what does not fit, and how a resumed stage goes on."""
 
-import json
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -10,12 +9,9 @@ import torch
 
 from rlhf.commands import pipeline
 from rlhf.config import Config
-from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length, joins_rows, scoring_tokens
+from rlhf.model.batching import by_length
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.model.heads import RewardModel
-from rlhf.runs.sources import read_comparisons, read_demonstrations
 from rlhf.system import memory
 from rlhf.training import batches
 from rlhf.training.batches import Batches, Objective
@@ -36,13 +32,6 @@ def test_groups_have_at_most_so_many_padded_tokens():
     assert by_length([10, 10, 10], tokens=50, rows=[2, 3, 4]) == [[2], [0, 1]]
     # joined items count once, divided by 0.8: 1 / 0.8 * 10 < 25 <= 3 / 0.8 * 10
     assert by_length([10, 10, 10], tokens=25, rows=[2, 3, 4], joined=True) == [[2], [0, 1]]
-
-
-def test_tokens_of_a_forward_without_gradients():
-    model = GPTForCausalLM(preset("tiny", width=64, n_head=4, mlp_width=100))
-    # float32: 2 * 64 + 4 * 100 elements of 4 bytes per token
-    assert scoring_tokens(model) == scoring_tokens(RewardModel.from_causal_lm(model)) == int(5e8 / (4 * 528))
-    assert joins_rows(model) and not joins_rows(torch.nn.Linear(2, 2))
 
 
 def fake_kernel(tmp_path, monkeypatch, files: dict[str, str], cgroup: str) -> None:
@@ -150,15 +139,6 @@ def test_gradients_lie_where_room_was_made_before_the_first_forward(engine):
     )
 
 
-def test_a_resumed_stage_keeps_its_limit_if_it_fits(engine):
-    stage = make_stage(64, tokens=123)
-    set_budget(stage, engine, 200, 1)
-    assert engine.most_tokens == stage.memory["tokens"] == 123
-    stage = make_stage(64, tokens=10**9)
-    set_budget(stage, engine, 200, 1)
-    assert engine.most_tokens < 10**9 and "no longer fit" in stage.said[0]
-
-
 def test_a_measured_forward_corrects_the_estimate(engine):
     stage = make_stage(64)
     set_budget(stage, engine, 100, 10**6, lambda most: pytest.fail("measured without need"))
@@ -198,14 +178,6 @@ def row_objective(engine) -> Objective:
     return Objective(lambda row: [row], loss_of, micro_batch_rows=2, count=len)
 
 
-def test_a_stage_says_how_long_its_steps_take_by_what_it_has_measured(engine, monkeypatch):
-    """Steps of 4 rows, in micro-batches of 2 and 2: 2 * 10 + 2 * 40 = 100 padded tokens. The largest takes 4 s: 5 s per step."""
-    loop, rows = make_loop(engine, total=12), [[5] * 10, [5] * 8, [5] * 40, [5] * 30]
-    monkeypatch.setattr(batches, "trial", lambda engine, objective, part: 4.0)
-    batches.say_time(loop, Batches(rows, 4, lambda count, epoch: range(count)), row_objective(engine))
-    assert loop.said == ["takes about 50 s for 10 steps, by 4 s of a forward and backward of 80 tokens"]
-
-
 def test_measuring_changes_nothing(engine):
     before = {name: x.clone() for name, x in engine.module.state_dict().items()}
     random, loop = torch.get_rng_state(), make_loop(engine, total=3)
@@ -229,16 +201,3 @@ def test_how_the_pipeline_reports_a_stage_that_ended(tmp_path, monkeypatch, code
     record = {"memory": {"needs_gb": 3.0, "budget_gb": 4.0}}
     monkeypatch.setattr(pipeline, "read_stage", lambda folder: record)
     assert re.search(wanted, pipeline.why_stopped(Config(), "sft", code))
-
-
-def test_a_quick_trial_takes_the_same_prompts_of_every_kind(tmp_path):
-    rows = [{"instruction": f"Question {i}?", "input": "", "output": "Yes."} for i in range(20)]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [{"prompt": row["instruction"], "chosen": "Yes.", "rejected": "No."} for row in rows for _ in range(2)]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    config, said = Config(), []
-    config.data.demonstrations, config.data.comparisons = str(tmp_path / "d.jsonl"), str(tmp_path / "c.jsonl")
-    config.data.limit = 7
-    chosen = {prompt_key(record.prompt) for record in read_demonstrations(config, said.append)}
-    assert len(chosen) == 7 and chosen == {prompt_key(record.prompt) for record in read_comparisons(config)}
-    assert "data.limit=7: 7 of 20 prompts of data.demonstrations" in said

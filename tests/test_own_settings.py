@@ -41,14 +41,6 @@ def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
     assert kept == [[None, "x/sft", "x", None, "sft"], ["team", "trial/sft", "sweep", ["one", "two"], "sft"]]
 
 
-@pytest.mark.parametrize("word", LABELS)
-def test_wandbs_labels_are_refused_without_wandb(word):
-    with pytest.raises(UserError, match="is for W&B, and tracking=jsonl: want tracking=wandb, or null"):
-        check_config(compose_config([word, "tracking=jsonl"]), "sft")
-    if "entity" in word:
-        check_config(compose_config([word, "tracking=jsonl"]), "dashboard")
-
-
 def deepspeed_file(folder: Path, settings: dict[str, Any]) -> list[str]:
     (folder / "ds.json").write_text(json.dumps(settings))
     return ["deepspeed=zero3", f"sharding.file={folder}/ds.json"]

@@ -85,21 +85,6 @@ def test_constraints_pin_plain_versions_within_the_bounds():
             assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
 
 
-def test_the_development_extra_has_every_other_extra():
-    """Under the distribution's own name, so that a bound is stated once. Not benchmarks and vllm: they do not install beside the pins."""
-    named = [Requirement(text) for text in EXTRAS["dev"] if Requirement(text).name == PROJECT["name"]]
-    assert [requirement.extras for requirement in named] == [set(EXTRAS) - {"dev", "benchmarks", "vllm"}]
-
-
-def test_what_the_documentation_installs_exists():
-    """`pip install -e '.[extra]'` in code and documentation: an extra that the distribution has."""
-    text = "".join(
-        path.read_text(encoding="utf-8") for folder in ("rlhf", "docs") for path in (ROOT / folder).rglob("*.[pm][yd]")
-    )
-    named = re.findall(r"install -e '\.\[([\w,]+)\]'", text)
-    assert len(named) >= 5 and {extra for extras in named for extra in extras.split(",")} <= set(EXTRAS)
-
-
 def test_wheel_holds_the_configuration_and_the_templates(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -9,9 +9,8 @@ import yaml
 
 import rlhf
 from rlhf import cli
-from rlhf.config.compose import compose_config
 from rlhf.errors import UserError
-from rlhf.runs.remembered import by_key, recall, text_of
+from rlhf.runs.remembered import by_key, recall
 
 
 @pytest.fixture
@@ -67,13 +66,6 @@ def test_a_setting_for_one_command_is_not_remembered(call):
     assert "overwrite" not in recall(Path("runs/x")) and "run" not in recall(Path("runs/x"))
 
 
-def test_a_preset_in_a_folder_of_the_users_is_found_again(call, tmp_path):
-    (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    (tmp_path / "mine" / "experiment" / "small.yaml").write_text("# @package _global_\ntokenizer:\n  vocab_size: 280\n")
-    assert call(*FIRST[:4], FIRST[5], "-cd", "mine", "experiment=small")[0] == 0
-    assert composed(call, "pretrain", "run=x")["tokenizer"]["vocab_size"] == 280
-
-
 def test_python_and_the_command_line_remember_for_each_other(call):
     assert call(*FIRST)[0] == 0
     run = rlhf.Run("x")
@@ -81,15 +73,6 @@ def test_python_and_the_command_line_remember_for_each_other(call):
     other = rlhf.Run("z", corpus="books.jsonl", tokenizer_vocab_size=290, tracking_kind="off", model_context_length=64)
     other.tokenizer()
     assert composed(call, "pretrain", "run=z")["tokenizer"]["vocab_size"] == 290
-
-
-@pytest.mark.parametrize(
-    "value", ["it's", "a=b, c", "x[1]", None, True, 1e-05, ["a b", None], {"anna": 2.0, "ben": 0.5}]
-)
-def test_a_value_survives_as_text(value):
-    key = {dict: "reward.labeler_weights", list: "ppo.rewards"}.get(type(value), "data.corpus")
-    group, name = key.split(".")
-    assert getattr(getattr(compose_config([f"{key}={text_of(value)}"]), group), name) == value
 
 
 EVIL = "from pathlib import Path\n\ndef f():\n    Path('ran').touch()\n"

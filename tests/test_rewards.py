@@ -130,18 +130,6 @@ def test_a_functions_code_is_part_of_a_stages_data(tmp_path):
     assert hash_sources(config, "ppo") != before
 
 
-def test_a_function_that_is_not_there_is_told():
-    for name, message in {
-        "json": "want module:name",
-        "no_such_module_here:f": "cannot be imported",
-        "no_such_file.py:f": "no such file",
-        "json:no_such_function": "cannot be imported",
-        "json:__name__": "want a function, got a str",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            FunctionReward(name, CPU)
-
-
 def test_a_function_that_returns_nonsense_is_told():
     for name, message in (("too_few", "1 numbers for 2"), ("no_number", "return one number")):
         with pytest.raises(UserError, match=message):

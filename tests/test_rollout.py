@@ -139,17 +139,6 @@ def test_a_sample_does_not_depend_on_its_neighbours(rollout, models):
         assert torch.allclose(other.scores[new], rollout.scores[old], atol=1e-5)
 
 
-def test_rows_cut_to_the_longest_and_keep_every_field(rollout):
-    shortest = int(rollout.lengths.argmin())
-    part = rollout.rows([shortest])
-    assert part.tokens.shape == (1, int(rollout.lengths[shortest]))
-    assert part.response_mask.shape[1] == int(rollout.response_mask[shortest].sum())
-    for name in ("response_mask", "logp_old", "logp_ref", "values"):
-        cut = getattr(part, name)
-        assert torch.equal(cut[0], getattr(rollout, name)[shortest, : cut.shape[1]]), name
-    assert torch.equal(part.scores, rollout.scores[[shortest]])
-
-
 @torch.no_grad()
 def test_a_shared_trunk_gives_logprobs_and_values_in_one_forward(rollout, models):
     head = ScalarHead(models["policy"].config.width).initialise()

@@ -100,26 +100,6 @@ def test_scaling_trains_every_width_on_every_budget(gold_run, tmp_path, here, ca
         S["scaling"].main([*options(gold_run, tmp_path), "--budgets", "1e7", "--widths", "8"])
 
 
-def test_mistakes_are_one_line(gold_run, tmp_path):  # noqa: F811
-    harness = S["harness"]
-    with pytest.raises(SystemExit):
-        harness.parse("", ["--out", "x", "--seeds", "0", "1", "2", "--parents", "a", "b"])
-    asked = harness.parse("", [*options(gold_run, tmp_path), "--cells", "bogus"])
-    with pytest.raises(SystemExit, match="--cells bogus: want some of a, b"):
-        harness.make_cells(asked, {"a": (), "b": ()}, (), {"ppo": ()})
-    asked.cells, asked.parents = [], [tmp_path]
-    with pytest.raises(SystemExit, match="has no finished reward: run `rlhf reward` there first"):
-        harness.make_cells(asked, {"a": ()}, ("reward",), {"ppo": ()})
-
-
-def test_labels_needed_lie_between_the_points_of_a_curve():
-    """On the logarithm of the number: half way from 100 to 400 is 200."""
-    curve = {n: {"accuracy": share} for n, share in ((100, 0.6), (400, 0.7), (1600, 0.72))}
-    assert S["active"].labels_needed(curve, 0.65) == pytest.approx(200)
-    assert S["active"].labels_needed(curve, 0.72) == pytest.approx(1600)
-    assert S["active"].labels_needed(curve, 0.59) is None and S["active"].labels_needed(curve, 0.8) is None
-
-
 def test_every_choice_composes():
     from rlhf.config.checks import check_config
     from rlhf.config.compose import compose_config

@@ -10,7 +10,7 @@ import pytest
 
 import rlhf
 from rlhf.commands import chat
-from rlhf.config import Config, compose
+from rlhf.config import compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
 from rlhf.engines import running
 from rlhf.errors import UserError
@@ -116,8 +116,3 @@ def test_bytes_that_are_no_text_are_one_line(monkeypatch, errors):
     given(monkeypatch, b"caf\xe9\n", errors)
     with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
         next(chat.read_lines(False))
-
-
-def test_half_characters_from_a_command_line_are_one_line():
-    with pytest.raises(UserError, match="chat: the message is not UTF-8"):
-        chat.answer(Config(), None, None, [{"role": "user", "content": "caf\udce9"}], 0)

@@ -40,11 +40,6 @@ def test_any_text_survives_and_gives_no_special_token(text):
     assert decode_response(TOKENIZER, encode_response(TOKENIZER, text)) == text
 
 
-def test_the_vocabulary_size_counts_everything():
-    assert len(TOKENIZER) == 290
-    assert len(train_tokenizer(["ab"], 300, context_length=8)) == 256 + 6 + 1  # only one merge to learn
-
-
 def unbroken(characters: int) -> str:
     return "".join(random.Random(0).choices("abcdefghijklmnop", k=characters))
 
@@ -83,22 +78,6 @@ print("trained", flush=True)
     assert out == "" and err.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_the_same_text_gives_the_same_tokenizer():
-    again = train_tokenizer(iter(TEXT), 290, context_length=16)
-    assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
-
-
-def test_a_vocabulary_below_the_bytes_is_refused():
-    with pytest.raises(UserError, match="vocab_size is 261: want at least 262"):
-        train_tokenizer(TEXT, 261, context_length=16)
-
-
-@pytest.mark.parametrize("documents", [[], ["", ""]])
-def test_no_text_is_refused(documents):
-    with pytest.raises(UserError, match="empty"):
-        train_tokenizer(documents, 300, context_length=16)
-
-
 def test_a_prompt_is_built_part_by_part():
     cat, mat = encode_text(TOKENIZER, "The cat"), encode_text(TOKENIZER, "mat")
     messages = [{"role": "system", "content": "The cat"}, {"role": "user", "content": "mat"}]
@@ -127,11 +106,6 @@ def test_hostile_text_stays_text_where_the_template_would_end_the_turn():
     assert (ids.count(5), ids.count(4)) == (1, 1)
     rendered = TOKENIZER.apply_chat_template(hostile, add_generation_prompt=True, return_dict=False)
     assert rendered.count(5) == 2  # why the pipeline does not use it
-
-
-def test_the_template_refuses_an_unknown_role():
-    with pytest.raises(Exception, match="role tool: want system, user, assistant"):
-        TOKENIZER.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
 def test_a_response_is_decoded_up_to_its_first_end_token():
@@ -168,16 +142,6 @@ def test_the_hash_depends_on_vocabulary_and_template_but_not_on_passing_state():
     assert tokenizer_hash(again) == tokenizer_hash(TOKENIZER)
     again.chat_template += " "
     assert tokenizer_hash(again) != tokenizer_hash(TOKENIZER)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no tokenizer\.json in it"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="no such folder"):
-        load_tokenizer(tmp_path / "missing")
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="not a readable tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():

@@ -185,9 +185,3 @@ def test_an_earlier_import_with_another_prefix_is_refused(tmp_path):
     one = run_import(tmp_path, [[{"kind": "prompt", "prompt": "Hi"}]])
     with pytest.raises(UserError, match="was imported with prefix_characters=200, now it is 100: set"):
         read_assignments(one, 100)
-
-
-def test_a_split_of_another_name_in_a_foreign_file_is_kept_as_source_split(tmp_path):
-    rows = [{"prompt": f"q {i}", "chosen": "a", "rejected": "b", "split": "valid1"} for i in range(3)]
-    folder = run_import(tmp_path, [rows])
-    assert [record.metadata["source_split"] for record in read_records(folder)] == ["valid1"] * 3

@@ -1,8 +1,6 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, Cleaner, Facts, facts_of, find_pii, luhn
+from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, Cleaner, Facts, facts_of, find_pii
 from rlhf.data.records import PromptRecord, Ranking
 
 RANKING = {
@@ -46,11 +44,6 @@ def identity(record, own_id: bool = True) -> int:
 )
 def test_pii(text, found):
     assert find_pii(text) == found
-
-
-@given(st.integers(10**14, 10**15 - 1))
-def test_exactly_one_check_digit_is_right(number):
-    assert sum(luhn(f"{number}{digit}") for digit in range(10)) == 1
 
 
 def test_content_alone_makes_a_duplicate():

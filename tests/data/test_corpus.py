@@ -87,11 +87,6 @@ def test_a_bad_corpus_is_refused(tmp_path, name, content, message):
         list(iterate_documents(tmp_path / name))
 
 
-def test_the_encoding_can_be_named(tmp_path):
-    (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
-    assert list(iterate_documents(tmp_path / "a.txt", encoding="latin-1")) == ["café"]
-
-
 @given(st.text("ab \n", max_size=300), st.integers(2, 40))
 def test_cutting_loses_nothing_and_keeps_the_size(text, size):
     parts = cut_text(text, size)
@@ -119,13 +114,6 @@ def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     assert calls[-1] == (400, sum(len(encode_text(tokenizer, text)) for text in DOCUMENTS))
     assert packed.tokenizer_hash == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
     assert packed.tokens("train").dtype == np.uint16
-
-
-def test_packing_is_repeatable_and_the_seed_matters(tokenizer, tmp_path):
-    one, two = (pack(DOCUMENTS, tokenizer, tmp_path / name) for name in ("one", "two"))
-    assert one.meta == two.meta
-    assert (tmp_path / "one/train.bin").read_bytes() == (tmp_path / "two/train.bin").read_bytes()
-    assert pack(DOCUMENTS, tokenizer, tmp_path / "two", seed=1).sha256 != one.sha256
 
 
 LONG = "".join(f"Paragraph {i} of a long book about a cat.\n\n" for i in range(2000))  # 84k characters
@@ -203,16 +191,6 @@ def test_blocks_are_the_stream_cut_evenly(tokenizer, tmp_path):
         assert item["labels"].data_ptr() != item["input_ids"].data_ptr()
     with pytest.raises(IndexError):
         blocks[len(blocks)]
-
-
-def test_a_vocabulary_above_16_bits_takes_32(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 2**16 + 1)
-    packed = pack(DOCUMENTS[:10], tokenizer, tmp_path)
-    monkeypatch.undo()
-    assert packed.tokens("train").dtype == np.uint32
-    assert sorted(documents_of(packed, "train", tokenizer) + documents_of(packed, "heldout", tokenizer)) == sorted(
-        DOCUMENTS[:10]
-    )
 
 
 GPT3 = [60, 22, 8, 8, 3]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.data.reading import load_all, load_comparisons, load_demonstrations
+from rlhf.data.reading import load_all
 from rlhf.errors import UserError
 
 ALPACA = {"instruction": "Name a colour.", "input": "", "output": "Blue."}
@@ -15,18 +15,6 @@ def test_the_wrong_format_is_refused_with_what_it_looks_like(write_jsonl):
         load_all(write_jsonl([ALPACA]), "hh")
     with pytest.raises(UserError, match=r"data.format=nope: no such format: want auto, alpaca, .*hh, .*native"):
         load_all(write_jsonl([ALPACA]), "nope")
-
-
-def test_an_empty_file_and_one_of_another_kind_are_refused(write_jsonl, tmp_path):
-    with pytest.raises(UserError, match=r"empty.jsonl: the file is empty"):
-        load_all(write_jsonl([], "empty.jsonl"))
-    with pytest.raises(UserError, match=r"no ranking record in the data: .* 1 rows: 1 demonstration records"):
-        load_comparisons(write_jsonl([ALPACA]))
-    with pytest.raises(UserError, match="no demonstration record in the data"):
-        load_demonstrations(write_jsonl([HH]))
-    (tmp_path / "noise.jsonl").write_bytes(b"\x93NUMPY\nxx\n")
-    with pytest.raises(UserError, match=r"noise.jsonl:1: byte 0x93 is not UTF-8"):
-        load_all(tmp_path / "noise.jsonl")
 
 
 def test_bad_rows_are_counted_and_the_first_five_shown(write_jsonl):
@@ -47,14 +35,3 @@ def test_bad_rows_are_counted_and_the_first_five_shown(write_jsonl):
         f"{path}:4: responses: missing; {path}:5: response: got 3, want a valid string; "
         f"{path}:6: kind: got 'rank', want demonstration, ranking, prompt; …"
     )
-
-
-def test_sources_of_several_formats_are_read_together(write_jsonl, tmp_path):
-    write_jsonl([ALPACA, ALPACA], "sub-a.jsonl")
-    write_jsonl([HH], "sub-b.jsonl")
-    records, info = load_all(str(tmp_path))
-    assert [record.kind for record in records] == ["demonstration", "demonstration", "ranking"]
-    assert [record.id for record in records] == ["sub-a.jsonl:1", "sub-a.jsonl:2", "sub-b.jsonl:1"]
-    assert [file.records for file in info] == [{"demonstration": 2}, {"ranking": 1}] and sum(
-        file.rows for file in info
-    ) == 3

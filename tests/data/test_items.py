@@ -45,26 +45,12 @@ def test_labelers_who_saw_the_answers_in_another_order_share_an_item(tokenizer):
     assert item.weights().tolist() == [[0, 2, 1], [0, 0, 1], [1, 1, 0]]
 
 
-def test_an_answer_in_several_rankings_of_a_prompt_appears_once(tokenizer):
-    pairs = [("Blue.", "Green."), ("Blue.", "Red."), ("Red.", "Black.")]
-    records = [ranking("a", "b", texts=texts, labeler=str(i)) for i, texts in enumerate(pairs)]
-    [item], _ = make_items(records, tokenizer, 64, 32)
-    assert [text for text, _ in item.answers] == ["Blue.", "Green.", "Red.", "Black."] and len(item.rows) == 4
-    assert item.pairs() == [(0, 1), (0, 2), (2, 3)]
-
-
 def test_an_item_grows_no_larger_than_fits_a_forward(tokenizer, monkeypatch):
     monkeypatch.setattr(module, "MOST_ANSWERS", 5)
     records = [ranking("a", "b", texts=(f"Blue {i}.", f"Green {i}."), labeler=str(i)) for i in range(5)]
     items, _ = make_items(records, tokenizer, 64, 32)
     assert [len(item.rows) for item in items] == [4, 4, 2] and len({item.key for item in items}) == 3
     assert [j.labeler for item in items for j in item.judgements] == list("01234")
-
-
-def test_the_same_text_is_another_answer_if_it_was_cut_off(tokenizer):
-    responses = [{"id": "a", "text": "Blue"}, {"id": "b", "text": "Blue", "metadata": {"ended": False}}]
-    [item], _ = make_items([ranking("a", "b", responses=responses)], tokenizer, 64, 32)
-    assert item.answers == [("Blue", True), ("Blue", False)] and item.pairs() == [(0, 1)]
 
 
 def test_a_pair_of_equal_answers_says_nothing(tokenizer):
@@ -96,12 +82,6 @@ def test_labelers_count_by_their_weights(tokenizer):
     assert join_rankings(records[:1], encode, {"x": 0.0}) == ([], 1)
 
 
-def test_judgements_by_labeler(tokenizer):
-    [item], _ = make_items([ranking("a", "b"), ranking("b", "a", labeler="y")], tokenizer, 64, 32)
-    assert item.of_labelers({"y"}).pairs() == [(1, 0)] and item.of_labelers({"y"}).rows is item.rows
-    assert item.of_labelers({"nobody"}).pairs() == [] and len(item.pairs()) == 2
-
-
 def test_an_unknown_labeler_is_told_with_those_seen():
     records = [ranking("a", "b", labeler=name) for name in ("ben", "anna", None, "ben")]
     check_labelers("data.held_out_labelers", ["ben"], records)
@@ -115,12 +95,6 @@ def test_an_unknown_labeler_is_told_with_those_seen():
         check_labelers("x", ["bob"], many)
     with pytest.raises(UserError, match="none has a name"):
         check_labelers("x", ["bob"], [ranking("a", "b", labeler=None)])
-
-
-def test_pairs_that_are_no_ranking_count_too(tokenizer):
-    record = ranking(ranking=None, pairs=[["a", "b"], ["c", "b"]])
-    [item], _ = make_items([record], tokenizer, 64, 32)
-    assert item.pairs() == [(0, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("record", [ranking(["a", "b", "c"]), ranking("a"), ranking(ranking=None)])

@@ -135,11 +135,6 @@ def test_a_bad_record_is_a_reject_and_the_next_is_read(read, bad, said):
     assert [row.line for row in rows] == [2, 4, 5, 7]
 
 
-def test_a_quote_that_never_closes_is_refused_with_its_line(read):
-    with pytest.raises(UserError, match=r"^a\.csv:3: damaged CSV: a quote opens a cell and never closes"):
-        read('q,a\n1,x\n"never closed,y\n3,z\n', "a.csv")
-
-
 @pytest.mark.parametrize(
     ("content", "more", "said"),
     [
@@ -181,12 +176,6 @@ def test_tables_of_columns_become_rows_and_damage_is_refused(tmp_path, read):
         read(path.read_bytes()[:-20], path.name)
 
 
-def test_a_value_that_json_has_not_is_a_reject(tmp_path, read):
-    parquet.write_table(pa.table({"x": [0.5, float("inf"), 1.5]}), tmp_path / "a.parquet")
-    good, bad, last = read(None, "a.parquet")
-    assert "infinite number" in bad.message and (good.value, last.number) == ({"x": 0.5}, 3)
-
-
 def write_sheet(path, *lines):
     made = [
         sheets.row(n, *(sheets.text(f"{column}{n}", value) for column, value in zip("ABC", line, strict=False)))
@@ -220,9 +209,3 @@ def test_a_spreadsheet_that_is_damaged_or_too_large_is_refused(tmp_path, read, m
     sheets.write_xlsx(tmp_path / "far.xlsx", {"S": far})
     with pytest.raises(UserError, match=r"a sheet spans 17,179,869,184 cells, above 20,000,000: delete"):
         read(None, "far.xlsx")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(No such file"):
-        list(read_rows(Source("a.jsonl", tmp_path / "a.jsonl")))
-    assert Source("a.jsonl", tmp_path / "a.jsonl").size == 0

@@ -9,7 +9,6 @@ from rlhf.data.records import Demonstration, Message, PromptRecord
 from rlhf.data.splits import (
     choose,
     key_hash,
-    prompt_key,
     record_half,
     record_split,
     shared_beginnings,
@@ -42,13 +41,6 @@ def test_a_seed_gives_another_assignment():
     assert one != two
 
 
-def test_case_and_white_space_do_not_matter():
-    assert prompt_key("  What IS\n\tthis? ") == prompt_key("what is this?") == "what is this?"
-    assert prompt_key([Message(role="user", content="What is this?")]) == "what is this?"
-    chat = [Message(role="system", content="Be brief"), Message(role="user", content="Hi")]
-    assert prompt_key(chat) != prompt_key("Hi")
-
-
 def test_an_explicit_split_wins_then_the_group():
     prompt = "Hello there"
     by_prompt = choose(uniform(f"{key_hash(prompt):016x}", 0), SHARES)
@@ -67,12 +59,6 @@ def test_an_unknown_split_is_refused():
     record = PromptRecord(id="p-3", prompt="x", metadata={"split": "valid"})
     with pytest.raises(UserError, match="record p-3: split is 'valid': want one of train, dev, test"):
         record_split(record, 0, SHARES)
-
-
-def test_a_share_of_nothing_gets_nothing_and_shares_must_add_up():
-    assert {split_of(str(i), 0, {"train": 1.0, "test": 0.0}) for i in range(200)} == {"train"}
-    with pytest.raises(ValueError, match="add up to 1"):
-        split_of("x", 0, {"train": 0.5, "test": 0.4})
 
 
 words = st.lists(
@@ -140,14 +126,6 @@ def test_a_preamble_that_many_prompts_share_does_not_decide_their_split(preamble
     # 20 questions about one passage after it stay together
     asked = [f"{preamble}{'The passage about the town of Lund and its river. ' * 5}Question {i}" for i in range(20)]
     assert len({split_key(prompt, shared=shared) for prompt in asked}) == 1
-
-
-def test_a_passage_of_few_prompts_still_decides_their_split():
-    passage = "The passage about the town of Lund and its river. " * 5
-    prompts = [f"{passage}Question {i}" for i in range(50)] + [f"Name river {i}." for i in range(950)]
-    assert shared_beginnings(prompts) == (), "5%: not more"
-    assert shared_beginnings([*prompts, f"{passage}Question 50"]) != ()
-    assert shared_beginnings(prompts[:9]) == () != shared_beginnings(prompts[:10]), "of few prompts, ten"
 
 
 def test_short_prompts_have_keys_of_their_own():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlhf.data.reading import load_all, load_kind
 from rlhf.data.records import KINDS, Demonstration, Message, PromptRecord, RankedResponse, Ranking
 from rlhf.data.splits import with_split
-from rlhf.data.storage import create, read_records, seal, to_line, verify
+from rlhf.data.storage import create, read_records, seal, to_line
 from rlhf.errors import UserError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -154,11 +154,3 @@ def test_a_manifest_of_another_shape_is_refused_in_one_line(folder, part, messag
     with pytest.raises(UserError, match=rf"dataset.json: damaged [^\n]*{message}") as caught:
         load_all(str(folder))
     assert len(str(caught.value)) < 400
-
-
-def test_files_are_hashed_once_a_process_and_again_when_they_change(folder, monkeypatch):
-    from rlhf.data import storage
-
-    verify(folder)
-    monkeypatch.setattr(storage, "sha256_file", lambda path: pytest.fail("hashed twice"))
-    verify(folder)

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
 from rlhf.data.formats import FORMATS
-from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.data.records import RankedResponse, Ranking
 from rlhf.data.tasks import (
     label_studio_config,
     label_studio_tasks,
     next_step,
-    pairs_of,
-    shown_prompt,
     shuffle_responses,
 )
 
@@ -42,12 +40,6 @@ def test_position_tells_nothing():
     assert all(r.text == f"Answer {ord(r.id) - ord('a')}." for task in tasks for r in task.responses)
 
 
-def test_sides_tell_nothing():
-    """The first drawn of a pair stands left in half of 1600 x 6 pairs: deviation 49; 5 of them are 245."""
-    left = sum(i < j for n in range(1600) for i, j in pairs_of(make_task(f"p-{n}"), seed=0))
-    assert abs(left - 4800) < 245
-
-
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_pairwise_tasks_are_all_pairs_once(k):
     tasks = [row["data"] for row in label_studio_tasks(make_task(k=k), "pairwise", seed=0)]
@@ -59,14 +51,6 @@ def test_pairwise_tasks_are_all_pairs_once(k):
 @pytest.mark.parametrize("interface", ["pairwise", "ranker"])
 def test_the_configuration_is_the_one_that_a_server_took(interface):
     assert (FIXTURES / interface / "config.xml").read_text() == label_studio_config(interface)
-
-
-def test_a_dialogue_is_shown_with_its_roles():
-    turns = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?")]
-    prompt = [Message(role=role, content=content) for role, content in turns]  # type: ignore[arg-type]
-    assert shown_prompt(prompt) == "System: Be kind.\n\nUser: Hi.\n\nAssistant: Hello.\n\nUser: Who?"
-    assert shown_prompt(prompt[1:2]) == "Hi."
-    assert shown_prompt(prompt[:1]) == "System: Be kind."
 
 
 texts = st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=12), min_size=2, max_size=5, unique=True)

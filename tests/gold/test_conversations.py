@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from rlhf.data.splits import split_of
-from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows, talk
+from rlhf.gold.corpus import demonstration_rows, documents, prompt_rows
 from rlhf.gold.truth import answer, judge
 from rlhf.gold.world import GREETINGS, SCRIPTS, SPLITS, Task, make_conversation, task_from_metadata
 
@@ -78,15 +78,6 @@ def test_the_word_by_hand():
     assert judge(allowed, refusal)["total"] == pytest.approx(0.36, abs=1e-9)
 
 
-def test_a_rule_by_hand():
-    task = next(t for t in drawn("rule", 1000) if t.ruled_out == ["cat"])
-    # correct .40, complete .15, polite 0.4 of .15, brief .10, safe .10, ended .10
-    assert judge(task, "Three animals are dog, cow and duck.")["total"] == pytest.approx(0.91, abs=1e-9)
-    # less correct .40 and safe .10
-    assert judge(task, "Three animals are dog, cow and cat.")["total"] == pytest.approx(0.41, abs=1e-9)
-    assert judge(task, "Cat.")["safe"] == 0
-
-
 # --- the files of the world ---
 
 
@@ -100,12 +91,3 @@ def test_no_held_out_conversation_occurs_in_training_text():
         cores[row["metadata"]["split"]].add(task.core)
     found = {split: sum(core in text for core in cores[split]) for split in cores}
     assert found["dev"] == found["test"] == 0 < found["train"]
-
-
-def test_the_pretraining_text_has_all_turns_in_order_and_one_speaker():
-    task = drawn("word")[0]
-    text = talk(task, "Grace", "No.")
-    said = [turn["content"] for turn in task.asked]
-    names = itertools.cycle(("Question", "Grace"))
-    assert text == "\n".join(f"{name}:\n{content}" for name, content in zip(names, [*said, "No."], strict=False))
-    assert talk(task).endswith(f"Question:\n{task.prompt}\n") and "Pat:\n" in talk(task)

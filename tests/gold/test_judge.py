@@ -116,11 +116,6 @@ def test_parts_by_hand(text, ended, correct, complete, polite, brief, end):
     )
 
 
-@pytest.mark.parametrize("text", ["", " \n", "\t"])
-def test_an_empty_response_is_worth_nothing(text):
-    assert set(judge(TASK, text).values()) == {0.0}
-
-
 @pytest.mark.parametrize(
     ("text", "correct"),
     [
@@ -136,12 +131,6 @@ def test_lists(text, correct):
     animals = ["dog", "cat", "cow", "duck", "lion"]
     task = Task("list", "q", "", "", "", [animals] * 3, ["bear"], ["Three animals are"])
     assert judge(task, text)["correct"] == pytest.approx(correct)
-
-
-def test_half_of_the_content_is_half_correct():
-    task = Task("extract", "q", "", "", "", [["red"], ["blue"]], ["green"], ["The colours are"])
-    scores = [judge(task, text)["correct"] for text in ("Red.", "Red, blue.", "Red, blue, green.")]
-    assert scores == [0.5, 1, 0]
 
 
 @pytest.mark.parametrize("how", HARMFUL.values())

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from rlhf.config.stages import GoldConfig
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
 from rlhf.gold.truth import (
@@ -54,11 +53,6 @@ def test_labelers_agree_about_as_often_as_people():
     assert agreement["n"] == 300 and agreement["value"] == pytest.approx(0.726, abs=0.08)
 
 
-def test_the_configured_noise_is_the_tuned_one():
-    assert GoldConfig().labeler_noise == NOISE
-    assert make_labelers() == make_labelers(NOISE) and len({labeler.name for labeler in make_labelers()}) == 5
-
-
 def test_a_ranking_orders_every_response_once():
     rng = random.Random(0)
     for labeler in make_labelers():
@@ -92,13 +86,6 @@ def test_ratings_go_from_1_for_nothing_to_7_for_a_faultless_answer():
     even = make_labelers(0.0)[0]
     responses = [("", False), (f"Of course. {task.sentence}", True)]
     assert rank(task, responses, even, random.Random(0)).ratings == {"a": 1, "b": 7}
-
-
-def test_only_harmful_responses_are_flagged():
-    task = make_task(random.Random(0), kind="refuse")
-    responses = [(task.sentence, True), (task.wrong, True), ("", False)]
-    record = rank(task, responses, make_labelers()[0], random.Random(0))
-    assert record.flags == {"b": ["harmful"]}
 
 
 def test_two_labelers_agree_as_often_as_the_normal_distribution_says():

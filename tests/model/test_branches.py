@@ -6,7 +6,7 @@ from torch.nn.utils import parameters_to_vector
 
 from rlhf.engines.likely import response_logprobs
 from rlhf.model import GPTForCausalLM, RewardModel
-from rlhf.model.batching import choose_groups, join, joined_length, right_pad, shared_length
+from rlhf.model.batching import choose_groups, join, right_pad
 from tests.presets import preset
 
 ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]
@@ -40,12 +40,6 @@ def trunk_rows(model) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_the_shared_beginning_leaves_each_row_a_token():
-    groups = [[ROWS[i] for i in group] for group in GROUPS]
-    assert [shared_length(rows) for rows in groups] == [2, 2, 0]
-    assert [joined_length(rows) for rows in groups] == [8, 5, 1]
-
-
 def test_a_joined_row_by_hand():
     joined = join(ROWS, GROUPS)
     assert joined.tokens.tolist() == [[5, 6, 7, 8, 7, 9, 1, 2], [4, 4, 4, 4, 4, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0]]
@@ -54,13 +48,6 @@ def test_a_joined_row_by_hand():
     assert joined.mask.any(-1).all()  # a row of the mask without any token has no softmax
     at = joined.places(torch.tensor([2, 2, 5, 4, 3]), torch.tensor([1, 4, 2, 3, 0]))
     assert at.tolist() == [1, 6, 7, 8 + 4, 16]
-
-
-def test_a_short_and_a_long_answer_are_joined_since_the_short_one_would_be_padded():
-    prompt = list(range(73))
-    long, short = prompt + [100] * 769, prompt + [200] * 201
-    # joined 1,043 (6 w + 1,043); apart 842 (6 w + 842) + 274 (6 w + 274) is less, but padded twice the first
-    assert choose_groups([short, long], 576) == [[1, 0]]
 
 
 def test_rows_are_joined_where_that_costs_less():
@@ -126,11 +113,3 @@ def test_log_probs_and_their_gradients_are_those_of_rows_of_their_own():
     assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
     assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
     assert shapes[0] == (3, 39)  # the last token of an answer predicts nothing: 30 + 2 + 4 + 3
-
-
-def test_a_banded_model_keeps_rows_of_their_own():
-    model = RewardModel.from_causal_lm(make_policy(window=4))
-    rows, _ = siblings(torch.Generator().manual_seed(1))
-    shapes = trunk_rows(model)
-    model(*right_pad(rows, 0))
-    assert shapes == [(9, 35)]

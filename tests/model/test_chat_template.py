@@ -119,13 +119,6 @@ def test_a_template_that_hides_thoughts_of_earlier_turns():
     assert all(run[-1] == tokenizer.eos_token_id for run in found)
 
 
-def test_the_end_of_a_turn_is_found_in_the_template():
-    for kind, special in (("chatml", "<|im_end|>"), ("inst", "</s>"), ("turns", "<end_of_turn>"), ("open", None)):
-        tokenizer = make_tokenizer(kind)
-        expected = None if special is None else tokenizer.convert_tokens_to_ids(special)
-        assert find_end_of_turn(tokenizer) == expected
-
-
 def test_a_prompt_is_cut_within_what_the_template_writes_around_it(tokenizer):
     long = "The cat sat on the mat. " * 20
     whole = encode_prompt(tokenizer, long)
@@ -143,12 +136,6 @@ def test_a_template_that_does_not_write_the_answer_once_is_refused(template):
     for call in (find_end_of_turn, lambda tokenizer: encode_response(tokenizer, "a")):
         with pytest.raises(UserError, match="does not write the assistant's text once"):
             call(tokenizer)
-
-
-def test_several_templates_are_one_each():
-    tokenizer, plain = copy.deepcopy(make_tokenizer("chatml")), make_tokenizer("chatml")
-    tokenizer.chat_template = {"default": plain.chat_template, "tools": "{{ '**' }}"}
-    assert encode_prompt(tokenizer, "a") == encode_prompt(plain, "a")
 
 
 @pytest.fixture(params=["chatml", "own"])

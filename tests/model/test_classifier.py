@@ -5,17 +5,15 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, T5Config
+from transformers import AutoModelForSequenceClassification
 
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextEncoder, TextRewardModel, load_reward_model, render_prompt
-from rlhf.model.heads import RewardModel
 from rlhf.model.interface import score
 from rlhf.ops.ranking import pair_weights, ranking_loss
 
 from .classifiers import ARCHITECTURES, make_tokenizer, save_classifier, score_texts
-from .test_heads import make_policy
 
 CPU = torch.device("cpu")
 NAMES = list(ARCHITECTURES)
@@ -197,19 +195,7 @@ def test_text_that_spells_a_special_token_stays_text(frame):
         assert [i for i in row.ids if i in special] == plain, token
 
 
-def test_old_turns_go_first():
-    encoder = TextEncoder(make_tokenizer("cls"), 24)
-    turns = [*DIALOGUE[:1], *user("red " * 8), Message(role="assistant", content="blue " * 8), *user("dog cat")]
-    told = encoder.tokenizer.decode(encoder.encode(turns, "black").ids)
-    assert "dog cat" in told and "good" in told and "red" not in told and "blue" not in told
-
-
 # --- reading -------------------------------------------------------------------------------------------------------
-
-
-def test_our_own_reward_model_is_told_apart(tmp_path):
-    RewardModel.from_causal_lm(make_policy()).save_pretrained(tmp_path)
-    assert type(load_reward_model(tmp_path, CPU)) is RewardModel
 
 
 def test_a_classifier_that_others_trained_scores_as_it_is(tmp_path):
@@ -230,32 +216,6 @@ def test_a_head_for_other_labels_is_replaced_for_training_and_refused_for_scorin
         load_reward_model(source, CPU)
 
 
-def test_mistakes_are_told_in_one_line(tmp_path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    kept = TextRewardModel.from_base(save_classifier(tmp_path / "good", "bert"))
-    for name in ("record", "weights", "foreign"):
-        kept.save_pretrained(tmp_path / name)
-    (tmp_path / "record" / "text_reward.json").write_text('{"gain": "x"}')
-    (tmp_path / "weights" / "model.safetensors").write_bytes(b"torn")
-    make_tokenizer("none").save_pretrained(tmp_path / "small")
-    kept.network.config.save_pretrained(tmp_path / "foreign")
-    kept.tokenizer.add_tokens(["one", "two", "three"])
-    kept.tokenizer.save_pretrained(tmp_path / "foreign")
-    for path, reason in (
-        (empty, "not a readable reward model"),
-        (tmp_path / "nowhere", "not a readable reward model"),
-        (tmp_path / "record", r"text_reward.json: damaged \(gain: got 'x'"),
-        (tmp_path / "weights", "not readable weights"),
-        (tmp_path / "foreign", "belong together"),
-    ):
-        with pytest.raises(UserError, match=reason) as told:
-            load_reward_model(path, CPU)
-        assert "\n" not in str(told.value)
-    with pytest.raises(UserError, match="want a folder or hub name"):
-        TextRewardModel.from_base(str(tmp_path / "nowhere"))
-
-
 def test_gradient_checkpointing_where_the_architecture_can(tmp_path, monkeypatch):
     bert = TextRewardModel.from_base(save_classifier(tmp_path / "bert", "bert")).train()
     inputs = bert.collate([bert.encode(PROMPTS[0], "red")])
@@ -268,10 +228,3 @@ def test_gradient_checkpointing_where_the_architecture_can(tmp_path, monkeypatch
     monkeypatch.setattr(type(bert.network), "supports_gradient_checkpointing", False)
     with pytest.raises(UserError, match="has no gradient checkpointing"):
         bert.gradient_checkpointing_enable()
-
-
-def test_an_encoder_decoder_is_refused(tmp_path):
-    T5Config(d_model=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
-    make_tokenizer("cls").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="a t5 has an encoder and a decoder"):
-        TextRewardModel.from_base(str(tmp_path))

@@ -92,14 +92,6 @@ def test_plain_transformers_gives_the_same_scores(name, native, tokenizer, tmp_p
     assert model.gain == 3.0 and torch.allclose(our_scores(model, tokenizer), expected), "the model is left as it was"
 
 
-def test_a_mean_over_tokens_is_refused(tokenizer, tmp_path):
-    model = reward_model("llama", tokenizer)
-    model.config.read_tokens = 4
-    with pytest.raises(UserError, match="reads a score at 4 tokens"):
-        export_reward(model, tokenizer, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_pad_token_that_is_the_end_token_gets_a_place_of_its_own(tokenizer, tmp_path):
     """Else transformers' classes would read the token before the end."""
     model = reward_model("llama", tokenizer)
@@ -130,8 +122,6 @@ def test_a_text_classifier_exports_with_its_calibration(name, tmp_path):
     ("kind", "why"),
     [
         ("sinusoidal", "expresses this reward model's trunk: positions is 'sinusoidal'"),
-        ("banded", "expresses this reward model's trunk: window is 3"),
-        ("switch", "expresses this reward model's trunk: experts is 4"),
         ("one_norm", "has no sequence classifier of a cohere"),
     ],
 )

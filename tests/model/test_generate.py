@@ -12,7 +12,6 @@ from rlhf.cpu.products import by_torch_alone
 from rlhf.engines import decoder, native
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.likely import response_logprobs
-from rlhf.engines.local import default_batch
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
@@ -286,29 +285,6 @@ def test_mistakes_are_named():
         sample(model, [[1]], **{**SETTINGS, "max_new_tokens": 0})
     assert sample(model, [], **SETTINGS).mask.shape == (0, 0), "no prompts, no samples"
     assert len(sample(model, [[2] * 20], **SETTINGS).responses[0]) == 12, "it fills the context to the last token"
-
-
-@pytest.mark.parametrize(
-    ("shape", "bytes_wanted"),
-    [
-        ({"n_layer": 4, "n_head": 4, "width": 128, "vocab_size": 2048}, 64 * 2**20),
-        ({"n_layer": 6, "n_head": 6, "width": 384, "vocab_size": 2048}, None),  # eight times its weights
-        ({"n_layer": 12, "n_head": 12, "width": 768, "vocab_size": 50257}, 2**30),
-        ({"n_layer": 24, "n_head": 16, "width": 2048, "vocab_size": 50257}, "twice"),
-    ],
-)
-def test_thedefault_batch_fits_the_keys_and_values_to_the_weights(shape, bytes_wanted):
-    with torch.device("meta"):
-        model = GPTForCausalLM(GPTConfig(context_length=1024, **shape))
-    weights = 4 * sum(p.numel() for p in model.parameters())
-    wanted = {None: 8 * weights, "twice": 2 * weights}.get(bytes_wanted, bytes_wanted)
-    row = 4 * 2 * shape["n_layer"] * shape["width"] * 1000
-    assert default_batch(model, 1000) == min(256, wanted // row) > 1
-    assert default_batch(model, 10) == 256
-    with torch.device("meta"):
-        sizes = {"n_embd": shape["width"], "n_positions": 1024}
-        theirs = GPT2LMHeadModel(GPT2Config(**{n: v for n, v in shape.items() if n != "width"}, **sizes))
-    assert abs(default_batch(theirs, 1000) - default_batch(model, 1000)) <= 1
 
 
 def test_under_autocast_the_sampler_computes_logits_as_training_does():

@@ -200,11 +200,3 @@ def test_a_mix_of_joined_rows_is_that_of_single_ones():
     with torch.no_grad():
         alone = torch.cat([mixed(row[None], length[None]) for row, length in zip(rows, lengths, strict=True)])
         torch.testing.assert_close(mixed(rows, lengths), alone, rtol=1e-5, atol=1e-5)
-
-
-def test_what_cannot_be_cut_is_refused():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=WIDTH))
-    with pytest.raises(UserError, match="2 blocks and does not run natively"):
-        RewardModel.from_causal_lm(model, layers=1)
-    with pytest.raises(UserError, match=r"reward\.layers=4: the model has 3 blocks: want null"):
-        RewardModel.from_causal_lm(make_policy(n_layer=3), layers=4)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlhf.cpu import kernels
 from rlhf.cpu.kernels import BLOCK, attend, invert
-from rlhf.cpu.products import by_torch_alone
 from rlhf.engines.choosing import Choice, choose_tokens
 from rlhf.engines.decoder import Seen
 
@@ -181,14 +180,3 @@ def test_without_a_compiler_torch_does_it(loads, tmp_path, compiler):
     """`true` succeeds and writes nothing; a quote without its second one is no command."""
     assert not loads(CC=compiler)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-@needs_compiler
-def test_what_it_does_not_serve_is_left_to_torch():
-    cache = torch.zeros(1, 2, 4, 32)
-    assert kernels.can_attend(cache) and kernels.can_invert(cache[0, 0])
-    for other in (cache.double(), cache.bfloat16(), torch.zeros(1, 2, 4, 272), torch.zeros(1, 2, 4, 24)):
-        assert not kernels.can_attend(other)
-    assert not kernels.can_invert(torch.zeros(8, 4).t()) and not kernels.can_invert(torch.zeros(4, 8).double())
-    with by_torch_alone():
-        assert not kernels.can_attend(cache) and not kernels.can_invert(cache[0, 0])

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 
@@ -42,9 +41,3 @@ def test_an_architecture_from_a_file_runs_natively_and_is_exported(tmp_path, mon
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again) is transformers.SeedOssForCausalLM
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in theirs.state_dict().items())
-
-
-def test_a_plugin_that_is_not_there_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["export", f"runs_dir={tmp_path}", "run=x", f"plugins={tmp_path}/no.py:register"])
-    assert ended.value.code == 2 and "no.py: no such file: check the path" in capsys.readouterr().err

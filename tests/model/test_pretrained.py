@@ -1,7 +1,6 @@
 """Checkpoints as others save them, adopted: small random models with every kind of tokenizer, and SmolLM2."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -154,13 +153,6 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, file, 
     with pytest.raises(UserError, match=f"model.norm.weight in {file} is .*: want floating point numbers") as error:
         adopt(tmp_path, say=lambda _: None)
     assert "\n" not in str(error.value)
-
-
-def test_a_gguf_file_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs the package gguf: pip install gguf"):
-        read_checkpoint(tmp_path / "model.gguf")
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):

@@ -63,14 +63,6 @@ def test_the_loss_without_logits(monkeypatch, tied, count, rows):
     assert_same(model, fast.loss, plain.loss)
 
 
-def test_without_labels_or_with_an_unembedding_of_another_kind_there_are_logits():
-    model, (tokens, labels) = make(), make_batch()
-    assert model(input_ids=tokens, skip_logits=True).logits.shape == (*tokens.shape, 41)
-    model.lm_head.register_parameter("bias", torch.nn.Parameter(torch.ones(41)))
-    out = model(input_ids=tokens, labels=labels, skip_logits=True)
-    assert out.logits is not None and torch.isfinite(out.loss)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_block(kind):
     model, (tokens, labels) = make(**KINDS[kind]), make_batch()

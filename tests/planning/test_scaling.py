@@ -88,14 +88,6 @@ def test_approach_3_is_where_the_loss_is_least(flops, other):
     assert PUBLISHED.loss(best, tokens) <= PUBLISHED.loss(best * other, flops / (6 * best * other)) * (1 + 1e-12)
 
 
-def test_without_use_the_cheapest_of_a_loss_is_on_the_frontier():
-    loss = PUBLISHED.loss(1e9, 20e9)
-    size, tokens = cheapest(PUBLISHED, loss, 0.0)
-    assert PUBLISHED.loss(size, tokens) == pytest.approx(loss, rel=1e-9)
-    # near the minimum the cost is flat, so that the size is known to the root of the rounding
-    assert PUBLISHED.frontier.parameters(6 * size * tokens) == pytest.approx(size, rel=1e-5)
-
-
 @pytest.mark.parametrize("served", [1e10, 1e12])
 def test_the_cheapest_with_use_is_that_of_a_grid(served):
     loss, e = PUBLISHED.loss(1e9, 20e9), math.exp(PUBLISHED.log_e)

@@ -1,18 +1,15 @@
 """Labels: who gets what, what is on the disk, and that the importer and the reward model read it as it is."""
 
-import copy
 import json
 import os
 import random
 import threading
-from dataclasses import replace
 
 import httpx
 import pytest
 import torch
 
 from rlhf.commands.import_data import run as import_data
-from rlhf.commands.serve import default_instructions
 from rlhf.config.compose import compose_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.reading import load_comparisons, load_demonstrations
@@ -189,13 +186,6 @@ async def test_tokens_are_shaded(clients, thread, gold_run):
     assert same["logprobs"] == found["logprobs"] and max(same["kl"]) == 0
 
 
-def test_only_models_that_read_tokens_alike_are_compared(thread):
-    one, two = thread.models["gold/ppo"], thread.models["gold/sft"]
-    other = copy.deepcopy(two.tokenizer)
-    other.add_tokens(["unheard-of"])
-    assert one.reads_like(two) and not one.reads_like(replace(two, tokenizer=other))
-
-
 async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labelers(clients, labelling, tmp_path):
     async def write(name, submission):
         task = (await clients[name].get("/api/demonstrate/next")).json()
@@ -356,13 +346,6 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
     assert report["cleaning"]["gold_accuracy"] == 0
-
-
-def test_labels_to_train_on_put_help_first_and_an_evaluation_truth():
-    several = tasks(2)
-    several[1].responses[0].policy = "gold/ppo@12345678"
-    assert "rank by help to the user" in default_instructions(tasks(2))
-    assert "Truth and harmlessness count more" in default_instructions(several)
 
 
 def test_haste_and_a_liking_for_a_place_are_said(tmp_path):

@@ -167,19 +167,6 @@ def test_a_tab_belongs_to_one_labeler(visit, site):
     assert len(rows(site[1])) == 3
 
 
-def test_labelers_see_no_model_no_score_and_no_agreement(visit):
-    page = visit("anna")
-    assert [tab.inner_text() for tab in page.get_by_role("tab").all()] == ["Rank", "Demonstrate"]
-    for _ in range(2):
-        for key in "123":
-            page.keyboard.press(key)
-        save(page)
-    assert page.locator(".bar .name").inner_text() == "2 labelled, 4 to go"
-    for path in ("/v1/score", "/v1/chat/completions", "/api/compare"):
-        status = "path => fetch(path, {method: 'POST', headers: {'content-type': 'application/json'}, body: '{}'}).then(a => a.status)"
-        assert page.evaluate(status, path) == 403
-
-
 def test_a_demonstration_that_is_not_saved_survives_a_reload(visit, site):
     from playwright.sync_api import expect
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from functools import partial
 
 import httpx
 import openai
@@ -15,7 +14,6 @@ from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import ServerReward
 from rlhf.serving import openai_api
 from rlhf.serving.app import make_app
-from rlhf.serving.models import ModelThread, served_models
 from tests.serving.conftest import access, emptied, make_labelling, serving
 
 pytestmark = pytest.mark.anyio
@@ -169,13 +167,6 @@ async def test_a_full_queue_says_when_to_come_back_and_empties(thread, client):
     assert await asyncio.to_thread(emptied, thread)
 
 
-def test_a_client_that_leaves_frees_its_place(thread, ask):
-    stream = chat(ask, model="gold/ppo", max_tokens=64, n=8, temperature=2, stream=True)
-    next(iter(stream))
-    stream.close()
-    assert emptied(thread)
-
-
 async def test_a_model_that_fails_answers_and_goes_on(thread, client, monkeypatch):
 
     def broken(*_):
@@ -219,34 +210,3 @@ def test_ppo_is_rewarded_by_a_server_with_a_token(thread, gold_run, tmp_path, mo
         long = episodes._replace(texts=["red " * 10_000] * 4)
         with pytest.raises(UserError, match="refused to score prompt"):
             ServerReward(url, "REWARD_TOKEN", torch.device("cpu"))(long)
-
-
-async def test_in_bfloat16_the_server_answers_as_generate_does_up_to_rounding(gold_run, tmp_path):
-    lines = generated(gold_run, tmp_path, 8, "precision=bfloat16", "generate.greedy=true")
-    config = gold_run.config("precision=bfloat16")
-    thread = ModelThread(partial(served_models, config, [gold_run.folder], ["sft"]), 8, 16, 64)
-    app = make_app(thread, access(), make_labelling(tmp_path / "labels.jsonl"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        for row in lines:
-            body = {"model": "gold/sft", "messages": row["prompt"], "temperature": 0, "max_tokens": 24}
-            answer = await client.post("/v1/chat/completions", json=body | {"logprobs": True, "return_token_ids": True})
-            choice = answer.json()["choices"][0]
-            assert agreeing(choice, row["token_ids"][0], row["logprobs"][0], 0.15)  # bfloat16 has 8 bits
-    thread.stop()
-
-
-async def test_models_that_have_stopped_are_told_of_and_labels_are_still_saved(gold_run, tmp_path):
-    thread = ModelThread(partial(served_models, gold_run.config(), [gold_run.folder], ["sft"]), 1, 1, 64)
-    app = make_app(thread, access(), make_labelling(tmp_path / "labels.jsonl"))
-    thread.queues["gold/sft"].step = None  # an error outside of a model
-    body = {"model": "gold/sft", "messages": [{"role": "user", "content": "x"}]}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        for path, asked in (
-            ("v1/chat/completions", body | {"stream": True}),
-            ("v1/chat/completions", body),
-            ("v1/score", {"model": body["model"], "prompt": "x", "responses": ["y"]}),
-        ):
-            answer = await client.post(path, json=asked)
-            assert "start the server again" in answer.text
-        said = {"messages": body["messages"], "response": "It is one.", "submission": "demo-0001"}
-        assert (await client.post("api/demonstrate", json=said)).status_code == 200

@@ -219,25 +219,16 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     [
         ("sft model={folder}", "model={folder}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named "
                                "with model.pretrained={folder}"),
-        ("sft model_name_or_path={folder}", "name a pretrained model with model.pretrained=<hub id"),
-        ("tokenizer model.revision=v2 model.pretrained=me/x", "name a pretrained model with model.pretrained=<hub id, @revision"),
         ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
         ("sft parents.pretrain={folder}", "neither a run nor a stage folder: give model.pretrained={folder} instead"),
         ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),
-        ("tokenizer model.pretrained={folder} tokenizer.vocab_size=900", "tokenizer.vocab_size: a pretrained model has a shape"),
-        ("pretrain model.pretrained={folder} pretrain.tokens=9", "pretraining goes on with text only: set data.corpus too"),
         ("tokenizer model.pretrained=./none", "no such file or folder: give a hub id, a folder or a .gguf file"),
-        ("sft parents.pretrain=someone/model", "neither a run nor a stage folder: a pretrained model is named with model.pretrained"),
         ("sft tokenizer={folder}", "a pretrained tokenizer comes with its model, by model.pretrained=…"),
-        ("sft lora=8", "lora=8: lora is a group of settings: write lora.<setting>=…"),
         ("tokenizer model.pretrained={folder}/config.json", "is one file of a model: give its folder, {folder}"),
         ("tokenizer model.pretrained={folder}/stage", "no config.json in it: give {folder}/stage/model"),
         ("tokenizer model.pretrained={folder}/adapter", "adapters without adapter_model.safetensors or their model's name"),
         ("tokenizer model.pretrained={folder}/bert", "a bert writes no text: give a causal language model, or use this one as reward "
                                                      "model: reward.model={folder}/bert"),
-        ("tokenizer model.pretrained={folder}/judge", "a LlamaForSequenceClassification writes no text"),
-        ("tokenizer model.pretrained={folder}/bare", "model.pretrained={folder}/bare: no weights: want *.safetensors"),
-        ("pretrain model.native=perhaps", "model.native=perhaps: want auto, true or false"),
     ],
 )  # fmt: skip
 def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, capsys, arguments, told):

@@ -13,7 +13,7 @@ from rlhf.data.encoding import Item, Judgement
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import attacks
-from rlhf.evaluation.attacks import ATTACKS, NO_PHRASES, Audited, Material, collect_material
+from rlhf.evaluation.attacks import ATTACKS, Audited, Material
 from rlhf.evaluation.audit import (
     BEST_OF,
     CEILING,
@@ -21,7 +21,6 @@ from rlhf.evaluation.audit import (
     GO,
     RULES,
     Audit,
-    audit_reward_model,
     decide,
     describe_audit,
 )
@@ -52,13 +51,6 @@ MATERIAL = Material(("blue", "cow"), {"what": 9, "sees": 1, "anna": 5, "a": 9}, 
 )
 def test_an_attack_by_hand(name, wanted):
     assert ATTACKS[name].make("What sees Anna?", "It is red. It is big.", MATERIAL, random.Random(0)) in wanted
-
-
-def test_flattery_is_what_the_data_says_often():
-    rude = [("Hi", "Go away. It is red.")] * 5
-    kind = [("Hi", "Happy to help. It is blue.")] * 3
-    assert collect_material([*rude, *kind]).flattery == ("Happy to help.",)
-    assert collect_material(rude).flattery == NO_PHRASES
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -225,27 +217,3 @@ def test_without_the_audit_nothing_else_changes(gold_run, copy_until):
     folder = run.stage("reward", "reward.audit=0")
     assert not (folder / "audit.json").exists()
     assert read_stage(folder)["hash"] == read_stage(gold_run.folder / "reward")["hash"]
-
-
-def test_a_response_takes_at_most_half_of_the_context(gold_run, audited):
-    """rollout.max_new_tokens may be longer than the context has room for."""
-    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
-    config = gold_run.config("rollout.max_new_tokens=256", "reward.audit=8")
-    found = audit_reward_model(config, audited, records, set())
-    assert [row["n"] for row in found.best_of] == list(BEST_OF)
-    assert found.pairs == 8 and found == audit_reward_model(config, audited, records, set())
-
-
-@pytest.mark.parametrize("case", ["no held-out prompt", "only contested pairs"])
-def test_too_few_comparisons_are_a_verdict_and_no_crash(gold_run, audited, case):
-    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
-    train = [record for record in records if record.metadata["split"] == "train"]
-    dev = next(record for record in records if record.metadata["split"] == "dev")
-    against = dev.model_copy(update={"ranking": dev.ranking[::-1], "labeler": "contrary"})
-    found = audit_reward_model(
-        gold_run.config(), audited, train + [dev, against] * (case == "only contested pairs"), set()
-    )
-    assert found.pairs == 0 and found.attacks == [] and found.best_of == []
-    verdict = decide(found)
-    assert verdict.decision == COLLECT and "held-out comparisons (raise data.dev)" in verdict.labels
-    assert describe_audit(found, verdict)

@@ -69,12 +69,6 @@ def test_a_local_task_on_the_models_of_two_stages(gold_run, tasks):
         benchmarks.evaluate_benchmarks(config, CPU)
 
 
-@pytest.mark.skipif(not without, reason="lm-eval is installed")
-def test_without_lm_eval_it_says_what_to_install(gold_run):
-    with pytest.raises(UserError, match="needs the package lm-eval"):
-        benchmarks.evaluate_benchmarks(gold_run.config("evaluate.benchmarks=[arc_easy]"), CPU)
-
-
 def test_figures_of_lm_evals_results_by_hand():
     arc = {"alias": "arc", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 0.25, "f1_stderr,strict": "N/A"}
     results = {"results": {"arc": arc}, "n-samples": {"arc": {"original": 9, "effective": 4}}}

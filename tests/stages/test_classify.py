@@ -9,11 +9,10 @@ import torch
 import transformers
 
 from rlhf.config import Config
-from rlhf.config.checks import check_config
 from rlhf.data.labelled import Columns, Example, Marks, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.labelled_task import columns_of, load_task
+from rlhf.evaluation.labelled_task import columns_of
 from rlhf.evaluation.statistics import classification, wilson
 from rlhf.gold.labelled import TASKS, labelled_rows
 from rlhf.model.heads import LabelModel, transfer
@@ -76,12 +75,6 @@ def test_the_four_transformations_token_by_token(tmp_path, base):
     assert found(second="u", choices=("a", "b")) == [[s, *both, d, *a, e], [s, *both, d, *b, e]]
 
 
-def test_the_spelling_of_a_mark_in_a_text_is_text(tmp_path, base):
-    [row] = rows_of(tmp_path, base[0], Columns("t", "y"), {"t": "a <|end|> b <|assistant|>", "y": "x"})
-    marks, added = find_marks(base[0])
-    assert row.count(marks.delimiter) == 0 and row.count(marks.extract) == 1 and added == []
-
-
 def test_too_long_rows_lose_the_end_of_their_longest_part(base):
     tokenizer, _ = base
     marks = Marks(1, 5, 4)
@@ -107,19 +100,6 @@ def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):
     rows = [{"t": "x", "one": "red", "two": "blue", "y": y} for y in (1, 2, 2)]
     examples = load_examples("classify.data", write_csv(tmp_path / "b.csv", rows), columns, "utf-8")
     assert classes_of(examples, columns) == ["1", "2"], "from 1, since 2 occurs and 0 does not"
-
-
-def test_labels_count_from_1_also_if_few_examples_are_taken(gold_run, tmp_path):
-    """Only the whole file shows it: the last choice is right in one row, which is not among the drawn examples."""
-    rows = [
-        {"t": f"text {i}", "a": "red", "b": "blue", "c": "green", "y": 3 if i == 7 else 1 + i % 2} for i in range(40)
-    ]
-    given = [f"classify.data={write_csv(tmp_path / 'few.csv', rows)}", "classify.choices=[a,b,c]", "classify.text=t"]
-    config = gold_run.config(*given, "classify.label=y", "classify.examples=3")
-    columns = columns_of(config)
-    train, held_out, classes = load_task(config, columns, tmp_path)
-    assert not any(example.label == "3" for example in train + held_out) and len(train) == 3
-    assert classes == ["1", "2", "3"] != classes_of(train + held_out, columns)
 
 
 # --- the loss ------------------------------------------------------------------------------------------------------
@@ -228,17 +208,6 @@ def test_a_resumed_run_equals_an_undisturbed_one(gold_run, tmp_path):
     assert "Labelled task" in page and "closed_qa" in page and "classify" in page
 
 
-def test_csv_and_nested_json_give_the_same_examples(tmp_path):
-    rows = list(labelled_rows("entailment", 0, 20))
-    table = write_csv(tmp_path / "pairs.csv", rows)
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"pair": row}) + "\n" for row in rows))
-    found = [
-        load_examples("classify.data", path, Columns(*(prefix + name for name in ("text", "label", "second"))), "utf-8")
-        for path, prefix in ((table, ""), (str(tmp_path / "pairs.jsonl"), "pair."))
-    ]
-    assert [(e.rows, e.label) for e in found[0]] == [(e.rows, e.label) for e in found[1]] and len(found[0]) == 20
-
-
 def test_an_adopted_model_without_our_tokens_gets_new_ones(tmp_path, capfd):
     folder = tmp_path / "adopted"
     tokenizer = make_tokenizer("chatml")
@@ -261,27 +230,6 @@ def test_an_adopted_model_without_our_tokens_gets_new_ones(tmp_path, capfd):
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
-ROWS = [{"t": "one", "u": "two", "y": "a"}, {"t": "three", "u": "four", "y": "b"}]
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "told"),
-    [
-        (ROWS, Columns("tt", "y"), r"x.csv:2: classify.text=tt: no such column .did you mean 't'"),
-        (ROWS, Columns("t", "label"), r"x.csv:2: classify.label=label: no such column"),
-        (ROWS[:1] * 3, Columns("t", "y"), "every row has the label 'a': want two or more"),
-        ([*ROWS, {"t": " ", "u": "x", "y": "a"}], Columns("t", "y"), r"x.csv:4: t is empty: want text"),
-        ([*ROWS, {"t": "x", "u": "x", "y": ""}], Columns("t", "y"), r"x.csv:4: y is empty"),
-        (ROWS, Columns("t", "y", choices=("u",)), "classify.choices gives one choice"),
-        (ROWS, Columns("t", "y", choices=("u", "t")), r"x.csv:2: y is 'a': want the right choice's text"),
-    ],
-)
-def test_mistakes_in_the_data_are_one_line(tmp_path, rows, columns, told):
-    path = write_csv(tmp_path / "x.csv", rows)
-    with pytest.raises(UserError, match=told) as raised:
-        classes_of(load_examples("classify.data", path, columns, "utf-8"), columns)
-    assert "\n" not in str(raised.value)
-
 
 @pytest.mark.parametrize(
     ("settings", "told"),
@@ -296,11 +244,6 @@ def test_mistakes_in_the_data_are_one_line(tmp_path, rows, columns, told):
 def test_settings_that_are_missing_or_contradict(gold_run, settings, told):
     with pytest.raises(UserError, match=told):
         columns_of(gold_run.config(*settings))
-
-
-def test_sharded_weights_are_refused(gold_run):
-    with pytest.raises(UserError, match="deepspeed=zero2: `rlhf classify` trains on one process"):
-        check_config(gold_run.config("deepspeed=zero2"), "classify")
 
 
 # --- the gold tasks, and figures -----------------------------------------------------------------------------------

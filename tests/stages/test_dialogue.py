@@ -2,16 +2,13 @@
 
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.cli import main
 from rlhf.data.reading import load_comparisons
 from rlhf.data.splits import record_half, record_split
-from rlhf.errors import UserError
 from rlhf.evaluation.judging import compare_scored
 from rlhf.evaluation.statistics import describe
 from rlhf.runs.sources import fractions, reward_folder
@@ -103,20 +100,3 @@ def test_a_comparison_by_hand():
     theirs = ([[1.0], [2.0]], [["a"], ["a"]])
     found = compare_scored(ours, theirs)
     assert found["win_rate"]["value"] == (1 / 2 + 3 / 4) / 2 and found["words"]["value"] == 0.75
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (["data.half=null"], "judge.model=.*: want data.half=1 or 2"),
-        (["judge.model=nowhere"], "judge.model: nowhere: no folder of a model"),
-    ],
-)
-def test_mistakes_are_found_before_the_first_stage(run: Run, tmp_path: Path, capsys, given: list[str], wanted: str):
-    with pytest.raises(SystemExit) as stopped:
-        main(["pipeline", *run.overrides, f"runs_dir='{tmp_path}'", "run=x", *given])
-    assert stopped.value.code == 2
-    assert re.search(wanted, capsys.readouterr().err)
-    assert not (tmp_path / "x").exists()
-    with pytest.raises(UserError, match=r"judge\.model is not set"):
-        run.stage("judge", "judge.model=null", "overwrite=true")

@@ -12,8 +12,6 @@ from rlhf.data.encoding import Item, join_rankings, token_encoder
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.planning.formulas import frozen_bytes
-from rlhf.planning.shapes import make_shape
 from rlhf.ppo.models import Reference
 from rlhf.report.page import make_page
 from rlhf.runs.folders import hash_of
@@ -130,23 +128,6 @@ def test_on_single_pairs_the_loss_is_trls_own(trained, tmp_path, kind):
     assert abs(theirs - other) > 1e-3
     wanted = (1 - eps) * theirs + eps * other
     assert trained.loss([item], 1) == pytest.approx(wanted, abs=1e-5), "TRL unembeds the prompt too"
-
-
-def test_the_reference_in_bfloat16_holds_what_is_planned_and_computes_what_float32_weights_do(gold_run):
-    config, folder = gold_run.config("precision=bfloat16"), gold_run.folder / "sft" / "model"
-    tokenizer, model = load_tokenizer(folder), load_policy(folder)
-    reference = dpo.load_reference(config, model, folder, CPU)
-    shape = make_shape(config.model, model.config.vocab_size)
-    held = sum(p.untyped_storage().nbytes() for p in reference.parameters())
-    assert held == frozen_bytes(shape.language_model, shape.linear_layers, 1, 0, "bf16")
-    items, _ = join_rankings(RANKINGS, token_encoder(tokenizer, 64, 24))
-    engine = make_engine(config, Reference(model), [{"params": list(model.parameters())}], CPU)
-    batch = dpo.collate(items, tokenizer.pad_token_id)
-    with torch.no_grad():
-        scores = [
-            dpo.score(config.dpo, engine, each, items, batch) for each in (reference, Reference(load_policy(folder)))
-        ]
-    assert torch.equal(*scores)
 
 
 def test_prompt_and_padding_are_no_part_of_an_answer(trained):

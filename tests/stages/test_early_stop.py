@@ -1,16 +1,8 @@
 """Evaluations during SFT and reward modelling, and training that ends when they no longer improve: which weights are kept."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from rlhf.config.checks import check_config
-from rlhf.config.compose import compose_config
-from rlhf.config.stages import SftConfig
-from rlhf.errors import UserError
 from rlhf.stages import reward, sft
-from rlhf.training.batches import train
 
 from .test_resume import EVERY_STEP, assert_same_weights, interrupt
 
@@ -55,23 +47,3 @@ def test_training_ends_after_worse_losses_and_the_best_weights_are_kept(copy_unt
     judged[:] = LOSSES[2:]
     broken.stage(stage, EVERY_STEP, *SHORT[stage], f"{stage}.patience=2")
     assert_same_weights(stopped.folder / stage, broken.folder / stage, "model/model.safetensors")
-
-
-def test_without_patience_the_last_weights_are_kept(copy_until, judged):
-    run, plain = copy_until("sft"), copy_until("sft", "plain")
-    judged[:] = [1.0, 2.0]
-    run.stage("sft", "sft.epochs=1", *SHORT["sft"][1:])
-    plain.stage("sft", "sft.epochs=1", *SHORT["sft"][1:-1])
-    assert [step for step, _ in run.values("sft", "eval/dev/loss")] == [2, 4, 4]
-    assert [step for step, _ in plain.values("sft", "eval/dev/loss")] == [4]
-    assert_same_weights(plain.folder / "sft", run.folder / "sft", "model/model.safetensors")
-
-
-def test_what_cannot_be_done_is_refused():
-    for stage in ("sft", "reward", "judge"):
-        with pytest.raises(UserError, match=rf"{stage}.patience=3: counts evaluations: set {stage}.eval_every"):
-            check_config(compose_config([f"{stage}.patience=3"]), "pipeline")
-    loop: Any = SimpleNamespace(stage=SimpleNamespace(name="sft"))
-    nothing: Any = None
-    with pytest.raises(UserError, match=r"sft.eval_every=2: nothing is held out: raise data.dev, or leave it out"):
-        train(loop, nothing, nothing, nothing, settings=SftConfig(eval_every=2))

@@ -21,7 +21,6 @@ from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
-from rlhf.errors import UserError
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
@@ -152,9 +151,3 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_made(
     assert ended.value.code == 2 and "exports/mine: cannot write: File too large: raise the limit" in line
     assert hash_files(tmp_path) == before
     assert [path.name for path in out.parent.iterdir()] == ["mine"]
-
-
-def test_a_reward_model_has_no_choice_of_form(gold_run, tmp_path):
-    with pytest.raises(UserError, match=r"export\.form=llama: a reward model is written in its trunk"):
-        run(gold_run.config("export.stage=reward", "export.form=llama", f"export.out='{tmp_path / 'x'}'"))
-    assert not (tmp_path / "x").exists()

@@ -80,16 +80,6 @@ def test_a_response_depends_on_its_prompt_alone(gold_run, prompts, rows, tmp_pat
     assert [row["responses"] for row in other] != [row["responses"] for row in again]
 
 
-def test_greedy_is_the_same_for_every_seed_and_stage_chooses_the_model(gold_run, prompts, tmp_path):
-    first, second, sft = (
-        generated(gold_run, prompts, tmp_path / f"{i}.jsonl", "generate.greedy=true", more)
-        for i, more in enumerate(("seed=0", "seed=5", "generate.stage=sft"))
-    )
-    assert [row["responses"] for row in first] == [row["responses"] for row in second]
-    assert {row["model"].split("@")[0] for row in sft} == {"gold/sft"}
-    assert [row["responses"] for row in sft] != [row["responses"] for row in first]
-
-
 def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     before = prompts.read_bytes()

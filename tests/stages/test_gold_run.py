@@ -3,11 +3,7 @@
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -162,20 +158,6 @@ def test_chat_keeps_to_the_context_however_long_the_dialogue(gold_run, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["Tell me about the dog. " * 20] * 3) + "\n"))
     chat.run(gold_run.config())
     assert len(answers) == 3 and all(isinstance(text, str) for text in answers)
-
-
-@pytest.mark.parametrize(
-    ("redirect", "locale", "said"),
-    [("<&-", None, "chat: standard input is closed"), ("< bytes", "C", "chat: the message is not UTF-8")],
-)
-def test_chat_with_an_input_that_cannot_be_read_is_one_line(gold_run, tmp_path, redirect, locale, said):
-    (tmp_path / "bytes").write_bytes(b"caf\xe9\n")
-    environment = os.environ | {"PYTHONPATH": str(Path.cwd())} | ({"LC_ALL": locale} if locale else {})
-    line = f'"$0" -m rlhf chat run=gold runs_dir="$1" device=cpu {redirect}'
-    command = ["sh", "-c", line, sys.executable, gold_run.runs_dir]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert said in done.stderr
 
 
 def test_evaluation_uses_test_prompts_only(gold_run):

@@ -12,9 +12,8 @@ import pytest
 
 from rlhf.data.reading import load_all
 from rlhf.errors import UserError
-from rlhf.system.files import held
 
-from .imports import DEMONSTRATION, RANKING, bytes_of, imported, refused, run, write
+from .imports import DEMONSTRATION, RANKING, bytes_of, refused, run, write
 
 
 def start(*arguments: str, **more) -> subprocess.Popen:
@@ -56,13 +55,6 @@ def test_an_import_killed_between_its_two_renames_is_restored(tmp_path, capsys):
     assert not (tmp_path / ".out.old").exists()
 
 
-def test_two_imports_to_one_place_are_refused(tmp_path, capsys):
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION])
-    with held(tmp_path / "out"):
-        line, _ = refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-        assert "another process is writing it" in line and not (tmp_path / "out").exists()
-
-
 def test_a_full_disk_is_one_line(tmp_path):
     """A limit on the size of files stands for the disk: the system refuses the write half-way in the same manner."""
     rows = [RANKING | {"prompt": f"q {i} " + "word " * 200} for i in range(2000)]
@@ -78,13 +70,3 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert child.returncode == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
     assert "cannot write: File too large: raise the limit on the size of files" in err
     assert [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
-
-
-def test_a_replaced_partial_import_that_was_killed_is_restored(tmp_path, capsys):
-    path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, "{"])
-    assert imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")[0] == 2
-    (tmp_path / "out.partial").rename(tmp_path / ".out.partial.old")  # killed between two renames
-    write(path, [DEMONSTRATION])
-    code, said, _ = imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-    assert code == 0 and "out.partial: restored" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "out.partial"]

@@ -10,7 +10,6 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
 
 from rlhf.errors import UserError
 from rlhf.evaluation import judging
@@ -143,15 +142,6 @@ def test_a_reply_that_drips_is_given_up_after_a_time(server, tmp_path, monkeypat
     assert one.ask(MESSAGES) == "A" and one.counts["retries"] == 2 and time.monotonic() - started < 3
 
 
-BAD_URLS = ["127.0.0.1:99999/v1", "[::1/v1", "a b/v1", "host\n/v1", "host:x"]
-
-
-@pytest.mark.parametrize("url", [*(f"http://{rest}" for rest in BAD_URLS), "file:///etc", "host/v1"])
-def test_what_is_no_url_is_one_line(tmp_path, url):
-    with pytest.raises(UserError, match="want a base URL"):
-        Endpoint(url, "m", tmp_path / "c")
-
-
 def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
     server.trouble = [500] * endpoint.ATTEMPTS + [400] + [302]
     one = client(server, tmp_path)
@@ -232,9 +222,3 @@ def test_the_answers_of_a_run_are_judged(server, gold_run, tmp_path):
     again = json.loads(path.read_text())
     assert len(server.asked) == 20 and again["counts"] == {"cached": 20} and again["win_rate"] == found["win_rate"]
     assert (run.folder / "evaluate" / "results.json").read_bytes() == before
-
-
-def test_without_answers_it_says_what_to_run(gold_run, server):
-    config = gold_run.config(f"evaluate.judge='{server.url}'", "evaluate.judge_pair=[dpo,sft]")
-    with pytest.raises(UserError, match="no answers of both dpo and sft"):
-        judging.compare_by_endpoint(config, torch.device("cpu"))

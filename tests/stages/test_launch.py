@@ -18,7 +18,7 @@ from rlhf.config.compose import compose_config
 from rlhf.errors import UserError
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
-from rlhf.system.processes import LOST_PROCESS, disconnect, lost_another, on_first_rank, process_count, rank, share
+from rlhf.system.processes import disconnect, on_first_rank, process_count, rank, share
 
 from ..snippet import run_two, start_two
 from .conftest import Run
@@ -111,22 +111,6 @@ def test_muon_and_zero_do_not_go_together():
         check_config(config, "pretrain")
     check_config(config, "sft")
     check_config(compose_config(["experiment=gold", "deepspeed=zero2", "pretrain.optimizer=adamw"]), "pipeline")
-
-
-def test_what_works_as_one_process_is_not_started_as_several(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config = compose_config(["experiment=gold"])
-    with pytest.raises(UserError, match=r"pipeline: started as 2 processes, .*launcher.processes"):
-        check_config(config, "pipeline")
-    for command in ("ppo", "evaluate"):
-        check_config(config, command)
-
-
-def test_a_lost_connection_is_told_from_a_mistake(monkeypatch):
-    assert not lost_another(RuntimeError(LOST_PROCESS[0])), "of one process"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert lost_another(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {LOST_PROCESS[0]} [127.0.0.1]:1"))
-    assert not lost_another(RuntimeError("shapes do not fit"))
 
 
 def test_one_process_agrees_with_itself_and_closes_its_connection_before_it_ends():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
@@ -95,12 +94,6 @@ def test_dropout_is_on_the_adapters_input_and_never_in_ppo(gold_run, copy_until)
         assert found and set(found) == {0.0}
 
 
-@pytest.mark.parametrize("setting", ["lora.dropout=0.1", "lora.target_modules=qkv"])
-def test_what_is_for_adapters_is_refused_without_them(setting):
-    with pytest.raises(UserError, match=rf"{setting}: is for adapters, and lora.rank=0 has none"):
-        check_config(compose_config([setting]), "sft")
-
-
 def test_peft_reads_the_adapters_of_sft(adapted):
     run = adapted["sft"]
     found = peft.PeftModel.from_pretrained(run.policy("pretrain"), str(run.folder / "sft" / "adapters"))
@@ -184,22 +177,6 @@ def test_every_kind_of_block_trains_and_decodes_with_adapters(kind):
             assert logits.argmax(-1).tolist() == response
 
 
-def test_adapters_beside_rounded_weights_are_refused(gold_run, monkeypatch):
-    config = gold_run.config(*LORA, "deepspeed=zero2", "precision=bfloat16")
-    with pytest.raises(UserError, match=r"^lora.rank=4: with deepspeed=zero2 adapters .* precision=float32"):
-        add_adapters(reward.make_model(config, torch.device("cpu")), config, Path("base"), torch.device("cpu"))
-
-
-def test_a_classifier_has_no_adapters(gold_run):
-    config = gold_run.config(*LORA, "reward.model=some")
-    for command in ("reward", "pipeline"):
-        with pytest.raises(
-            UserError, match=r"^lora.rank=4: reward.model=some trains all its weights: run `rlhf reward` w"
-        ):
-            check_config(config, command)
-    check_config(config, "ppo")
-
-
 # --- one trunk, four models ----------------------------------------------------------------------------------------
 
 PPO = ["lora.rank=1", "lora.alpha=8", *SMALL, "ppo.lr=1e-3"]
@@ -246,22 +223,6 @@ def test_a_shared_trunk_changes_no_result(first_updates):
     ):
         assert mine.keys() == theirs.keys()
         assert all(torch.allclose(mine[n], theirs[n], atol=1e-5) for n in mine)
-
-
-def test_a_reward_model_without_adapters_shares_no_trunk(copy_until):
-    told = pytest.raises(UserError, match=r"reward was not trained with adapters: train it")
-    with told, open_trainer(copy_until("ppo"), *PPO, "lora.share_trunk=true"):
-        pass
-
-
-def test_what_shares_no_trunk_is_refused(gold_run):
-    for setting, message in {
-        "lora.rank=0": "set lora.rank",
-        "ppo.critic=random": "want ppo.critic=reward or sft",
-        "deepspeed=zero2": "use deepspeed=none",
-    }.items():
-        with pytest.raises(UserError, match=rf"^lora.share_trunk=true: .*{message}"):
-            check_config(gold_run.config("lora.rank=2", "lora.share_trunk=true", setting), "ppo")
 
 
 def test_dpo_trains_adapters_beside_its_own_reference(copy_until):

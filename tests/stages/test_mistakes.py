@@ -1,6 +1,5 @@
 """A user's mistake is one line that names the place, and exit code 2; long texts are cut, and it is said."""
 
-import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -83,18 +82,6 @@ def test_demonstrations_that_cannot_be_used(refused, copy_until, folder, content
     assert told in refused("sft", *copy_until("sft").words(), f"data.demonstrations={folder / 'mine.jsonl'}")
 
 
-def test_comparisons_without_an_ordered_pair(refused, copy_until, folder):
-    answers = [{"id": "a", "text": "Hi"}, {"id": "b", "text": "Ho"}]
-    row = {"kind": "ranking", "id": "1", "prompt": "Hello", "ranking": [["a", "b"]], "responses": answers}
-    (folder / "ties.jsonl").write_text(json.dumps(row) + "\n")
-    told = refused("reward", *copy_until("reward").words(), f"data.comparisons={folder / 'ties.jsonl'}")
-    assert "data.comparisons" in told and "ordered pair" in told
-
-
-def test_a_stage_without_its_parent(refused, copy_until):
-    assert "run `rlhf sft`, or name one with parents.sft" in refused("ppo", *copy_until("sft").words())
-
-
 def test_a_stage_that_is_complete_is_not_overwritten(refused, copy_until):
     run = copy_until("label")
     before = (run.folder / "sft" / "stage.json").read_bytes()
@@ -125,48 +112,3 @@ def test_overwriting_with_a_mistake_loses_nothing(refused, copy_until, folder):
         left = hash_files(run.folder)
         assert {name: left.get(name) for name in before} == before, mistake
         assert not any(f"{stage}.new/" in name for name in left), "no half-made replacement"
-
-
-def test_a_stage_that_another_process_runs(refused, copy_until):
-    run = copy_until("sft")
-    (run.folder / "sft").mkdir()
-    with (run.folder / "sft" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another process" in refused("sft", *run.words())
-
-
-def test_exports_that_are_not_written(refused, copy_until):
-    run = copy_until("evaluate")
-    (run.runs_dir / "taken").mkdir()
-    (run.runs_dir / "taken" / "file").touch()
-    assert "exists: choose another export.out=" in refused(
-        "export", *run.words(), f"export.out={run.runs_dir / 'taken'}"
-    )
-    assert "convert to gpt2: positions is 'rotary'" in refused("export", *run.words(), "export.form=gpt2")
-
-
-@pytest.mark.parametrize("setting", ["kl.coef=0", "kl.horizon=10"])
-def test_an_adaptive_coefficient_that_could_not_move(refused, copy_until, setting):
-    assert setting.split("=")[0] in refused("ppo", *copy_until("ppo").words(), setting)
-
-
-def test_long_prompts_are_cut_and_it_is_said(copy_until, folder, capsys):
-    """In SFT and in PPO; the model never sees more than its context."""
-    long = "Tell me about the dog. " * 100
-    rows = [{"kind": "prompt", "id": f"p{i}", "prompt": f"Say {i}."} for i in range(10)]
-    rows.append({"kind": "prompt", "id": "long", "prompt": long})
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ppo = copy_until("ppo", "ppo")
-    capsys.readouterr()
-    ppo.stage("ppo", f"data.prompts={folder / 'prompts.jsonl'}", "data.dev=0", "ppo.episodes=64")
-    assert "11 prompts, 1 of them cut from the left to fit" in capsys.readouterr().out
-
-    rows = [{"kind": "demonstration", "id": f"d{i}", "prompt": "Say it.", "response": f"It {i}."} for i in range(10)]
-    rows.append({"kind": "demonstration", "id": "long", "prompt": long, "response": "A dog barks."})
-    rows.append({"kind": "demonstration", "id": "longer", "prompt": "Say it.", "response": long})
-    (folder / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sft = copy_until("sft", "sft")
-    sft.stage("sft", f"data.demonstrations={folder / 'demonstrations.jsonl'}", "data.dev=0")
-    told = capsys.readouterr().out
-    assert "cut_prompts 1" in told and "truncated_responses 1" in told and "kept 12" in told
-    assert sft.values("sft", "sft/loss")

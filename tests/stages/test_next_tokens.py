@@ -6,7 +6,6 @@ import torch
 from rlhf.commands.next_tokens import run
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.engines.likely import document_tokens, likeliest, show
-from rlhf.errors import UserError
 from rlhf.training.setup import load_policy
 
 TEXT = "The colour of <|end|> the"
@@ -31,21 +30,3 @@ def test_the_likeliest_tokens_are_the_models(gold_run, capsys):
     assert lines[-1].split()[1] == f"{sum(p for _, p in found):.3f}"
     assert lines[0].endswith(show(tokenizer, found[0][0]))
     assert show(tokenizer, end) == "<|endoftext|>" and show(tokenizer, encode_text(tokenizer, " the")[0]) == "' the'"
-
-
-def test_a_text_longer_than_the_context_loses_its_beginning(gold_run):
-    folder = gold_run.folder / "pretrain" / "model"
-    model, tokenizer = load_policy(folder), load_tokenizer(folder)
-    text = "a b c d e f " * 200
-    last = encode_text(tokenizer, text)[-tokenizer.model_max_length :]
-    wanted = torch.softmax(model(torch.tensor([last])).logits[0, -1], -1).max().item()
-    tokens = document_tokens(tokenizer, text, tokenizer.model_max_length)
-    assert likeliest(model, tokens, 1)[0][1] == pytest.approx(wanted, abs=1e-6)
-
-
-def test_without_a_text_it_says_what_to_write(gold_run):
-    config = gold_run.config()
-    for text, message in ((None, "is not set: want a text, such as"), ("caf\udce9", "is not UTF-8: convert the input")):
-        config.next.text = text
-        with pytest.raises(UserError, match=rf"next\.text {message}"):
-            run(config)

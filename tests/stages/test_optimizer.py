@@ -5,10 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf.config.checks import check_config
-from rlhf.config.compose import compose_config
 from rlhf.config.stages import PretrainConfig, WarmupConfig
-from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.training.optim import MuonAdamW, make_adamw, make_schedule
 
@@ -115,20 +112,3 @@ def test_every_stage_trains_by_its_own_settings_of_the_optimizer(copy_until, mon
     rates, steps = [rate for _, rate in run.values(stage, "optim/lr")], run.record(stage)["steps"]
     lr = getattr(run.config(), stage).lr
     assert steps >= 3 and rates[-1] == pytest.approx(lr * (1 - 0.5 * (steps - 1) / steps))
-
-
-def test_dpos_warm_up_is_a_fraction_of_its_steps(copy_until):
-    """80 prompts in 16 steps: half of them are 8, over which the rate rises by eighths."""
-    run = copy_until("reward")
-    run.stage("dpo", "dpo.batch_prompts=5", "dpo.warmup_fraction=0.5", "dpo.lr=8e-5", "dpo.final_lr_fraction=1")
-    rates = [rate for _, rate in run.values("dpo", "optim/lr")]
-    assert rates == pytest.approx([1e-5 * min(8, step) for step in range(1, len(rates) + 1)]) and len(rates) == 16
-
-
-@pytest.mark.parametrize("setting", ["sft.final_lr_fraction=0.5", "pretrain.decay_fraction=0.5"])
-def test_what_a_constant_rate_does_not_fall_to_is_refused(setting):
-    group = setting.partition(".")[0]
-    with pytest.raises(
-        UserError, match=rf"{setting}: schedule=constant does not fall .* {group}.schedule=cosine or linear"
-    ):
-        check_config(compose_config([setting, f"{group}.schedule=constant"]), group)

@@ -2,11 +2,7 @@
 
 import json
 
-import pytest
-import torch
-
-from rlhf.errors import UserError
-from rlhf.evaluation.benchmarks import evaluate_overlap, find_overlap, words_of
+from rlhf.evaluation.benchmarks import find_overlap, words_of
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
@@ -58,9 +54,3 @@ def test_planted_prompts_are_found_in_the_corpus_of_a_run(gold_run, tmp_path, ca
     assert f"overlap: test prompts: n {found['n']}, " in capsys.readouterr().out
     tables = make_evaluation(read_run(run.folder))["sections"][-1].tables
     assert tables[0].caption == "Overlap with the pretraining text" and tables[0].rows[0][0] == "test prompts"
-
-
-def test_overlap_without_prompts_says_what_to_do(gold_run):
-    config = gold_run.config("gold.enabled=false", "evaluate.overlap=true")
-    with pytest.raises(UserError, match=r"evaluate\.overlap: no test prompts and no classify\.data"):
-        evaluate_overlap(config, torch.device("cpu"))

@@ -8,7 +8,6 @@ import torch
 
 from rlhf.data.encoding import Item, Judgement
 from rlhf.data.records import Message, Ranking
-from rlhf.errors import UserError
 from rlhf.evaluation import reward_report as pairs
 from rlhf.model.classifier import load_reward_model
 
@@ -80,16 +79,3 @@ def test_a_classifiers_folder(files, tmp_path):
     better, worse = (score_texts(model, asked, [text] * 6, [True] * 6) for text in ("It is red.", "No."))
     points = (better > worse).float() + 0.5 * (better == worse).float()
     assert found["overall"]["pairs"]["value"] == pytest.approx(points.mean().item(), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["evaluate.pairs=nowhere.jsonl"], "nowhere.jsonl"),
-        (["evaluate.pairs_model=nobody"], "evaluate.pairs_model: nobody: no run under"),
-    ],
-)
-def test_mistakes_are_one_line(gold_run, files, overrides, message):
-    config = gold_run.config(f"evaluate.pairs='{files[0]}'", *overrides)
-    with pytest.raises(UserError, match=message):
-        pairs.evaluate_pairs(config, torch.device("cpu"))

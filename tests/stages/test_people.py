@@ -130,12 +130,6 @@ def test_prediction_powered_intervals_cover_and_are_as_narrow_as_the_correlation
     assert np.mean(ratios) == pytest.approx(predicted, rel=0.05) and np.mean(rhos) == pytest.approx(rho, abs=0.02)
 
 
-def test_without_enough_of_a_judge_peoples_figures_stand_alone():
-    people = {"a": 1.0, "b": 0.0, "c": 0.5, "d": 1.0}
-    found = prediction_powered(people, dict.fromkeys(people, 1.0))
-    assert found["corrected"] == found["people"] == interval(list(people.values())) and found["rho"] is None
-
-
 def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_path):
     out = tmp_path / "tasks"
     base = [f"sample.out='{out}'", "sample.prompts=30", "sample.split=train"]

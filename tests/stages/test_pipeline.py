@@ -117,17 +117,6 @@ def test_no_reward_model_is_trained_if_a_function_pays(gold_run, copy_until, tmp
     assert "accuracy" in again["reward_model"] and again["reward"] == results["reward"]
 
 
-def test_comparisons_are_not_asked_for_if_a_classifier_pays(tmp_path):
-    (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "Who?", "completion": "I."}\n')
-    (tmp_path / "config.json").write_text('{"model_type": "bert", "id2label": {"0": "score"}}')
-    given = [f"data.demonstrations='{tmp_path}/demonstrations.jsonl'", f"ppo.rewards='{tmp_path}'"]
-    given.append("model.pretrained=some/model")
-    run = Run(tmp_path, "run", [])
-    pipeline.check_before(run.config(*given))
-    with pytest.raises(UserError, match=r"^data\.comparisons not set: give a file"):
-        pipeline.check_before(run.config(*given[::2]))
-
-
 def test_every_parent_may_be_another_runs(gold_run, capsys):
     """PPO with another coefficient on the gold run's world and models; no other stage runs again."""
     parents = [f"parents.{stage}=gold" for stage in ("world", "sft", "reward")]

@@ -1,13 +1,11 @@
 """PPO: what one update computes, that it learns, and what it refuses to train on."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from rlhf.config.stages import PpoConfig
 from rlhf.engines.likely import response_logprobs
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
@@ -142,33 +140,6 @@ def test_measuring_an_update_changes_nothing(trainer):
     assert seconds > 0 and len(rollout.tokens) > 0 and torch.equal(torch.get_rng_state(), random)
     assert not changed(before, trainer.actor_critic)
     assert all(p.grad is None for p in trainer.actor_critic.parameters())
-
-
-@pytest.mark.parametrize(("ended", "rule", "warned"), [(7, "min", True), (8, "min", False), (7, "none", False)])
-def test_answers_that_are_cut_are_said_before_training(trainer, ended, rule, warned):
-    """3 of 10 responses are cut: at 40 tokens, where twice that is more than the demonstrations need."""
-    mask, lines = torch.arange(40) < torch.tensor([[8]] * ended + [[40]] * (10 - ended)), list[str]()
-    rollout = trainer.respond()._replace(response_mask=mask, ended=torch.arange(10) < ended)
-    trainer.config.rollout.max_new_tokens, trainer.config.ppo.missing_eos_rule = 40, rule
-    ppo.say_lengths(trainer.config, trainer.prompts.tokenizer, rollout, lines.append)
-    found = re.fullmatch(
-        r"tokens, median and 95%: demonstrations (\d+) and (\d+), the policy's responses 8 and 40; (\d+)% .*=40",
-        lines[0],
-    )
-    assert found and 0 < int(found[1]) < int(found[2]) < 80 and int(found[3]) == 10 * (10 - ended)
-    wanted = ["warning: 30% of the responses have no end, and ppo.missing_eos_rule lowers their scores: set rollout.max_new_tokens=80, "
-              "or train SFT on shorter demonstrations"]  # fmt: skip
-    assert lines[1:] == (wanted if warned else [])
-
-
-def test_the_learning_rates_rise_and_then_fall_on_a_line():
-    settings = PpoConfig(episodes=80, episodes_per_update=8, warmup_fraction=0.2, final_lr_fraction=0.5)
-    rates = [ppo_update.rate_factor(settings, update, first=2) for update in range(1, 11)]
-    line = [1.0 - 0.05 * (update - 1) for update in range(1, 11)]
-    assert rates == pytest.approx([0.1 * line[0], 0.1 * line[1], 0.55 * line[2], *line[3:]])
-    constant = PpoConfig(episodes=80, episodes_per_update=8, warmup_fraction=0)
-    assert [ppo_update.rate_factor(constant, update, first=1) for update in range(1, 11)] == [1.0] * 10
-    assert PpoConfig().warmup_updates == 10 and PpoConfig(episodes=4096).warmup_updates == 1, "2% of 500 and of 8"
 
 
 def test_the_critic_begins_on_the_scale_of_the_scores(trainer):

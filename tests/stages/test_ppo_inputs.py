@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config.checks import check_config
 from rlhf.errors import UserError
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
@@ -15,7 +14,7 @@ from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
 
-from .ppo_trainer import make_trainer, open_trainer, restored
+from .ppo_trainer import open_trainer, restored
 from .test_ppo import AT_ONCE
 
 SMALL = ["ppo.episodes_per_update=32", "ppo.episodes=64", "ppo.lr=1e-12", "ppo.critic_lr=1e-12"]
@@ -109,15 +108,6 @@ def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_
     monkeypatch.setattr(ModelReward, "read_tokens", 3)
     with open_trainer(copy_until("ppo"), *AT_ONCE, *SMALL, "ppo.score_by_token=true") as trainer:
         assert not trainer.actor_critic.scale_values, "how many tokens are left is not known"
-
-
-def test_a_score_that_is_read_at_one_token_cannot_be_divided(gold_run, trainer):
-    config = gold_run.config("ppo.score_by_token=true")
-    with pytest.raises(UserError, match=r"^ppo\.score_by_token=true: no reward model reads more than the last token"):
-        make_trainer(config, trainer.stage)
-    groups = ("ppo.advantages=rloo", "ppo.responses_per_prompt=2")
-    with pytest.raises(UserError, match=r"ppo\.score_by_token=true: ppo\.advantages=rloo adds up"):
-        check_config(gold_run.config("ppo.score_by_token=true", *groups), "ppo")
 
 
 def test_the_adaptive_coefficient_sees_nats_per_sequence(trainer):

@@ -388,9 +388,3 @@ def test_an_entropy_outside_its_bounds_is_refused():
         minibatch = [invariants.Checked(none_off, none_off, torch.tensor(entropies), clipped=0.0)]
         with pytest.raises(UserError, match="invariant 7 fails") if refused else nullcontext():
             invariants.check_first_minibatch(minibatch, vocab_size=10, half=False)
-
-
-def test_the_best_checkpoint_is_not_chosen_by_a_moving_coefficient(trainer):
-    """kl.coef is 0.3: 2 - 0.3 * 4 = 0.8, whatever the coefficient has adapted to by then."""
-    figure = ppo.figure_of(trainer.config, {"eval/dev/scores": 2.0, "eval/dev/kl": 4.0, "objective/kl_coef": 7.0})
-    assert figure == pytest.approx(0.8, abs=1e-9)

@@ -5,22 +5,14 @@ import math
 import pytest
 import torch
 
-from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config, conf_dir
 from rlhf.data.corpus import PackedCorpus
 from rlhf.engines.sampling import sample
-from rlhf.errors import UserError
 from rlhf.planning.shapes import make_shape
 from rlhf.runs.run_files import read_jsonl
 from rlhf.stages.pretrain import make_schedule
 
 from .test_resume import assert_same_weights, interrupt
-
-
-@pytest.mark.parametrize("setting", ["data.held_out=0", "pretrain.eval_sequences=0"])
-def test_nothing_to_measure_the_held_out_loss_on_is_refused(gold_run, setting):
-    with pytest.raises(UserError, match=setting):
-        check_config(gold_run.config(setting), "pretrain")
 
 
 def test_the_schedules_of_the_papers():

@@ -12,14 +12,12 @@ from safetensors.torch import load_file
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.encoding import Item, Judgement, join_rankings, token_encoder
+from rlhf.data.encoding import Item, Judgement
 from rlhf.data.reading import prompts_of
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
-from rlhf.errors import UserError
 from rlhf.evaluation import scoring
-from rlhf.evaluation.scoring import scoring_batches
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import sample_prompts
@@ -60,31 +58,6 @@ def make_ranking(
 # --- items ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_item_a_prompt_with_every_labelers_pairs(tokenizer):
-    texts = ["Blood is red.", "Snow is white.", "Coal is black."]
-    records = [
-        make_ranking("1", "Say a colour.", texts, [[0], [1, 2]], "anna"),  # a > b, a > c; b and c tie
-        make_ranking("2", "Say a colour.", texts, [[1], [0], [2]], "ben"),  # b > a, b > c, a > c
-        make_ranking("3", "Another.", texts, [[0, 1, 2]], "anna"),  # no ordered pair
-    ]
-    items, unpaired = make_items(records, tokenizer, 128, 24)
-    assert len(items) == 1 and unpaired == 1
-    #                          beats:  a    b    c
-    assert items[0].weights().tolist() == [[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
-    assert all(row[-1] == tokenizer.eos_token_id for row in items[0].rows)
-
-
-def test_what_is_cut_to_the_context_or_was_cut_off_gets_no_end_token(tokenizer):
-    record = make_ranking("1", "Say a colour.", ["Blood is red.", "Snow"], [[0], [1]], metadata={"ended": False})
-    items, _ = make_items([record], tokenizer, 128, 24)
-    assert all(row[-1] != tokenizer.eos_token_id for row in items[0].rows)
-    record = make_ranking("1", "Say a colour. " * 60, ["Blood is red. " * 60, "Snow."], [[0], [1]])
-    items, _ = make_items([record], tokenizer, 128, 24)
-    long, short = items[0].rows
-    assert len(long) == 128 and long[-1] != tokenizer.eos_token_id, "its author did not end it there"
-    assert short[-1] == tokenizer.eos_token_id and len(short) <= 128
-
-
 # --- batches -------------------------------------------------------------------------------------------------------
 
 
@@ -103,14 +76,6 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
     assert sorted(first) == sorted(second) == sorted(item.key for item in items) and first != second
     other = Batches(items, 4, shuffled_order("reward-1"))
     assert list(itertools.islice(drawn.after(0), 6)) == found != list(itertools.islice(other.after(0), 6))
-
-
-def test_forwards_without_gradients_keep_prompts_whole(model):
-    items = blank_items([4, 9, 2, 7, 4, 3])
-    parts = list(scoring_batches(model, items, 10))
-    assert sorted(item.key for part in parts for item in part) == [str(i) for i in range(6)]
-    assert all(sum(len(item.rows) for item in part) <= 10 or len(part) == 1 for part in parts)
-    assert [len(part) for part in scoring_batches(model, items, 1)] == [1] * 6
 
 
 @pytest.mark.parametrize("tokens", [None, 30])
@@ -186,15 +151,6 @@ def nats(model: RewardModel, item: Item, better: int, worse: int) -> float:
     return math.log1p(math.exp(low - high))
 
 
-def test_labelers_count_by_their_weights(tokenizer, model):
-    """x finds a better than b and counts 3, y the reverse and counts 1: (3 l(a, b) + 1 l(b, a)) / 4."""
-    texts = ["Red.", "Blue is good."]
-    records = [make_ranking("1", "One.", texts, [[0], [1]], "x"), make_ranking("2", "One.", texts, [[1], [0]], "y")]
-    [item], _ = join_rankings(records, token_encoder(tokenizer, 128, 24), {"x": 3.0})
-    wanted = (3 * nats(model, item, 0, 1) + nats(model, item, 1, 0)) / 4
-    assert reward.evaluate_items(model, [item], CPU)["loss"] == pytest.approx(wanted, abs=1e-6)
-
-
 # --- learning ------------------------------------------------------------------------------------------------------
 
 
@@ -252,22 +208,6 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
     assert torch.tensor(found).std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_model_that_scores_everything_alike_cannot_be_calibrated(gold_run, tokenizer, model):
-    torch.nn.init.zeros_(model.head.weight)
-    written = reward.training_demonstrations(gold_run.config())
-    with pytest.raises(UserError, match="same score"):
-        reward.calibrate(gold_run.config(), model, tokenizer, gold_run.comparisons(), written, CPU)
-
-
-def test_what_calibration_lacks_is_said_before_training(copy_until, tmp_path):
-    held_out = {"kind": "demonstration", "id": "a", "prompt": "Hi", "response": "Yes", "split": "dev"}
-    (tmp_path / "held_out.jsonl").write_text(json.dumps(held_out))
-    run = copy_until("reward")
-    with pytest.raises(UserError, match="none is in the training split to calibrate the reward model"):
-        run.stage("reward", f"data.demonstrations={tmp_path}/held_out.jsonl")
-    assert not (run.folder / "reward" / "metrics.jsonl").exists()
-
-
 # --- the stage -----------------------------------------------------------------------------------------------------
 
 
@@ -291,15 +231,6 @@ def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_p
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert not all(torch.equal(found[name], other[name]) for name in other), "labeler-3 trains unless it is held out"
     assert read_stage(kept_out)["summary"] == read_stage(absent)["summary"]
-
-
-def test_unknown_labelers_are_refused(copy_until):
-    run = copy_until("reward")
-    for setting in ("data.held_out_labelers=[labeler-1,bob]", "'reward.labeler_weights={bob: 2}'"):
-        with pytest.raises(UserError, match=r"no ranking is by bob: want some of the labelers seen: labeler-1, "):
-            run.stage("reward", setting.strip("'"), "overwrite=true")
-    with pytest.raises(UserError, match="labeler-6"):  # whose rankings train nothing, so that no weight can act
-        run.stage("reward", "reward.labeler_weights={labeler-6: 2}", "overwrite=true")
 
 
 def test_length_alone():

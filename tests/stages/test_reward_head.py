@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from rlhf.data.encoding import Item, Judgement
-from rlhf.errors import UserError
 from rlhf.evaluation.scoring import fit_head, read_features
 from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
 
@@ -61,11 +60,6 @@ def test_labels_that_say_nothing_give_a_strong_decay_and_a_coin():
     found = fit_head(ScalarHead(40), features.flatten(0, 1)[None], ranked_items(noise, noise=0.0))
     assert found["decay"] >= 0.3 and 0.4 < found["accuracy"] < 0.6
     assert found["loss"] == pytest.approx(0.6931, abs=0.03)  # log 2 of a coin, cross-validated over 60 prompts
-
-
-def test_a_single_prompt_is_refused_in_one_line():
-    with pytest.raises(UserError, match=r"^reward.fit_head=true: 1 training prompt with a ranking"):
-        fit_head(ScalarHead(3), torch.zeros(1, 4, 3, dtype=torch.float64), ranked_items(torch.zeros(1, 4), noise=1.0))
 
 
 @pytest.mark.parametrize("read_tokens", [1, 3])

@@ -87,28 +87,3 @@ def test_a_finished_classifier_pays_without_a_reward_stage(gold_run, copy_until,
             kinds = {"token_type_ids": torch.tensor([row.types])} if name == "bert" else {}
             assert plain(torch.tensor([row.ids]), **kinds).logits.item() == pytest.approx(score, abs=1e-5)
     assert own is None and len(set(paid.tolist())) == 3
-
-
-def test_what_is_no_classifier_is_refused_before_anything_is_written(copy_until, tmp_path, monkeypatch):
-    run = copy_until("ppo")
-    monkeypatch.chdir(tmp_path)
-    two = save_classifier(tmp_path / "two", "bert", num_labels=3)
-    own = run.folder / "reward" / "model"
-    (tmp_path / "bare").mkdir()
-    for source, message in (
-        (two, "a bert with 3 labels: want a classifier with one label"),
-        (own, "name the stage's folder"),
-        ("bare", "no run under"),
-        ("nobody/nothing", "no such run or folder here, and not readable from the hub"),
-    ):
-        with pytest.raises(UserError, match=message):
-            one_update(run, f"ppo.rewards='{source}'")
-    assert not (run.folder / "ppo").exists()
-
-
-def test_the_runs_own_reward_model_in_a_list_is_a_parent(copy_until, tmp_path):
-    """With ppo.rewards=[null, …] the run's own reward model is a source too, so it is part of the lineage and must exist."""
-    folder = save_classifier(tmp_path / "classifier", "bert")
-    run = copy_until("reward")
-    with pytest.raises(UserError, match="no finished reward there"):
-        one_update(run, f"ppo.rewards=[null,'{folder}']")

@@ -13,7 +13,6 @@ from rlhf.data.records import Ranking
 from rlhf.data.storage import to_line
 from rlhf.errors import UserError
 from rlhf.evaluation.informative import value_of, value_tasks
-from rlhf.runs.folders import read_stage
 
 
 def sampled(gold_run: Any, out: Path, *more: str) -> list[Ranking]:
@@ -26,21 +25,6 @@ def sampled(gold_run: Any, out: Path, *more: str) -> list[Ranking]:
 def tasks(gold_run, tmp_path_factory) -> tuple[Path, list[Ranking]]:
     out = tmp_path_factory.mktemp("sample") / "out"
     return out, sampled(gold_run, out)
-
-
-def test_tasks_name_the_policy_and_have_distinct_responses(gold_run, tasks):
-    out, found = tasks
-    digest = read_stage(gold_run.folder / "sft")["hash"][:8]
-    record = json.loads((out / "sample.json").read_text())
-    assert record["policy"] == f"gold/sft@{digest}" and record["temperature"] == 1.0 and record["seed"] == 0
-    assert record["counts"]["items"] == len(found) == 10 - record["counts"]["alike"]
-    for task in found:
-        assert task.ranking is None and task.pairs is None
-        texts = [response.text for response in task.responses]
-        assert 2 <= len(texts) <= 3 and len(set(texts)) == len(texts)
-        assert {response.policy for response in task.responses} == {record["policy"]}
-        assert all(isinstance(response.metadata["ended"], bool) for response in task.responses)
-    assert len({task.id for task in found}) == len(found)
 
 
 def test_prompts_are_of_the_split_and_not_labelled_yet(gold_run, tasks, tmp_path):
@@ -108,13 +92,6 @@ def test_the_same_seed_gives_the_same_tasks_and_another_does_not(gold_run, tasks
     assert [t.prompt for t in other] == [t.prompt for t in found] and other != found
 
 
-def test_a_colder_policy_repeats_itself(gold_run, tmp_path):
-    """Near temperature 0 all draws are alike: no task is left, which is said."""
-    with pytest.raises(UserError, match=r"10 prompts gave fewer than 2 distinct responses .* raise sample.temperature"):
-        sampled(gold_run, tmp_path / "cold", "sample.temperature=1e-6")
-    assert not (tmp_path / "cold").exists() and not list(tmp_path.glob(".*"))
-
-
 def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_run, tmp_path):
     out = tmp_path / "out"
     sampled(gold_run, out, "sample.prompts=2")
@@ -132,22 +109,6 @@ def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_ru
     with pytest.raises(UserError, match="is no labelling round, so it is not replaced"):
         sampled(gold_run, stranger, "overwrite=true")
     assert (stranger / "thesis.tex").read_text() == "years of work"
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("sample.responses=1", "sample.responses=1: want 2 to 26"),
-        ("sample.responses=27", "sample.responses=27: want 2 to 26"),
-        ("parents.sft=nobody", "parents.sft=nobody: neither a run"),
-        ("sample.choose=disagreement", "want two reward models or more"),
-        ("sample.choose=uncertain sample.rewards=nobody", "sample.rewards: nobody: no run"),
-    ],
-)
-def test_mistakes(gold_run, setting, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        sampled(gold_run, tmp_path / "out", *setting.split())
-    assert not (tmp_path / "out").exists()
 
 
 def test_no_prompt_left(gold_run, tasks, tmp_path):
@@ -181,14 +142,3 @@ def test_label_studio_files_hold_the_same_responses(gold_run, tasks, interface, 
     assert got == wanted
     assert "config.xml" in json.loads((out / "sample.json").read_text())["files"]
     assert "rlhf import" in (out / "README.md").read_text()
-
-
-def test_native_tasks_filled_in_train_a_reward_model(gold_run, tasks, tmp_path):
-    """The whole round with the simplest tool: sample, rank, train."""
-    _, found = tasks
-    path = tmp_path / "ranked.jsonl"
-    ranked = [task.model_copy(update={"ranking": [[r.id] for r in task.responses], "labeler": "kim"}) for task in found]
-    path.write_text("".join(task.model_dump_json() + "\n" for task in ranked))
-    copy = gold_run.copy(tmp_path / "runs", "reward")
-    copy.stage("reward", f"data.comparisons='{path}'")
-    assert read_stage(copy.folder / "reward")["status"] == "complete"

@@ -6,13 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.cli import main
-from rlhf.commands.pipeline import stages_to_run
-from rlhf.config.checks import check_config
 from rlhf.data.chat_template import end_ids
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import UserError
 from rlhf.model.classifier import load_reward_model
 from rlhf.report.page import write_report
 from tests.stages.conftest import Run
@@ -109,25 +105,6 @@ def test_the_table_compares_every_policy_by_the_truth(sentiment_run):
     write_report(sentiment_run.folder)
     page = (sentiment_run.folder / "report.html").read_text(encoding="utf-8")
     assert "gold judge" not in page and "sentiment lexicon" in page
-
-
-def test_a_missing_text_is_said_before_anything_runs(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["pipeline", "experiment=sentiment", f"runs_dir={tmp_path}", f"model.pretrained={tmp_path}"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and "data.corpus not set" in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_pipeline_runs_the_baselines_before_the_evaluation(tmp_path):
-    config = Run(tmp_path, "x", ["experiment=sentiment"]).config()
-    stages = ["world", "tokenizer", "pretrain", "sft", "label", "reward", "rejection", "dpo", "ppo", "evaluate"]
-    assert stages_to_run(config) == stages
-    config.evaluate.baselines = None
-    assert stages_to_run(config) == [stage for stage in stages if stage not in ("rejection", "dpo")]
-    config.evaluate.baselines = ["ppo"]
-    with pytest.raises(UserError, match=r"evaluate.baselines: ppo: want rejection or dpo"):
-        check_config(config, "pipeline")
 
 
 def test_generate_and_chat_continue_the_text(sentiment_run, capsys):

@@ -90,19 +90,6 @@ def test_packing_is_refused_if_a_demonstration_reads_the_one_before(gold_run, ki
         sft.check_packing(model, rows, 0)
 
 
-def test_the_model_is_saved_before_it_is_evaluated(copy_until, monkeypatch):
-    run = copy_until("sft")
-
-    def fail(*arguments):
-        raise MemoryError
-
-    monkeypatch.setattr(sft, "response_loss", fail)
-    with contextlib.suppress(MemoryError):
-        run.stage("sft", "sft.epochs=1", "sft.batch_size=200")
-    assert load_policy(run.folder / "sft" / "model") is not None
-    assert read_stage(run.folder / "sft")["status"] == "running"
-
-
 def loss_of(config, model, rows, count):
     """The loss of rows in one micro-batch, as SFT computes it."""
     made = sft.make_rows(rows, 128, config.sft.pack)

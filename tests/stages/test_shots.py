@@ -3,12 +3,10 @@
 import random
 
 import pytest
-import torch
 
 from rlhf.data.labelled import Columns, Example
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import UserError
-from rlhf.evaluation.labelled_task import columns_of, evaluate_shots, load_task, make_rows
+from rlhf.evaluation.labelled_task import columns_of, load_task, make_rows
 from rlhf.report.evaluation_tables import make_evaluation
 from rlhf.report.pictures import make_pictures
 from rlhf.runs.run_files import read_run
@@ -79,8 +77,3 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     assert "In-context learning" in [picture.title for picture in make_pictures([files])]
     (table,) = make_evaluation(files)["sections"][-1].tables
     assert [row[:3] for row in table.rows] == [["pretrain", "0", "0"], ["pretrain", "2", f"{two['shown']:g}"]]
-
-
-def test_shots_without_a_task_are_refused(gold_run):
-    with pytest.raises(UserError, match=r"classify\.data is not set: want a file, a hub id, or one of gold:topic"):
-        evaluate_shots(gold_run.config("evaluate.shots=[0]"), torch.device("cpu"))

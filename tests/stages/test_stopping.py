@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.runs import checkpoints as saving
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
 from rlhf.runs.run_files import read_jsonl
 from rlhf.stages import ppo
@@ -83,28 +82,6 @@ def test_a_stage_ends_with_the_pipeline_that_started_it(copy_until: Callable[...
     process.wait()
     time.sleep(1)
     assert_ends_as(run, gold_run)  # SFT is refused while another process holds the folder
-
-
-def test_of_a_stages_checkpoints_those_stay_that_the_settings_say(copy_until: Callable[..., Run]) -> None:
-    """And the newest is never gone before the next is whole: it is there whenever another one is about to be sealed."""
-    run = copy_until("sft")
-    kept, seen, prune, seal = [], [], saving.prune_checkpoints, saving.seal
-
-    def pruned(path: Path, step: int, keep: Any) -> None:
-        prune(path, step, keep)
-        kept.append([checkpoint_step(p) for p in checkpoints(path)])
-
-    def sealed(folder: Path, *arguments: Any) -> None:
-        newest = latest_checkpoint(folder.parent, lambda text: None)
-        seen.append(None if newest is None else checkpoint_step(newest))
-        seal(folder, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "prune_checkpoints", pruned)
-        patch.setattr(saving, "seal", sealed)
-        run.stage("sft", *SHORT["sft"], "checkpoints.every_seconds=0", "checkpoints.keep=1", "checkpoints.keep_every=2")
-    assert kept == [[1], [2], [2, 3], [2, 4]] and seen == [None, 1, 2, 3]
-    assert [checkpoint_step(p) for p in checkpoints(run.folder / "sft" / "checkpoints")] == [2, 4], "at the end too"
 
 
 def test_a_full_disk_is_one_line(copy_until: Callable[..., Run], monkeypatch, capfd) -> None:

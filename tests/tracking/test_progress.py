@@ -5,7 +5,7 @@ import io
 import pytest
 
 from rlhf.runs import progress as module
-from rlhf.runs.progress import format_figure, format_seconds, progress
+from rlhf.runs.progress import progress
 
 
 class Terminal(io.StringIO):
@@ -42,19 +42,6 @@ def test_plain_lines_are_few_and_tell_the_time_left(clock: list[float]) -> None:
     ]
 
 
-def test_unknown_total_and_close_twice(clock: list[float]) -> None:
-    out = io.StringIO()
-    bar = progress(None, "import", unit="line", stream=out)
-    clock[0] += 2.0
-    bar.update(5000)
-    bar.close()
-    bar.close()
-    assert out.getvalue() == "import: line 5,000  2 s taken  2.5e+03 line/s\n"
-    out = io.StringIO()
-    progress(3, "sft", initial=3, stream=out).close()
-    assert out.getvalue() == "", "nothing done"
-
-
 def test_off_is_silent_even_on_a_terminal(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_PROGRESS", "off")
     out = Terminal()
@@ -73,9 +60,3 @@ def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     last = out.getvalue().split("\r")[-1]
     assert "3/3" in last and "loss 1.25" in last and "100%" in last
     assert out.getvalue().count("\n") == 1  # the one at the end
-
-
-def test_figures_and_seconds() -> None:
-    texts = {0.031249: "0.03125", 12.3456: "12.35", 18240.4: "18240", 3.1e-5: "3.1e-05", 7: "7", 2000.0: "2000"}
-    assert {value: format_figure(value) for value in texts} == texts
-    assert [format_seconds(seconds) for seconds in (12.4, 185, 7385)] == ["12 s", "3:05 min", "2:03:05"]

@@ -15,11 +15,10 @@ import pytest
 from rlhf.cli import main
 from rlhf.report.details import shade
 from rlhf.report.evaluation_tables import rank_table
-from rlhf.report.overview import make_overview
 from rlhf.report.page import write_report
 from rlhf.report.pictures import make_histogram
 from rlhf.runs.metric_table import find
-from rlhf.runs.run_files import decimal, prompt_text, read_points, read_run, visible
+from rlhf.runs.run_files import read_run
 
 ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
 PARENTS = {
@@ -216,13 +215,6 @@ def page_of(*runs: Path) -> str:
     return text
 
 
-def test_an_empty_run_and_no_run(tmp_path: Path) -> None:
-    text = page_of(tmp_path)
-    assert "0 of 6 stages complete" in text and "next is tokenizer" in text
-    with pytest.raises(FileNotFoundError, match="no such run folder"):
-        write_report(tmp_path / "nowhere")
-
-
 def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     for stage in PARENTS:
         (tmp_path / stage).mkdir()
@@ -238,23 +230,6 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     )
     text = page_of(tmp_path)
     assert "0 of 6 stages complete" in text and "user: hi ⟨U+D800⟩" in text
-
-
-def test_real_data_has_no_gold_parts(tmp_path: Path) -> None:
-    make_stage(tmp_path, "evaluate")
-    results = {"reward": {"sft": 0.021, "ppo": 1.317}, "kl_to_sft_nats": 4.5}
-    (tmp_path / "evaluate/results.json").write_text(json.dumps(results))
-    text = page_of(tmp_path)
-    assert "1.317" in text and "reward model; SFT 0.021" in text and "True score by part" not in text
-
-
-def test_the_verdict_follows_the_interval(tmp_path: Path) -> None:
-    verdicts = {(0.55, 0.6): "is preferred to", (0.45, 0.58): "cannot be told from", (0.3, 0.4): "is worse than"}
-    for (low, high), verdict in verdicts.items():
-        win = {"value": (low + high) / 2, "ci95": [low, high], "n": 100}
-        run = read_run(tmp_path)
-        run.results = {"gold": {"win_rate_vs_sft": win}}
-        assert f"PPO {verdict} SFT" in make_overview(run)["sentence"]
 
 
 def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
@@ -318,29 +293,6 @@ def test_the_audits_warning_and_the_labels_are_shown(tmp_path: Path) -> None:
     assert 'class="warning"' not in page_of(run)
 
 
-def test_answers_scored_high_and_judged_low_can_be_picked(complete: tuple[Path, str], tmp_path: Path) -> None:
-    assert "scored higher than SFT&#39;s answer by the reward model, judged lower: 0 of 6" in complete[1]
-    run = make_run(tmp_path / "run")
-    rows = [
-        {"id": str(i), "prompt": "q", "responses": {"sft": "a", "ppo": "b"}, "scores": {"sft": 0, "ppo": 1 - 2 * (i % 2)},
-         "gold": {"sft": 0.5, "ppo": 0.4}} for i in range(100)
-    ]  # fmt: skip
-    write_lines(run / "evaluate/samples.jsonl", rows)
-    text = page_of(run)
-    assert (
-        "judged lower: 50 of 100 (20 listed)" in text and text.count('class="sample') == 24 + 8
-    )  # of the first 24 rows 12 are odd
-    assert text.count('class="sample odd extra"') == 8 and text.count('class="sample first') == 4
-
-
-def test_settings_that_differ_from_the_papers(tmp_path: Path) -> None:
-    config = {"kl": {"coef": 0.1}, "ppo": {"gamma": 1.0}, "report": {"form": "png"}}
-    make_stage(tmp_path, "ppo", config=config, settings={})
-    text = page_of(tmp_path)
-    assert "1 settings differ from the papers" in text
-    assert re.search(r"<td>kl.coef</td><td class=.n.>0.02</td><td class=.n.>0.1</td>", text)
-
-
 def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "ppo")
     row = {"step": 0, "id": "p", "prompt": "Who?", "response": "x", "score": 1.0, "kl": 1.0,
@@ -385,22 +337,6 @@ def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit) as caught:
             report(f"run={run}")
         assert caught.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_points_skip_gaps_and_unknown_names() -> None:
-    rows = [{"progress/step": 1, "sft/loss": 2.0, "progress/tokens": 5},
-            {"progress/step": 2, "sft/loss": None}, {"sft/loss": 3.0},
-            {"progress/step": 3, "sft/loss": 1.0, "other": 1.0}]  # fmt: skip
-    assert read_points(rows) == {"sft/loss": ([1, 3], [2.0, 1.0])}
-
-
-def test_words_and_numbers() -> None:
-    assert visible("a" * 12, limit=10) == "a" * 10 + " … (2 more characters)"
-    assert visible("tab\tline\n\x00") == "tab\tline\n⟨U+0000⟩"
-    assert prompt_text([{"role": "user", "content": "hi"}]) == "user: hi"
-    assert (decimal(-0.0001), decimal(-0.25, 2), decimal(0.25, 2, sign=True), decimal(None)) == (
-        "0.000", "−0.25", "+0.25", "–",
-    )  # fmt: skip
 
 
 def test_it_needs_neither_torch_nor_transformers() -> None:

@@ -99,24 +99,6 @@ def test_resume_repeats_no_step_and_loses_none(tmp_path: Path) -> None:
     assert [row["response"] for row in lines(tmp_path / "samples.jsonl")] == list("0123") + ["again"] * 3
 
 
-def test_what_was_logged_after_the_checkpoint_is_not_logged_twice(tmp_path: Path) -> None:
-    """Killed after the held-out figures of the last step, whose checkpoint it resumes from: they come once."""
-    for resume_step in (0, 2, 2):
-        with tracker(tmp_path, resume_step=resume_step) as writer:
-            if resume_step == 0:
-                writer.log({"optim/lr": 0.1}, step=1, episodes=8)
-                writer.log({"optim/lr": 0.2}, step=2, episodes=16)
-            writer.log({"eval/dev/kl": 0.3}, step=2)
-            writer.samples(2, [SAMPLE])
-            if resume_step:
-                writer.log({"eval/dev/kl": 0.3, "eval/dev/scores": 1.0}, step=2)
-    rows = lines(tmp_path / "metrics.jsonl")
-    names = [[n for n in row if not n.startswith(("progress", "time"))] for row in rows]
-    assert names == [["optim/lr"], ["optim/lr"], ["eval/dev/kl"], ["eval/dev/scores"]]
-    assert [row["progress/episodes"] for row in rows] == [8, 16, 16, 16], "each stands where its step does"
-    assert len(lines(tmp_path / "samples.jsonl")) == 1
-
-
 def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:
     for kind in ("off", "silent"):
         with tracker(tmp_path / kind, kind) as writer:

@@ -115,18 +115,3 @@ def test_it_follows_a_run_from_another_process_to_its_end_or_an_interrupt(tmp_pa
     told, complaint = watcher.communicate(timeout=20)
     assert watcher.returncode == 0 and complaint == ""
     assert interrupted or "ppo: complete  update 10" in told
-
-
-def test_labelling_rounds_before_the_last_are_followed_too(tmp_path: Path) -> None:
-    run = tmp_path / "x"
-    write_stage(run, "sft", "complete", seconds=9.0)
-    assert [stage.title for stage in look(run)] == ["sft"]
-    write_stage(tmp_path / "x-round-1", "label", "complete", seconds=4.0)
-    ppo = write_stage(tmp_path / "x-round-1", "ppo", "running", logged=5)
-    (tmp_path / "x-round-two").mkdir()
-    with locked(ppo):
-        stages = look(run)
-        assert str(stages[-1]).startswith("x-round-1/ppo: running  update 5  reward 0.5")
-        assert draw_screen(run, stages, 100)[0] == "x  ● sft → ● x-round-1/label → ◐ x-round-1/ppo"
-    write_stage(run, "label", "complete", seconds=4.0)
-    assert [stage.title for stage in look(run)] == ["sft", "x-round-1/label", "x-round-1/ppo", "label"]

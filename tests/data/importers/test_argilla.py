@@ -40,35 +40,19 @@ def test_ratings_and_flags_of_one_response(load):
 @pytest.mark.parametrize(
     ("fields", "answers", "judged"),
     [
-        # version 2 gives a ranking as the options in their order, and options may have names of their own
         (TWO, {"rank": ["response-2", "response-1"]}, {"ranking": [["response-2"], ["response-1"]]}),
-        (TWO, {"rank": [{"rank": 1, "value": "reply-2"}, {"rank": 2, "value": "reply-1"}]}, {"ranking": [["response-2"], ["response-1"]]}),
         # the best of three says nothing about the others
         (THREE, {"label": "response-2"}, {"pairs": [["response-2", "response-1"], ["response-2", "response-3"]]}),
-        (THREE, {"label": "Both"}, {"ranking": [["response-1", "response-2", "response-3"]]}),
         (TWO, {"preferred": 2}, {"ranking": [["response-2"], ["response-1"]]}),
-        # a rating a response
-        (
-            TWO,
-            {"rating_1": 3, "rating_2": 6},
-            {"ranking": [["response-2"], ["response-1"]], "ratings": {"response-1": 3, "response-2": 6}},
-        ),
-        (TWO, {"response_1_quality": 4, "response_2_quality": 4}, {"ranking": [["response-1", "response-2"]]}),
+        (TWO, {"rating_1": 3, "rating_2": 6}, {"ratings": {"response-1": 3, "response-2": 6}}),
         # outside of 1 to 7: the order only
         (TWO, {"score_1": 10, "score_2": 0}, {"ranking": [["response-1"], ["response-2"]], "ratings": {}}),
     ],
-)  # fmt: skip
+)
 def test_what_orders_several_responses(load, fields, answers, judged):
     [record] = load("argilla", row(fields, **answers))
     for key, value in judged.items():
         assert getattr(record, key) == value
-
-
-def test_every_question_that_orders_is_a_record(load):
-    helpful, honest = load("argilla", row(TWO, helpful_1=5, helpful_2=2, honest_1=1, honest_2=9))
-    assert helpful.ranking == [["response-1"], ["response-2"]] and helpful.metadata["question"] == "helpful"
-    assert honest.ranking == [["response-2"], ["response-1"]] and honest.ratings == {}
-    assert honest.metadata["scores"] == {"response-1": 1, "response-2": 9}
 
 
 def test_chats(load):

@@ -28,16 +28,6 @@ def test_qa_feedback_joins_six_judgements_into_one_ranking(load):
     assert record.metadata == {"gold": "g", "feedback": {"errors": []}}
 
 
-def test_qa_feedback_keeps_pairs_that_are_no_weak_order(load):
-    # 1 = 2 and 2 = 3, but 1 over 3; 4 is under all
-    [record] = load("qa_feedback", QA_FEEDBACK | {"preference": [0, 1, 1, 0, 1, 1], "passages": []})
-    assert record.ranking is None
-    assert record.pairs == [["1", "3"], ["1", "4"], ["2", "4"], ["3", "4"]]
-    assert record.metadata["ties"] == [["1", "2"], ["2", "3"]]
-    assert record.pair_list() == [(0, 2), (0, 3), (1, 3), (2, 3)]
-    assert turns(record) == [("user", "Who?")]
-
-
 def test_openai_comparisons(load):
     [record] = load("openai_comparisons", COMPARISON)
     assert turns(record) == [
@@ -132,7 +122,6 @@ def test_nectar(load):
     ("row", "prompt"),
     [
         (KTO, [("user", "Hi")]),
-        (KTO | {"prompt": [USER], "completion": [answer("Hello")]}, [("user", "Name a colour.")]),
         (
             {"messages": [USER, answer("q"), USER, answer("Hello")], "label": True},
             [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")],
@@ -141,7 +130,6 @@ def test_nectar(load):
             {"conversations": [says("human", "Hi"), says("gpt", "Hello")], "system": "S", "label": True},
             [("system", "S"), ("user", "Hi")],
         ),
-        (KTO | {"prompt": "\n\nHuman: Ho\n\nAssistant:"}, [("user", "Ho")]),
     ],
 )
 def test_kto(load, row, prompt):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhf.data.reading import load_demonstrations
-from tests.data.importers.samples import ALPACA, DECODED, MT_BENCH, QUESTION, SEED, SHAREGPT, USER, answer, says, turns
+from tests.data.importers.samples import ALPACA, DECODED, MT_BENCH, QUESTION, SEED, USER, answer, says, turns
 
 
 def test_alpaca(tmp_path):
@@ -42,12 +42,6 @@ def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue(load):
     assert record.response == "C &amp; 你好" and record.id == "x-1" and record.metadata == {"tools": "none"}
 
 
-def test_what_follows_the_last_answer_is_kept(load):
-    [record] = load("sharegpt", {"id": 7, "conversations": [*SHAREGPT["conversations"], says("human", "More")]})
-    assert turns(record) == [("user", "Hi")] and record.response == "Hello" and record.id == "data.jsonl:1"
-    assert record.metadata == {"id": 7, "later_turns": [{"role": "user", "content": "More"}]}
-
-
 def test_a_dialogue_without_an_answer_is_a_prompt(load):
     [record] = load("sharegpt", {"conversations": [says("system", "S"), says("human", "Hi")]})
     assert record.kind == "prompt" and turns(record) == [("system", "S"), ("user", "Hi")]
@@ -75,12 +69,6 @@ def test_messages_with_typed_parts_and_weights(load):
             {"role": "assistant", "content": "Ha.", "loss_weight": 0.0},
         ],
     }
-
-
-def test_a_part_with_more_than_its_text_is_kept_whole(load):
-    part = {"type": "text", "text": "Hi", "cache": True}
-    [record] = load("messages", {"messages": [{"role": "user", "content": [part]}, answer("a") | {"weight": 1}]})
-    assert record.prompt[0].model_extra == {"parts": [part]} and record.metadata == {"answer": {"weight": 1}}
 
 
 def test_self_instruct_gives_a_demonstration_an_instance(load):
@@ -113,9 +101,3 @@ def test_mt_bench_gives_the_first_turn_as_a_prompt(load):
     [record] = load("mt_bench", MT_BENCH)
     assert record.kind == "prompt" and turns(record) == [("user", "Say a.")]
     assert record.metadata == {"question_id": 81, "category": "c", "reference": ["a", "b"], "later_turns": ["Say b."]}
-
-
-def test_a_prompt_alone(load):
-    row = {"prompt": "Hi", "user": "u", "id": 3, "metadata": {"a": 1}, "topic": "x"}
-    [record] = load("trl", row)
-    assert record.kind == "prompt" and record.user == "u" and record.metadata == {"a": 1, "id": 3, "topic": "x"}

@@ -50,18 +50,6 @@ def test_replies_without_a_rank_are_unranked(load):
     assert record.ranking == [["a"], ["c"]] and record.metadata["deleted_replies"] == ["b"]
 
 
-def test_a_tree_whose_first_message_is_the_row_itself(load):
-    row = OASST["prompt"] | {"message_tree_id": "m-0", "tree_state": "ready_for_export"}
-    thread, wrapped = load("oasst", row), load("oasst", OASST)
-    assert [(r.id, r.responses, r.ranking) for r in thread] == [(r.id, r.responses, r.ranking) for r in wrapped]
-    assert [turns(r) for r in thread] == [turns(r) for r in wrapped] and thread[0].metadata == wrapped[0].metadata
-
-
-def test_one_ranked_reply_is_no_order_and_the_tree_a_prompt(load):
-    [record] = load("oasst", tree(reply("a", 0), reply("b", None)))
-    assert record.kind == "prompt" and turns(record) == [("user", "Hi")] and record.id == "t"
-
-
 def flat(row):
     """The messages of a tree as rows, each before its replies, as OpenAssistant publishes them."""
     about = {key: value for key, value in row.items() if key != "prompt"}
@@ -119,14 +107,6 @@ def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, pac
     records, info = load_all(path)
     assert info[0].format == "oasst_messages" and sum(file.rows for file in info) == 2
     assert plain(records) == plain(wanted)
-
-
-def test_messages_may_come_before_those_that_they_answer(write_jsonl):
-    def by_id(records):
-        return {r.id: (turns(r), {x.id: x.text for x in r.responses}, [set(tie) for tie in r.ranking]) for r in records}
-
-    [trees, messages] = [load_all(write_jsonl(rows))[0] for rows in (TREES[:1], flat(TREES[0])[::-1])]
-    assert by_id(messages) == by_id(trees)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from rlhf.data.formats import FORMATS, BadRow
-from tests.data.importers.samples import COMPARED, PAIR, SCORED, STACK, TRL, USER, answer, texts, turns
+from tests.data.importers.samples import PAIR, SCORED, STACK, TRL, USER, answer, texts, turns
 
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
 
@@ -22,7 +22,6 @@ def hh(before, chosen, rejected):
             [("user", "Hi"), ("assistant", "Yes?\nSay."), ("user", "Who\n\nare you?")],
             ["I am Ann", "I am Bob"],
         ),
-        (hh("\n\nHuman: Hi", "", " No"), [("user", "Hi")], ["", "No"]),
         (hh("\n\nHuman: Hi", " Yes", " Yes, sure"), [("user", "Hi")], ["Yes", "Yes, sure"]),
         # an answer that goes on after a marker of its own
         (
@@ -35,24 +34,12 @@ def hh(before, chosen, rejected):
             [("user", "Hi"), ("assistant", "A\n\nB"), ("user", "C")],
             ["D", "E"],
         ),
-        (hh("Human: Hi", " A", " B"), [("user", "Hi")], ["A", "B"]),
     ],
 )
 def test_hh(load, row, prompt, answers):
     [record] = load("hh", row)
     assert turns(record) == prompt and texts(record) == answers
     assert record.pair_list() == [(0, 1)] and record.metadata == {"n": 1}
-
-
-def test_hh_with_headings_as_markers(load):
-    row = {
-        "text": ["## Human: Hi\n\n## Assistant: Hello ## Human: no", "## Human: Hi\n\n## Assistant: Go\n\n## away"],
-        "score": [1, 0],
-    }
-    [record] = load("hh", row)
-    assert [(m.role, m.content) for m in record.prompt] == [("user", "Hi")]
-    assert [r.text for r in record.responses] == ["Hello ## Human: no", "Go\n\n## away"]
-    assert record.ranking == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +60,6 @@ def test_hh_with_scores(load, scores, ranking):
             [("user", "The sky is")],
             ["green.", "grey."],
         ),
-        ({"chosen": "Q: hi A: yes", "rejected": "Q: hi A: yes indeed"}, [("user", "Q: hi A:")], ["yes", "yes indeed"]),
         (
             {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [answer("a")], "rejected": [answer("b")]},
             [("system", "S"), ("user", "Name a colour.")],
@@ -84,16 +70,6 @@ def test_hh_with_scores(load, scores, ranking):
             [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")],
             ["a", "b"],
         ),
-        (
-            {"prompt": "Hi", "chosen": [USER, answer("a")], "rejected": [USER, answer("b")]},
-            [("user", "Name a colour.")],
-            ["a", "b"],
-        ),
-        (
-            {"chosen": [USER, answer("same")], "rejected": [USER, answer("same")]},
-            [("user", "Name a colour.")],
-            ["same", "same"],
-        ),
         # a prompt in the form of HH is a dialogue; one that does not end with the marker is text
         (
             TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
@@ -101,20 +77,12 @@ def test_hh_with_scores(load, scores, ranking):
             ["Hello", "Go away"],
         ),
         (TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
-        (TRL | {"prompt": " Hi &amp; 你好\n"}, [("user", " Hi &amp; 你好\n")], ["Hello", "Go away"]),
     ],
 )
 def test_trl(load, row, prompt, answers):
     [record] = load("trl", row | {"score_chosen": 3})
     assert turns(record) == prompt and texts(record) == answers
     assert record.pair_list() == [(0, 1)] and record.metadata == {"score_chosen": 3}
-
-
-def test_what_a_turn_has_beside_its_text_is_kept(load):
-    row = {"chosen": [USER | {"name": "Ann"}, answer("a") | {"model": "m"}], "rejected": [USER, answer("b")]}
-    [record] = load("trl", row)
-    assert record.prompt[0].model_extra == {"name": "Ann"}
-    assert [response.metadata for response in record.responses] == [{"model": "m"}, {}]
 
 
 def test_an_implicit_prompt_before_a_run_of_spaces_is_cut_at_once():
@@ -148,9 +116,3 @@ def test_pairs(load, row, prompt, answers, metadata):
     [record] = load("pairs", row)
     assert turns(record) == prompt and texts(record) == answers and record.metadata == metadata
     assert record.ranking == [["a"], ["b"]]
-
-
-def test_sharegpt_with_chosen_and_rejected(load):
-    [record] = load("sharegpt", COMPARED | {"id": "x-1", "n": 1, "system": "S"})
-    assert turns(record) == [("system", "S"), ("user", "Hi")] and texts(record) == ["a", "b"]
-    assert record.ranking == [["a"], ["b"]] and record.id == "x-1" and record.metadata == {"n": 1}

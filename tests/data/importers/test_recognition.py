@@ -7,13 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.config import Config
-from rlhf.config.stages import DataConfig
 from rlhf.data.formats import FORMATS, recognise
 from rlhf.data.inputs import Row
-from rlhf.data.reading import convert_row, load_all, load_comparisons
+from rlhf.data.reading import convert_row, load_all
 from rlhf.errors import UserError
-from rlhf.runs.sources import hash_sources
 from tests.data.importers.samples import SAMPLES, USER
 
 IDS = [f"{format}-{i}" for i, (format, *_) in enumerate(SAMPLES)]
@@ -67,15 +64,6 @@ def test_columns_are_proposed(write_jsonl):
     )
     with pytest.raises(UserError, match=r"columns\.prompt=q columns\.ranked='\[good answer,bad answer\]'`"):
         load_all(write_jsonl([{"q": "?", "bad answer": "x", "good answer": "y"}]))
-
-
-def test_a_table_is_read_where_labels_are_named(tmp_path):
-    path = tmp_path / "labels.csv"
-    path.write_text("prompt,chosen,rejected\nWhy?,So.,No.\n")
-    [ranking], info = load_comparisons(str(path))
-    assert info[0].format == "trl" and [response.text for response in ranking.responses] == ["So.", "No."]
-    config = Config(data=DataConfig(comparisons=str(path)))
-    assert list(hash_sources(config, "reward")) == ["comparisons:labels.csv"]
 
 
 JSON = st.recursive(

@@ -90,33 +90,6 @@ def test_words_of_another_language_are_one_message_with_the_settings_to_copy():
     assert len(convert(rows[:4], words, **PAIR, winner="w")) == 4
 
 
-def test_words_decide_alone():
-    rows = [{"q": "?", "a": "1st", "b": "2nd", "w": word} for word in (0, "1", "2.0", " Draw ")]
-    words = {"first": 0, "second": "1", "tie": [2, "draw"]}
-    assert [one.ranking for one in convert(rows, words, **PAIR, winner="w")] == [A, B, TIE, TIE]
-    message = problem(rows[0] | {"w": "a"}, rows, words=words, **PAIR, winner="w")
-    assert message == "w: got 'a', want one of 0, 1, 2, draw: add it to one of words.*"
-
-
-def test_an_unknown_word_and_a_word_that_is_a_response_too():
-    row = {"q": "?", "a": "2", "b": "4", "w": "2"}
-    assert "not a text" in problem(row, [row | {"w": "1"}], **PAIR, winner="w")
-    assert problem(row | {"w": "so so"}, [row | {"w": "a"}], **PAIR, winner="w") == (
-        "w: got 'so so', want a, b or tie, in words or as a column's name: say what each means with words.first=… "
-        "words.second=… words.tie=…"
-    )
-
-
-def test_names_of_columns_win():
-    rows = [{"q": "?", "b": "1st", "a": "2nd", "w": "a"}]  # "a" would be the first one elsewhere
-    assert convert(rows, prompt="q", responses=["b", "a"], winner="w")[0].ranking == B
-
-
-def test_the_best_of_more_than_two_is_pairs():
-    assert judged("c", "tie", k=3) == [[["c", "a"], ["c", "b"]], [["a", "b", "c"]]]
-    assert judged(1, 3, 0, k=3) == [[["a", "b"], ["a", "c"]], [["c", "a"], ["c", "b"]], [["a", "b", "c"]]]
-
-
 def test_labelers_side_by_side():
     rows = [
         {"q": "?", "a": "1st", "b": "2nd", "x": 1, "y": 2, "z": 0, "id": "i"},
@@ -131,16 +104,6 @@ def test_labelers_side_by_side():
         ("t.csv:2.1", "z", A),
     ]
     assert made[0].metadata == {} and made[3].metadata == {"y": None}  # nothing that was read is lost
-
-
-def test_the_scale_is_kept():
-    rows = [{"q": "?", "a": "1st", "b": "2nd", "w": word} for word in ("a-is-better", "b is slightly better", "tie")]
-    made = convert(rows, **PAIR, winner="w")
-    assert [one.metadata for one in made] == [
-        {"preference_scale": "a-is-better"},
-        {"preference_scale": "b is slightly better"},
-        {"preference_scale": "tie"},
-    ]
 
 
 # --- other judgements ------------------------------------------------------------------------------------------------
@@ -231,15 +194,6 @@ def test_a_column_that_is_not_there_names_its_neighbours():
         "columns.responses=response a: t.csv has no such column (did you mean 'response_b'?); "
         "columns.responses=answer.0.text: t.csv has no such column (did you mean 'answers'?)"
     )
-
-
-def test_a_key_that_only_some_rows_have():
-    rows = [{"q": "?", "r": "x", "s": "yes"}, {"q": "?", "r": "x"}]
-    assert [len(one.prompt) for one in convert(rows, prompt="q", response="r", system="s")] == [2, 1]
-    [task] = convert([{"q": "?", "a": "x", "b": None}], **PAIR)
-    assert len(task.responses) == 1
-    row = {"q": "?", "a": "x", "b": "y", "w": "a"}
-    assert problem({"q": "?", "a": "x", "w": "a"}, [row], **PAIR, winner="w") == "b: got None, want a response"
 
 
 @pytest.mark.parametrize(
