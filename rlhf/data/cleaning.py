@@ -1,12 +1,12 @@
 """The facts of a record that cleaning and splitting use, and the steps of cleaning in order. Only hashes are kept."""
 
-import hashlib
-import marshal
+import json
 import re
 from collections import Counter
 from math import comb
 from typing import Any, NamedTuple
 
+from rlhf.config.commands import ImportConfig
 from rlhf.data.records import Record
 from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, uniform
 
@@ -28,15 +28,19 @@ _CARD = re.compile(r"\d(?:[ -]?\d){12,18}")
 class Facts(NamedTuple):
     """The properties of one record; hashes are 64 bits, 0 if there is none."""
 
+    kind: str
     identity: int  # of the content
     key: int  # of the split key
-    prefix: int  # of the normalised beginning of a prompt record
-    user: int
-    group: float  # its hash with the seed, in [0, 1)
-    given: str | None  # the split that the record states
-    pii: tuple[str, ...]
-    pairs: int  # strictly ordered
-    ties: int
+    prefix: int = 0  # of the normalised beginning of a prompt record
+    user: int = 0
+    group: float = 0.0  # its hash with the seed, in [0, 1)
+    given: str | None = None  # the split that the record states
+    pii: tuple[str, ...] = ()
+    pairs: int = 0  # strictly ordered
+    ties: int = 0
+    labeler: str | None = None
+    prompt_words: int = 0
+    response_words: tuple[int, ...] = ()
 
 
 def luhn(digits: str) -> bool:
@@ -73,34 +77,38 @@ def identity_of(record: Record, own_id: bool) -> int:
         said += [record.response, record.labeler]
     elif record.kind == "ranking":
         at = {response.id: i for i, response in enumerate(record.responses)}
-        judgement = [
+        said += [
             [response.text for response in record.responses],
             None if record.ranking is None else record.ranks(),
             None if record.pairs is None else sorted([at[better], at[worse]] for better, worse in record.pairs),
             sorted((at[name], value) for name, value in record.ratings.items()),
             sorted((at[name], sorted(values)) for name, values in record.flags.items()),
+            record.labeler,
+            record.id if own_id and record.labeler is None else None,
         ]
-        said += [judgement, record.labeler, record.id if own_id and record.labeler is None else None]
-    plain = marshal.dumps(said, 2)  # later versions write what is one object in memory once
-    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "big")
+    return hash64(json.dumps(said))
 
 
 def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) -> Facts:
     turns, metadata = record.prompt, record.metadata
     user = (record.user if record.kind == "prompt" else None) or metadata.get("user")
     group = metadata.get("group")
-    prefix = 0
+    prefix = pairs = ties = 0
+    texts: list[str] = []
     if record.kind == "prompt":
         prefix = hash64(prompt_key(conversation(turns)[: 2 * prefix_characters])[:prefix_characters])
-    pairs = ties = 0
-    if record.kind == "ranking" and record.pairs is not None:
-        beside = metadata.get("ties")  # those judged equal, of judgements that form no order
-        pairs, ties = len({(a, b) for a, b in record.pairs}), len(beside) if isinstance(beside, list) else 0
-    elif record.kind == "ranking":
+    elif record.kind == "demonstration":
+        texts = [record.response]
+    else:
+        texts = [response.text for response in record.responses]
         sizes = [len(tie) for tie in record.ranking or ()]
         ties = sum(comb(size, 2) for size in sizes)
         pairs = comb(sum(sizes), 2) - ties
+        if record.pairs is not None:
+            beside = metadata.get("ties")  # those judged equal, of judgements that form no order
+            pairs, ties = len({(a, b) for a, b in record.pairs}), len(beside) if isinstance(beside, list) else 0
     return Facts(
+        record.kind,
         identity_of(record, own_id),
         key_hash(turns, prefix_characters),
         prefix,
@@ -110,15 +118,17 @@ def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) ->
         tuple(sorted({kind for message in turns for kind in find_pii(message.content)})),
         pairs,
         ties,
+        None if record.kind == "prompt" else record.labeler,
+        sum(len(message.content.split()) for message in turns),
+        tuple(len(text.split()) for text in texts),
     )
 
 
 class Cleaner:
     """Decides for each record in order whether it is kept; the steps in the order of their counts."""
 
-    def __init__(self, duplicates: str, pii: str, filter_prefixes: bool, max_prompts_per_user: int):
-        self.drop_duplicates, self.drop_pii = duplicates == "drop", pii == "drop"
-        self.filter_prefixes, self.max_prompts_per_user = filter_prefixes, max_prompts_per_user
+    def __init__(self, config: ImportConfig):
+        self.config = config
         self.counts: Counter[str] = Counter(
             dict.fromkeys(("duplicates", "pii", "shared_prefix", "prompts_of_user", "gold_accuracy"), 0)
         )
@@ -126,29 +136,28 @@ class Cleaner:
         self._prefixes: set[int] = set()
         self._of_user: Counter[int] = Counter()
 
-    def judge(self, kind: str, facts: Facts) -> int:
+    def judge(self, facts: Facts) -> int:
         """KEPT, DUPLICATE or FILTERED."""
-        step = self._step(facts, kind == "prompt")
+        step = self._step(facts)
         if step is None:
             return KEPT
         self.counts[step] += 1
         return DUPLICATE if step == "duplicates" else FILTERED
 
-    def _step(self, facts: Facts, is_prompt: bool) -> str | None:
+    def _step(self, facts: Facts) -> str | None:
         """The step that removes a record; None if it is kept."""
         seen = facts.identity in self._seen
         self._seen.add(facts.identity)
-        if self.drop_duplicates and seen:
+        if self.config.duplicates == "drop" and seen:
             return "duplicates"
-        if facts.pii and self.drop_pii:
+        if facts.pii and self.config.pii == "drop":
             return "pii"
-        if is_prompt and self.filter_prefixes:
-            shared = facts.prefix in self._prefixes
-            self._prefixes.add(facts.prefix)
-            if shared:
-                return "shared_prefix"
-        if is_prompt and facts.user:
-            self._of_user[facts.user] += 1
-            if self._of_user[facts.user] > self.max_prompts_per_user:
-                return "prompts_of_user"
-        return None
+        if facts.kind != "prompt":
+            return None
+        shared = facts.prefix in self._prefixes
+        self._prefixes.add(facts.prefix)
+        if shared and self.config.filter_prefixes:
+            return "shared_prefix"
+        self._of_user[facts.user] += 1
+        many = self._of_user[facts.user] > self.config.max_prompts_per_user
+        return "prompts_of_user" if facts.user and many else None

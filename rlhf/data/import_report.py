@@ -6,72 +6,48 @@ import base64
 import importlib.metadata
 import json
 import platform
-from array import array
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rlhf import __version__
 from rlhf.data import agreement
-from rlhf.data.cleaning import PII_KINDS, Facts
+from rlhf.data.cleaning import Facts
 from rlhf.data.inputs import Reject
-from rlhf.data.records import Record
 from rlhf.data.splits import SPLITS
 from rlhf.system.terminal import one_line
 
 KEPT_BYTES = 1 << 20  # of a rejected row
 ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
-_LENGTHS = ("prompt_words", "response_words")
 
 
-class Statistics:
-    """Figures of the records that are kept."""
-
-    def __init__(self) -> None:
-        self.labelers: Counter[str] = Counter()
-        self.unnamed = self.unpaired = self.pairs = self.ties = 0
-        self.pii: Counter[str] = Counter(dict.fromkeys(PII_KINDS, 0))
-        self.sizes: Counter[int] = Counter()  # responses of a ranking
-        self.lengths = {name: array("Q") for name in _LENGTHS}
-
-    def add(self, record: Record, facts: Facts) -> None:
-        """Add a kept record."""
-        prompts = [turn.content for turn in record.prompt]
-        texts: list[str] = []
-        if record.kind == "demonstration":
-            texts = [record.response]
-        elif record.kind == "ranking":
-            texts = [response.text for response in record.responses]
-            self.sizes[len(texts)] += 1
-            self.unpaired += facts.pairs == 0
-            self.pairs += facts.pairs
-            self.ties += facts.ties
-        if record.kind != "prompt":
-            self.labelers.update([record.labeler] if record.labeler is not None else [])
-            self.unnamed += record.labeler is None
-        self.pii.update(facts.pii)
-        self.lengths["prompt_words"].append(sum(len(text.split()) for text in prompts))
-        self.lengths["response_words"].extend(len(text.split()) for text in texts)
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "ties": self.ties,
-            "pairs": self.pairs,
-            "unpaired": self.unpaired,
-            "responses_a_ranking": {str(size): self.sizes[size] for size in sorted(self.sizes)},
-            "labelers": {name: self.labelers[name] for name in sorted(self.labelers)},
-            "records_without_labeler": self.unnamed,
-            "lengths": {name: _summarise(lengths) for name, lengths in self.lengths.items()},
-        }
+def summarise(kept: Sequence[Facts]) -> dict[str, Any]:
+    """The figures of the records that are kept."""
+    rankings = [one for one in kept if one.kind == "ranking"]
+    judged = [one.labeler for one in kept if one.kind != "prompt"]
+    sizes = Counter(len(one.response_words) for one in rankings)
+    named = Counter(name for name in judged if name is not None)
+    return {
+        "ties": sum(one.ties for one in rankings),
+        "pairs": sum(one.pairs for one in rankings),
+        "unpaired": sum(one.pairs == 0 for one in rankings),
+        "responses_a_ranking": {str(size): sizes[size] for size in sorted(sizes)},
+        "labelers": dict(sorted(named.items())),
+        "records_without_labeler": judged.count(None),
+        "lengths": {
+            "prompt_words": _quantiles([one.prompt_words for one in kept]),
+            "response_words": _quantiles([words for one in kept for words in one.response_words]),
+        },
+    }
 
 
-def _summarise(lengths: "array[int]") -> dict[str, Any] | None:
+def _quantiles(lengths: list[int]) -> dict[str, Any] | None:
     """Number, mean and quantiles; each quantile is one of the lengths."""
     if not lengths:
         return None
-    values = np.frombuffer(lengths, np.uint64)
-    least, median, p95, most = np.quantile(values, (0, 0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
+    least, median, p95, most = np.quantile(lengths, (0, 0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
     mean = round(sum(lengths) / len(lengths), 2)
     return {"n": len(lengths), "mean": mean, "min": least, "median": median, "p95": p95, "max": most}
 

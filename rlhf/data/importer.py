@@ -1,14 +1,12 @@
 """The import loop: rows of all files -> checked records -> cleaning -> splits -> files, with every row accounted for.
 
-Only hashes of the records stay in memory, and until the end of a file its judgements that are joined. The records are
+Only facts and hashes of the records stay in memory, and until the end of a file its judgements that are joined. The records are
 written at once, without a split, and divided after the last one, since all prompts of a user get one split. Folders and
 messages are in `commands/import_data.py`.
 """
 
 import hashlib
 import json
-from array import array
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import combinations
@@ -18,10 +16,10 @@ from typing import Any, NamedTuple, TextIO, cast
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, get, settings_in
 from rlhf.data.agreement import AgreementCounter
-from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, REJECTED, Cleaner, facts_of
+from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.import_report import ROW_COUNTS, Statistics, reject_line, versions
+from rlhf.data.import_report import ROW_COUNTS, reject_line, summarise, versions
 from rlhf.data.inputs import (
     MAX_RECORD_BYTES,
     ROW_SUFFIXES,
@@ -62,10 +60,10 @@ class Importer:
     def __init__(self, config: ImportConfig, folder: Path, earlier: Assignments, progress: Callable[[int], None]):
         self.config, self.folder = config, folder
         self.progress = progress  # called with the number of bytes that were read
-        self.cleaner = Cleaner(config.duplicates, config.pii, config.filter_prefixes, config.max_prompts_per_user)
+        self.cleaner = Cleaner(config)
         shares = {"train": 1.0 - config.dev - config.test, "dev": config.dev, "test": config.test}
         self.assigner = Assigner(config.seed, shares, earlier)
-        self.statistics = Statistics()
+        self.kept: list[Facts] = []
         self.agreement = AgreementCounter()
         self.checks: dict[str, dict[str, dict[str, float]]] = {}  # by labeler, see `sum_checks`
         self.careless: set[str] = set()  # labelers below min_gold_accuracy
@@ -73,7 +71,6 @@ class Importer:
         self.reject_count = 0
         # by file and message: the first reject, and their number
         self.first_rejects: dict[tuple[str, str], tuple[Reject, int]] = {}
-        self._keys: dict[str, array[int]] = defaultdict(lambda: array("Q"))  # of the kept records, by kind
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects = create(folder / "rejects.jsonl")
 
@@ -166,7 +163,7 @@ class Importer:
     def _take(self, record: Record, line: str, own_id: bool, info: FileInfo) -> int:
         """Clean a record, and write it if it is kept."""
         facts = facts_of(record, own_id, self.config.prefix_characters, self.config.seed)
-        result = self.cleaner.judge(record.kind, facts)
+        result = self.cleaner.judge(facts)
         self.assigner.add(facts.key, facts.user, facts.group, facts.given, result == KEPT)
         if result != KEPT:
             return result
@@ -175,11 +172,10 @@ class Importer:
         if record.kind not in self._files:
             self._files[record.kind] = create(self.folder / "unsplit" / f"{record.kind}.jsonl")
         self._files[record.kind].write(line)
-        self.statistics.add(record, facts)
+        self.kept.append(facts)
         info.records[record.kind] += 1
         if isinstance(record, Ranking):
             self.agreement.add(record)
-        self._keys[record.kind].append(facts.key)
         return KEPT
 
     def _reject(self, reject: Reject) -> None:
@@ -213,7 +209,8 @@ class Importer:
     def _divide(self, kind: str) -> dict[str, int]:
         """Move the records of a kind to one file per split; returns the number of each."""
         source, files, counts = self.folder / "unsplit" / f"{kind}.jsonl", dict[str, TextIO](), dict.fromkeys(SPLITS, 0)
-        for key, line in zip(self._keys[kind], read_lines(source), strict=True):
+        keys = (one.key for one in self.kept if one.kind == kind)
+        for key, line in zip(keys, read_lines(source), strict=True):
             split = SPLITS[self.assigner.splits[key]]
             if split not in files:
                 files[split] = create(self.folder / kind / f"{split}.jsonl")
@@ -228,8 +225,9 @@ class Importer:
         return {
             "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
-            **self.statistics.report(),
-            "cleaning": dict(self.cleaner.counts) | {f"{name}_found": n for name, n in self.statistics.pii.items()},
+            **summarise(self.kept),
+            "cleaning": self.cleaner.counts
+            | {f"{name}_found": sum(name in one.pii for one in self.kept) for name in PII_KINDS},
             "splits": self.assigner.report(),
             "agreement": self.agreement.report(),
             "checks": self.checks,

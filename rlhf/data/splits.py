@@ -6,7 +6,7 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -232,8 +232,26 @@ class Assigner:
         return SPLITS.index(choose(u, self.fractions))
 
     def decide(self) -> Assignments:
-        """Give every prompt its split; returns these and the users', with the earlier ones."""
-        together = self._decide_connected()
+        """Give every prompt its split; returns these and the users', with the earlier ones.
+
+        Of prompts that users and groups connect, the best reason and the least hash decide, whatever the order of the rows.
+        """
+        reasons: list[tuple[int, _Node, int | None]] = []  # rank of the reason, root, split
+        for what, value in sorted(self._above):
+            root = self._root((what, value))
+            if what == "user":
+                reasons.append((0, root, self.earlier.users.get(value)))
+                reasons.append((3, root, self._choose(uniform(f"user {value:016x}", self.seed))))
+            elif what == "group":
+                reasons.append((4, root, self._choose(value)))
+            else:
+                reasons.append((1, root, self.earlier.prompts.get(value)))
+                reasons.append((2, root, self._given.get(value)))
+        together: dict[_Node, int] = {}
+        for _, root, split in sorted(reasons, key=itemgetter(0)):
+            if split is not None:
+                together.setdefault(root, split)
+
         for key in self.splits:
             split = self.earlier.prompts.get(key, self._given.get(key))
             if split is None and ("key", key) in self._above:
@@ -243,30 +261,6 @@ class Assigner:
         decided = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
         decided.add(Assignments(self.splits, users))
         return decided
-
-    def _decide_connected(self) -> dict[_Node, int]:
-        """The split of each set of prompts that users and groups connect, by its root; the best reason and the least hash
-        decide, whatever the order of the rows.
-        """
-
-        def proposals() -> Iterator[tuple[int, _Node, int | None]]:
-            """(rank of the reason, root, split)"""
-            for what, value in sorted(self._above):
-                root = self._root((what, value))
-                if what == "user":
-                    yield 0, root, self.earlier.users.get(value)
-                    yield 3, root, self._choose(uniform(f"user {value:016x}", self.seed))
-                elif what == "group":
-                    yield 4, root, self._choose(value)
-                else:
-                    yield 1, root, self.earlier.prompts.get(value)
-                    yield 2, root, self._given.get(value)
-
-        known: dict[_Node, int] = {}
-        for _, root, split in sorted(proposals(), key=itemgetter(0)):
-            if split is not None:
-                known.setdefault(root, split)
-        return known
 
     def report(self) -> dict[str, Any]:
         """Prompts by split, and users."""

@@ -1,5 +1,6 @@
 import pytest
 
+from rlhf.config.commands import ImportConfig
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, Cleaner, Facts, facts_of, find_pii
 from rlhf.data.records import PromptRecord, Ranking
 
@@ -72,10 +73,10 @@ def test_two_unnamed_people_may_agree():
 
 
 def test_the_steps_of_cleaning():
-    cleaner = Cleaner("drop", "drop", filter_prefixes=True, max_prompts_per_user=2)
+    cleaner = Cleaner(ImportConfig(duplicates="drop", pii="drop", filter_prefixes=True, max_prompts_per_user=2))
 
     def judge(kind: str, identity: int, prefix: int, user: int, pii: bool, by: Cleaner = cleaner) -> int:
-        return by.judge(kind, Facts(identity, 0, prefix, user, 0, None, ("email",) if pii else (), 0, 0))
+        return by.judge(Facts(kind, identity, 0, prefix, user, pii=("email",) if pii else ()))
 
     # (kind, identity, prefix, user, pii)
     assert judge("prompt", 1, 10, 7, 0) == KEPT
@@ -87,7 +88,7 @@ def test_the_steps_of_cleaning():
     assert judge("demonstration", 6, 10, 7, 0) == KEPT, "only prompts are filtered by user and by beginning"
     assert judge("prompt", 7, 14, 0, 0) == KEPT, "no user"
     assert cleaner.counts == {"duplicates": 1, "pii": 1, "shared_prefix": 1, "prompts_of_user": 1, "gold_accuracy": 0}
-    keeping = Cleaner("keep", "flag", filter_prefixes=False, max_prompts_per_user=9)
+    keeping = Cleaner(ImportConfig(duplicates="keep", pii="flag", filter_prefixes=False, max_prompts_per_user=9))
     assert [judge("prompt", 1, 1, 1, 1, by=keeping) for _ in range(3)] == [KEPT] * 3
 
 
