@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.data.formats import argilla, dialogues, label_studio, scored
+from rlhf.data.formats import dialogues, scored, tools
 from rlhf.data.formats.shapes import BadRow, Format, Values, require_text
 from rlhf.data.formats.table import WANTS, propose_columns
 from rlhf.data.records import KINDS
@@ -55,8 +55,10 @@ _TABLE: dict[Any, dict[str, str]] = {
         "oasst_messages": "keys message_id, parent_id, text, role, rank: one message of a tree per row; "
         "rows are counted as trees",
     },
-    argilla: {"argilla": "keys fields and responses"},
-    label_studio: {"label_studio": "keys data and annotations (an export), or data (a task)"},
+    tools: {
+        "argilla": "keys fields and responses (an export of version 2)",
+        "label_studio": "keys data and annotations (an export), or data (a task)",
+    },
 }
 FORMATS = {
     "native": Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", lambda row: [dict(row)]),
@@ -65,7 +67,7 @@ FORMATS = {
 for _module, _wants in _TABLE.items():
     for _name, _shape in _wants.items():
         _gather = getattr(_module, f"gather_{_name}", None)
-        FORMATS[_name] = Format(_name, _shape, getattr(_module, f"from_{_name}"), _module is label_studio, _gather)
+        FORMATS[_name] = Format(_name, _shape, getattr(_module, f"from_{_name}"), _name == "label_studio", _gather)
 
 
 def recognise(row: Values) -> str | None:
@@ -79,7 +81,7 @@ def recognise(row: Values) -> str | None:
             return "label_studio"
         case {"prompt": _, "answer1": _, "answer2": _} if len(row) == 3 + ("id" in row):  # its pairwise template
             return "label_studio"
-        case {"fields": dict(), "responses": list() | dict()}:
+        case {"fields": dict(), "responses": dict()}:
             return "argilla"
         case {"prompt": {"text": _, "replies": _}} | {"text": str(), "role": _, "replies": list()}:
             return "oasst"

@@ -15,7 +15,6 @@ from rlhf.data.formats.shapes import (
     Turns,
     Values,
     chat_turns,
-    id_and_rest,
     is_chat,
     is_learned,
     is_list,
@@ -30,7 +29,6 @@ from rlhf.data.formats.shapes import (
     require,
     require_text,
     response_of,
-    user_turn,
     with_system,
 )
 
@@ -39,7 +37,6 @@ _INPUTS = ("input", "context")  # Dolly's name for the input is context
 _JUDGED = ("chosen", "rejected")
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_HEADING = re.compile(r"(?:\A|\n)\s*#{2,3} ?(Human|Assistant):")
 
 
 def _demonstration(prompt: Any, response: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -57,10 +54,9 @@ def from_alpaca(row: Values) -> Made:
     key = "output" if "output" in row else "response"
     turns: Turns = []
     for asked, answered in row.get("history") or []:
-        turns += [*user_turn(asked), {"role": "assistant", "content": answered}]
-    turns = with_system(row.get("system"), turns + user_turn(request(row)))
-    name, rest = id_and_rest(row, "instruction", "system", "history", *_INPUTS, key)
-    yield {"id": name, **_demonstration(turns, row[key], rest)}
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    turns = with_system(row.get("system"), [*turns, {"role": "user", "content": request(row)}])
+    yield _demonstration(turns, row[key], other_keys(row, "instruction", "system", "history", *_INPUTS, key))
 
 
 def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -83,28 +79,24 @@ def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, A
 def from_sharegpt(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or, without judgement, the dialogue's last answer."""
     turns = with_system(row.get("system"), chat_turns(row.get("conversations"), "conversations"))
-    name, rest = id_and_rest(row, "system", "conversations", *_JUDGED)
+    rest = other_keys(row, "system", "conversations", *_JUDGED)
     if any(key in row for key in _JUDGED):
-        judged = preference(*(one_answer(row.get(key), key) for key in _JUDGED))
-        yield {"id": name, "prompt": turns, **judged, "metadata": rest}
+        yield preference(turns, *(one_answer(row.get(key), key) for key in _JUDGED), rest)
     else:
-        yield {"id": name, **_dialogue(turns, "conversations", rest)}
+        yield _dialogue(turns, "conversations", rest)
 
 
 def from_messages(row: Values) -> Made:
-    name, rest = id_and_rest(row, "messages", ids=("id", "prompt_id"))
-    yield {"id": name, **_dialogue(chat_turns(row.get("messages"), "messages"), "messages", rest)}
+    yield _dialogue(chat_turns(row.get("messages"), "messages"), "messages", other_keys(row, "messages"))
 
 
 def from_self_instruct(row: Values) -> Made:
     """One demonstration per instance of {input, output}."""
-    name, rest = id_and_rest(row, "instruction", "instances")
-    instances: Any = row["instances"]
-    for i, instance in enumerate(instances):
+    rest = other_keys(row, "instruction", "instances")
+    for instance in row["instances"]:
         parts = [require_text(row, "instruction"), require_text(instance, "input")]
         prompt = "\n\n".join(part.strip() for part in parts if is_text(part))
-        made = _demonstration(prompt, instance["output"], rest | other_keys(instance, "input", "output"))
-        yield {"id": name if name is None or len(instances) == 1 else f"{name}.{i}", **made}
+        yield _demonstration(prompt, instance["output"], rest | other_keys(instance, "input", "output"))
 
 
 def from_question_answer(row: Values) -> Made:
@@ -128,9 +120,6 @@ def from_mt_bench(row: Values) -> Made:
 
 
 def _hh_text(text: str) -> str:
-    """The text with HH's own markers; some sets write them as headings, "## Human:"."""
-    if re.match(r"\s*#{2,3} ?Human:", text):
-        text = _HEADING.sub(r"\n\n\1:", text)
     return "\n\n" + text.lstrip()
 
 
@@ -149,15 +138,14 @@ def _hh_turns(text: str) -> Turns:
 
 
 def prompt_turns(prompt: Any) -> Any:
-    """A prompt as turns: a list of them, the turns of a text that ends with "Assistant:", or one user turn of any other text.
-    Any other value is returned unchanged, and the record's validation refuses it.
+    """A prompt as turns: a list of them, or the turns of a text that ends with "Assistant:". Any other value is returned unchanged:
+    a record takes a text as one user turn, and refuses what is neither.
     """
-    if not isinstance(prompt, str):
-        return chat_turns(prompt, "prompt") if is_chat(prompt) else prompt
-    whole = _hh_text(prompt).rstrip()
-    if is_dialogue(prompt) and whole.endswith(_ASSISTANT):
+    if is_chat(prompt):
+        return chat_turns(prompt, "prompt")
+    if is_dialogue(prompt) and (whole := _hh_text(prompt).rstrip()).endswith(_ASSISTANT):
         return _hh_turns(whole.removesuffix(_ASSISTANT))
-    return user_turn(prompt)
+    return prompt
 
 
 def _shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -180,11 +168,12 @@ def from_hh(row: Values) -> Made:
     answers = [text[at + len(_ASSISTANT) :] for text in (first, second)]
     if at < 0 or any(_HUMAN in answer for answer in answers):
         raise BadRow(field, "the two dialogues part before the last answer: want the same dialogue up to it")
-    judged = preference(*({"content": answer.strip()} for answer in answers))
+    rest = other_keys(row, *(("text",) if scored else _JUDGED))
+    made = preference(_hh_turns(first[:at]), *({"content": answer.strip()} for answer in answers), rest)
     if scored:
         scores = {name: number(score, "score") for name, score in zip("ab", row["score"], strict=True)}
-        judged["ranking"] = ranking_of(scores, best="highest")
-    yield {"prompt": _hh_turns(first[:at]), **judged, "metadata": other_keys(row, *(("text",) if scored else _JUDGED))}
+        made["ranking"] = ranking_of(scores, best="highest")
+    yield made
 
 
 # --- trl -------------------------------------------------------------------------------------------------------------
@@ -226,19 +215,18 @@ def from_trl(row: Values) -> Made:
             shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
             # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
             prompt = shared if shared or prompt is None else prompt
-        yield {"prompt": prompt_turns(prompt), **preference(*answers), "metadata": other_keys(row, "prompt", *_JUDGED)}
+        yield preference(prompt_turns(prompt), *answers, other_keys(row, "prompt", *_JUDGED))
     elif "completion" in row:
         answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
         if isinstance(answer, list):
             turn = one_answer(answer, "completion")
             answer, more = turn["content"], other_keys(turn, "role", "content")
             metadata |= {"answer": more} if more else {}
-        yield {"kind": "demonstration", "prompt": prompt_turns(prompt), "response": answer, "metadata": metadata}
+        yield _demonstration(prompt_turns(prompt), answer, metadata)
     else:
-        name, rest = id_and_rest(row, "prompt", "user", ids=("id", "prompt_id"))
+        rest = other_keys(row, "prompt", "user")
         inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
-        user = row.get("user")
-        yield {"kind": "prompt", "id": name, "prompt": prompt_turns(prompt), "user": user, "metadata": inner | rest}
+        yield {"kind": "prompt", "prompt": prompt_turns(prompt), "user": row.get("user"), "metadata": inner | rest}
 
 
 # --- pairs, choices --------------------------------------------------------------------------------------------------
@@ -259,11 +247,10 @@ def from_pairs(row: Values) -> Made:
     keys = pair_keys(row)
     if keys is None:
         raise BadRow("prompt", "missing: want prompt, question or instruction, and two answers as in the rows before")
-    given = row.get("input") if keys[0] == "instruction" else None
-    prompt = user_turn(f"{row[keys[0]]}\n\n{given}" if is_text(given) else row[keys[0]])
-    name, rest = id_and_rest(row, *keys, "system", *(["input"] if keys[0] == "instruction" else []))
-    judged = preference(*({"content": require_text(row, key)} for key in keys[1:]))
-    yield {"id": name, "prompt": with_system(row.get("system"), prompt), **judged, "metadata": rest}
+    used = [*keys, "system", *(["input"] if keys[0] == "instruction" else [])]
+    prompt = row[keys[0]] + (f"\n\n{row['input']}" if "input" in used and is_text(row.get("input")) else "")
+    answers = ({"content": require_text(row, key)} for key in keys[1:])
+    yield preference(with_system(row.get("system"), prompt), *answers, other_keys(row, *used))
 
 
 def from_choices(row: Values) -> Made:
@@ -272,14 +259,12 @@ def from_choices(row: Values) -> Made:
         require(is_list(row.get(key), str), key, row.get(key), "a list of strings")
     chosen, rejected = row["chosen"], row["rejected"]
     names = letters(len(chosen) + len(rejected))
-    name, rest = id_and_rest(row, "prompt", *_JUDGED, "system")
     yield {
         "kind": "ranking",
-        "id": name,
         "prompt": with_system(row.get("system"), prompt_turns(require_text(row, "prompt"))),
         "responses": [{"id": i, "text": text} for i, text in zip(names, [*chosen, *rejected], strict=True)],
         "ranking": [names[: len(chosen)], names[len(chosen) :]],
-        "metadata": rest,
+        "metadata": other_keys(row, "prompt", *_JUDGED, "system"),
     }
 
 
@@ -298,10 +283,11 @@ def from_kto(row: Values) -> Made:
     label: Any = row[key]
     require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
     chat = next((key for key in ("messages", "conversations") if key in row), None)
+    prompt: Any
     if chat is not None:
         prompt, answer = last_answer(chat_turns(row[chat], chat), chat)
     elif "instruction" in row:
-        prompt, answer = user_turn(request(row)), {"content": row["output"]}
+        prompt, answer = request(row), {"content": row["output"]}
     else:
         prompt, completion = prompt_turns(row["prompt"]), row["completion"]
         answer = one_answer(completion, "completion") if isinstance(completion, list) else {"content": completion}

@@ -40,7 +40,7 @@ class Format:
     name: str
     wants: str  # the shape of a row as a short text, for messages
     # Records as plain dicts, each with its `kind`. The records validate themselves, and a missing key is a reject, so a
-    # function checks only what would be read wrongly.
+    # function checks only what would be read wrongly. Without an `id` the row's own is used, see `reading.convert_row`.
     convert: Callable[[Values], Iterable[dict[str, Any]]]
     joins: bool = False  # judgements with the same `metadata.item` become one ranking per labeler
     # Rows of a whole file that belong together, as the rows that are converted; with the file's name, for messages.
@@ -70,14 +70,6 @@ def require_text(row: Values, key: str) -> str:
 def other_keys(row: Values, *used: str) -> dict[str, Any]:
     """The keys that a format does not use, for `metadata`, so that nothing is dropped."""
     return {key: value for key, value in row.items() if key not in used}
-
-
-def id_and_rest(row: Values, *used: str, ids: Sequence[str] = ("id",)) -> tuple[str | None, dict[str, Any]]:
-    """The row's id if it is text, and all other keys that are not `used`, for `metadata`. An id that is a number means
-    nothing outside its file, so it is kept in `metadata`.
-    """
-    key = next((key for key in ids if isinstance(row.get(key), str) and row[key]), None)
-    return (None if key is None else row[key]), other_keys(row, *used, *([] if key is None else [key]))
 
 
 def without_empty(values: Values) -> dict[str, Any]:
@@ -167,13 +159,12 @@ def chat_turns(value: Any, field: str) -> Turns:
     return [_turn(turn, f"{field}.{i}") for i, turn in enumerate(value)]
 
 
-def user_turn(text: str) -> Turns:
-    return [{"role": "user", "content": text}]
-
-
-def with_system(system: Any, turns: Turns) -> Turns:
-    """The turns after a system turn, if a row gives that text separately."""
-    return [{"role": "system", "content": system}, *turns] if system else turns
+def with_system(system: Any, prompt: Any) -> Any:
+    """The prompt, a text or turns, after a system turn if a row gives that text separately."""
+    if not system:
+        return prompt
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "system", "content": system}, *turns]
 
 
 def is_learned(turn: Values) -> bool:
@@ -219,10 +210,16 @@ def fits_scale(ratings: Mapping[str, float]) -> bool:
     return all(1 <= rating <= 7 for rating in ratings.values())
 
 
-def preference(better: Values, worse: Values) -> dict[str, Any]:
-    """The fields of a ranking of two answers, each given as its turn: "a" is the better one."""
+def preference(prompt: Any, better: Values, worse: Values, metadata: dict[str, Any]) -> dict[str, Any]:
+    """A ranking of two answers, each given as its turn: "a" is the better one."""
     responses = [response_of("a", better), response_of("b", worse)]
-    return {"kind": "ranking", "responses": responses, "ranking": [["a"], ["b"]]}
+    return {
+        "kind": "ranking",
+        "prompt": prompt,
+        "responses": responses,
+        "ranking": [["a"], ["b"]],
+        "metadata": metadata,
+    }
 
 
 def judged(winner: int, names: Sequence[str]) -> dict[str, Any]:

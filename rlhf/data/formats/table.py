@@ -25,7 +25,6 @@ from rlhf.data.formats.shapes import (
     TIE,
     BadRow,
     Format,
-    Turns,
     Values,
     as_json,
     as_number,
@@ -42,7 +41,6 @@ from rlhf.data.formats.shapes import (
     read_phrase,
     require,
     response_of,
-    user_turn,
     with_system,
 )
 from rlhf.data.records import first_repeat
@@ -249,15 +247,14 @@ class ColumnMap:
                 record["id"] = f"{record['id']}:{judgement['labeler']}"
             yield record
 
-    def _prompt(self, row: Values) -> Turns:
+    def _prompt(self, row: Values) -> Any:
         paths = self.of("prompt")
         first = as_json(value_at(row, paths[0]))
         if len(paths) == 1 and (chat := _chat(first)):
             turns = chat_turns(chat, paths[0])
         else:
             texts = [_text(value, path) for path in paths if (value := value_at(row, path)) is not None]
-            joined = texts[0] if len(texts) == 1 else "\n\n".join(text.strip() for text in texts if text.strip())
-            turns = user_turn(joined)
+            turns = texts[0] if len(texts) == 1 else "\n\n".join(text.strip() for text in texts if text.strip())
         return with_system(self.one(row, "system"), turns)
 
     def _rankings(self, row: Values) -> Iterator[dict[str, Any]]:

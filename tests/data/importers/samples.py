@@ -156,25 +156,19 @@ OASST = {
     },
 }
 ARGILLA_1 = {
+    "id": "rec-1",
     "fields": {"prompt": "Name a colour.", "response-1": "Blue.", "response-2": "Tree."},
     "metadata": {"batch": 3},
-    "external_id": "rec-1",
-    "responses": [
-        {
-            "user_id": "u-1",
-            "status": "submitted",
-            "values": {
-                "ranking": {"value": [{"rank": 2, "value": "response-2"}, {"rank": 1, "value": "response-1"}]},
-                "comment": {"value": "Easy."},
-            },
-        },
-        {"user_id": "u-2", "status": "submitted", "values": {"ranking": {"value": [
-            {"rank": 1, "value": "response-2"}, {"rank": 1, "value": "response-1"}]}}},
-        {"user_id": "u-3", "status": "discarded", "values": {}},
-    ],
-    "suggestions": [],
+    "responses": {
+        "ranking": [
+            {"value": ["response-1", "response-2"], "user_id": "u-1"},
+            {"value": ["response-2", "response-1"], "user_id": "u-2"},
+        ],
+        "comment": [{"value": "Easy.", "user_id": "u-1"}, {"value": "Hm.", "user_id": "u-3"}],
+    },
+    "suggestions": {},
     "vectors": {},
-}  # fmt: skip
+}
 ARGILLA_2 = {
     "id": "rec-2",
     "fields": {"instruction": "Name a colour.", "response": "Blue."},

@@ -10,8 +10,8 @@ THREE = TWO | {"response-3": "c"}
 
 def row(fields, **answers):
     """A record with one annotator's answers."""
-    values = {question.replace("_", "-"): {"value": value} for question, value in answers.items()}
-    return {"fields": fields, "responses": [{"user_id": "u", "status": "submitted", "values": values}]}
+    values = {question.replace("_", "-"): [{"value": value, "user_id": "u"}] for question, value in answers.items()}
+    return {"fields": fields, "responses": values}
 
 
 def test_rankings_of_several_annotators(load):
@@ -22,11 +22,11 @@ def test_rankings_of_several_annotators(load):
         ("response-2", "Tree."),
     ]
     assert first.ranking == [["response-1"], ["response-2"]] and first.labeler == "u-1"
-    assert second.ranking == [["response-2", "response-1"]] and second.labeler == "u-2"
+    assert second.ranking == [["response-2"], ["response-1"]] and second.labeler == "u-2"
     assert (first.id, second.id) == ("rec-1.0", "rec-1.1")
     assert first.metadata["question"] == "ranking" and first.metadata["answers"]["comment"] == "Easy."
-    assert first.metadata["record"] == {"metadata": {"batch": 3}, "external_id": "rec-1"}
-    assert first.metadata["left_out"] == [{"labeler": "u-3", "status": "discarded", "answers": {}}]
+    assert first.metadata["record"] == {"metadata": {"batch": 3}}
+    assert first.metadata["left_out"] == {"u-3": {"comment": "Hm."}}
 
 
 def test_ratings_and_flags_of_one_response(load):

@@ -85,8 +85,8 @@ WEIGHTS = {"messages": [USER, answer("a") | {"loss_weight": 0}]}
         ("qa_feedback", QA_FEEDBACK, {"preference": [1, 1]}, "preference: got [1, 1], want six of 0 (tie)"),
         ("oasst", OASST, {"prompt": OASST["prompt"] | {"role": "bot"}}, f"message.0.role: got 'bot', {ROLE}"),
         ("oasst", OASST, {"prompt": "Hi"}, "got a shape that oasst cannot read"),
-        ("argilla", ARGILLA_1, {"responses": []}, "responses: got none, want a submitted one that judges response-1, response-2"),
-        ("argilla", ARGILLA_1, {"responses": ARGILLA_1["responses"][2:]}, "responses: got discarded [], want a submitted one"),
+        ("argilla", ARGILLA_1, {"responses": {}}, "responses: got none, want one that judges response-1, response-2"),
+        ("argilla", ARGILLA_1, {"responses": {"comment": [{"value": "Hm."}]}}, "responses: got ['comment'], want one that"),
         ("argilla", ARGILLA_1, {"responses": [3]}, "got a shape that argilla cannot read"),
     ],
 )  # fmt: skip
