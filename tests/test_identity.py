@@ -5,13 +5,12 @@ import json
 import pytest
 import yaml
 
-from rlhf.commands.pipeline import misfit
 from rlhf.config.compose import compose_config
 from rlhf.config.precision import precision_of
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import identity_of
-from rlhf.runs.stage import open_stage
+from rlhf.runs.stage import misfit, open_stage
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def test_precision_is_part_of_what_models_compute(compose):
     half, full = compose("precision=bfloat16"), compose("precision=float32")
     for stage in STAGES:
         assert (identity_of(half, stage) != identity_of(full, stage)) == (stage in WITH_MODELS)
-    reason = misfit(half, "sft", {"settings": identity_of(full, "sft")}, {})
+    reason = misfit(half, "sft", {"settings": identity_of(full, "sft")}, {}, {})
     assert "precision 'float32' -> 'bfloat16'" in str(reason)
 
 

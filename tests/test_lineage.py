@@ -92,7 +92,7 @@ def test_an_interrupted_stage_is_not_resumed_on_another_parent(config):
     chain(config, "tokenizer")
     interrupt(config, "pretrain")
     run_stage(changed(config, overwrite=True), "tokenizer", "other")
-    with pytest.raises(UserError, match="pretrain: was started with other parents or data"):
+    with pytest.raises(UserError, match="pretrain was "):
         run_stage(config, "pretrain")
 
 

@@ -11,7 +11,6 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from rlhf.commands.pipeline import misfit
 from rlhf.config import Config
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
@@ -19,7 +18,7 @@ from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.folders import under_way
-from rlhf.runs.stage import git_state, open_stage
+from rlhf.runs.stage import git_state, misfit, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
 from .test_checkpoints import checkpoint, sealed
@@ -62,7 +61,7 @@ def test_a_setting_newer_than_a_record_counts_as_its_default(config):
     (folder / "stage.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"other settings \(tokenizer.vocab_size 50257 -> 400\)"):
         run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
-    assert misfit(config, "tokenizer", record, {}) is None
+    assert misfit(config, "tokenizer", record, {}, {}) is None
     with open_stage(config, "tokenizer") as stage:
         assert stage.resumed
 
@@ -201,10 +200,10 @@ def test_an_interrupted_stage_is_resumed_with_its_time_or_dropped(config):
 
 def test_an_interrupted_stage_is_resumed_only_as_it_was_started(config):
     folder = interrupt(config, "tokenizer", data={"corpus:a.txt": "0f"})
-    told = r"started with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
+    told = r"run with other settings \(tokenizer.vocab_size 50257 -> 400\): restore them"
     with pytest.raises(UserError, match=told):
         run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer", data={"corpus:a.txt": "0f"})
-    with pytest.raises(UserError, match="was started with other parents or data"):
+    with pytest.raises(UserError, match="tokenizer was run on other data"):
         run_stage(config, "tokenizer", data={"corpus:a.txt": "1f"})
     assert latest_checkpoint(folder / "checkpoints") is not None
     pace = changed(config, threads=1, checkpoints__keep=1)

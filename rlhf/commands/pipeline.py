@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from rlhf.commands.launch import import_once, run_processes
 from rlhf.config import Config
@@ -44,12 +45,13 @@ from rlhf.runs.sources import (
     read_demonstrations,
     read_prompts,
 )
-from rlhf.runs.stage import has_begun
+from rlhf.runs.stage import has_begun, misfit
 from rlhf.system.exits import INTERRUPTED, report
 from rlhf.system.files import write_json
 from rlhf.system.terminal import say
 
 Start = Callable[[Config, str, list[str]], None]
+OTHERWISE = "choose another run=…, or add overwrite=true to redo this stage and those that build on it"
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 
 
@@ -130,6 +132,7 @@ def check_before(config: Config) -> None:
     if missing:
         names = " and ".join(f"data.{kind}" for kind in missing)
         raise UserError(f"{names} not set: give a file, a folder or a hub id, or use experiment=gold")
+    check_settings(config, stages)
     for stage in stages:
         hash_sources(config, stage)  # raises if a file is missing
     for stage, base in (("reward", config.reward.model), ("judge", config.judge.model)):
@@ -154,31 +157,40 @@ def check_before(config: Config) -> None:
         raise UserError(f"{existing}: {came}: free space, or choose another disk with runs_dir=…")
 
 
+def has_work(folder: Path, stage: str) -> bool:
+    """Whether a stage is complete or can be resumed; else it starts again."""
+    return is_complete(folder) or has_begun(folder, stage)
+
+
+def check_settings(config: Config, stages: Sequence[str]) -> None:
+    """Raises: UserError if one of these stages was run with other settings: before another one starts, and the run remembers them."""
+    for stage in [] if config.overwrite else stages:
+        record = read_stage(folder := stage_folder(config, stage))
+        changed = record and changed_settings(record["settings"], identity_of(config, stage))
+        if changed and has_work(folder, stage):
+            raise UserError(f"{folder}: {stage} was run with other settings ({changed}): {OTHERWISE}")
+
+
 def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start | None = None) -> str:
     """Run a stage unless it is complete and matches; returns what was done. Raises: UserError if it does not match.
 
     start: runs it with these overrides; None: as child processes.
     """
-    folder = stage_folder(config, stage)
+    folder, parents = stage_folder(config, stage), collect_parents(config, stage)
     recorded = read_stage(folder)
-    parents = collect_parents(config, stage)
-    anew = False
-    if recorded is not None:
-        reason = misfit(config, stage, recorded, parents)
+    reason = None
+    if recorded is not None and has_work(folder, stage):
+        reason = misfit(config, stage, recorded, parents, hash_sources(config, stage))
         if reason is None and recorded["status"] == "complete":
             check_output(folder)
             say(f"{stage}: complete, skipped")
             return "complete before"
-        if reason is not None and recorded["status"] == "running" and not has_begun(folder, stage):
-            reason = None  # it has no checkpoint, so it can start again
         if reason is not None and not config.overwrite:
-            cure = "choose another run=…, or add overwrite=true to redo this stage and those that build on it"
-            raise UserError(f"{folder}: {reason}: {cure}")
-        anew = reason is not None
+            raise UserError(f"{folder}: {reason}: {OTHERWISE}")
     if stage == "label":
         ensure_tasks(config, overrides)
-    (start or run_stage)(config, stage, [*overrides, *(["overwrite=true"] if anew else [])])
-    return "redone" if anew else "resumed" if recorded is not None else "done"
+    (start or run_stage)(config, stage, [*overrides, *(["overwrite=true"] if reason else [])])
+    return "redone" if reason else "resumed" if recorded is not None else "done"
 
 
 def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
@@ -217,18 +229,6 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
     }
     others = [o for o in overrides if o.partition("=")[0] not in settings]
     run_stage(config, "sample", [*others, *(f"{key}={value}" for key, value in settings.items())])
-
-
-def misfit(config: Config, stage: str, recorded: dict, parents: dict[str, str]) -> str | None:
-    """Why a recorded stage does not match the requested one, or None."""
-    if changed := changed_settings(recorded.get("settings", {}), identity_of(config, stage)):
-        return f"{stage} was run with other settings ({changed})"
-    others = [p for p in parents if recorded.get("parents", {}).get(p) != parents[p]]
-    if others:
-        return f"{stage} was built on another {' and '.join(others)} than the present one"
-    if recorded.get("data") != hash_sources(config, stage):
-        return f"{stage} was run on other data than the present"
-    return None
 
 
 def processes_of(config: Config, stage: str) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.api import LoadedRun
-from rlhf.commands.pipeline import ensure_stage, stages_to_run
+from rlhf.commands.pipeline import check_settings, ensure_stage, stages_to_run
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.command_line import check_adopted
@@ -100,6 +100,7 @@ class Run:
         if name not in STAGES:
             raise UserError(f"stage {name!r}{nearest(name, list(STAGES))}: want one of {', '.join(STAGES)}")
         with self._starting(name, overwrite, settings) as config:
+            check_settings(config, [name])
             for stage in stages_to_run(config, [name]):
                 if stage == name or not is_complete(stage_folder(config, stage)):
                     ensure_stage(config, stage, [], run_here)
@@ -109,15 +110,14 @@ class Run:
     def _starting(self, name: str, overwrite: bool, settings: dict[str, Any]) -> Iterator[Config]:
         """The settings of a stage, which later ones and the run's folder keep."""
         config = self.config(name, overwrite=overwrite, **settings)
-        self._settings |= {find_setting(key, name): value for key, value in settings.items()}
-        texts = {
-            key: text_of(value) for key, given in self._settings.items() if not has_function(value := plain(given))
-        }
+        known = self._settings | {find_setting(key, name): value for key, value in settings.items()}
+        texts = {key: text_of(value) for key, given in known.items() if not has_function(value := plain(given))}
         given = GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
         try:
             call_plugins(listed(config.plugins))
             lend_parents(config)
             yield config
+            self._settings = known  # what is refused is not kept
         finally:
             GIVEN.reset(given)
 

@@ -222,13 +222,14 @@ def _begin_or_resume(stage: Stage) -> dict | None:
     with contextlib.suppress(UserError) if replaces else contextlib.nullcontext():
         recorded = read_stage(stage.folder)
     complete = recorded is not None and recorded["status"] == "complete"
-    misfit = None if recorded is None else _misfit(stage, recorded)
+    reason = recorded and misfit(stage.config, stage.name, recorded, stage.parents, stage.data)
     if complete and not replaces:
         done = f"run {stage.config.run!r} already has a complete {stage.name}"
         raise UserError(f"{stage.folder}: {done}: choose another run=…, or add overwrite=true to replace it")
-    if misfit is not None and not replaces and has_begun(stage.folder, stage.name):
-        raise UserError(f"{stage.folder}: {misfit}, choose another run=…, or add overwrite=true to start again")
-    if recorded is None or complete or misfit is not None:
+    if reason and not replaces and has_begun(stage.folder, stage.name):
+        cure = "restore them to resume, choose another run=…, or add overwrite=true to start again"
+        raise UserError(f"{stage.folder}: {reason}: {cure}")
+    if recorded is None or complete or reason:
         _empty(stage, replace_others=replaces or recorded is not None)
         return None
     for path in [*stage.folder.glob(".*.tmp"), *stage.folder.glob("*.jsonl.kept")]:  # a killed attempt left them
@@ -239,13 +240,13 @@ def _begin_or_resume(stage: Stage) -> dict | None:
     return recorded
 
 
-def _misfit(stage: Stage, recorded: dict) -> str | None:
-    """Why an interrupted attempt cannot be resumed, and what to do; or None."""
-    if changed := changed_settings(recorded["settings"], identity_of(stage.config, stage.name)):
-        return f"was started with other settings ({changed}): restore them to resume"
-    if recorded["parents"] != stage.parents or recorded["data"] != stage.data:
-        return "was started with other parents or data: restore them to resume"
-    return None
+def misfit(config: Config, name: str, recorded: dict, parents: dict[str, str], data: dict[str, str]) -> str | None:
+    """Why a recorded stage, complete or not, is not the requested one, or None."""
+    if changed := changed_settings(recorded["settings"], identity_of(config, name)):
+        return f"{name} was run with other settings ({changed})"
+    if others := [parent for parent in parents if recorded["parents"].get(parent) != parents[parent]]:
+        return f"{name} was built on another {' and '.join(others)} than the present one"
+    return None if recorded["data"] == data else f"{name} was run on other data than the present"
 
 
 def has_begun(folder: Path, name: str) -> bool:

@@ -14,8 +14,10 @@ import pytest
 from safetensors.torch import load_file
 
 from rlhf.commands import pipeline
+from rlhf.commands.run import Run as Python
 from rlhf.errors import UserError
 from rlhf.runs.folders import is_complete, read_stage
+from rlhf.runs.remembered import recall
 from rlhf.runs.run_files import read_jsonl
 
 from .conftest import GOLD_STAGES, Run
@@ -82,6 +84,21 @@ def test_a_changed_setting_is_refused_by_name_unless_it_changes_speed_only(whole
         "threads=2",
     ]
     assert pipe_in_process(monkeypatch, whole, *faster) == []
+
+
+def test_a_call_that_a_finished_stage_refuses_runs_nothing_and_is_not_remembered(copy_until, gold_run, monkeypatch):
+    """The reward model, which is missing, would be trained and remember the setting that PPO then refuses."""
+    run = copy_until("reward")
+    shutil.copytree(gold_run.folder / "ppo", run.folder / "ppo")
+    remembered = recall(run.folder)
+    with pytest.raises(UserError, match=r"ppo was run with other settings \(ppo.clip_range "):
+        pipe_in_process(monkeypatch, run, "ppo.clip_range=0.3")
+    assert not (run.folder / "reward").exists() and recall(run.folder) == remembered
+    python = Python(run.folder.name, runs_dir=run.runs_dir)
+    before = python.config().ppo.clip_range
+    with pytest.raises(UserError, match=r"ppo was run with other settings"):
+        python.ppo(clip_range=0.3)
+    assert python.config().ppo.clip_range == before
 
 
 def test_overwrite_redoes_the_changed_stage_and_what_builds_on_it(whole, monkeypatch):
