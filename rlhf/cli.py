@@ -71,7 +71,7 @@ def _dispatch(arguments: list[str]) -> None:
         raise UserError(f"unknown command {command!r}{nearest(command, list(COMMANDS))}: `rlhf --help` lists them")
     asks = [word for word in words if word in ("-h", "--help")]
     given = read_words([word for word in words if word not in (*asks, SHARED_FLAG)], command)
-    check_overrides(given.overrides, command, given.folder)
+    check_overrides(given.overrides, command)
     if asks:
         write(_command_help(command, with_remembered(command, given._replace(shows=True))) + "\n")
         return
@@ -95,25 +95,18 @@ def with_remembered(command: str, given: Words) -> Words:
         not remembered and source not in POLICY_STAGES and NAME.fullmatch(source)
     ):  # a new run that starts from another one's policy
         run, remembered = source, recall(Path(runs_dir) / source)
-    placed = stated | ({"hydra.searchpath": ""} if given.folder is not None else {})
-    remembered = trusted(Path(runs_dir) / run, {k: v for k, v in remembered.items() if k not in placed}, command)
+    remembered = trusted(Path(runs_dir) / run, {k: v for k, v in remembered.items() if k not in stated}, command)
     kept = [f"{key}={text}" for key, text in remembered.items()]
     if kept and not given.shows and (command in STAGES or command == "pipeline"):
         say(f"{command}: as run={run} was given: {' '.join(kept)}")
     overrides = [*kept, *given.overrides]
-    check_overrides(overrides, command, given.folder)
+    check_overrides(overrides, command)
     return given._replace(overrides=overrides)
-
-
-def search_path(given: Words) -> list[str]:
-    """The override by which Hydra finds the user's folder of YAML files."""
-    return [] if given.folder is None else [f"hydra.searchpath=['file://{given.folder}']"]
 
 
 def _run(command: str, given: Words) -> None:
     """Check the configuration, of a sweep every job's, then run the command with each."""
-    searched = search_path(given)
-    jobs = check_jobs(given.overrides, given.sweeps, searched, command)
+    jobs = check_jobs(given.overrides, given.sweeps, command)
     for number, (config, overrides) in enumerate(jobs, 1):
         if given.shows:
             import yaml
@@ -123,10 +116,9 @@ def _run(command: str, given: Words) -> None:
         if given.sweeps:
             swept = (text for text in overrides if text not in given.overrides)
             say(f"{command}: job {number} of {len(jobs)}: {' '.join(swept)}")
-        given_here = GIVEN.set((*overrides, *searched))
+        given_here = GIVEN.set(tuple(overrides))
         try:
-            places = [] if given.folder is None else ["--config-dir", given.folder]
-            _start(command, config, [*places, *overrides])
+            _start(command, config, overrides)
         finally:
             GIVEN.reset(given_here)
     if not given.sweeps or given.shows or not (command in STAGES or command == "pipeline"):
@@ -175,8 +167,7 @@ examples:
 
 def _command_help(command: str, given: Words) -> str:
     """Usage, and each setting with its meaning and the value that the words, and the run that they name, give it."""
-    overrides = [*search_path(given), *given.overrides]
-    config = compose_config(overrides, command) if overrides else schema_of(command)()
+    config = compose_config(given.overrides, command) if given.overrides else schema_of(command)()
     lines = [f"rlhf {command} [key=value …]", "", COMMANDS[command][1], ""]
     for group in ("", *HELP_GROUPS[command]):
         for key, stated in settings_in(schema_of(command)).items():

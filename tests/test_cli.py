@@ -268,10 +268,11 @@ def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(cal
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsft:\n  lr: 0.5\n")
     given = ["experiment=mine", "kl.coef=0.25"]
     place = ["--config-dir", str(tmp_path)]
+    stated = f"hydra.searchpath=['file://{tmp_path}']"
     said = "pipeline: job 1 of 2: run=a\npipeline: job 2 of 2: run=b\n" if sweep else ""
     assert call("pipeline", *place, *given, *(["-m", "run=a,b"] if sweep else [])) == (0, said, "")
     jobs = [[*given, f"run={name}"] for name in "ab"] if sweep else [given]
-    assert seen == [(0.25, 0.5, [*place, *job]) for job in jobs]
+    assert seen == [(0.25, 0.5, [stated, *job]) for job in jobs]
 
 
 # --- settings that a command does not use ---

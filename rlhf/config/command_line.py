@@ -1,5 +1,6 @@
 """The words of a command line: Hydra's flags, overrides, free text; what is wrong with them, in one line each."""
 
+import contextlib
 import itertools
 import re
 from collections.abc import Mapping
@@ -33,51 +34,48 @@ SHORT = {
 TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
 
 
-MOST_VALUES = 100_000  # of a YAML file
 FOLDER = re.compile(r"file://([^'\"\],]+)")  # in hydra.searchpath
+MOST_LEVELS = 50  # of a YAML file
 
 
 class Words(NamedTuple):
     """A command line taken apart."""
 
     overrides: list[str]
-    folder: str | None = None  # of the user's YAML files
     sweeps: bool = False  # -m: a job for each combination of values
     shows: bool = False  # --cfg job: only print the configuration
 
 
-def check_yaml(folder: Path) -> None:
-    """Raises: UserError for a YAML file whose aliases repeat more than MOST_VALUES values, which Hydra would copy one by one."""
-    import yaml
+def searched_folders(overrides: list[str]) -> list[Path]:
+    """The user's folders of YAML files in hydra.searchpath."""
+    texts = [text for text in overrides if text.startswith("hydra.searchpath=")]
+    return [Path(path) for text in texts for path in FOLDER.findall(text)]
 
-    def size(node: Any) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = MOST_VALUES  # of one that contains itself
-            inner = node.value if isinstance(node, yaml.CollectionNode) else []
-            sizes[id(node)] = 1 + sum(
-                map(size, itertools.chain(*inner) if isinstance(node, yaml.MappingNode) else inner)
-            )
-        return sizes[id(node)]
+
+def check_yaml(folder: Path) -> None:
+    """Raises: UserError for a YAML file that grows when it is read, by an alias within what an anchor names, or is nested deeply."""
+    import yaml
 
     for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
         check_regular(path)
-        sizes: dict[int, int] = {}
-        try:
-            if size(yaml.compose(path.read_bytes())) > MOST_VALUES:
-                raise UserError(
-                    f"{path}: its aliases repeat more than {MOST_VALUES:,} values: write out what is needed"
-                )
-        except RecursionError:
-            raise UserError(f"{path}: nested too deeply: write it flat") from None
-        except yaml.YAMLError:
-            continue  # Hydra names the line, if it reads the file
+        anchors: list[str | None] = []  # of the collections that are open
+        with contextlib.suppress(yaml.YAMLError):  # Hydra names the line, if it reads the file
+            for event in yaml.parse(path.read_bytes()):
+                if isinstance(event, yaml.CollectionStartEvent):
+                    anchors.append(event.anchor)
+                elif isinstance(event, yaml.CollectionEndEvent):
+                    anchors.pop()
+                if len(anchors) > MOST_LEVELS or (isinstance(event, yaml.AliasEvent) and any(anchors)):
+                    raise UserError(
+                        f"{path}: nested too deeply, or an alias within what an anchor names: write it out flat"
+                    )
 
 
 def read_words(arguments: list[str], command: str) -> Words:
     """Take the words after the command apart. Raises: UserError for an unknown flag or a missing folder."""
     overrides: list[str] = []
     words, runs = list(arguments), []
-    folder, sweeps, shows = None, False, False
+    sweeps = shows = False
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
@@ -112,12 +110,11 @@ def read_words(arguments: list[str], command: str) -> Words:
         elif not Path(value).is_dir():
             raise UserError(f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml")
         else:
-            folder = str(Path(value).resolve())
+            overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
     overrides += [f"run='{','.join(runs)}'"] if runs else []
-    searched = [path for text in overrides if text.startswith("hydra.searchpath=") for path in FOLDER.findall(text)]
-    for path in (*searched, *([] if folder is None else [folder])):
-        check_yaml(Path(path))
-    return Words(overrides, folder, sweeps, shows)
+    for folder in searched_folders(overrides):
+        check_yaml(folder)
+    return Words(overrides, sweeps, shows)
 
 
 PLAIN = re.compile(r"[\w./:,@+%-]*|['\"].*|.*\$\{.*", re.ASCII | re.DOTALL)
@@ -161,7 +158,7 @@ def in_quotes(text: str) -> str:
     return f"'{escaped}'"
 
 
-def check_overrides(overrides: list[str], command: str = "", folder: str | None = None) -> None:
+def check_overrides(overrides: list[str], command: str = "") -> None:
     """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one; and as `check_adopted`.
 
     Raises: UserError.
@@ -173,7 +170,6 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
 
     settings = settings_in(schema_of(command))
     groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
-    searched = any(text.startswith("hydra.searchpath=") for text in overrides)  # Hydra reads this folder
     parser, given = OverridesParser.create(), {}
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
@@ -189,8 +185,8 @@ def check_overrides(overrides: list[str], command: str = "", folder: str | None 
         key, value = override.key_or_group, override.value()
         given[key] = text.partition("=")[2]
         if key in groups and not text.startswith("~"):
-            if isinstance(value, str) and not searched:
-                _check_choice(key, value, folder)
+            if isinstance(value, str):
+                _check_choice(key, value, searched_folders(overrides))
         elif any(setting.startswith(f"{key}.") for setting in settings):
             if isinstance(value, str | int | float):
                 hint = (
@@ -219,8 +215,8 @@ def check_adopted(given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_choice(group: str, value: str, folder: str | None) -> None:
-    choices = choices_of(group, *([] if folder is None else [Path(folder)]))
+def _check_choice(group: str, value: str, folders: list[Path]) -> None:
+    choices = choices_of(group, *folders)
     if value in choices:
         return
     if group == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
@@ -261,10 +257,10 @@ def check_used(overrides: list[str], command: str) -> None:
         )
 
 
-def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str) -> list[tuple[Any, list[str]]]:
+def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[Any, list[str]]]:
     """The checked configuration and the overrides of each job of a sweep, or of the one job; no two jobs may write one run.
 
-    more: overrides that every job has. Raises: UserError.
+    Raises: UserError.
     """
     jobs = [overrides]
     if sweep:
@@ -279,7 +275,7 @@ def check_jobs(overrides: list[str], sweep: bool, more: list[str], command: str)
     runs: dict[str, list[str]] = {}
     configs = []
     for job in jobs:
-        config = compose_config([*job, *more], command)
+        config = compose_config(job, command)
         check_config(config, command)
         configs.append((config, job))
         if command in STAGES or command == "pipeline":
