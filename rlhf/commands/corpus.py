@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.config.commands import CorpusConfig
 from rlhf.errors import UserError
-from rlhf.system.files import check_replaceable, held, swap, working, write_json
+from rlhf.system.files import check_replaceable, held, replaced, write_json
 from rlhf.system.terminal import say
 
 KEPT = "kept"
@@ -24,10 +24,9 @@ def run(config: CorpusConfig) -> None:
     out = Path(os.path.abspath(config.out))
     with held(out):
         check_replaceable(out, config.overwrite, "out", "corpus", lambda folder: (folder / "documents.jsonl").is_file())
-        with working(out) as folder:
+        with replaced(out) as folder:
             report = clean(config, folder)
             write_json(folder / "report.json", report)
-            swap(out, folder)
     for reason, row in report["documents"].items():
         say(f"corpus: {reason:<15} {row['documents']:>9,} documents, {row['characters']:>13,} characters")
     say(f"corpus: {report['written_characters']:,} of {report['characters']:,} characters -> {out / 'corpus.jsonl'}")

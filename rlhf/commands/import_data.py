@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
-from rlhf.system.files import check_replaceable, held, mend, swap, working
+from rlhf.system.files import check_replaceable, held, mend, replaced, swap
 from rlhf.system.terminal import say
 
 
@@ -36,7 +36,7 @@ def run(config: ImportConfig) -> None:
         mend(too_many_rejects)
         check_replaceable(out, config.overwrite, "out", "import", is_import)
         check_replaceable(too_many_rejects, True, "out", "import", is_import)
-        with working(out) as folder:
+        with replaced(out) as folder:
             earlier = Assignments()  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
                 earlier.add(read_assignments(known, config.prefix_characters))
@@ -48,7 +48,8 @@ def run(config: ImportConfig) -> None:
             splits = {name: getattr(config, name) for name in ("prefix_characters", "seed", "dev", "test")}
             seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
             target = too_many_rejects if partial else out
-            swap(target, folder)
+            if partial:
+                swap(target, folder)
     for line in describe(report):
         _say(line)
     hidden = importer.reject_count

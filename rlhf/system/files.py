@@ -153,23 +153,20 @@ def held(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working(out: Path) -> Iterator[Path]:
-    """An empty folder next to `out`, removed at the end. Raises: UserError if the disk is full or not writable."""
+def replaced(out: Path) -> Iterator[Path]:
+    """An empty folder next to `out`, which replaces it if the block succeeds and has not moved it. Call it with the lock on `out`.
+
+    Raises: UserError if the disk is full or not writable.
+    """
     new = beside(out)
     try:
         with writing(out, "out"):
             new.mkdir(parents=True)
             yield new
+        if new.exists():
+            swap(out)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def replaced(out: Path) -> Iterator[Path]:
-    """As `working`; the folder replaces `out` if the block succeeds. Call it with the lock on `out`."""
-    with working(out) as new:
-        yield new
-        swap(out)
 
 
 def sync_folder(folder: Path) -> None:
