@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlhf.system.exits import SIGNALS, finish_step, interrupt_on_signals, stop_requested
+from rlhf.system.exits import SIGNALS, finish_step, stop_requested
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,21 +52,6 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         time.sleep(0.01)
         assert not stop_requested()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_other_threads_change_nothing() -> None:
-    seen = []
-
-    def work() -> None:
-        with finish_step("sft"):
-            seen.append(signal.getsignal(signal.SIGTERM))
-        interrupt_on_signals()
-
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [before] and signal.getsignal(signal.SIGTERM) is before
 
 
 LOOP = """
@@ -158,12 +142,6 @@ def test_ctrl_c_within_an_import_is_one_line(module: str) -> None:
     command = [sys.executable, "-c", IMPORTING, module, "default_int_handler", "watch", "run=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "\nrlhf: interrupted\n")
-
-
-def test_ctrl_c_within_an_import_is_ignored_under_nohup() -> None:
-    command = [sys.executable, "-c", IMPORTING, "rlhf.cli", "SIG_IGN", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("rlhf ")
 
 
 def test_ctrl_c_within_a_destructor_is_not_lost() -> None:

@@ -1,21 +1,20 @@
 """What is handed to other libraries: W&B's labels, a DeepSpeed JSON of one's own, and the token of the hub."""
 
 import json
-import os
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import wandb
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
 from rlhf.errors import UserError
+from rlhf.model.checkpoint import read_checkpoint
+from rlhf.runs.sources import hub_folder
 from rlhf.training.engine import deepspeed_settings
 from rlhf.training.setup import open_tracker
 
@@ -79,84 +78,19 @@ def test_conflicts_of_a_deepspeed_file_are_named_in_one_line(tmp_path):
         check_config(compose_config(["sharding.file=ds.json"]), "sft")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub whose models are gated (owner/gated) or not there; without a token both answer as the hub does."""
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (GatedRepoError, "gated: accept its terms on https://huggingface.co/owner/name, then set HF_TOKEN to a token of that account"),
+        (RepositoryNotFoundError, "if it is private, set HF_TOKEN to a token that may read it"),
+    ],
+)  # fmt: skip
+def test_a_gated_model_and_a_missing_token_are_one_line_that_says_what_to_do(monkeypatch, error, remedy):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error("403", response=httpx.Response(403, request=httpx.Request("GET", "http://hub")))
 
-    def do_GET(self) -> None:
-        gated = "/gated" in self.path
-        if gated and "/resolve/" not in self.path:  # what is in it is public
-            files = [{"type": "file", "path": "config.json", "size": 2, "oid": "1" * 40}]
-            body = {"id": "owner/gated", "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
-            return self.answer(200, json.dumps(files if "/tree/" in self.path else body).encode())
-        return self.answer(403 if gated else 401, b"{}", "GatedRepo" if gated else "RepoNotFound")
-
-    do_HEAD = do_GET
-
-    def answer(self, status: int, body: bytes, code: str = "") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
-ASK = """
-import sys
-from rlhf.errors import UserError
-from rlhf.model.checkpoint import read_checkpoint
-from rlhf.runs.sources import hub_folder
-
-for ask in (read_checkpoint, lambda name: hub_folder(name, "ppo.rewards")):
-    for name in ("owner/gated", "owner/private"):
-        try:
-            ask(name)
-        except UserError as error:
-            print(error)
-"""
-
-
-def test_a_gated_model_and_a_missing_token_are_one_line_that_says_what_to_do(tmp_path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    environment = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")} | where
-    said = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=120)
-    server.shutdown()
-    assert said.returncode == 0, said.stderr
-    lines = said.stdout.splitlines()
-    assert len(lines) == 4, "each in one line"
-    for gated, private in (lines[:2], lines[2:]):
-        assert gated.endswith(
-            "it is gated: accept its terms on https://huggingface.co/owner/gated, then set HF_TOKEN to a token of that account"
-        )
-        assert "check the name" in private and private.endswith(
-            "if it is private, set HF_TOKEN to a token that may read it"
-        )
-
-
-def test_a_gated_data_set_says_the_same(monkeypatch):
-    """By the error of the hub that datasets wraps in its own."""
-    import datasets
-    import httpx
-    from huggingface_hub.errors import GatedRepoError
-
-    from rlhf.data.reading import _read_hub
-
-    def load(name: str) -> None:
-        try:
-            raise GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("GET", "http://hub")))
-        except GatedRepoError as error:
-            raise datasets.exceptions.DatasetNotFoundError(
-                f"Dataset '{name}' is a gated dataset on the Hub."
-            ) from error
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(
-        UserError, match=r"gated: accept its terms on https://huggingface.co/datasets/owner/gated, then set HF_TOKEN"
-    ):
-        list(_read_hub("owner/gated"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    for read in (read_checkpoint, lambda name: hub_folder(name, "ppo.rewards")):
+        with pytest.raises(UserError, match=f"{remedy}$") as told:
+            read("owner/name")
+        assert "\n" not in str(told.value)

@@ -69,6 +69,7 @@ def options(run, out: Path) -> list[str]:
     return ["--out", str(out), "--seeds", "0", "--parents", str(run.folder), *run.overrides]
 
 
+@pytest.mark.long
 def test_details_runs_what_is_missing_and_compares_with_the_default(gold_run, tmp_path, here, capsys):  # noqa: F811
     details = S["details"]
     more = ["ppo.critic_warmup_updates=0", "ppo.episodes=64", "evaluate.samples=1", "evaluate.prompts=4"]
@@ -86,6 +87,7 @@ def test_details_runs_what_is_missing_and_compares_with_the_default(gold_run, tm
         details.compare(details.CHOICES, S["harness"].parse("", [*asked, "ppo.lr=1e-3"]))
 
 
+@pytest.mark.long
 def test_scaling_trains_every_width_on_every_budget(gold_run, tmp_path, here, capsys):  # noqa: F811
     budgets = ["--budgets", "2.4e9", "--widths", "8", "16", "pretrain.global_batch_tokens=1024"]
     S["scaling"].main([*options(gold_run, tmp_path), *budgets])

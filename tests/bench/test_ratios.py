@@ -16,11 +16,9 @@ import torch
 
 from rlhf.cpu.products import by_torch_alone
 from rlhf.engines.choosing import Choice, make_uniforms
-from rlhf.engines.decoder import Decoder
 from rlhf.engines.local import Sampling
-from rlhf.engines.native import packed
 from rlhf.engines.sampling import GenerateEngine, sample
-from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model import GPTForCausalLM
 from tests.presets import preset
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
@@ -91,27 +89,6 @@ def test_the_sampler_beats_generate(model):
         sample(model, prompts, max_new_tokens=24, eos_token_id=1, pad_token_id=0)
 
     assert speed_up(plain, fast) > 1.2
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
-def test_packed_weights_beat_plain_ones_where_rows_are_few():
-    torch.manual_seed(0)
-    wide = GPTForCausalLM(GPTConfig(n_layer=2, n_head=12, width=768, vocab_size=2048, context_length=64)).eval()
-    prompts = [[2 + i, 3, 4] for i in range(8)]
-
-    @torch.inference_mode()
-    def steps() -> None:
-        decoder = Decoder(wide)
-        decoder.reserve(8, 20)
-        decoder.advance(torch.zeros(0), prompts)
-        for _ in range(16):
-            decoder.step(torch.full((8,), 5))
-
-    def fast() -> None:
-        with packed(wide, 16):
-            steps()
-
-    assert speed_up(steps, fast) > FEW_ROWS_BOUND
 
 
 @pytest.mark.long  # a process of its own, which imports the libraries

@@ -114,15 +114,6 @@ def test_by_labeler_by_hand():
     assert [table[name]["seconds"] for name in ("one", "two", "three")] == [30.0, 20.0, None]
 
 
-def test_ties_beside_pairs_count_as_ties():
-    three = [RankedResponse(id=i, text=i) for i in "abc"]
-    fields = {"prompt": "p", "responses": three, "pairs": [["a", "b"]]}
-    one = Ranking(id="1", labeler="1", metadata={"ties": [["c", "b"], ["a", "zzz"], "stray", ["b"]]}, **fields)
-    two = Ranking(id="2", labeler="2", **fields)
-    assert agreement_report([one])["by_labeler"]["1"]["tie_rate"] == 1 / 2
-    assert agreement_report([one, two])["krippendorff_alpha"]["pairs"] == 1  # bc was judged by one of them
-
-
 def test_a_labeler_who_judged_an_item_three_times_counts_once():
     said = ["x>y", "y>x", "x>y"]
     records = [judged("p", order, "one", ratings={"a": r}) for order, r in zip(said, (3, 4, 5), strict=True)]

@@ -2,7 +2,7 @@ import pytest
 
 from rlhf.config.commands import ImportConfig
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, Cleaner, Facts, facts_of, find_pii
-from rlhf.data.records import PromptRecord, Ranking
+from rlhf.data.records import Ranking
 
 RANKING = {
     "id": "r-1",
@@ -90,22 +90,3 @@ def test_the_steps_of_cleaning():
     assert cleaner.counts == {"duplicates": 1, "pii": 1, "shared_prefix": 1, "prompts_of_user": 1, "gold_accuracy": 0}
     keeping = Cleaner(ImportConfig(duplicates="keep", pii="flag", filter_prefixes=False, max_prompts_per_user=9))
     assert [judge("prompt", 1, 1, 1, 1, by=keeping) for _ in range(3)] == [KEPT] * 3
-
-
-def test_prompts_share_a_prefix_by_what_they_begin_with():
-    def prefix(text: str) -> int:
-        return fact(PromptRecord(id="p", prompt=text), False, 20).prefix
-
-    assert prefix("Tell me about the old  town of Bern") == prefix("tell me about the old town of Basel")
-    assert prefix("What is 5-3?") != prefix("What is 53?"), "a short prompt is compared as a whole"
-    assert prefix("Tell me about it") != prefix("Tell me about it, please")
-
-
-def test_facts_count_pairs_and_ties():
-    def counts(values) -> tuple:
-        found = fact(Ranking(**values))
-        return found.pairs, found.ties
-
-    assert counts(RANKING) == (2, 1)  # b over a and c: 2 pairs; a = c: 1 tie
-    pairs = RANKING | {"ranking": None, "pairs": [["b", "a"], ["b", "a"]], "metadata": {"ties": [["a", "c"]]}}
-    assert counts(pairs) == (1, 1)

@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.config.checks import check_config
-from rlhf.config.compose import compose_config
 from rlhf.data import corpus as corpus_module
 from rlhf.data.corpus import PackedCorpus, Part, cut_text, draw_order, iterate_documents, mix_corpora, pack_corpus
 from rlhf.data.tokenizer import encode_text, tokenizer_hash
@@ -94,13 +92,6 @@ def test_cutting_loses_nothing_and_keeps_the_size(text, size):
     assert all(0 < len(part) <= size for part in parts)
 
 
-def test_cuts_prefer_paragraphs_then_lines_then_words():
-    assert cut_text("aaa\n\nbbb\nccc ddd", 10) == ["aaa\n\nbbb\n", "ccc ddd"]
-    assert cut_text("aaaaaa\n\nb\nc d", 10) == ["aaaaaa\n\n", "b\nc d"]
-    assert cut_text("aaaaa bbbbbbbb", 8) == ["aaaaa ", "bbbbbbbb"]
-    assert cut_text("a" * 10, 4) == ["aaaa", "aaaa", "aa"]
-
-
 def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     calls = []
     packed = pack(iter(DOCUMENTS), tokenizer, tmp_path / "corpus", progress=lambda *args: calls.append(args))
@@ -141,16 +132,6 @@ def test_held_out_is_never_empty_and_never_most_of_it(tokenizer, tmp_path, docum
     # 8 contexts of 32, at most a twentieth; or one context, at most a quarter; and at most one piece more
     largest = max(len(encode_text(tokenizer, text[:8192])) for text in documents) + 2
     assert held_out - separators <= max(min(256, total / 20), min(32, total / 4)) + largest
-
-
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [([], "has no text"), (["", " "], "has no text"), (["One."], "too few to hold a part out")],
-)
-def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tokenizer, tmp_path, documents, message):
-    with pytest.raises(UserError, match=message):
-        pack(documents, tokenizer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_run_leaves_no_finished_corpus(tokenizer, tmp_path):
@@ -234,13 +215,3 @@ def test_blocks_come_from_their_sources_in_order_and_again(tokenizer, tmp_path):
     assert not list((tmp_path / "a").glob("source-*"))
     again, _, _ = mixed(tokenizer, tmp_path / "b")
     assert PackedCorpus.load(tmp_path / "b").sha256 == found.sha256 == again.sha256
-
-
-def test_weights_and_entries_must_be_as_many():
-    for words in (["data.corpus=[a.txt,b.txt]", "data.corpus_weights=[1,2,3]"], ["data.corpus_weights=[1]"]):
-        with pytest.raises(UserError, match=r"data\.corpus_weights=\[.*\]: want one weight for each of the . entries"):
-            check_config(compose_config(["experiment=gold", *words]), "pretrain")
-    with pytest.raises(UserError, match=r"data\.corpus_weights=\[1, 0\]: want a list of numbers above 0"):
-        check_config(
-            compose_config(["experiment=gold", "data.corpus=[a.txt,b.txt]", "data.corpus_weights=[1,0]"]), "pretrain"
-        )

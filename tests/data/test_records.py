@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhf.data.formats import BadRow
 from rlhf.data.importer import join_rankings_of_item
 from rlhf.data.records import PromptRecord, Ranking, find_cycle, join_judgements
 from rlhf.system.schemas import first_problem
@@ -145,15 +144,6 @@ def test_all_judgements_of_four_responses_against_enumeration():
     assert seen == {"ranking": 75, "pairs": 543 - 75, "cycle": 729 - 543}
 
 
-def test_judgements_that_follow_or_are_missing():
-    assert join_judgements("abc", ["ab", "bc"], [])[0]["ranking"] == [["a"], ["b"], ["c"]]  # a over c follows
-    assert join_judgements("abcd", ["ba"], ["cb"])[0]["ranking"] == [["b", "c"], ["a"]]  # d was never judged
-    assert join_judgements("abcd", ["ab", "cd"], [])[0]["pairs"] == [["a", "b"], ["c", "d"]]  # nothing between them
-    assert join_judgements("ab", ["ab"], ["ab"]) == ({"ranking": None, "pairs": [["a", "b"]]}, {"ties": [["a", "b"]]})
-    with pytest.raises(ValueError, match="a over b over a"):
-        join_judgements("ab", ["ab", "ba"], [])
-
-
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15))
 def test_a_circle_is_found_if_and_only_if_there_is_one(edges):
     reach = {(a, b) for a, b in edges}
@@ -198,18 +188,6 @@ def test_judgements_of_one_labeler_become_one_ranking():
         {"id": "t1", "responses": ["b", "c"], "task": 1},
         {"id": "t2", "responses": ["c", "a"], "task": 2},
     ]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"prompt": "Whom?"}, "come with two prompts, want one"),
-        ({"responses": [{"id": "b", "text": "?"}, {"id": "c", "text": "C"}]}, 'give response "b" two texts: want one'),
-    ],
-)
-def test_what_does_not_belong_together_is_a_reject(more, message):
-    with pytest.raises(BadRow, match=message):
-        joined(judged(0, "a", "b"), judged(1, "b", "c", **more))
 
 
 @given(st.permutations("abcd"), st.randoms(use_true_random=False), st.lists(st.booleans(), min_size=3, max_size=3))

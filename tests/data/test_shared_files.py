@@ -89,25 +89,6 @@ OPEN_INSTRUCT = [
     "columns.prompt=prompt", "columns.responses=[completion_a,completion_b]", "columns.winner=preference",
     "columns.labeler=evaluator", "columns.created=timestamp", "columns.id=id",
 ]  # fmt: skip
-PANDALM = [
-    "columns.prompt=[instruction,input]",
-    "columns.responses=[response1,response2]",
-    "columns.winner=[annotator1,annotator2,annotator3]",
-]
-
-
-def test_pandalm(shared_data, imported):
-    records, rejects, report = imported(shared_data / "comparisons/pandalm-999x3-annotators.json", *TABLE, *PANDALM)
-    items = raw_rows(shared_data / "comparisons/pandalm-999x3-annotators.json")
-    assert len(items) == 999 and len(records) == 2997 and not rejects
-    said = {"0": [["a", "b"]], "1": [["a"], ["b"]], "2": [["b"], ["a"]]}
-    for labeler in ("annotator1", "annotator2", "annotator3"):
-        mine = {one.metadata["idx"]: one for one in records if one.labeler == labeler}
-        assert all(mine[item["idx"]].ranking == said[str(item[labeler])] for item in items)
-        assert all(mine[item["idx"]].responses[1].text == str(item["response2"]) for item in items)
-    ties = sum(item[name] == 0 for item in items for name in ("annotator1", "annotator2", "annotator3"))
-    assert sum(one.ranking == [["a", "b"]] for one in records) == ties == 97 + 116 + 113
-    assert report["agreement"]["items"] > 800
 
 
 def test_the_spreadsheet_of_annotations(shared_data, imported):

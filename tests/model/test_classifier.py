@@ -214,17 +214,3 @@ def test_a_head_for_other_labels_is_replaced_for_training_and_refused_for_scorin
     assert score_texts(TextRewardModel.from_base(source), [PROMPTS[0]], ["red"], [True]).shape == (1,)
     with pytest.raises(UserError, match="a bert with 3 labels is no reward model"):
         load_reward_model(source, CPU)
-
-
-def test_gradient_checkpointing_where_the_architecture_can(tmp_path, monkeypatch):
-    bert = TextRewardModel.from_base(save_classifier(tmp_path / "bert", "bert")).train()
-    inputs = bert.collate([bert.encode(PROMPTS[0], "red")])
-    bert(**inputs).sum().backward()
-    plain = {name: p.grad.clone() for name, p in bert.named_parameters() if p.grad is not None}
-    bert.zero_grad()
-    bert.gradient_checkpointing_enable({"use_reentrant": False})
-    bert(**inputs).sum().backward()
-    assert all(torch.allclose(p.grad, plain[name], atol=1e-6) for name, p in bert.named_parameters() if name in plain)
-    monkeypatch.setattr(type(bert.network), "supports_gradient_checkpointing", False)
-    with pytest.raises(UserError, match="has no gradient checkpointing"):
-        bert.gradient_checkpointing_enable()

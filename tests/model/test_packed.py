@@ -91,20 +91,6 @@ def test_nothing_is_left_of_it_whatever_happens():
     assert answers(model).logprobs.max() == pytest.approx(-torch.log(torch.tensor(600.0)).item(), abs=1e-5)
 
 
-@needs_product
-def test_layers_that_it_does_not_serve_stay_plain(monkeypatch):
-    small = make_model(width=128)
-    with packed(small, 8) as count:
-        assert count == 0
-    ours, plain = answers(small), plain_answers(small, monkeypatch)
-    assert torch.equal(ours.logprobs, plain.logprobs), "bit for bit"
-    with packed(make_model().bfloat16(), 8) as count:
-        assert count == 0
-    monkeypatch.setattr(products, "MOST_BYTES", 1000)
-    with packed(make_model(), 8) as count:
-        assert count == 0, "copies would take too much"
-
-
 def test_under_autocast_only_weights_that_are_cast_are_packed():
     model = make_model()
     x, layer = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), model.model.layers[0].mlp.up

@@ -45,6 +45,7 @@ def results() -> dict:
     return found
 
 
+@pytest.mark.long  # a process that imports the libraries; the numbers: test_packed.py, with `by_torch_alone`
 def test_results_are_the_same_up_to_rounding():
     answer = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=True)
     without, usual = json.loads(answer.stdout.splitlines()[-1]), results()

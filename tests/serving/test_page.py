@@ -100,30 +100,3 @@ def test_a_comparison_is_blind_until_it_is_judged(visit, site, width, scheme):
     page.get_by_role("button", name="All are bad").click()
     page.get_by_text("Who wrote what").wait_for()
     assert last(site)["metadata"]["all_bad"] and len(last(site)["ranking"]) == 1
-
-
-def test_a_demonstration_is_written(visit, site):
-    page = visit("anna", 390)
-    page.get_by_role("tab", name="Demonstrate").click()
-    page.locator("#demonstrate .turn").first.wait_for()
-    page.get_by_label("The ideal response").fill("It is a color .")
-    page.get_by_text("Start from a response").click()
-    edit, box = page.get_by_role("button", name="Edit response 2"), page.get_by_label("The ideal response")
-    edit.click()
-    page.get_by_text("Empty the box first").wait_for()
-    assert box.input_value() == "It is a color .", "written text stays"
-    save = page.locator("#demonstrate").get_by_role("button", name="Save")
-    save.click()
-    page.get_by_text("Saved.").wait_for()
-    written = last(site)
-    assert written["response"] == "It is a color ." and "edited" not in written["metadata"]
-    page.get_by_text("Start from a response").click()
-    draft = page.locator("#demonstrate details .turn p").nth(1).inner_text()
-    edit.press("Enter")
-    assert box.input_value() == draft and box.evaluate("box => box === document.activeElement")
-    box.press("End")
-    box.type(" Really .")
-    save.click()
-    page.wait_for_function("document.querySelector('#demonstrate textarea:last-of-type').value === ''")
-    edited = last(site)
-    assert edited["response"] == f"{draft} Really ." and edited["metadata"]["edited"] in "abcde"

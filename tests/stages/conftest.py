@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,14 @@ def run_ranks(script: str, processes: int, *arguments: str) -> None:
         assert run_processes(arguments, processes, threads=1, module=f"tests.stages.{script}") == 0
 
 
+@cache
+def composed(*overrides: str) -> Any:
+    """Hydra takes a tenth of a second, and most tests want what another one had."""
+    from rlhf.config.compose import compose_config
+
+    return compose_config(list(overrides))
+
+
 @dataclass(frozen=True)
 class Run:
     """A run and the overrides that made it."""
@@ -66,9 +76,9 @@ class Run:
         return [*self.overrides, f"runs_dir={self.runs_dir}", f"run={self.name}", *more]
 
     def config(self, *more: str) -> Any:
-        from rlhf.config.compose import compose_config
-
-        return compose_config(self.words(*more))
+        config = deepcopy(composed(*self.overrides, *more))
+        config.runs_dir, config.run = str(self.runs_dir), self.name
+        return config
 
     def tokenizer(self, stage: str = "sft") -> Any:
         from rlhf.data.tokenizer import load_tokenizer
@@ -159,15 +169,11 @@ def gold_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+ONE_LABELER = ["data.held_out_labelers=[labeler-2,labeler-3,labeler-4,labeler-5]"]  # 25 rankings
 SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
     "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
     "sft": ["sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1"],  # 4 steps
-    # 8 steps on the 25 rankings of one labeler: across the epochs' border
-    "reward": [
-        "reward.epochs=2",
-        "reward.batch_prompts=8",
-        "data.held_out_labelers=[labeler-2,labeler-3,labeler-4,labeler-5]",
-    ],
+    "reward": ["reward.epochs=2", "reward.batch_prompts=8", *ONE_LABELER],  # 8 steps, across the epochs' border
     "ppo": [],  # 3 updates
 }
 

@@ -120,7 +120,9 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
     ("name", "more"),
     [
         ("qwen2", []),
-        ("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"]),
+        pytest.param(
+            "llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"], marks=pytest.mark.long
+        ),
         pytest.param("gemma3", ["sft.lr=0.02", "sft.epochs=100"], marks=pytest.mark.long),
         pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
     ],

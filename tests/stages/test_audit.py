@@ -26,10 +26,7 @@ from rlhf.evaluation.audit import (
 )
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
-from rlhf.report.page import make_page
-from rlhf.runs.folders import read_stage
 from rlhf.runs.progress import Progress
-from rlhf.runs.run_files import read_run
 from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")
@@ -128,16 +125,6 @@ def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     assert found["empty"]["nats"]["value"] == pytest.approx(sum(nothing) / len(pairs), abs=1e-3)
 
 
-def test_pairs_are_spread_over_prompts_and_contested_ones_left_out():
-    def item(key, *pairs):
-        return Item(key, [[1]] * 3, [1] * 3, judgements=[Judgement("x", [pair], None) for pair in pairs])
-
-    items = [item("a", (0, 1), (0, 2)), item("b", (1, 2)), item("c", (0, 1), (1, 0))]
-    drawn = attacks.draw_pairs(items, 2, random.Random(0))
-    assert sorted(item.key for item, _, _ in drawn) == ["a", "b"]
-    assert len(attacks.draw_pairs(items, 10, random.Random(0))) == 3
-
-
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 
@@ -207,13 +194,6 @@ def test_the_stage_writes_its_audit(gold_run):
     assert [row["n"] for row in found["best_of"]] == list(BEST_OF)
     assert found["best_of"][-1]["score"]["value"] > found["best_of"][0]["score"]["value"]
     assert found["comparisons"]["accuracy"]["n"] > 100 and found["verdict"]["decision"] in (COLLECT, CEILING, GO)
-    page = make_page([read_run(gold_run.folder)])
+    page = (gold_run.folder / "report.html").read_text(encoding="utf-8")
     assert "Can this reward model be trusted?" in page and found["verdict"]["decision"] in page
     assert all(name.replace("_", " ") in page for name in ATTACKS)
-
-
-def test_without_the_audit_nothing_else_changes(gold_run, copy_until):
-    run = copy_until("reward")
-    folder = run.stage("reward", "reward.audit=0")
-    assert not (folder / "audit.json").exists()
-    assert read_stage(folder)["hash"] == read_stage(gold_run.folder / "reward")["hash"]

@@ -6,13 +6,11 @@ import random
 
 import pytest
 import torch
-import transformers
 
 from rlhf.config import Config
 from rlhf.data.labelled import Columns, Example, Marks, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.labelled_task import columns_of
 from rlhf.evaluation.statistics import classification, wilson
 from rlhf.gold.labelled import TASKS, labelled_rows
 from rlhf.model.heads import LabelModel, transfer
@@ -24,13 +22,11 @@ from rlhf.system.files import read_json
 from rlhf.training.engine import make_engine
 from rlhf.training.setup import load_policy
 
-from ..model.chats import make_tokenizer
 from .conftest import Run
 from .recorder import Recorder, one_step
 from .test_resume import assert_same_weights, interrupt
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 64}
 QUICK = ["classify.epochs=1", "classify.examples=96", "classify.batch_size=32"]
 
 
@@ -208,42 +204,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(gold_run, tmp_path):
     assert "Labelled task" in page and "closed_qa" in page and "classify" in page
 
 
-def test_an_adopted_model_without_our_tokens_gets_new_ones(tmp_path, capfd):
-    folder = tmp_path / "adopted"
-    tokenizer = make_tokenizer("chatml")
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, num_attention_heads=2, **SIZES)
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    run = Run(
-        tmp_path / "runs", "a", [f"model.pretrained={folder}", "tracking=jsonl", "device=cpu", "threads=1", *QUICK]
-    )
-    for stage in ("tokenizer", "pretrain"):
-        run.stage(stage)
-    run.stage("classify", "classify.data=gold:choice", "classify.examples=8")
-    assert "new tokens <|delimiter|> <|extract|>" in capfd.readouterr().out
-    written = load_tokenizer(run.folder / "classify" / "model")
-    loaded = LabelModel.with_head(load_policy(run.folder / "classify" / "model"), run.folder / "classify" / "model")
-    assert loaded.lm.get_input_embeddings().num_embeddings == len(written) == len(tokenizer) + 2
-
-
 # --- mistakes ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ([], "classify.data is not set"),
-        (["classify.data=x.csv", "classify.label=y"], "classify.text is not set"),
-        (["classify.data=gold:topics"], "want one of gold:topic, gold:entailment"),
-        (["classify.data=gold:topic", "classify.layers=1", "classify.from_scratch=true"], "classify.from_scratch=true: give one"),
-        (["classify.data=x.csv", "classify.text=t", "classify.label=y", "classify.both_orders=true"], "name the second one"),
-    ],
-)  # fmt: skip
-def test_settings_that_are_missing_or_contradict(gold_run, settings, told):
-    with pytest.raises(UserError, match=told):
-        columns_of(gold_run.config(*settings))
 
 
 # --- the gold tasks, and figures -----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import load_policy
 from tests.oracles import row_logprobs
 
+from .conftest import ONE_LABELER
 from .test_resume import EVERY_STEP, assert_same_weights, interrupt
 
 BETA = 0.3
@@ -161,24 +162,25 @@ def test_it_learns_the_training_pairs(copy_until, tmp_path):
 
 
 def test_the_same_resumed_and_however_a_batch_is_split(copy_until):
-    """80 prompts in batches of 32, the last of 16, in parts of 32 and of 4; and resumed after the second step."""
+    """25 prompts in batches of 10, the last of 5, in parts of 10 and of 3; and resumed after the second step."""
     whole, parts, broken = (copy_until("reward", name) for name in ("whole", "parts", "broken"))
-    settings = ["dpo.batch_prompts=32", "dpo.lr=1e-4", "dpo.epochs=1"]
-    whole.stage("dpo", *settings, "dpo.micro_batch_prompts=32")
-    parts.stage("dpo", *settings, "dpo.micro_batch_prompts=4")
+    settings = ["dpo.batch_prompts=10", "dpo.lr=1e-4", "dpo.epochs=1", *ONE_LABELER]
+    whole.stage("dpo", *settings, "dpo.micro_batch_prompts=10")
+    parts.stage("dpo", *settings, "dpo.micro_batch_prompts=3")
     for name in ("dpo/loss", "optim/grad_norm"):
         one, two = ([value for _, value in run.values("dpo", name)] for run in (whole, parts))
         assert len(one) == 3 and one == pytest.approx(two, abs=1e-5)
 
-    interrupt(broken, "dpo", 2, *settings, "dpo.micro_batch_prompts=32")
+    interrupt(broken, "dpo", 2, *settings, "dpo.micro_batch_prompts=10")
     assert not list((broken.folder / "dpo" / "checkpoints").rglob("*.pt")), "no pickles"
-    broken.stage("dpo", EVERY_STEP, *settings, "dpo.micro_batch_prompts=32")
+    broken.stage("dpo", EVERY_STEP, *settings, "dpo.micro_batch_prompts=10")
     assert_same_weights(whole.folder / "dpo", broken.folder / "dpo", "model/model.safetensors")
     one, two = (run.values("dpo", "dpo/loss") for run in (whole, broken))
     assert [step for step, _ in two] == [1, 2, 3] and one == two
     assert whole.record("dpo")["summary"] == broken.record("dpo")["summary"]
 
 
+@pytest.mark.long  # test_sentiment.py and test_gold_dialogue.py evaluate baselines
 def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
     """The rows that were there before stay what they were; one built on another SFT model is left out."""
     run = gold_run.copy(tmp_path, "evaluate")

@@ -9,7 +9,7 @@ from rlhf.config.stages import PretrainConfig, WarmupConfig
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.training.optim import MuonAdamW, make_adamw, make_schedule
 
-from .conftest import SHORT
+from .conftest import ONE_LABELER, SHORT
 
 SETTINGS = PretrainConfig(muon_lr=0.02, lr=3e-3, beta1=0.9, beta2=0.95, weight_decay=0.1)
 TOKENS = torch.randint(0, 17, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -84,19 +84,13 @@ def test_the_schedules(schedule, wanted):
 
 OPTIMIZER = ("beta1=0.5", "beta2=0.75", "weight_decay=0.25", "schedule=linear", "final_lr_fraction=0.5")
 FEW_STEPS = {
-    "classify": [
-        "classify.data=gold:topic",
-        "classify.layers=1",
-        "classify.examples=128",
-        "classify.warmup_fraction=0",
-    ],
-    "dpo": ["dpo.batch_prompts=20", "dpo.warmup_fraction=0"],
+    "dpo": ["dpo.batch_prompts=8", "dpo.warmup_fraction=0", *ONE_LABELER],
     "pretrain": [*SHORT["pretrain"], "pretrain.warmup_tokens=0", "pretrain.optimizer=adamw"],
     "ppo": ["ppo.ema_decay=null"],
 }
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward", "dpo", "ppo", "classify"])
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward", "dpo", "ppo"])
 def test_every_stage_trains_by_its_own_settings_of_the_optimizer(copy_until, monkeypatch, stage):
     """By what AdamW is given, and by the logged rates, which fall by a line towards half of lr."""
     made = []
@@ -106,7 +100,7 @@ def test_every_stage_trains_by_its_own_settings_of_the_optimizer(copy_until, mon
         return make_adamw(groups, **more)
 
     monkeypatch.setattr("rlhf.training.engine.make_adamw", make)
-    run = copy_until("ppo" if stage in ("dpo", "classify") else stage)
+    run = copy_until("ppo" if stage == "dpo" else stage)
     run.stage(stage, *(f"{stage}.{one}" for one in OPTIMIZER), *FEW_STEPS.get(stage, SHORT.get(stage, [])))
     assert {betas for betas, _ in made[0]} == {(0.5, 0.75)} and {decay for _, decay in made[0]} == {0.25, 0.0}
     rates, steps = [rate for _, rate in run.values(stage, "optim/lr")], run.record(stage)["steps"]

@@ -51,12 +51,6 @@ def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["mine.json"]
 
 
-def test_numbers_are_written_for_people():
-    assert [stage.amount(x) for x in (117e6, 1.3157e9, 2.6e13, 950.0)] == ["117 M", "1.32 B", "26 T", "950"]
-    assert [stage.format_hours(x) for x in (0.5, 1.5, 48.0)] == ["30.0 minutes", "1.5 hours", "2.0 days"]
-    assert [stage.gigabytes(x) for x in (1.234e9, 12.34e9, 1234e9)] == ["1.23", "12.3", "1,234"]
-
-
 def test_it_plans_without_torch():
     script = (
         "import sys, rlhf.cli as cli\n"

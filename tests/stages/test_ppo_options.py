@@ -91,11 +91,10 @@ def test_a_shared_trunk_has_one_forward_and_gets_the_value_loss_at_a_tenth(open_
         assert any(n.startswith("policy") for n in trained), "the value loss trains the trunk too"
 
 
-@pytest.mark.parametrize("settings", [RLOO, ["ppo.advantages=grpo", "ppo.responses_per_prompt=4"]])
-def test_groups_need_no_critic_and_learn(open_trainer, settings):
+def test_groups_need_no_critic_and_learn(open_trainer):
     """The rigged reward rises, as with GAE; and each prompt is asked k times in a row."""
     sizes = ["ppo.episodes=384", "ppo.episodes_per_update=64"]
-    with open_trainer(*settings, *sizes, "ppo.lr=3e-3", "ppo.missing_eos_rule=none", "kl.coef=0.001") as trainer:
+    with open_trainer(*RLOO, *sizes, "ppo.lr=3e-3", "ppo.missing_eos_rule=none", "kl.coef=0.001") as trainer:
         assert trainer.actor_critic.critic is None
         chosen = ppo.choose_prompts(trainer.config, len(trainer.prompts.train), 1)
         assert [chosen[i : i + 4].count(chosen[i]) for i in range(0, 64, 4)] == [4] * 16
@@ -181,17 +180,6 @@ def test_the_entropy_bonus_raises_entropy(open_trainer):
     assert entropies[0.3] > entropies[0.0] + 0.1
 
 
-def test_a_penalty_in_the_loss_is_no_reward(open_trainer):
-    for penalty, share in (("reward", 1.0), ("loss", 0.0)):
-        with open_trainer(f"kl.penalty={penalty}", "ppo.lr=1e-3", "kl.target=null") as trainer:
-            trainer.update(1)
-            found = trainer.update(2)
-        assert found["objective/kl"] > 0.01
-        wanted = -share * found["objective/kl_coef"] * found["objective/kl"]
-        assert found["objective/non_score_reward"] == pytest.approx(wanted, rel=1e-5)
-        assert found["objective/rlhf_reward"] == pytest.approx(found["objective/scores"] + wanted, rel=1e-5)
-
-
 def test_tied_groups_have_no_advantage_in_grpo(open_trainer):
     """With the KL among the rewards their only difference would be the KL, blown up to one standard deviation."""
     grpo = ["ppo.advantages=grpo", "ppo.responses_per_prompt=4"]
@@ -205,7 +193,7 @@ def test_tied_groups_have_no_advantage_in_grpo(open_trainer):
         check_config(compose_config(settings), "ppo")
 
 
-@pytest.mark.parametrize("critic", ["sft", "random", "shared"])
+@pytest.mark.parametrize("critic", ["sft", "shared"])
 def test_a_new_value_head_starts_at_zero(open_trainer, critic):
     with open_trainer("ppo.shared_critic=true" if critic == "shared" else f"ppo.critic={critic}") as trainer:
         assert trainer.rollout().values.abs().max() == 0.0
@@ -214,9 +202,9 @@ def test_a_new_value_head_starts_at_zero(open_trainer, critic):
 def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
     settings = ("ppo.lr=1e-3", "ppo.eval_every=1", "kl.target=null")
     with open_trainer("ppo.ema_decay=null", *settings) as trainer:
-        alone = [trainer.update(n) for n in (1, 2, 3)][-1] | trainer.evaluate()[0]
+        alone = [trainer.update(n) for n in (1, 2)][-1] | trainer.evaluate()[0]
     with open_trainer("ppo.ema_decay=0.999999", *settings) as trainer:
-        averaged = [trainer.update(n) for n in (1, 2, 3)][-1]
+        averaged = [trainer.update(n) for n in (1, 2)][-1]
         averaged |= trainer.evaluate()[0]
         with trainer.engine.ema.applied():
             ema, trainer.engine.ema = trainer.engine.ema, None
@@ -289,30 +277,6 @@ def test_the_model_is_the_average_and_the_last_weights_stand_beside_it(copy_unti
     followed = [(average[n] - start[n]).norm() for n in start]
     # two steps of much the same length: (.9 * 1 + 2) / (.9 + 1) = 1.53 of the 2
     assert max(moved) > 1e-3 and 0.65 * sum(moved) < sum(followed) < 0.9 * sum(moved)
-
-
-def test_adapters_train_alone_with_the_base_as_reference(copy_until, gold_run):
-    run = copy_until("ppo")
-    settings = [*SMALL, "lora.rank=4", "ppo.lr=3e-3", "ppo.episodes=96"]
-    config = run.config(*settings)
-    with open_stage(config, "ppo") as stage:
-        trainer = make_trainer(config, stage)
-        trained = [n for n, p in trainer.actor_critic.policy.named_parameters() if p.requires_grad]
-        assert trained and all(".lora_" in name for name in trained)
-        trunk = trainer.actor_critic.policy.base_model.embed_tokens.weight
-        assert trainer.reference.model.base_model.embed_tokens.weight is trunk, "no second copy of the weights"
-        found = [trainer.update(n) for n in (1, 2, 3)]
-        assert abs(found[0]["objective/kl"]) < 1e-3 and found[2]["objective/kl"] > 0.01
-        rollout = trainer.rollout(9)
-        sft = load_policy(gold_run.folder / "sft" / "model")
-        where = (rollout.tokens, rollout.prompt_lengths, rollout.response_mask)
-        with torch.no_grad():
-            assert torch.allclose(rollout.logp_ref, response_logprobs(sft, *where)[0], atol=1e-4)
-        ppo.write_models(trainer.stage, trainer.engine, trainer.tokenizer)
-    merged = load_policy(run.folder / "ppo" / "model")
-    with torch.no_grad():
-        assert torch.allclose(rollout.logp_old, response_logprobs(merged, *where)[0], atol=1e-3)
-    assert (run.folder / "ppo" / "adapters" / "adapter_model.safetensors").exists()
 
 
 # --- what pays --------------------------------------------------------------------------------------------------------

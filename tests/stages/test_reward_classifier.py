@@ -72,18 +72,6 @@ def test_classifiers_learn_from_comparisons_and_pay_in_ppo(copy_until, compariso
         assert changed(before, trainer.actor_critic.policy)
 
 
-def test_evaluation_with_a_classifier(copy_until):
-    """On the gold world's own comparisons, through every stage that follows."""
-    run = copy_until("reward")
-    train(run, str(run.folder / "label" / "comparisons.jsonl"), "bert", "data.dev=0.05")
-    run.stage("ppo", *QUICK, "data.dev=0.05")
-    run.stage("evaluate", "evaluate.prompts=10")
-    results = run.results()
-    rm = results["reward_model"]
-    assert rm["accuracy"]["n"] > 100 and rm["held_out_labelers"]["accuracy"]["n"] > 100
-    assert set(results["reward"]) == {"sft", "ppo"}
-
-
 def test_calibration_holds_for_a_classifier_and_a_changed_one_is_noticed(copy_until, comparisons):
     """Scores of the training split's demonstrations by the saved model average 0."""
     run = copy_until("reward")

@@ -111,18 +111,6 @@ def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_ru
     assert (stranger / "thesis.tex").read_text() == "years of work"
 
 
-def test_no_prompt_left(gold_run, tasks, tmp_path):
-    """All prompts of the data were labelled in an earlier round."""
-    out, found = tasks
-    path = tmp_path / "done.jsonl"
-    done = [task.model_copy(update={"ranking": [[r.id] for r in task.responses]}) for task in found]
-    path.write_text("".join(task.model_dump_json() + "\n" for task in done))
-    with pytest.raises(UserError, match=r"all .* prompts of it are labelled already: give new ones with data.prompts"):
-        sampled(gold_run, tmp_path / "out", f"data.prompts='{path}'", f"data.comparisons='{path}'")
-    left = sampled(gold_run, tmp_path / "out", f"data.prompts='{out / 'tasks.jsonl'}'", "sample.split=train")
-    assert len(left) == len(found)
-
-
 @pytest.mark.parametrize("interface", ["pairwise", "ranker"])
 def test_label_studio_files_hold_the_same_responses(gold_run, tasks, interface, tmp_path):
     _, found = tasks

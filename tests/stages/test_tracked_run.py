@@ -10,7 +10,7 @@ import pytest
 from rlhf.runs.metric_table import TABLES, find
 from rlhf.runs.run_files import read_jsonl
 from rlhf.training.loop import TrainingLoop
-from tests.stages.conftest import Run
+from tests.stages.conftest import SHORT, Run
 from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 
 from ..tracking.test_dashboard import NOT_SHOWN, panel_metrics
@@ -26,8 +26,15 @@ def tracked(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     given = os.environ.pop("WANDB_MODE", None)
     try:
         for stage in TRACKED:
-            more = ("evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=2", "overwrite=true")
-            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", "ppo.samples_every=1", *more)
+            more = [
+                "evaluate.prompts=8",
+                "evaluate.samples=1",
+                "evaluate.best_of=2",
+                "ppo.samples_every=1",
+                "overwrite=true",
+            ]
+            more += SHORT["sft"] if stage == "sft" else []
+            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", *more)
     finally:
         if given is not None:
             os.environ["WANDB_MODE"] = given

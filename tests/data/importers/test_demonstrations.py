@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhf.data.reading import load_demonstrations
-from tests.data.importers.samples import ALPACA, DECODED, MT_BENCH, QUESTION, SEED, USER, answer, says, turns
+from tests.data.importers.samples import ALPACA, DECODED, QUESTION, SEED, USER, answer, says, turns
 
 
 def test_alpaca(tmp_path):
@@ -95,9 +95,3 @@ def test_a_request_and_its_answer(load, format, row, prompt, response, metadata)
     [record] = load(format, row)
     assert record.kind == "demonstration" and turns(record) == [("user", prompt)]
     assert record.response == response and record.metadata == metadata
-
-
-def test_mt_bench_gives_the_first_turn_as_a_prompt(load):
-    [record] = load("mt_bench", MT_BENCH)
-    assert record.kind == "prompt" and turns(record) == [("user", "Say a.")]
-    assert record.metadata == {"question_id": 81, "category": "c", "reference": ["a", "b"], "later_turns": ["Say b."]}

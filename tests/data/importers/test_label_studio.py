@@ -175,12 +175,6 @@ def test_a_choice_between_two(choice, ranking):
     assert record.ranking == ranking
 
 
-@pytest.mark.parametrize("name", ["rating_answer1", "answer1_rating", "rating1", "rating_1", "rating_a"])
-def test_a_rating_finds_its_response_by_the_controls_name(name):
-    [record] = convert(task(TWO, result("rating", {"rating": 3}, name)))
-    assert record.ratings == {"answer1": 3} and record.ranking is None
-
-
 def test_a_ranker_orders_a_list():
     [record] = convert(task(MANY, result("ranker", {"ranker": {"rank": ["c", "a"]}}, "rank", "items")))
     assert record.ranking == [["c"], ["a"]] and record.ranks() == [1, -1, 0]

@@ -196,31 +196,6 @@ def test_a_column_that_is_not_there_names_its_neighbours():
     )
 
 
-@pytest.mark.parametrize(
-    ("columns", "words", "said"),
-    [
-        ({}, {}, ["columns.prompt is not set: want the column with the request"]),
-        ({"prompt": "q", "winner": "w", "scores": "s"}, {}, [
-            "columns.winner needs columns.responses: name what was judged",
-            "columns.scores needs columns.responses: name what was judged",
-            "columns.winner and columns.scores are given: want one of them"]),
-        ({"prompt": "q", "ranked": ["a", "b"], "responses": ["a", "b"], "response": "a"}, {}, [
-            "columns.response and columns.responses and columns.ranked are given: want one of them"]),
-        ({**PAIR, "winner": ["x", "y"], "labeler": "l"}, {}, [
-            "columns.labeler with several columns.winner: want one, since each column is a labeler"]),
-        ({"prompt": "q", "responses": ["a", "a"]}, {}, ["columns.responses names a twice: want each column once"]),
-        (PAIR, {"first": 0, "second": 0}, [
-            "words: 0 has two meanings: want each word once", "words.* need columns.winner and two columns.responses",
-        ]),
-        (PAIR, {"first": 0}, ["words.* are not complete: want words.first and words.second, and words.tie if there are ties"]),
-    ],
-)  # fmt: skip
-def test_settings_that_make_no_sense_are_told_at_once(columns, words, said):
-    with pytest.raises(UserError) as caught:
-        make_table_format(ColumnsConfig(**columns), WordsConfig(**words))
-    assert all(one in str(caught.value) for one in said) and "\n" not in str(caught.value)
-
-
 # --- the import as a whole -------------------------------------------------------------------------------------------
 
 
