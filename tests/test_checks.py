@@ -118,19 +118,6 @@ def test_a_value_from_the_command_line_that_does_not_fit(settings, said):
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["ppo.rewards=[null,'module:f']", "ppo.reward_weights=[1,0.5]"],
-        ["data.held_out_labelers=[7,anna]"],
-        ["data.corpus=[a.txt,b.txt]"],
-        ["reward.labeler_weights={anna: 2, ben: 0}"],
-    ],
-)
-def test_a_value_that_yaml_cannot_type_and_that_fits(settings):
-    check_config(compose_config(settings), "ppo")
-
-
 def test_every_problem_is_told_at_once():
     found = problems(model__context_length=0, ppo__minibatches=0, ppo__gamma=2.0, device="tpu", kl__coef=-1.0)
     assert found == [

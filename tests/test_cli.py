@@ -289,13 +289,6 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
                 words.check_used([f"{key}=1"], command)
 
 
-@pytest.mark.parametrize("name", ["Frage (Kunde)", "Größe [cm]", "it's", "a = b", "50 %", "a\\b", "(a\\", "a\\'b"])
-def test_a_column_needs_no_quotes_beyond_the_shells(name):
-    word = words.quoted(f"columns.prompt={name}")
-    words.check_overrides([word, "path=a.csv", "out=b"], "import")
-    assert compose.compose_config([word, "path=a.csv", "out=b"], "import").columns.prompt == name
-
-
 @pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
 @pytest.mark.parametrize("sweep", [(), ("-m",)])
 def test_a_folder_of_presets_reaches_the_stages_of_a_pipeline(tmp_path, monkeypatch, way, sweep):

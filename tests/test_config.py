@@ -8,10 +8,8 @@ import yaml
 
 from rlhf import cli
 from rlhf.config import Config, compose
-from rlhf.config import command_line as words
 from rlhf.config.checks import check_config
 from rlhf.config.setting import settings_in
-from rlhf.errors import UserError
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -51,24 +49,6 @@ def test_an_override_wins_over_an_experiment_and_an_experiment_over_its_model(na
     assert (config.kl.coef, config.model.n_layer) == (0.77, 3)
     assert (config.model.positions == "rotary") == (name in ("gold", "gold-dialogue", "real"))  # of model: tiny
     assert compose.compose_config([f"experiment={name}", "model=gpt2"]).model.n_layer == 12
-
-
-def test_a_key_that_the_schema_lacks_cannot_be_set():
-    config = Config()
-    with pytest.raises(AttributeError):
-        config.ppo.typo = 1  # type: ignore[attr-defined]
-    for override in ("ppo.typo=1", "+ppo.typo=1", "++ppo.typo=1", "+typo=1", "~ppo.typo"):
-        with pytest.raises(UserError, match=r"unknown setting '(ppo\.)?typo'"):
-            words.check_overrides([override])
-
-
-def test_types_are_converted_or_refused():
-    config = compose.compose_config(["ppo.lr=1", "kl.target=null", "data.corpus=[a.txt,b.txt]", "overwrite=yes"])
-    assert (config.ppo.lr, config.kl.target, config.data.corpus) == (1.0, None, ["a.txt", "b.txt"])
-    assert config.overwrite is True
-    for bad in ("ppo.epochs=1.5", "kl.coef=[1]", "overwrite=2.5"):
-        with pytest.raises(UserError, match=bad.split("=")[0]):
-            compose.compose_config([bad])
 
 
 def test_every_command_has_help_groups_that_exist():

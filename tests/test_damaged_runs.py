@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlhf.cli import main
-from rlhf.commands.pipeline import show
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
@@ -84,12 +83,3 @@ def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_pa
         main(["report", *place])
         assert "damaged" in (tmp_path / "x" / "report.html").read_text() or name == "a folder"
     assert capsys.readouterr().err == ""
-
-
-def test_the_pipelines_last_lines_read_a_damaged_evaluation(tmp_path):
-    config = Config(run="x", runs_dir=str(tmp_path))
-    damage(tmp_path / "x" / "evaluate" / "results.json", b'{"gold": {"win_rate_vs_sft": 1}}')
-    with pytest.raises(
-        UserError, match=r"results.json: damaged \(kl_to_sft_nats: .*run `rlhf evaluate overwrite=true`"
-    ):
-        show(config, {"stages": {"sft": {"seconds": 1.0, "peak_rss_mb": 1.0, "state": "done", "summary": {}}}}, 1.0)

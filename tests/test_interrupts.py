@@ -144,19 +144,6 @@ def test_ctrl_c_within_an_import_is_one_line(module: str) -> None:
     assert (done.returncode, done.stderr) == (130, "\nrlhf: interrupted\n")
 
 
-def test_ctrl_c_within_a_destructor_is_not_lost() -> None:
-    code = (
-        "import os, signal, time; from rlhf.system.exits import ending, interrupt_on_signals\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "class Last:\n"
-        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
-        "with ending():\n"
-        "    interrupt_on_signals(); Last(); print('it goes on')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nrlhf: interrupted\n")
-
-
 HANGUP = """
 import os, signal, sys, time
 from rlhf.system.exits import finish_step, stop_requested

@@ -1,13 +1,11 @@
 """The memory budget: what limits leave, how batches are divided to fit, what does not fit, and how a resumed stage goes on."""
 
-import re
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlhf.commands import pipeline
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
@@ -187,17 +185,3 @@ def test_measuring_changes_nothing(engine):
     assert len(loop.said) == 1 and torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in engine.module.parameters())
     assert all(torch.equal(x, before[name]) for name, x in engine.module.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("code", "wanted"),
-    [
-        (2, "stopped in sft: correct the error above"),
-        (128 + 9, r"killed, .* memory runs out \(it counted on 3.0 of 4.0 GB\): .*memory.budget_gb"),
-        (128 + 11, "ended by signal 11 .*resume"),
-    ],
-)
-def test_how_the_pipeline_reports_a_stage_that_ended(tmp_path, monkeypatch, code, wanted):
-    record = {"memory": {"needs_gb": 3.0, "budget_gb": 4.0}}
-    monkeypatch.setattr(pipeline, "read_stage", lambda folder: record)
-    assert re.search(wanted, pipeline.why_stopped(Config(), "sft", code))

@@ -1,6 +1,5 @@
 """Run folders: stage records, lineage, refusals, locks, and disks that fail."""
 
-import contextlib
 import errno
 import json
 import os
@@ -22,7 +21,7 @@ from rlhf.runs.stage import git_state, misfit, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
 from .test_checkpoints import checkpoint, sealed
-from .tiny_stages import Killed, changed, interrupt, run_stage
+from .tiny_stages import changed, interrupt, run_stage
 
 
 @pytest.fixture
@@ -170,19 +169,6 @@ def test_a_kill_during_the_swap_is_settled(config, killed):
         run_stage(config, "tokenizer")
     assert (folder / "model" / "weights.txt").read_text() == "new"
     assert sorted(p.name for p in folder.parent.iterdir()) == ["tokenizer"]
-
-
-def test_a_stage_that_did_no_step_is_not_begun(config):
-    with (
-        pytest.raises(UserError, match="no such file"),
-        open_stage(config, "tokenizer", {"corpus:a": "0f"}) as stage,
-    ):
-        raise UserError("no such file")
-    assert not stage.folder.exists()
-    with contextlib.suppress(Killed), open_stage(config, "tokenizer", {"corpus:a": "0f"}):
-        raise Killed
-    assert runs.read_stage(stage.folder)["status"] == "running"
-    run_stage(changed(config, tokenizer__vocab_size=400), "tokenizer")
 
 
 def test_an_interrupted_stage_is_resumed_with_its_time_or_dropped(config):

@@ -140,20 +140,6 @@ def hash_split(prompt: str) -> str:
     return record_split(PromptRecord(id="p", prompt=prompt), 0, SHARES)
 
 
-def test_the_first_stated_split_counts_for_all_records_of_a_prompt(tmp_path):
-    other = next(split for split in SPLITS if split != hash_split("Hi"))
-    third = next(split for split in SPLITS if split not in (other, hash_split("Hi")))
-    said = {"kind": "demonstration", "prompt": "Hi"}
-    given_rows = [
-        said | {"response": "1"},
-        said | {"response": "2", "split": other},
-        said | {"response": "3", "split": third},
-        {"kind": "prompt", "prompt": "hi!"},
-    ]
-    folder = run_import(tmp_path, [given_rows])
-    assert {split for _, _, split in splits_in(folder)} == {other}
-
-
 def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     by_hash = hash_split("Hi")
     kept, moved = (split for split in SPLITS if split != by_hash)

@@ -4,10 +4,9 @@ import pytest
 
 from rlhf.data import encoding as module
 from rlhf.data.chat_template import decode_response, encode_prompt, encode_response
-from rlhf.data.encoding import check_labelers, join_rankings, token_encoder
+from rlhf.data.encoding import join_rankings, token_encoder
 from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import END, encode_text
-from rlhf.errors import UserError
 
 from .ranked import make_items
 
@@ -80,21 +79,6 @@ def test_labelers_count_by_their_weights(tokenizer):
     [item], unpaired = join_rankings(records, encode, {"x": 0.0})
     assert [j.labeler for j in item.judgements] == ["y", None] and len(item.rows) == 3 and unpaired == 1
     assert join_rankings(records[:1], encode, {"x": 0.0}) == ([], 1)
-
-
-def test_an_unknown_labeler_is_told_with_those_seen():
-    records = [ranking("a", "b", labeler=name) for name in ("ben", "anna", None, "ben")]
-    check_labelers("data.held_out_labelers", ["ben"], records)
-    with pytest.raises(UserError) as told:
-        check_labelers("data.held_out_labelers", ["bob", "ben"], records)
-    assert str(told.value) == (
-        "data.held_out_labelers: no ranking is by bob: want some of the labelers seen: anna, ben"
-    )
-    many = [ranking("a", "b", labeler=f"l{i:03}") for i in range(30)]
-    with pytest.raises(UserError, match=r"l019 and 10 more$"):
-        check_labelers("x", ["bob"], many)
-    with pytest.raises(UserError, match="none has a name"):
-        check_labelers("x", ["bob"], [ranking("a", "b", labeler=None)])
 
 
 @pytest.mark.parametrize("record", [ranking(["a", "b", "c"]), ranking("a"), ranking(ranking=None)])

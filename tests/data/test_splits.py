@@ -88,13 +88,6 @@ def test_look_alikes_have_one_key(pair):
     )
 
 
-@given(
-    st.text(), st.sampled_from([str.upper, str.lower, str.swapcase]), st.sampled_from(["NFC", "NFD", "NFKC", "NFKD"])
-)
-def test_case_and_unicode_form_of_any_text_do_not_matter(text, change, form):
-    assert split_key(unicodedata.normalize(form, change(text))) == split_key(text)
-
-
 @given(st.text("abcdefghij", min_size=3, max_size=3), words, words)
 def test_prompts_that_share_a_long_beginning_have_one_key(word, one, other):
     """200 characters of text in words of three letters: 150 letters, which is where the key is cut."""

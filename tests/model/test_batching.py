@@ -14,15 +14,6 @@ def test_rows_are_padded_on_the_right():
     assert tokens.dtype == lengths.dtype == torch.int64
 
 
-def test_a_token_that_is_the_pads_id_still_counts():
-    tokens, lengths = right_pad([[0, 0], [0]], pad=0)
-    assert tokens.tolist() == [[0, 0], [0, 0]] and lengths.tolist() == [2, 1]
-
-
-def test_neighbours_in_length_come_together():
-    assert list(by_length([9, 1, 5, 2, 9], 2)) == [[4], [2, 0], [1, 3]]
-
-
 def test_every_index_comes_once_in_groups_of_at_most_the_size():
     rng = random.Random(0)
     lengths = [rng.randint(1, 50) for _ in range(103)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model import GPTConfig
 from rlhf.model.attention import Attention, Documents, Sinusoids, narrow
 from rlhf.model.blocks import OneNormBlock
 
@@ -24,14 +24,6 @@ def test_sinusoids_are_the_papers():
     # i = 1: 3 / 10000^(2/6) = 3 / 21.5443 = 0.139248
     assert table[0, 1, :2].tolist() == pytest.approx([math.sin(3), math.cos(3)], abs=1e-6)
     assert table[0, 1, 2:4].tolist() == pytest.approx([math.sin(0.139248), math.cos(0.139248)], abs=1e-6)
-
-
-def test_sinusoids_are_added_to_sqrt_width_times_the_embedding():
-    trunk = GPTForCausalLM(GPTConfig(**SIZES, positions="sinusoidal")).model
-    x = trunk.embed_tokens(torch.tensor([[4, 5]]))
-    first, rope = trunk.embed(x, torch.tensor([[0, 1]]))
-    assert rope is None and close(first, x * 32**0.5 + Sinusoids(32)(torch.arange(2)))
-    assert not [name for name, _ in trunk.named_parameters() if "position" in name]
 
 
 @torch.no_grad()

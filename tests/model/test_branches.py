@@ -82,20 +82,6 @@ def test_scores_and_gradients_are_those_of_rows_of_their_own(overrides):
     assert shapes.count((3, 42)) == 2  # 30 + 3 + 5 + 4
 
 
-def test_all_layers_keep_one_mask_for_the_backward_pass():
-    """The mask of a joined row is that of 3 rows of 42 tokens; in float32, 4 bytes per pair."""
-    model, kept = RewardModel.from_causal_lm(make_policy(n_layer=4)), {}
-    rows, _ = siblings(torch.Generator().manual_seed(1))
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        model(*right_pad(rows, 0)).sum()
-    assert [x.untyped_storage().nbytes() for x in kept.values()].count(4 * 3 * 42 * 42) == 1
-
-
 def test_log_probs_and_their_gradients_are_those_of_rows_of_their_own():
     policy = make_policy()
     rows, starts = siblings(torch.Generator().manual_seed(2))

@@ -19,7 +19,6 @@ from rlhf.data.chat_template import (
 )
 from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
-from rlhf.errors import UserError
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
 CHAT = [
@@ -127,15 +126,6 @@ def test_a_prompt_is_cut_within_what_the_template_writes_around_it(tokenizer):
     frame = encode_prompt(tokenizer, "")
     assert ids[0] == whole[0] and ids[-3:] == whole[-3:] and len(frame) < 40
     assert encode_prompt_within(tokenizer, long, len(frame)) is None
-
-
-@pytest.mark.parametrize("template", ["hello", "{% for m in messages %}{{ m.content ~ m.content }}{% endfor %}"])
-def test_a_template_that_does_not_write_the_answer_once_is_refused(template):
-    tokenizer = copy.deepcopy(make_tokenizer("chatml"))
-    tokenizer.chat_template = template
-    for call in (find_end_of_turn, lambda tokenizer: encode_response(tokenizer, "a")):
-        with pytest.raises(UserError, match="does not write the assistant's text once"):
-            call(tokenizer)
 
 
 @pytest.fixture(params=["chatml", "own"])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
+from rlhf.ops.kl import AdaptiveKL, kl_estimate, kl_loss
 from tests import oracles
 
 NAN = float("nan")
@@ -98,23 +98,3 @@ def test_a_resumed_controller_goes_on_where_it_stopped():
     for kl in kls[2:]:
         second.update(kl, 512)
     assert second.coef == whole.coef != 0.2
-
-
-def test_a_fixed_coefficient_stays_and_controllers_refuse():
-    fixed = FixedKL(0.5)
-    fixed.load_state_dict(FixedKL(0.02).state_dict())
-    assert fixed.update(100.0, 512) == fixed.coef == 0.02
-    with pytest.raises(ValueError, match="give k1, k2 or k3"):
-        kl_estimate(torch.zeros(2), torch.zeros(2), kind="k4")
-    for coef in (-0.1, NAN, math.inf):
-        with pytest.raises(ValueError, match="0 or more"):
-            FixedKL(coef)
-    for bad in ({"init": 0.0}, {"target": NAN}, {"horizon": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
-            AdaptiveKL(**({"init": 0.1, "target": 6.0, "horizon": 100} | bad))
-    kl = AdaptiveKL(init=0.1, target=6.0, horizon=100)
-    # at 5 horizons the factor would be 1 - 0.2 * 5 = 0
-    for value, episodes, says in ((NAN, 10, r"stays at 0\.1"), (6.0, 0, "episodes"), (6.0, 500, "episodes")):
-        with pytest.raises(ValueError, match=says):
-            kl.update(value, episodes)
-    assert kl.coef == 0.1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.config import Config
-from rlhf.data.labelled import Columns, Example, Marks, classes_of, divide, encode_examples, find_marks, load_examples
+from rlhf.data.labelled import Columns, Example, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import classification, wilson
@@ -69,23 +69,6 @@ def test_the_four_transformations_token_by_token(tmp_path, base):
     assert found(choices=("a", "b")) == [[s, *t, d, *a, e], [s, *t, d, *b, e]]
     both = encode_text(tokenizer, "Blood is red.\nSnow is white.")
     assert found(second="u", choices=("a", "b")) == [[s, *both, d, *a, e], [s, *both, d, *b, e]]
-
-
-def test_too_long_rows_lose_the_end_of_their_longest_part(base):
-    tokenizer, _ = base
-    marks = Marks(1, 5, 4)
-    long, short = " dog" * 40, " cat cow"
-    examples = [
-        Example("x:1", ((long, short),), "a"),
-        Example("x:2", ((short,),), "b"),
-        Example("x:3", ((long, long),), "a"),
-    ]
-    rows, cut = encode_examples(examples, tokenizer, marks, 20)
-    ids, kept = encode_text(tokenizer, long), encode_text(tokenizer, short)
-    assert cut == 2 and rows[0] == [[1, *ids[: 17 - len(kept)], 5, *kept, 4]]
-    assert rows[1] == [[1, *kept, 4]]
-    middle = rows[2][0].index(5)
-    assert len(rows[2][0]) == 20 and abs((middle - 1) - (20 - middle - 2)) <= 1, "two equal parts stay equal"
 
 
 def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):

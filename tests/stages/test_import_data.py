@@ -180,33 +180,6 @@ def test_a_file_that_cannot_be_read_stops_the_import(tmp_path, capsys):
     assert "b.jsonl.gz: damaged .gz file" in line and [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["path=missing.jsonl"], "missing.jsonl: no such file or folder"),
-        (["path={folder}/odd.jsonl"], "no format recognised: rows have the keys what. "),
-        (["path={folder}/good.jsonl", "format=nope"], "format=nope: no such format: want auto, alpaca"),
-        (["path={folder}/good.jsonl", "out={folder}/good.jsonl/out"], "cannot write: .*: check the disk and out="),
-        (["path={folder}/good.jsonl", "pii=maybe"], "pii=maybe: want one of flag, drop, keep"),
-    ],
-)
-def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, told):
-    import re
-
-    folder = tmp_path / "in"
-    folder.mkdir()
-    write(folder / "good.jsonl", [DEMONSTRATION])
-    write(folder / "odd.jsonl", [{"what": 1}])
-    (folder / "empty.jsonl").write_bytes(b"\n\n")
-    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}")[:-4])
-    arguments = [argument.format(folder=folder) for argument in arguments]
-    if not any(argument.startswith("out=") for argument in arguments):
-        arguments.append(f"out={tmp_path / 'out'}")
-    line, _ = refused(capsys, *arguments)
-    assert re.search(told, line), line
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
-
-
 def test_cleaning_is_counted(tmp_path, capsys):
     mail = PROMPT | {"prompt": "Write to ann@example.org", "user": "v"}
     rows = [PROMPT | {"prompt": f"Why {i}?"} for i in range(5)]
@@ -233,14 +206,3 @@ def test_cleaning_is_counted(tmp_path, capsys):
     assert report["cleaning"]["pii"] == 1
     run(capsys, f"path={path}", f"out={tmp_path / 'keep'}", "pii=keep")
     assert not any("pii" in record.metadata for record in load_all(str(tmp_path / "keep"))[0])
-
-
-def test_a_record_that_its_labeler_corrected_is_filtered(tmp_path, capsys):
-    first = RANKING | {"id": "1", "prompt": [{"role": "user", "content": "Who?"}]}
-    other = first | {"labeler": "bob"}  # the id alone is not enough
-    again = first | {"id": "2", "ranking": [["c"], ["a"], ["b"]], "metadata": {"replaces": "1"}}
-    path = write(tmp_path / "labels.jsonl", [first, other, again])
-    said = run(capsys, f"path={path}", f"out={tmp_path / 'out'}")
-    assert "rows: 3 input, 2 accepted, 0 duplicates, 1 filtered, 0 rejected" in said
-    found, _ = load_all(str(tmp_path / "out"))
-    assert [(record.id, record.labeler) for record in found] == [("1", "bob"), ("2", "ann")]

@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf.commands.launch import environments, run_processes
-from rlhf.config.checks import check_config
-from rlhf.config.compose import compose_config
-from rlhf.errors import UserError
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
-from rlhf.system.processes import disconnect, on_first_rank, process_count, rank, share
 
 from ..snippet import run_two, start_two
 from .conftest import Run
@@ -103,22 +98,6 @@ def test_a_signal_reaches_all(tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(timeout=30) == 130
     assert all((tmp_path / f"done-{i}").exists() for i in range(2))
-
-
-def test_muon_and_zero_do_not_go_together():
-    config = compose_config(["experiment=gold", "deepspeed=zero2"])
-    with pytest.raises(UserError, match=r"pretrain.optimizer=muon: .* deepspeed=zero2 .* pretrain.optimizer=adamw"):
-        check_config(config, "pretrain")
-    check_config(config, "sft")
-    check_config(compose_config(["experiment=gold", "deepspeed=zero2", "pretrain.optimizer=adamw"]), "pipeline")
-
-
-def test_one_process_agrees_with_itself_and_closes_its_connection_before_it_ends():
-    assert (process_count(), rank(), share(5), on_first_rank(lambda: 7)) == (1, 0, 5, 7)
-    assert not disconnect(), "there is none"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert disconnect()
-    assert not dist.is_initialized()
 
 
 def stage_words(run: Run, *more: str) -> list[str]:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf.config.stages import PretrainConfig, WarmupConfig
 from rlhf.model import GPTConfig, GPTForCausalLM
@@ -58,14 +57,6 @@ def test_steps_are_those_of_torchs_own_optimizers():
                 stepper.step()
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q), name
-
-
-@pytest.mark.parametrize(("devices", "fused"), [(["cpu"], None), (["cuda"], True), (["cuda", "cpu"], None)])
-def test_adamw_is_fused_where_all_its_parameters_are_on_a_gpu(devices, fused):
-    with FakeTensorMode():  # tensors that know their device and hold nothing
-        groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]} for device in devices]
-        groups.append({"params": []})
-        assert make_adamw(groups).defaults["fused"] is fused
 
 
 @pytest.mark.parametrize(

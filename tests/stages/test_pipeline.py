@@ -147,14 +147,6 @@ def test_every_parent_may_be_another_runs(gold_run, capsys):
     assert read_stage(again.stage("reward"))["hash"] == read_stage(gold_run.folder / "reward")["hash"]
 
 
-def test_parents_that_do_not_fit_each_other_are_refused(whole, monkeypatch):
-    whole.stage("sft", "sft.lr=1e-3", "overwrite=true")
-    with pytest.raises(UserError, match=r"label.*built on another sft"):
-        whole.stage("reward", "overwrite=true")
-    with pytest.raises(UserError, match="label was built on another sft than the present one"):
-        pipe_in_process(monkeypatch, whole, "sft.lr=1e-3")
-
-
 def test_a_pretrained_model_with_another_tokenizer_is_refused(copy_until):
     run = copy_until("sft")
     run.stage("tokenizer", "tokenizer.vocab_size=500", "overwrite=true")

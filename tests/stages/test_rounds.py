@@ -148,19 +148,6 @@ def test_rounds_share_the_prompts_evenly(gold_run):
     assert rounds[1].parents.sft == "gold" and rounds[1].parents.reward is None
 
 
-def test_a_run_is_not_its_own_earlier_round(gold_run):
-    for name, rounds in (("x-round-1", 2), ("x-round-1", 3), ("x-round-2", 3)):
-        config = gold_run.config(f"rounds={rounds}")
-        config.run = name
-        with pytest.raises(UserError, match=f"run={name}: x has a round of that name: choose another"):
-            earlier_run(config)
-    config.run = "x-round-7"
-    assert earlier_run(config).run == "x-round-2"
-    assert earlier_run(config).reward.audit == 0  # only the last reward model is audited
-    for early, episodes in (("4096", 192), ("null", 192), ("128", 128)):  # no longer than the last round
-        assert earlier_run(gold_run.config("rounds=2", f"round.early_episodes={early}")).ppo.episodes == episodes
-
-
 # --- who ranks what: held-out labelers change nothing for the others -------------------------------------------------------
 
 TRAINED = {labeler.name for labeler in make_labelers()}

@@ -272,27 +272,6 @@ def test_runs_with_shared_parents_are_complete_and_compared_on_one_split(tmp_pat
     assert compared.count("<b>1.25</b>") == 2 and "3.75" not in compared
 
 
-def test_the_audits_warning_and_the_labels_are_shown(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    verdict = {"decision": "go with a KL ceiling", "reasons": [f"{ATTACK} buys"], "labels": [], "ceiling": 29.26}
-    (run / "reward/audit.json").write_text(json.dumps({"verdict": verdict}))
-    (run / "serve").mkdir()
-    ranking = {
-        "kind": "ranking",
-        "responses": [{}, {}, {}],
-        "ranking": [["a", "b"], ["c"]],
-        "labeler": ATTACK,
-        "seconds": 30,
-    }
-    write_lines(run / "serve/labels.jsonl", [ranking, ranking | {"ranking": [["a"], ["c"]]}, {"kind": "prompt"}])
-    text = page_of(run)
-    assert 'class="warning"' in text and "audit: go with a KL ceiling of 29.26 nats." in text
-    labels = text[text.index('<section id="labels">') :]
-    assert re.findall(r"<td class=.n.>([^<]+)<", labels)[:4] == ["2", "3.0", "50.0%", "30"]
-    (run / "reward/audit.json").write_text(json.dumps({"verdict": verdict | {"decision": "go"}}))
-    assert 'class="warning"' not in page_of(run)
-
-
 def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "ppo")
     row = {"step": 0, "id": "p", "prompt": "Who?", "response": "x", "score": 1.0, "kl": 1.0,

@@ -1,21 +1,17 @@
 """W&B: the offline file read back record by record, a resume over two folders, and servers that misbehave."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.trackers import choose_mode, make_tracker
 from tests.tracking.wandb_file import read_history, read_records, run_files
-from tests.tracking.wandb_server import serve
 
 CONFIG = {"stage": "ppo", "run": "r", "parents": {"sft": "ab12"}, "data": {"p.jsonl": "cd34"}, "ppo": {"lr": 1e-5}}
 
@@ -109,66 +105,6 @@ with trackers.make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sf
             writer.samples(step, [{"id": "p", "prompt": "a", "response": "b"}])
     print("trained", time.monotonic() - started)
 """
-
-
-def test_a_server_gets_what_is_logged_and_one_that_misbehaves_stops_nothing(tmp_path: Path) -> None:
-    """With a key, against a server that answers and one that says nothing, at once."""
-    with ExitStack() as stack:
-        servers, processes = {}, {}
-        for mode in ("answers", "hang"):
-            servers[mode] = stack.enter_context(serve(mode))
-            environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | {
-                "WANDB_BASE_URL": servers[mode].url,
-                "WANDB_API_KEY": "0" * 40,
-                "RLHF_WANDB_INIT_SECONDS": "20" if mode == "answers" else "1.5",
-                "RLHF_WANDB_FINISH_SECONDS": "20" if mode == "answers" else "1",
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-            }
-            processes[mode] = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(tmp_path / mode), mode],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        told = {mode: process.communicate(timeout=90) for mode, process in processes.items()}
-    for mode, (out, err) in told.items():
-        assert processes[mode].returncode == 0 and "Traceback" not in err, err
-        assert servers[mode].paths, f"{mode} was not asked"
-        assert float(out.split()[1]) < 10, "the loop did not wait for the server"
-        rows = list(read_jsonl(tmp_path / mode / "metrics.jsonl"))
-        assert [row["sft/loss"] for row in rows] == [1 / step for step in range(1, 31)]
-        assert (err == "") == (mode == "answers") and ("Weights & Biases" in err) == (mode != "answers")
-        if mode == "hang":  # W&B's own file is complete too: the run went on offline
-            assert "kept offline" in err and len(list(read_jsonl(tmp_path / mode / "samples.jsonl"))) == 1
-            (path,) = (tmp_path / mode).glob("wandb/offline-run-*/*.wandb")
-            assert [step for step, row in read_history(path) if "sft/loss" in row] == list(range(1, 31))
-    bodies = servers["answers"].bodies
-    (made,) = [body["variables"] for body in bodies if "upsertBucket" in body.get("query", "")][:1]
-    assert (made["groupName"], made["jobType"], made["displayName"]) == ("r", "sft", "r/sft")
-    assert json.loads(made["config"])["parents"]["value"] == {"pretrain": "ab12"}
-    sent = [
-        json.loads(line)
-        for body in bodies
-        for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-    ]
-    assert [(row["_step"], row["sft/loss"]) for row in sent] == [(i, pytest.approx(1 / i)) for i in range(1, 31)]
-
-
-@pytest.mark.parametrize("problem", ["missing", "broken home"])
-def test_wandb_that_cannot_start_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
-) -> None:
-    if problem == "missing":
-        monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-    else:
-        (tmp_path / "wandb").write_text("a file where a folder should be")
-    with caplog.at_level(logging.WARNING), tracker(tmp_path) as writer:
-        for step in range(3):
-            writer.log({"objective/kl": 1.0}, step=step)
-    assert len(list(read_jsonl(tmp_path / "metrics.jsonl"))) == 3
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert "could not start" in warning and "\n" not in warning
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rlhf.data.formats import FORMATS, recognise
 from rlhf.data.inputs import Row
 from rlhf.data.reading import convert_row, load_all
 from rlhf.errors import UserError
-from tests.data.importers.samples import SAMPLES, USER
+from tests.data.importers.samples import ALPACA, SAMPLES, USER
 
 IDS = [f"{format}-{i}" for i, (format, *_) in enumerate(SAMPLES)]
 
@@ -38,10 +38,7 @@ def test_every_format_of_rows_has_a_sample():
         {"messages": []},
         {"instruction": "x", "output_1": "y", "output_2": "z"},
         {"prompt": "x", "completions": [{"model": "m", "completion": "y"}]},
-        {"question": "x", "answer": "y", "context": "z"},
-        {"conversations": [], "chosen": {"from": "gpt"}},
         {"text": ["x", "y"], "score": [1, 0]},
-        {"turns": [1, 2]},
     ],
 )
 def test_a_foreign_shape_is_refused_with_its_keys(write_jsonl, row):
@@ -117,3 +114,10 @@ def test_a_file_is_of_the_format_of_its_first_row_that_has_one(write_jsonl):
     assert info[0].format == "alpaca" and len(records) == 2
     with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*:1: messages: got None, want a list of turns$"):
         load_all(write_jsonl([{"odd": 1}, {"messages": [USER]}]))
+
+
+def test_the_wrong_format_is_refused_with_what_it_looks_like(write_jsonl):
+    with pytest.raises(UserError, match=r"not of data.format=hh, .* looks like alpaca .*: set data.format=alpaca"):
+        load_all(write_jsonl([ALPACA]), "hh")
+    with pytest.raises(UserError, match=r"data.format=nope: no such format: want auto, alpaca, .*hh, .*native"):
+        load_all(write_jsonl([ALPACA]), "nope")
