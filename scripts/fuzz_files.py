@@ -139,12 +139,11 @@ def classifies() -> None:
 
 
 def reads_import() -> None:
-    from rlhf.config.commands import ImportConfig
     from rlhf.data.reading import load_all
     from rlhf.data.storage import read_assignments
 
     load_all("imported")
-    read_assignments(Path("imported"), ImportConfig().prefix_characters)
+    read_assignments(Path("imported"))
 
 
 def reads_corpus() -> None:

@@ -39,14 +39,13 @@ def run(config: ImportConfig) -> None:
         with replaced(out) as folder:
             earlier = Assignments()  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
-                earlier.add(read_assignments(known, config.prefix_characters))
+                earlier.add(read_assignments(known))
             size = sum(source.size for source in sources)
             with progress(size, "import", unit="byte") as bar:
                 importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
                 report = importer.run(sources)
             partial = importer.reject_count > config.max_rejects
-            splits = {name: getattr(config, name) for name in ("prefix_characters", "seed", "dev", "test")}
-            seal(folder, "partial" if partial else "complete", {"records": report["records"], "splits": splits})
+            seal(folder, "partial" if partial else "complete", {"records": report["records"]})
             target = too_many_rejects if partial else out
             if partial:
                 swap(target, folder)

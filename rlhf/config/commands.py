@@ -250,7 +250,6 @@ class ImportConfig:
         0.0, "leave out labelers who order fewer pairs of gold items as known", min=0, max=1
     )
     max_prompts_per_user: int = setting(200, "more prompts of one user are filtered", min=1)
-    prefix_characters: int = setting(200, "prompts that share these first characters stay in one split", min=1)
     filter_prefixes: bool = setting(True, "keep only the first of such prompt records")
     pii: str = setting("flag", "e-mail addresses, phone and card numbers in prompts", choices=("flag", "drop", "keep"))
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)

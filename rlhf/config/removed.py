@@ -20,6 +20,7 @@ SETTINGS: dict[str, str] = {
     "gold.later_reward_epochs": "use round.later_reward_epochs",
     "dpo.warmup_steps": "use dpo.warmup_fraction, a fraction of the run's steps",
     "ppo.warmup_updates": "use ppo.warmup_fraction, a fraction of the run's updates",
+    "prefix_characters": "leave it out: prompts that share their first 200 characters stay in one split, as in the stages",
     "processes": "`rlhf import` reads with one process: leave it out",
     **dict.fromkeys(
         ("rollout.temperature", "ppo.temperature", "temperature"),

@@ -8,7 +8,7 @@ alpha counts every pair in both directions, and no figure depends on the order o
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ _RATING = -1
 
 
 class AgreementCounter:
-    """Collects what labelers said of each item, in 24 bytes per verdict or rating; no text is kept.
+    """Collects what labelers said of each item, in 40 bytes per verdict or rating; no text is kept.
 
     Records without a labeler count as different people. A labeler who judged an item more than once counts once: a pair
     goes to the response preferred more often (a tie if neither is), ratings are averaged.
@@ -66,7 +66,7 @@ class AgreementCounter:
     def __init__(self) -> None:
         self._items: dict[int, int] = {}  # number of each item, by a hash
         self._names: dict[str, int] = {}
-        self._said: dict[str, array[Any]] = {name: array("i") for name in (*_SLOT, "person")} | {"value": array("d")}
+        self._said = array("d")  # item, i, j, person and value, one after another
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self.rankings = self.unnamed = self._too_large = 0
 
@@ -86,34 +86,18 @@ class AgreementCounter:
         person = -self.unnamed if name is None else self._names.setdefault(name, len(self._names))
         if name is not None and ranking.seconds is not None:
             self._seconds[name].append(ranking.seconds)
-
-        def say(i: int, j: int, value: float) -> None:
-            for column, one in zip(self._said.values(), (item, i, j, person, value), strict=True):
-                column.append(one)
-
-        def compare(i: int, j: int, verdict: int) -> None:
-            """A verdict on two responses: 1 if i is better, -1 if j is, 0 a tie."""
-            if i != j:
-                say(min(i, j), max(i, j), verdict if i < j else -verdict)
-
         for one, rating in ranking.ratings.items():
-            say(place[one], _RATING, rating)
-        if ranking.pairs is None:
-            ranked = [(place[name], rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]
-            for (i, a), (j, b) in combinations(ranked, 2):
-                compare(i, j, (a < b) - (a > b))
-        for better, worse in ranking.pairs or ():
-            compare(place[better], place[worse], 1)
-        ties = ranking.metadata.get("ties") if ranking.pairs is not None else None
-        for tie in ties if isinstance(ties, list) else ():
-            if isinstance(tie, list) and len(tie) == 2 and all(isinstance(one, str) and one in place for one in tie):
-                compare(place[tie[0]], place[tie[1]], 0)
+            self._said.extend((item, place[one], _RATING, person, rating))
+        for one, other, verdict in _verdicts(ranking):
+            i, j = place[one], place[other]
+            if i != j:
+                self._said.extend((item, min(i, j), max(i, j), person, verdict if i < j else -verdict))
 
     def table(self) -> "pd.DataFrame":
         """What each person said, once per slot; people without a name have negative numbers."""
         import pandas as pd
 
-        said = pd.DataFrame({name: np.array(column) for name, column in self._said.items()})
+        said = pd.DataFrame(np.reshape(self._said, (-1, 5)), columns=[*_SLOT, "person", "value"])
         said = said.groupby([*_SLOT, "person"], as_index=False).value.mean()
         return said.assign(value=said.value.where(said.j < 0, np.sign(said.value)))
 
@@ -163,6 +147,20 @@ class AgreementCounter:
         about |= {"items_shared": judged[judged.shared].item.nunique()}
         people = {"labelers": len(self._names), "unnamed": self.unnamed}
         return about | people | figures | {"by_labeler": table, "notes": notes}
+
+
+def _verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
+    """(a, b, verdict) of each judged pair of responses: 1 if a is better, -1 if b is, 0 a tie."""
+    if ranking.pairs is None:
+        ranked = [(name, rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]
+        for (one, a), (other, b) in combinations(ranked, 2):
+            yield one, other, (a < b) - (a > b)
+        return
+    yield from ((better, worse, 1) for better, worse in ranking.pairs)
+    ties, known = ranking.metadata.get("ties"), {response.id for response in ranking.responses}
+    for tie in ties if isinstance(ties, list) else ():
+        if isinstance(tie, list) and len(tie) == 2 and all(isinstance(one, str) and one in known for one in tie):
+            yield tie[0], tie[1], 0
 
 
 # --- the figures -----------------------------------------------------------------------------------------------------

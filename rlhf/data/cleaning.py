@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.commands import ImportConfig
 from rlhf.data.records import Record
-from rlhf.data.splits import conversation, given_split, hash64, key_hash, prompt_key, uniform
+from rlhf.data.splits import PREFIX_CHARACTERS, conversation, given_split, hash64, key_hash, prompt_key, uniform
 
 PII_KINDS = ("card", "email", "phone")
 # The result for a record. A row with several records has the smallest of their results.
@@ -89,14 +89,14 @@ def identity_of(record: Record, own_id: bool) -> int:
     return hash64(json.dumps(said))
 
 
-def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) -> Facts:
+def facts_of(record: Record, own_id: bool, seed: int) -> Facts:
     turns, metadata = record.prompt, record.metadata
     user = (record.user if record.kind == "prompt" else None) or metadata.get("user")
     group = metadata.get("group")
     prefix = pairs = ties = 0
     texts: list[str] = []
     if record.kind == "prompt":
-        prefix = hash64(prompt_key(conversation(turns)[: 2 * prefix_characters])[:prefix_characters])
+        prefix = hash64(prompt_key(conversation(turns)[: 2 * PREFIX_CHARACTERS])[:PREFIX_CHARACTERS])
     elif record.kind == "demonstration":
         texts = [record.response]
     else:
@@ -110,7 +110,7 @@ def facts_of(record: Record, own_id: bool, prefix_characters: int, seed: int) ->
     return Facts(
         record.kind,
         identity_of(record, own_id),
-        key_hash(turns, prefix_characters),
+        key_hash(turns),
         prefix,
         0 if user is None else hash64("user", str(user)),
         0.0 if group is None else uniform(prompt_key(str(group)), seed),

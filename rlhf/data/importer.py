@@ -162,7 +162,7 @@ class Importer:
 
     def _take(self, record: Record, line: str, own_id: bool, info: FileInfo) -> int:
         """Clean a record, and write it if it is kept."""
-        facts = facts_of(record, own_id, self.config.prefix_characters, self.config.seed)
+        facts = facts_of(record, own_id, self.config.seed)
         result = self.cleaner.judge(facts)
         self.assigner.add(facts.key, facts.user, facts.group, facts.given, result == KEPT)
         if result != KEPT:

@@ -8,7 +8,6 @@ import codecs
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -50,7 +49,6 @@ from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line, say
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
-HUB_SECONDS = 5  # wait for the hub's first answer
 _SHOWN_PROBLEMS = 5
 
 
@@ -79,21 +77,11 @@ def read_rows(source: Source, info: FileInfo | None = None) -> Iterator[Row | Re
 def _read_hub(name: str) -> Iterator[Row]:
     """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
 
-    A first request has a time limit, since the library would retry for 25 s.
-
     Raises: UserError if there is no such data set.
     """
     say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
     import datasets
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    offline = datasets.config.HF_HUB_OFFLINE
-    try:
-        with suppress(HfHubHTTPError):  # the hub answered: loading reports the problem
-            HfApi().dataset_info(name, timeout=HUB_SECONDS)
-    except Exception:  # no answer; the kind of error depends on the client's library
-        datasets.config.HF_HUB_OFFLINE = True  # read at each call
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # no network, no such name, gated, scripts
@@ -103,8 +91,6 @@ def _read_hub(name: str) -> Iterator[Row]:
             f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
             + hub_remedy(error, f"datasets/{name}", otherwise)
         ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
     for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
         yield Row(number, dict(row), number)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf.data.records import Message, Record
 
 PREFIX_CHARACTERS = 200
+KEY_LETTERS = PREFIX_CHARACTERS * 3 // 4  # of a split key
 SPLITS = ("train", "dev", "test")
 LARGE_SHARE, LEAST_SHARING = 0.05, 10  # a beginning that more prompts share is no reason to keep them together
 _NO_LETTER = re.compile(r"[\W_]+")
@@ -58,20 +59,17 @@ def _letters(text: str) -> str:
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 
 
-def split_key(
-    prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_CHARACTERS, shared: Sequence[str] = ()
-) -> str:
+def split_key(prompt: "str | Sequence[Message]", shared: Sequence[str] = ()) -> str:
     """The key that decides a prompt's split: the letters and digits with which it begins, after `shared_beginnings`.
 
     Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key. So have two that
-    share a long beginning, since the key is cut to 3/4 prefix_characters: at least this share of ordinary text is letters
-    and digits. Having the same key is an equivalence relation, so a hash of the key determines the split of a prompt,
-    whatever else is imported.
+    share PREFIX_CHARACTERS, of which at least KEY_LETTERS are letters and digits in ordinary text. Having the same key is an
+    equivalence relation, so a hash of the key determines the split of a prompt, whatever else is imported.
     """
     letters = _letters(conversation(prompt))
     for beginning in shared:
         letters = letters.removeprefix(beginning)
-    return letters[: max(1, prefix_characters * 3 // 4)]
+    return letters[:KEY_LETTERS]
 
 
 def _common_beginning(texts: Sequence[str]) -> str:
@@ -84,12 +82,12 @@ def shared_beginnings(prompts: "Iterable[str | Sequence[Message]]") -> tuple[str
     and digits; one is searched for after the other was removed.
     """
     texts, found = sorted({_letters(conversation(prompt)) for prompt in prompts}), list[str]()
-    least, size = max(LEAST_SHARING - 1, LARGE_SHARE * len(texts)), PREFIX_CHARACTERS * 3 // 4
+    least = max(LEAST_SHARING - 1, LARGE_SHARE * len(texts))
     while True:
         sharing: dict[str, list[str]] = defaultdict(list)
         for text in texts:
-            if len(text) >= size:
-                sharing[text[:size]].append(text)
+            if len(text) >= KEY_LETTERS:
+                sharing[text[:KEY_LETTERS]].append(text)
         large = [_common_beginning(group) for group in sharing.values() if len(group) > least]
         if not large:
             return tuple(found)
@@ -105,9 +103,9 @@ def hash64(*parts: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def key_hash(prompt: "str | Sequence[Message]", prefix_characters: int = PREFIX_CHARACTERS) -> int:
+def key_hash(prompt: "str | Sequence[Message]") -> int:
     """64 bits of a hash of the split key; an import stores only this of a prompt."""
-    return hash64(split_key(prompt, prefix_characters))
+    return hash64(split_key(prompt))
 
 
 def uniform(key: str, seed: int) -> float:

@@ -11,6 +11,7 @@
 import json
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -21,7 +22,7 @@ from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, sync_folder, write_json
-from rlhf.system.schemas import Count, Digest, Inside, Schema, read_checked
+from rlhf.system.schemas import Digest, Inside, Schema, read_checked
 
 VERSION = 2
 ASSIGNMENTS = "assignments.jsonl"
@@ -60,7 +61,7 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     for inner in {p.parent for p in files}:
         sync_folder(inner)
-    hashes = {p.relative_to(folder).as_posix(): {"sha256": sha256_file(p), "bytes": p.stat().st_size} for p in files}
+    hashes = {p.relative_to(folder).as_posix(): {"sha256": sha256_file(p)} for p in files}
     manifest = {"rlhf_import": VERSION, "status": status, **about, "files": hashes}
     write_json(folder / MANIFEST, manifest)
     sync_folder(folder)
@@ -71,7 +72,6 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
 
 class _File(Schema):
     sha256: Digest
-    bytes: Count
 
 
 class _Manifest(Schema):
@@ -80,7 +80,6 @@ class _Manifest(Schema):
     rlhf_import: int  # the version
     status: Literal["complete", "partial"]
     files: Annotated[dict[Inside, _File], Field(min_length=1)]
-    splits: dict[str, Any] = Field({})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -104,29 +103,25 @@ def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> 
         )
 
 
-_verified: set[tuple[str, int, int, str]] = set()  # files that this process has hashed already
+@lru_cache(maxsize=1024)
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """A file's hash, computed once per process unless its size or time of change differs."""
+    return sha256_file(path)
 
 
 def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
-    """The manifest of an import, after a check that all files are present and unchanged; hashed once per process.
-
-    `only` names one file: the others are not looked at.
+    """The manifest of an import, after a check that all files, or the one named by `only`, are present and unchanged.
 
     Raises: UserError that names the first file that is missing or changed.
     """
     manifest = read_manifest(folder)
-    for name, about in manifest["files"].items():
+    for name in manifest["files"] if only is None else [only]:
         path = folder / name
-        if only not in (None, name):
-            continue
-        if not path.exists():
+        if name not in manifest["files"] or not path.exists():
             raise UserError(f"{path}: missing from the import: run `rlhf import` again")
         state = path.stat()
-        key = (str(path.resolve()), state.st_size, state.st_mtime_ns, about["sha256"])
-        if key not in _verified:
-            if state.st_size != about["bytes"] or sha256_file(path) != about["sha256"]:
-                raise UserError(f"{path}: changed since it was imported: run `rlhf import` again")
-            _verified.add(key)
+        if _sha256(path.resolve(), state.st_size, state.st_mtime_ns) != manifest["files"][name]["sha256"]:
+            raise UserError(f"{path}: changed since it was imported: run `rlhf import` again")
     return manifest
 
 
@@ -145,12 +140,9 @@ def read_lines(path: Path) -> Iterator[str]:
             yield from file
 
 
-def read_assignments(folder: Path, prefix_characters: int) -> Assignments:
-    """What an import decided. Raises: UserError if the folder is no import, or if its keys were made in another way."""
-    made_with = verify(folder, only=ASSIGNMENTS).get("splits", {}).get("prefix_characters")
-    if made_with != prefix_characters:
-        came = f"was imported with prefix_characters={made_with}, now it is {prefix_characters}"
-        raise UserError(f"{folder}: {came}: set it so again, or do without that earlier import")
+def read_assignments(folder: Path) -> Assignments:
+    """What an import decided. Raises: UserError if the folder is no import."""
+    verify(folder, only=ASSIGNMENTS)
     assignments = Assignments()
     for row in map(json.loads, read_lines(folder / ASSIGNMENTS)):
         (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])

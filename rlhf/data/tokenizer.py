@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +51,7 @@ def train_tokenizer(
     The time of training is proportional to the text times the longest word, so runs longer than LONGEST_WORD are
     split. A signal stops it at once.
 
-    Raises: UserError if `vocab_size` is too small or there is no text.
+    Raises: UserError if `vocab_size` is too small.
     Source: Radford et al. 2019, section 2.2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -71,8 +72,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    if not _train(backend, documents, trainer):
-        raise UserError("the tokenizer's training text is empty: give data.corpus a file with text")
+    _train(backend, documents, trainer)
     backend.pre_tokenizer = words
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -86,38 +86,18 @@ def train_tokenizer(
     )
 
 
-def _train(backend: Any, documents: Iterable[str], trainer: Any) -> int:
-    """Train in a thread, since the library does not return to Python for signals; returns the characters read."""
-    characters = 0
-    stopped = False
-    problems: list[BaseException] = []
-
-    def counted() -> Iterable[str]:
-        nonlocal characters
-        for document in documents:
-            if stopped:
-                raise KeyboardInterrupt
-            characters += len(document)
-            yield document
+def _train(backend: Any, documents: Iterable[str], trainer: Any) -> None:
+    """Train in a thread, since the library does not return to Python for signals."""
+    done: Future[None] = Future()
 
     def train() -> None:
         try:
-            backend.train_from_iterator(counted(), trainer)
+            done.set_result(backend.train_from_iterator(documents, trainer))
         except BaseException as error:
-            problems.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=train, daemon=True)  # ends with the process
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.2)
-    except BaseException:
-        stopped = True
-        thread.join(1)  # the thread stops if it is still reading; else the process ends without it
-        raise
-    if problems:
-        raise problems[0]
-    return characters
+    threading.Thread(target=train, daemon=True).start()  # a signal ends it with the process
+    done.result()
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:

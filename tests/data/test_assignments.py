@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from rlhf.data.inputs import resolve_sources
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import SPLITS, Assignments, key_hash, record_split, split_key
 from rlhf.data.storage import read_assignments, read_records, seal
-from rlhf.errors import UserError
 
 SHARES = {"train": 0.4, "dev": 0.3, "test": 0.3}
 
@@ -34,12 +32,12 @@ def run_import(folder: Path, files: list[list[dict]], earlier=(), **settings) ->
     )
     known = Assignments()
     for one in earlier:
-        known.add(read_assignments(one, config.prefix_characters))
+        known.add(read_assignments(one))
     importer = Importer(config, folder / "out", known, lambda done: None)
     report = importer.run(resolve_sources(config.path, (".jsonl",)))
     assert importer.reject_count == 0, importer.first_rejects
     assert sum(list(report["counts"].values())[1:]) == report["counts"]["input"]
-    seal(folder / "out", "complete", {"splits": {"prefix_characters": config.prefix_characters}})
+    seal(folder / "out", "complete", {})
     return folder / "out"
 
 
@@ -159,15 +157,9 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
         [two],
     )
     assert {split for _, _, split in splits_in(three)} == {kept}
-    assert read_assignments(three, 200).prompts[key_hash("Hi")] == SPLITS.index(kept)
+    assert read_assignments(three).prompts[key_hash("Hi")] == SPLITS.index(kept)
     # of two earlier imports that differ, the first one counts
     four = run_import(tmp_path / "four", [[{"kind": "prompt", "prompt": "Hi", "metadata": {"split": moved}}]])
-    known = read_assignments(four, 200)
-    known.add(read_assignments(three, 200))
+    known = read_assignments(four)
+    known.add(read_assignments(three))
     assert known.prompts[key_hash("Hi")] == SPLITS.index(moved)
-
-
-def test_an_earlier_import_with_another_prefix_is_refused(tmp_path):
-    one = run_import(tmp_path, [[{"kind": "prompt", "prompt": "Hi"}]])
-    with pytest.raises(UserError, match="was imported with prefix_characters=200, now it is 100: set"):
-        read_assignments(one, 100)

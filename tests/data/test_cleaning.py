@@ -13,8 +13,8 @@ RANKING = {
 }
 
 
-def fact(record, own_id: bool = True, prefix_characters: int = 200) -> Facts:
-    return facts_of(record, own_id, prefix_characters, seed=0)
+def fact(record, own_id: bool = True) -> Facts:
+    return facts_of(record, own_id, seed=0)
 
 
 def identity(record, own_id: bool = True) -> int:
