@@ -20,8 +20,8 @@ from rlhf.commands.pipeline import check_settings, ensure_stage, stages_to_run
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.command_line import check_adopted
-from rlhf.config.compose import compose_config, first_line, nearest, unknown_setting
-from rlhf.config.setting import listed, settings_in, stored
+from rlhf.config.compose import compose_config, nearest, unknown_setting
+from rlhf.config.setting import listed, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder
@@ -72,22 +72,14 @@ class Run:
 
     def config(self, command: str = "pipeline", **settings: Any) -> Config:
         """The settings of a command, checked. Raises: UserError."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         known = self._settings | {find_setting(key, command): value for key, value in settings.items()}
         check_adopted(known | dict.fromkeys(("experiment",) if self._preset else ()))
-        config = compose_config(self._preset, command)
-        typed = OmegaConf.structured(config)
-        for key, given in known.items():
-            value = plain(given)
-            try:
-                OmegaConf.update(typed, key, stored(value))  # converts to the field's type, or refuses
-            except OmegaConfBaseException as error:
-                raise UserError(f"{key}={value}: {first_line(error)}") from None
-            group, _, field = key.rpartition(".")
-            fitting = value if isinstance(value, list | Named) else OmegaConf.select(typed, key)
-            setattr(getattr(config, group) if group else config, field, fitting)
+        values = {key: plain(given) for key, given in known.items()}
+        config = compose_config([*self._preset, *(f"{key}={text_of(value)}" for key, value in values.items())], command)
+        for key, value in values.items():
+            if has_function(value):  # the text has only its name
+                group, _, field = key.rpartition(".")
+                setattr(getattr(config, group) if group else config, field, value)
         check_config(config, command)
         return config
 

@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.checks import check_config
 from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, SHARED_FLAG, WITHOUT_GROUPS, uses
-from rlhf.config.compose import (
-    SCHEMAS,
-    choices_of,
-    compose_config,
-    first_line,
-    nearest,
-    schema_of,
-    unknown_setting,
-)
+from rlhf.config.compose import SCHEMAS, choices_of, compose_config, first_line, nearest, schema_of, unknown_setting
 from rlhf.config.model import shape_settings
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
@@ -151,9 +143,9 @@ def is_override(word: str) -> bool:
     return True
 
 
-def in_quotes(text: str) -> str:
-    """The text in Hydra's quotes, without interpolation."""
-    text = re.sub(r"(\\*)\$\{", lambda at: at[1] * 2 + "\\${", text)
+def in_quotes(text: str, interpolate: bool = False) -> str:
+    """The text in Hydra's quotes. interpolate: whether ${…} in it is a reference to another setting or the environment."""
+    text = text if interpolate else re.sub(r"(\\*)\$\{", lambda at: at[1] * 2 + "\\${", text)
     escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), text)
     return f"'{escaped}'"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.command_line import in_quotes
 from rlhf.config.commands import CONFIG_GROUPS, OF_SEVERAL, uses
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.errors import UserError
@@ -94,5 +95,5 @@ def text_of(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(text_of, value)) + "]"
     if isinstance(value, str):
-        return "'" + value.replace("'", "\\'") + "'"
+        return in_quotes(value, interpolate=True)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

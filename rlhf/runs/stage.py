@@ -29,16 +29,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.remembered import remember
-from rlhf.system.files import (
-    beside,
-    hash_files,
-    locked,
-    set_aside,
-    share,
-    swap,
-    write_json,
-    writing,
-)
+from rlhf.system.files import beside, hash_files, locked, set_aside, share, swap, write_json, writing
 from rlhf.system.memory import peak_rss_mb
 from rlhf.system.processes import is_first
 from rlhf.system.terminal import say

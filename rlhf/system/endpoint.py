@@ -34,12 +34,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        setting: str,
-        url: str,
-        key_setting: str,
-        key_variable: str | None = None,
-        first_wait: float = FIRST_WAIT,
+        self, setting: str, url: str, key_setting: str, key_variable: str | None = None, first_wait: float = FIRST_WAIT
     ):
         """setting, key_setting: names for messages; url: the base, such as https://host/v1.
 
