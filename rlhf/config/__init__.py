@@ -29,9 +29,7 @@ class TrackingConfig:
     name: str | None = setting(None, "name of the W&B runs, before the stage's; none: the run's name")
     group: str | None = setting(None, "W&B group of the stages; none: the run's name")
     tags: Any = setting(None, "W&B tags", kind="names")
-    log_every: int | None = setting(
-        None, "optimizer steps between lines (pretraining and SFT); none: 10, fewer for 20 lines in a short run", min=1
-    )
+    log_every: int | None = setting(None, "optimizer steps between lines; none: 10, fewer in a short run", min=1)
     peak_tflops: float | None = setting(None, "peak TFLOP/s of a device, for time/mfu; none: by its name", above=0)
 
 
@@ -60,9 +58,7 @@ class ShardingConfig:
 
     bucket_elements: int = setting(50_000_000, "elements of each communication buffer", min=1)
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
-    overlap: bool | None = setting(
-        None, "ZeRO-2 and 3: sum gradients during the backward pass; none: on a GPU", changes=ROUNDING
-    )
+    overlap: bool | None = setting(None, "ZeRO-2, 3: sum gradients during backward; none: on a GPU", changes=ROUNDING)
     file: str | None = setting(None, "your own DeepSpeed JSON, whose settings are added to ours")
 
 
@@ -70,9 +66,7 @@ class ShardingConfig:
 class MemoryConfig:
     """How much memory training may take. Batches are divided to fit; no loss depends on it."""
 
-    budget_gb: float | None = setting(
-        None, "GB (10^9 bytes) of its device for each process; none: 80% of what is free", above=0
-    )
+    budget_gb: float | None = setting(None, "GB (10^9 bytes) for each process; none: 80% of what is free", above=0)
 
 
 _GOLD = dict.fromkeys(GOLD_STAGES, " (the gold world only)")
@@ -137,12 +131,7 @@ class Config:
     serve: commands.ServeConfig = group(commands.ServeConfig, changes=NOTHING)
     rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model's answers are ranked", min=1)
     # last, since it hides the module of that name from the fields after it
-    stages: Any = setting(
-        None,
-        "last stages of the pipeline, which runs what they need; none: what the data allow",
-        kind="names",
-        changes=NOTHING,
-    )
+    stages: Any = setting(None, "last stages of the pipeline; none: what the data allow", kind="names", changes=NOTHING)
 
     @property
     def kl_in_loss(self) -> bool:
@@ -162,9 +151,7 @@ class PlanConfig(Config):
     mfu: float = setting(0.4, "fraction of the peak rate that training reaches", above=0, max=1)
     peak_tflops: float | None = setting(None, "peak TFLOP/s of a GPU; none: an A100's, 312 or 19.5 (fp32)", above=0)
     bandwidth_gb: float = setting(2039.0, "GB per second of one GPU's memory; default: an A100's with 80 GB", above=0)
-    served_tokens: float | None = setting(
-        None, "tokens that the model will read and write in use: the size that is cheapest with them", above=0
-    )
+    served_tokens: float | None = setting(None, "tokens in use, with which the cheapest size is printed", above=0)
     gpu_watts: float | None = setting(None, "power of one GPU with its share of the rest, for energy", above=0)
     gpu_price: float | None = setting(None, "price of one GPU for an hour, without energy", above=0)
     energy_price: float | None = setting(None, "price of a kilowatt-hour; needs gpu_watts", above=0)

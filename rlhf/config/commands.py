@@ -167,9 +167,7 @@ class ServeConfig:
     check_every: int = setting(0, "after so many tasks comes a gold item, or one ranked before again; 0: never", min=0)
     qualification: int = setting(0, "gold items that each labeler ranks first", min=0)
     qualified: float = setting(0.7, "share of their pairs to order as known, for more tasks", min=0, max=1)
-    pipeline: str | None = setting(
-        None, "run whose next labelling round the manager may start; none: not from the page"
-    )
+    pipeline: str | None = setting(None, "run whose next labelling round the manager may start; none: no button")
     instructions: str | None = setting(None, "text file that is shown to labelers; none: a short guide")
 
 
@@ -246,9 +244,7 @@ class ImportConfig:
     encoding: str = setting("utf-8", "encoding of CSV and TSV files", kind="encoding")
     max_rejects: int = setting(0, "with more rejects, the result is partial and needs data.allow_partial=true", min=0)
     duplicates: str = setting("drop", "what to do with exact duplicates", choices=("drop", "keep"))
-    min_gold_accuracy: float = setting(
-        0.0, "leave out labelers who order fewer pairs of gold items as known", min=0, max=1
-    )
+    min_gold_accuracy: float = setting(0.0, "leave out labelers who order fewer gold pairs as known", min=0, max=1)
     max_prompts_per_user: int = setting(200, "more prompts of one user are filtered", min=1)
     filter_prefixes: bool = setting(True, "keep only the first of such prompt records")
     pii: str = setting("flag", "e-mail addresses, phone and card numbers in prompts", choices=("flag", "drop", "keep"))

@@ -27,9 +27,7 @@ class ModelConfig:
     context_length: int = setting(1024, "tokens per row", min=1)
     positions: str = setting("learned", "position encoding", choices=POSITIONS)
     block: str = setting(
-        "pre",
-        "place of the norms; parallel and one_norm: attention and MLP side by side, with two norms or one",
-        choices=BLOCKS,
+        "pre", "place of norms; parallel, one_norm: MLP beside attention, 2 norms or 1", choices=BLOCKS
     )
     window: int | None = setting(None, "tokens that a banded layer attends to; none: no banded layers", min=1)
     window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
@@ -38,9 +36,7 @@ class ModelConfig:
     mlp: str = setting("gelu", "activation of the MLP", choices=MLPS)
     experts: int = setting(0, "MLPs per layer of experts; each token uses one; 0: no such layers", min=0)
     expert_every: int = setting(2, "with experts, the last of every expert_every layers has them", min=1)
-    expert_capacity: float = setting(
-        1.25, "in pretraining, most tokens of an expert over its even share; more are dropped", above=0
-    )
+    expert_capacity: float = setting(1.25, "pretraining: most tokens of an expert over its even share", above=0)
     balance_coef: float = setting(0.01, "weight alpha of the loss in pretraining that balances the experts", min=0)
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
     tie_word_embeddings: bool = setting(True, "embedding and unembedding share one matrix")
@@ -53,9 +49,7 @@ class TokenizerSettings:
     """Byte-level BPE trained on the pretraining text."""
 
     vocab_size: int = setting(50257, "entries, special tokens included", min=1)
-    digits: str = setting(
-        "together", "of numbers: together as they come, or single, as PaLM's", choices=("together", "single")
-    )
+    digits: str = setting("together", "together as they come, or single, as PaLM's", choices=("together", "single"))
     max_characters: int = setting(200_000_000, "characters of text that the BPE is trained on", min=1)
 
 

@@ -20,9 +20,7 @@ class DataConfig:
     demonstrations: Any = setting(None, "prompts with responses, for SFT", kind="paths")
     comparisons: Any = setting(None, "ranked responses, for the reward model", kind="paths")
     prompts: Any = setting(None, "prompts for rollouts; none: those of demonstrations and comparisons", kind="paths")
-    form: str = setting(
-        "chat", "the chat template's turns, or raw text of fixed lengths", choices=("chat", "completion")
-    )
+    form: str = setting("chat", "the chat template's turns, or text of fixed lengths", choices=("chat", "completion"))
     format: str = setting("auto", "a format's name (`rlhf import --help` lists them), or auto")
     allow_partial: bool = setting(False, "accept an import that had too many rejects")
     held_out_labelers: Any = setting(None, "names: not trained on; accuracy on them is reported", kind="labelers")
@@ -34,9 +32,7 @@ class DataConfig:
     half: int | None = setting(
         None, "1 or 2: train on this half of the compared prompts, the judge on the other; none: on all", min=1, max=2
     )
-    limit: int | None = setting(
-        None, "a quick trial with this many prompts each of demonstrations, comparisons and prompts; none: all", min=1
-    )
+    limit: int | None = setting(None, "a quick trial with so many prompts of each kind of data; none: all", min=1)
     split_seed: int = setting(0, "seed of the splits, independent of `seed`", min=0, max=MAX_SEED)
 
 
@@ -90,9 +86,7 @@ class EvaluatedConfig(WarmupConfig):
     """The same with evaluations during training."""
 
     eval_every: int = setting(0, "steps between held-out losses; 0: after training only", min=0)
-    patience: int | None = setting(
-        None, "evaluations in a row without a better loss that end training; the best weights are kept", min=1
-    )
+    patience: int | None = setting(None, "evaluations without a better loss that end training; the best is kept", min=1)
 
 
 @dataclass(slots=True)
@@ -120,9 +114,7 @@ class RewardConfig(EvaluatedConfig):
     micro_batch_responses: int = setting(64, "responses per forward", min=1, changes=ROUNDING)
     lr: float = setting(9e-6, "learning rate of AdamW", above=0, max=10)
     read_tokens: int = setting(1, "the score is the mean over this many last tokens, without end tokens", min=1)
-    layers: Any = setting(
-        None, "the trunk's first blocks in the reward model; mix: a learned mix of all layers; none: all", kind="layers"
-    )
+    layers: Any = setting(None, "first blocks of the trunk; mix: a learned mix of all layers; none: all", kind="layers")
     calibration_samples: int = setting(512, "SFT samples used to set the gain, to prompts drawn by a hash", min=2)
     labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
@@ -141,9 +133,7 @@ class JudgeConfig(RewardConfig):
 class PpoConfig(WarmupConfig):
     """PPO with a clipped objective (Ouyang et al. 2022, appendix C.4)."""
 
-    policy: str = setting(
-        "sft", "the policy to start from: sft, dpo, rejection, rate; ppo: of the round before; or another run"
-    )
+    policy: str = setting("sft", "policy to start from: sft, dpo, rejection, rate; ppo: the round before's; or a run")
     reference: str = setting("sft", "the model that the KL penalty pulls towards: as ppo.policy")
     episodes: int = setting(256_000, "total episodes", min=1)
     episodes_per_update: int = setting(512, "episodes per rollout, over all devices", min=1)
@@ -157,16 +147,12 @@ class PpoConfig(WarmupConfig):
     )
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
     clip_range_high: float | None = setting(None, "ratios are clipped to 1 + this above; none: to 1 + eps", above=0)
-    value_clip_range: float | None = setting(
-        0.2, "eps_v: values are clipped to the old value ± eps_v; none: not clipped", above=0
-    )
+    value_clip_range: float | None = setting(0.2, "eps_v: clip values to the old value ± eps_v; none: no clip", above=0)
     gamma: float = setting(1.0, "discount per token", min=0, max=1)
     lam: float = setting(0.95, "lambda of GAE", min=0, max=1)
     lr: float = setting(1e-5, "learning rate of the policy", above=0, max=10)
     critic_lr: float = setting(9e-6, "learning rate of the critic", above=0, max=10)
-    warmup_fraction: float = setting(
-        0.02, "fraction of the updates in which the learning rate rises from a tenth", min=0, below=1
-    )
+    warmup_fraction: float = setting(0.02, "fraction of updates in which the rate rises from a tenth", min=0, below=1)
     schedule: str = other_default(OptimizerConfig, "schedule", "linear")
     final_lr_fraction: float = other_default(OptimizerConfig, "final_lr_fraction", 1.0)
     critic_warmup_updates: int = setting(0, "first updates, in which only the critic is trained", min=0)
@@ -177,9 +163,7 @@ class PpoConfig(WarmupConfig):
         "gae", "estimator; only gae has a critic", choices=("gae", "reinforce", "rloo", "grpo"), kind="function"
     )
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
-    drop_tied_groups: bool = setting(
-        False, "prompts whose responses all have one score train nothing and count in no mean (rloo and grpo)"
-    )
+    drop_tied_groups: bool = setting(False, "prompts whose responses all have one score train nothing (rloo and grpo)")
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
@@ -191,9 +175,7 @@ class PpoConfig(WarmupConfig):
     missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule")
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
-    score_by_token: bool = setting(
-        False, "each token earns its own term of a mean score (reward.read_tokens); false: the last one earns all"
-    )
+    score_by_token: bool = setting(False, "each token earns its term of a mean score; false: the last earns all")
     rewards: Any = setting(
         None,
         "reward sources: runs, folders, classifiers, functions, addresses of `rlhf serve`; none: the run's own reward model",
@@ -215,11 +197,9 @@ class PpoConfig(WarmupConfig):
     metrics: Any = setting(None, "functions of further metrics, logged as custom/…", kind="functions", changes=NOTHING)
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
     eval_every: int = setting(
-        1, "updates between evaluations on held-out prompts, the last one included; 0: never", min=0, changes=NOTHING
+        1, "updates between held-out evaluations, with the last; 0: never", min=0, changes=NOTHING
     )
-    eval_prompts: int = setting(
-        64, "prompts of the dev split, by a hash: the same ones every time", min=0, changes=NOTHING
-    )
+    eval_prompts: int = setting(64, "prompts of the dev split, the same ones every time", min=0, changes=NOTHING)
 
     @property
     def warmup_updates(self) -> int:
@@ -252,9 +232,7 @@ class LoraConfig:
 
     rank: int = setting(0, "rank of the adapters; 0: train all weights", min=0)
     alpha: int = setting(16, "the adapters' output is scaled by alpha / rank", min=1)
-    target_modules: Any = setting(
-        None, "names, or their ends, of the linear layers with adapters; none: all of the trunk", kind="names"
-    )
+    target_modules: Any = setting(None, "linear layers with adapters, by name or its end; none: all", kind="names")
     dropout: float = setting(0.0, "dropout on the adapters' input in SFT, reward model and DPO", min=0, below=1)
     share_trunk: bool = setting(False, "PPO's models share the SFT model's weights; the reward model needs lora.rank")
 
@@ -275,24 +253,14 @@ class EvaluateConfig:
     """The final figures."""
 
     prompts: int = setting(512, "held-out prompts, drawn by a hash", min=1, changes=RESULT)
-    split: str = setting(
-        "test", "split of the prompts; dev: to choose settings", choices=("test", "dev"), changes=RESULT
-    )
+    split: str = setting("test", "split of prompts; dev: to choose settings", choices=("test", "dev"), changes=RESULT)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1, changes=RESULT)
-    baselines: Any = setting(
-        None, "stages to run and compare PPO with: rejection, dpo, rate, distill", kind="names", changes=RESULT
-    )
-    compare: Any = setting(
-        None, "runs whose PPO model is compared; they share this run's SFT model", kind="names", changes=RESULT
-    )
-    best_of: int = setting(
-        16, "n of best-of-n by the reward model, the baseline for PPO; 0: none", min=0, changes=RESULT
-    )
+    baselines: Any = setting(None, "compared with PPO: rejection, dpo, rate, distill", kind="names", changes=RESULT)
+    compare: Any = setting(None, "runs whose PPO model, of this SFT model, is compared", kind="names", changes=RESULT)
+    best_of: int = setting(16, "n of best-of-n by the reward model, PPO's baseline; 0: none", min=0, changes=RESULT)
     pairs: Any = setting(None, "preference files on which a reward model is measured", kind="paths")
     pairs_model: str | None = setting(None, "their model: a run, folder or classifier; none: the run's")
-    labels: Any = setting(
-        None, "people's rankings of several policies' responses: win rates, ratings, flags", kind="paths"
-    )
+    labels: Any = setting(None, "people's rankings of several policies' responses: wins, ratings, flags", kind="paths")
     labels_model: str | None = setting(None, "a run, folder or classifier that judges all tasks of evaluate.labels too")
     shots: Any = setting(None, "numbers of solved examples of classify.data in a prompt, as [0,1,2]", kind="counts")
     overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)")
@@ -338,9 +306,7 @@ class DpoConfig(WarmupConfig):
     """Direct preference optimisation (Rafailov et al. 2023, appendix B)."""
 
     beta: float = setting(0.1, "strength of the pull towards the SFT model", above=0)
-    loss: str = setting(
-        "sigmoid", "of a pair; ipo: the log-ratios per token are drawn 1 / (2 beta) apart", choices=("sigmoid", "ipo")
-    )
+    loss: str = setting("sigmoid", "ipo: log-ratios per token are drawn 1 / (2 beta) apart", choices=("sigmoid", "ipo"))
     label_smoothing: float = setting(0.0, "share of the judgements that are taken as wrong", min=0, below=0.5)
     epochs: int = setting(1, "passes over the comparisons", min=1)
     batch_prompts: int = setting(64, "prompts, each with all its responses, per optimizer step", min=1)
@@ -354,9 +320,7 @@ class DpoConfig(WarmupConfig):
 class DistillConfig(WarmupConfig):
     """A smaller student of a finished policy (Sanh et al. 2019); the weights of the losses are those of the released code."""
 
-    teacher: str = setting(
-        "ppo", "stage whose policy is the teacher", choices=("sft", "rejection", "dpo", "rate", "ppo")
-    )
+    teacher: str = setting("ppo", "the teacher's stage", choices=("sft", "rejection", "dpo", "rate", "ppo"))
     every: int = setting(2, "the student takes the teacher's blocks 0, every, 2 every, …", min=1)
     prompts: int = setting(2000, "prompts of the training split that the teacher answers, drawn by a hash", min=1)
     samples: int = setting(1, "the teacher's samples per prompt", min=1)
@@ -404,15 +368,11 @@ class ClassifyConfig(WarmupConfig):
 class RoundConfig:
     """Labelling rounds, if `rounds` is above 1."""
 
-    early_episodes: int | None = setting(
-        None, "PPO's episodes in rounds before the last; none: ppo.episodes", min=1, changes=NOTHING
-    )
+    early_episodes: int | None = setting(None, "episodes in earlier rounds; none: ppo.episodes", min=1, changes=NOTHING)
     later_reward_epochs: int | None = setting(
-        None, "passes over the comparisons if later rounds continue the previous reward model; none: train anew", min=1
+        None, "epochs if later rounds continue the reward model; none: anew", min=1
     )
-    keep_rankings: bool = setting(
-        True, "train the reward model on the rankings of all rounds so far; false: on the latest round's only"
-    )
+    keep_rankings: bool = setting(True, "train the reward model on the rankings of all rounds, not the latest only")
 
 
 @dataclass(slots=True)
@@ -420,9 +380,7 @@ class GoldConfig:
     """A world with a known true score: the built-in one, with its right answers, or sentiment by a lexicon."""
 
     enabled: bool = setting(False, "use the world's files for data.… settings that are not set")
-    truth: str = setting(
-        "judge", "judge: right answers; vader: sentiment of continuations of data.corpus", choices=("judge", "vader")
-    )
+    truth: str = setting("judge", "judge: right answers; vader: sentiment of continuations", choices=("judge", "vader"))
     documents: int = setting(96_000, "documents of pretraining text", min=1)
     conversations: float = setting(0.0, "share of requests of two to four turns (truth=judge)", min=0, max=1)
     demonstrations: int = setting(3000, "demonstrations", min=1)
@@ -440,7 +398,5 @@ class GoldConfig:
     second_labeler: float = setting(0.25, "fraction of prompts that a second labeler also ranks", min=0, max=1)
     held_out_labelers: int = setting(2, "additional labelers who rank only dev and test prompts: 0 to 2", min=0, max=2)
     labeler_noise: float = setting(1.4, "standard deviation of a judgement; the gold score's range is 10", min=0)
-    labeler_agreement: float | None = setting(
-        None, "tune the noise to this share of equal verdicts; none: labeler_noise", above=0.5, below=1
-    )
+    labeler_agreement: float | None = setting(None, "set the noise by this share of equal verdicts", above=0.5, below=1)
     spare_responses: int = setting(3, "samples per prompt beyond K, to replace duplicates", min=0)
