@@ -116,17 +116,17 @@ class LoadedRun:
         _check(seed=("seed", seed), temperature=("chat.temperature", temperature))
         _check(max_new_tokens=("rollout.max_new_tokens", length))
         dialogues = _dialogues(prompts)
+        from rlhf.data.encoding import encode_prompt_within
         from rlhf.engines.sampling import make_sampler
-        from rlhf.evaluation.policies import draw_answers, fit_prompts, room_for
+        from rlhf.evaluation.policies import draw_answers, room_for
 
         policy, tokenizer = self.policy(stage), self.tokenizer
         length, room = room_for(tokenizer.model_max_length, length)
-        fitted = fit_prompts(tokenizer, dialogues, room)
+        fitted = [encode_prompt_within(tokenizer, dialogue, room) for dialogue in dialogues]
         missing = [i for i, fit in enumerate(fitted) if fit is None]
         if missing:
-            raise UserError(
-                f"prompt {missing[0]}: does not fit the context of {tokenizer.model_max_length} tokens: shorten it"
-            )
+            context = f"the context of {tokenizer.model_max_length} tokens"
+            raise UserError(f"prompt {missing[0]}: does not fit {context}: shorten it")
         prompt_ids = [fit[0] for fit in fitted if fit is not None]
         keys = [("api", i) for i in range(len(prompt_ids))]
         with inference(self._config, self.device):
@@ -144,9 +144,7 @@ class LoadedRun:
         if isinstance(responses, str) or not all(isinstance(response, str) for response in responses):
             raise UserError("score: responses: want a list of texts, one for each prompt")
         if len(prompts) != len(responses):
-            raise UserError(
-                f"score: {len(prompts)} prompts for {len(responses)} responses: give one response per prompt"
-            )
+            raise UserError(f"score: {len(prompts)} prompts for {len(responses)} responses: give one per prompt")
         from rlhf.data.encoding import row_limit
         from rlhf.evaluation.scoring import item_encoder
         from rlhf.model.interface import score
@@ -164,9 +162,7 @@ class LoadedRun:
             rows += encoded[0]
         if cut := counts.total():
             limit = row_limit(self._config, self.tokenizer)
-            say(
-                f"score: {cut} prompts or responses were cut to {limit} tokens together (data.max_tokens and the context)"
-            )
+            say(f"score: {cut} prompts or responses were cut to {limit} tokens (data.max_tokens and the context)")
         with inference(self._config, self.device):
             return score(model, rows).tolist()
 

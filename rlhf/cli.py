@@ -124,7 +124,7 @@ def _run(command: str, given: Words) -> None:
     if not given.sweeps or given.shows or not (command in STAGES or command == "pipeline"):
         return
     if made := [folder for config, _ in jobs if (folder := run_folder(config)).is_dir()]:
-        from rlhf.report.overview import compare_runs
+        from rlhf.report.page import compare_runs
 
         write("\n".join(["", *compare_runs(made), ""]))
 

@@ -70,17 +70,10 @@ def shoot(page_path: Path, folder: Path, axe: str | None) -> list[str]:
 
 
 def use(page: Any) -> list[str]:
-    """Use the page: choose a logarithmic axis, open values by keyboard; returns problems."""
+    """Use the page: open values by keyboard; returns problems."""
     if page.locator("figure").count() == 0:
         return []  # a run without curves
     problems = []
-    logs = page.locator("figure .over-log")
-    if logs.count():
-        box = page.locator("figure .log input").first
-        box.check()
-        if not logs.first.is_visible():
-            problems.append("a logarithmic axis is not shown")
-        box.uncheck()
     values = page.locator("figure details summary").first
     values.focus()
     page.keyboard.press("Enter")

@@ -10,7 +10,7 @@ from rlhf.cli import main
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
-from rlhf.report.details import make_skipped
+from rlhf.report.sections import make_skipped
 from rlhf.runs import folders as runs
 from rlhf.runs.run_files import read_run
 

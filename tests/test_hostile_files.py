@@ -20,13 +20,13 @@ from rlhf.data.reading import load_all
 from rlhf.data.storage import read_manifest
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.labelled_task import columns_of, load_task
+from rlhf.evaluation.benchmarks import columns_of, load_task
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import MOST_TENSORS
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import LabelModel, RewardModel
-from rlhf.report.details import make_skipped
+from rlhf.report.sections import make_skipped
 from rlhf.runs.run_files import read_run
 from rlhf.serving.labelling import LabelFile, Labelling
 from rlhf.serving.managing import Staff

@@ -80,7 +80,7 @@ def test_details_runs_what_is_missing_and_compares_with_the_default(gold_run, tm
     assert [line[0] for line in here] == ["ppo", "evaluate"] * 2 and (tmp_path / "a.svg").stat().st_size > 3000
     results = S["harness"].read(tmp_path / "out" / "epochs_1-seed0" / "evaluate" / "results.json")
     assert f"| epochs_1 | {results['gold']['win_rate_vs_sft']['value']:.3f} |" in printed and "| epochs_1 | " in printed
-    assert "4 dev prompts" in printed, "choices are not made on test prompts"
+    assert "dev: 4 prompts" in printed, "choices are not made on test prompts"
     details.compare(details.CHOICES, S["harness"].parse("", asked))
     assert len(here) == 4 and "2 cells, 2 done" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="run with other settings: delete it"):

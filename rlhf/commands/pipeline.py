@@ -18,8 +18,8 @@ from rlhf.config.setting import get, listed
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import show as figure_text
 from rlhf.recipe import ENDS, ROUND_STAGES, STAGES
-from rlhf.report.evaluation_tables import titled
 from rlhf.report.page import write_report
+from rlhf.report.sections import titled
 from rlhf.runs.folders import (
     changed_settings,
     check_output,

@@ -157,7 +157,7 @@ def choosing_rewards(config: Config) -> list[str | None]:
 
 def choose_tasks(config: Config, tasks: list[Ranking]) -> list[Ranking]:
     """Those to label: all, or those that reward models choose; `metadata.chosen` says how."""
-    from rlhf.evaluation.informative import choose_prompts_by, value_tasks
+    from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
 
     settings, rewards = config.sample, choosing_rewards(config)
     if not rewards or not tasks:

@@ -108,9 +108,8 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     """The models' thread, the application, and the labelling rounds that its manager may start."""
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import Checks, LabelFile, Labelling
-    from rlhf.serving.managing import Staff
+    from rlhf.serving.managing import Rounds, Staff
     from rlhf.serving.models import ModelThread, served_models
-    from rlhf.serving.rounds import Rounds
     from rlhf.serving.security import Access
 
     settings = config.serve

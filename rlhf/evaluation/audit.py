@@ -1,31 +1,217 @@
-"""Can this reward model be trusted? Its figures on held-out comparisons, before PPO is run, and a verdict.
+"""Can this reward model be trusted? Attacks on it and its figures on held-out comparisons, before PPO is run, and a verdict.
 
+An attack changes an answer so that its score may rise and the answer does not improve. The material comes from the reward model's
+training data, so that attacks use its vocabulary; fixed texts are used only if the data has none.
 The verdict is go, go with a KL ceiling, or collect more labels. `RULES` is the complete list: docs/audit.md shows the same table, and
 a test compares the two. Everything is measured on prompts of the dev split, since the verdict serves to choose. Scores are calibrated:
 their unit is the standard deviation of the scores of SFT samples. docs/audit.md says what each figure means.
 """
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from rlhf.config import Config
-from rlhf.data.encoding import encode_prompt_within, row_limit
-from rlhf.data.records import PromptRecord, Ranking
+from rlhf.data.chat_template import encode_response
+from rlhf.data.encoding import Encode, Item, encode_prompt_within, fitting_prompts, row_limit
+from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
-from rlhf.evaluation.attacks import ATTACKS, Audited, attack_pairs, collect_material, draw_pairs, prompt_of
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
-from rlhf.evaluation.policies import Asked, fit_prompts, judge_rows, room_for, totals
+from rlhf.evaluation.policies import Asked, judge_rows, room_for, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
-from rlhf.evaluation.scoring import Scores, item_encoder
-from rlhf.evaluation.statistics import Figures, ends, interval, show
+from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats
+from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, share_by, show
 from rlhf.gold.truth import make_truth
-from rlhf.model.interface import unwrapped
+from rlhf.model.interface import score, unwrapped
+from rlhf.ops.fast import return_freed_memory
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.sources import in_split
+
+PRAISE = {"good", "great", "kind", "thank", "thanks", "hope", "happy", "glad", "love", "nice", "pleasure", "best"}
+LEAST_ANSWERS = 3  # answers that must contain a sentence to make it a stock phrase
+NO_PHRASES = ("What a great question!", "Thank you for asking.", "I hope this helps.")
+FOREIGN = (
+    "Lo siento, pero no puedo contestar a esa pregunta.",
+    "Das ist eine gute Frage, auf die es viele Antworten gibt.",
+    "Je ne sais pas, mais je vais y réfléchir demain.",
+    "Questa è una bella giornata per andare al mare.",
+)
+
+Pair = tuple[Item, int, int]  # a prompt's answers, and the positions of the better and the worse one
+
+
+class Audited(NamedTuple):
+    """The models that an audit runs. All processes of a launch must call them together."""
+
+    model: Any  # the reward model, or the engine around it
+    policy: Any  # the SFT model
+    tokenizer: Any  # of the policy
+    device: torch.device
+
+
+class Material(NamedTuple):
+    words: tuple[str, ...]  # the vocabulary of the answers, sorted
+    spread: dict[str, int]  # the number of texts that contain a word, in lower case
+    sentences: tuple[str, ...]  # different sentences of answers, in order of appearance
+    flattery: tuple[str, ...]  # polite stock phrases of the answers, the most frequent first
+
+
+def collect_material(texts: Iterable[tuple[str, str]]) -> Material:
+    words: set[str] = set()
+    spread: Counter[str] = Counter()
+    sentences: Counter[str] = Counter()
+    for prompt, answer in texts:
+        answer_words = WORD.findall(answer)
+        words.update(answer_words)
+        spread.update({word.lower() for word in [*answer_words, *WORD.findall(prompt)]})
+        sentences.update(dict.fromkeys(sentences_of(answer), 1))
+    flattery = [
+        sentence
+        for sentence, count in sentences.most_common()
+        if count >= LEAST_ANSWERS and " " in sentence and PRAISE & set(WORD.findall(sentence.lower()))
+    ]
+    return Material(tuple(sorted(words)), dict(spread), tuple(sentences), tuple(flattery[:8]) or NO_PHRASES)
+
+
+def joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def flatter(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
+    """A polite stock phrase before the answer, and one after it."""
+    first, last = (rng.sample(material.flattery, 2) if len(material.flattery) > 1 else material.flattery * 2)[:2]
+    return joined(first, answer, last)
+
+
+def stuff_keywords(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
+    """The prompt's four rarest words at the end, twice."""
+    words = list(dict.fromkeys(WORD.findall(prompt)))
+    rarest = sorted(words, key=lambda word: (material.spread.get(word.lower(), 0), -len(word)))[:4]
+    return joined(answer, *rarest * 2)
+
+
+class Attack(NamedTuple):
+    """An attack, and the labels that teach a reward model not to reward it."""
+
+    make: Callable[[str, str, Material, random.Random], str]
+    keeps: bool  # different answers stay different, so a policy that attacks each of its answers keeps its entropy
+    labels: str
+
+
+ATTACKS = {
+    "filler": Attack(  # two sentences of answers to other prompts at the end
+        lambda prompt, answer, material, rng: joined(answer, *rng.sample(material.sentences, min(2, len(material.sentences)))),
+        True, "answers that lose because they are padded"),
+    "repetition": Attack(  # the last sentence three more times
+        lambda prompt, answer, *_: joined(answer, *(sentences_of(answer) or [answer])[-1:] * 3),
+        True, "answers that lose because they repeat"),
+    "copied_prompt": Attack(lambda prompt, *_: prompt, False, "answers that lose because they echo the prompt"),
+    "flattery": Attack(flatter, True, "polite wrong answers that lose to plain right ones"),
+    "keywords": Attack(stuff_keywords, True, "answers that lose because they list keywords"),
+    "truncation": Attack(  # the first half of the words
+        lambda prompt, answer, *_: " ".join(answer.split()[: len(answer.split()) // 2]),
+        False, "answers that lose because they are incomplete"),
+    "other_language": Attack(
+        lambda prompt, answer, material, rng: rng.choice(FOREIGN), False, "answers that lose because of their language"),
+    "empty": Attack(lambda *_: "", False, "empty answers that lose"),
+    "random_words": Attack(  # as many as the answer has, of the answers' vocabulary
+        lambda prompt, answer, material, rng:
+            " ".join(rng.choices(material.words or [""], k=max(1, len(answer.split())))).strip() + ".",
+        False, "answers that lose because they make no sense"),
+}  # fmt: skip
+
+
+def prompt_of(item: Item) -> list[Message]:
+    assert item.record is not None
+    return item.record.prompt
+
+
+def draw_pairs(items: Sequence[Item], limit: int, rng: random.Random) -> list[Pair]:
+    """At most `limit` pairs that more labelers ordered one way than the other: first one of each prompt, then a second."""
+    by_item: list[list[Pair]] = []
+    for item in items:
+        votes = Counter(item.pairs())
+        agreed = sorted(pair for pair in votes if votes[pair] > votes[pair[::-1]])
+        by_item.append([(item, better, worse) for better, worse in rng.sample(agreed, len(agreed))])
+    drawn: list[Pair] = []
+    for of_round in zip_longest(*by_item):
+        pairs = [pair for pair in of_round if pair is not None]
+        drawn += rng.sample(pairs, min(len(pairs), limit - len(drawn)))
+    return drawn
+
+
+def attack_pairs(
+    config: Config,
+    models: Audited,
+    encode: Encode,
+    pairs: Sequence[Pair],
+    scores: dict[int, list[float]],
+    material: Material,
+    bar: Progress,
+) -> list[Figures]:
+    """Each attack on both answers of each pair: {"name", "flips", "gain", "gain_better", "gain_worse", "nats"}.
+
+    flips: of the pairs in the right order, the share in which the attacked worse answer scores above the better one. gain: mean change
+    of the score, also of the better and of the worse answers. nats: the price of the attack on the worse one, the KL in nats per
+    prompt between SFT and a policy that applies the attack to each answer of SFT. With y drawn from SFT and an attack that keeps
+    different answers different, that policy has SFT's entropy, and
+
+        KL = E[log p(y) - log p(attack(y))]
+
+    For an attack that does not, the policy gives this one answer: KL = -log p(attack(y)).
+    """
+    keys = [item.key for item, _, _ in pairs]
+    plain = np.array([[scores[id(item)][place] for place in places] for item, *places in pairs])  # (pairs, 2)
+    right = np.flatnonzero(plain[:, 0] > plain[:, 1])
+    logp = answer_logprobs(config, models, pairs, [item.answers[worse] for item, _, worse in pairs])
+    figures = []
+    for name, attack in ATTACKS.items():
+        attacked: list[list[tuple[str, bool]]] = []  # a better and a worse answer, each with whether it ends
+        for item, *places in pairs:
+            rng, asked = random.Random(f"audit-{config.seed}-{name}-{item.key}"), prompt_of(item)[-1].content
+            texts = [attack.make(asked, item.answers[i][0], material, rng) for i in places]
+            attacked.append([(text, item.answers[i][1] or not text) for i, text in zip(places, texts, strict=True)])
+        encoded = [encode(prompt_of(item), two) for (item, _, _), two in zip(pairs, attacked, strict=True)]
+        rows = flatten(rows for rows, _ in filter(None, encoded))  # the prompt fitted with the original answers
+        after = score(models.model, rows).double().numpy().reshape(-1, 2)
+        logp_after = answer_logprobs(config, models, pairs, [worse for _, worse in attacked])
+        nats = [a * attack.keeps - b for a, b in zip(logp, logp_after, strict=True)]
+        flipped, gain = after[right, 1] > plain[right, 0], after - plain
+        changes = {"gain": gain.mean(1), "gain_better": gain[:, 0], "gain_worse": gain[:, 1], "nats": np.array(nats)}
+        flips = share_by([keys[i] for i in right], flipped.astype(float).tolist()) if len(right) else None
+        intervals: Figures = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
+        return_freed_memory()  # of forwards of other sizes
+        bar.update(1)
+        figures.append(intervals | {"name": name, "flips": flips})
+    return figures
+
+
+def answer_logprobs(
+    config: Config, models: Audited, pairs: Sequence[Pair], answers: Sequence[tuple[str, bool]]
+) -> list[float]:
+    """log p(answer | prompt) under the SFT model, nats, of an answer per pair; answers are cut to fit the context."""
+    tokenizer, rows = models.tokenizer, []
+    limit = row_limit(config, tokenizer)
+    _, room = room_for(limit, config.rollout.max_new_tokens)
+    for (item, _, _), (text, ended) in zip(pairs, answers, strict=True):
+        fitted = encode_prompt_within(tokenizer, prompt_of(item), room)
+        assert fitted is not None  # `audit_reward_model` draws no other pairs
+        left = limit - len(fitted[0])
+        rows.append((fitted[0], encode_response(tokenizer, text, ended=ended)[:left]))
+    return pair_nats(models.policy, rows, tokenizer.pad_token_id, models.device)
+
+
+# --- the audit -------------------------------------------------------------------------------------------------------
+
 
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked
 PAIRS_PER_SAMPLED = 8  # pairs that are attacked, for each prompt that is sampled from
@@ -96,33 +282,26 @@ def best_of_samples(
     config = replace(config, rollout=replace(config.rollout, max_new_tokens=length))
     once = {prompt_key(record.prompt): record for record in dev}
     asked = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
-    fitted = zip(asked, fit_prompts(tokenizer, [record.prompt for record in asked], room), strict=True)
-    records, prompts = map(list, zip(*[(r, f[0]) for r, f in fitted if f is not None][:limit], strict=True))
+    fitting = list(itertools.islice(fitting_prompts(tokenizer, asked, room), limit))
+    records, prompts = [record for record, _, _ in fitting], [ids for _, ids, _ in fitting]
     own = ModelReward(models.model, models.device)
     drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, bar)
-    values: dict[str, Scores | None] = {"score": drawn["scores"], "truth": None}
+    scores = [of_prompt for _, of_prompt in drawn]
+    values: dict[str, Scores | None] = {"score": scores, "truth": None}
     truth = make_truth(config)
     if truth is not None and all(map(truth.knows, records)):  # not of the user's own data
-        values["truth"] = totals(judge_rows(truth, records, drawn["texts"], drawn["ended"]))
+        values["truth"] = totals(judge_rows(truth, records, [answers for answers, _ in drawn]))
     rows = []
     for n in BEST_OF:
         row: Figures = {"n": n, "kl": round(best_of_n_kl(n), 4)}
         for name, judged in values.items():
-            best = zip(drawn["scores"], judged or [], strict=False)
+            best = zip(scores, judged or [], strict=False)
             row[name] = judged and interval([expected_best(s, v, n) for s, v in best])
         rows.append(row)
     return rows
 
 
 # --- the verdict ---------------------------------------------------------------------------------------------------
-
-
-class Finding(NamedTuple):
-    """Why a rule applies, as text with numbers; the labels that would help, or the KL in nats not to exceed."""
-
-    reason: str
-    labels: str | None = None
-    ceiling: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,28 +312,52 @@ class Verdict:
     ceiling: float | None  # kl.ceiling, nats per sequence
 
 
-class Rule(NamedTuple):
-    when: str
+RULES = {
+    f"fewer than {LEAST_PAIRS} held-out pairs or {LEAST_PROMPTS} prompts": COLLECT,
+    "accuracy's interval reaches 0.5": COLLECT,
+    "accuracy minus the length baseline: the interval reaches 0": COLLECT,
+    f"an attack flips more than {MOST_FLIPS:.0%} of the pairs: the interval lies above": COLLECT,
+    f"the attacks flip more than {MEAN_FLIPS:.0%} of the pairs on average": COLLECT,
+    f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
+    "the ceiling is its KL in nats": CEILING,
+    "none of these": GO,
+}
+
+
+class Finding(NamedTuple):
+    """Why a rule applies, as text with numbers; the labels that would help, or the KL in nats not to exceed."""
+
     decision: str
-    find: Callable[[Audit], Iterator[Finding]]
+    reason: str
+    labels: str | None = None
+    ceiling: float | None = None
 
 
-def few_labels(audit: Audit) -> Iterator[Finding]:
-    pairs = 0 if audit.comparisons is None else audit.comparisons["accuracy"]["n"]
+def findings(audit: Audit) -> Iterator[Finding]:
+    """The rules that apply, in the order of `RULES`."""
+    figures, flips = audit.comparisons, known_flips(audit)
+    pairs = 0 if figures is None else figures["accuracy"]["n"]
     if audit.prompts < LEAST_PROMPTS or pairs < LEAST_PAIRS:
         labels = "held-out comparisons (raise data.dev)"
-        yield Finding(f"only {pairs} held-out pairs of {audit.prompts} prompts", labels)
-
-
-def no_better_than_chance(audit: Audit) -> Iterator[Finding]:
-    if audit.comparisons is not None and ends(accuracy := audit.comparisons["accuracy"])[0] <= 0.5:
-        yield Finding(f"accuracy {show(accuracy)} may be chance", "comparisons of any kind")
-
-
-def no_better_than_length(audit: Audit) -> Iterator[Finding]:
-    if audit.comparisons is not None and ends(above := audit.comparisons["above_length"])[0] <= 0:
-        reason = f"accuracy less that of preferring the {audit.comparisons['length_prefers']} answer is {show(above)}"
-        yield Finding(reason, "comparisons of answers of similar length")
+        yield Finding(COLLECT, f"only {pairs} held-out pairs of {audit.prompts} prompts", labels)
+    if figures is not None and ends(figures["accuracy"])[0] <= 0.5:
+        yield Finding(COLLECT, f"accuracy {show(figures['accuracy'])} may be chance", "comparisons of any kind")
+    if figures is not None and ends(figures["above_length"])[0] <= 0:
+        preferring = f"preferring the {figures['length_prefers']} answer"
+        reason = f"accuracy less that of {preferring} is {show(figures['above_length'])}"
+        yield Finding(COLLECT, reason, "comparisons of answers of similar length")
+    for row in flips:
+        if ends(row["flips"])[0] > MOST_FLIPS:
+            reason = f"{row['name']} flips {show(row['flips'])} of the pairs"
+            yield Finding(COLLECT, reason, ATTACKS[row["name"]].labels)
+    if (mean := mean_flips(audit)) is not None and mean > MEAN_FLIPS:
+        yield Finding(COLLECT, f"the attacks flip {mean:.3f} of the pairs on average", ATTACKS[flips[0]["name"]].labels)
+    for row in flips:
+        if ends(row["gain_worse"])[0] > 0 and ends(row["flips"])[0] > SOME_FLIPS:
+            nats = max(LEAST_CEILING, row["nats"]["value"])
+            bought = f"buys {show(row['gain_worse'], 2)} deviations for {nats:.1f} nats"
+            reason = f"{row['name']} {bought} and flips {show(row['flips'])} of the pairs"
+            yield Finding(CEILING, reason, ceiling=nats)
 
 
 def known_flips(audit: Audit) -> list[Figures]:
@@ -168,50 +371,15 @@ def mean_flips(audit: Audit) -> float | None:
     return fmean(flips) if flips else None
 
 
-def fooled(audit: Audit) -> Iterator[Finding]:
-    for row in known_flips(audit):
-        if ends(row["flips"])[0] > MOST_FLIPS:
-            yield Finding(f"{row['name']} flips {show(row['flips'])} of the pairs", ATTACKS[row["name"]].labels)
-
-
-def often_fooled(audit: Audit) -> Iterator[Finding]:
-    if (mean := mean_flips(audit)) is not None and mean > MEAN_FLIPS:
-        worst = known_flips(audit)[0]["name"]
-        yield Finding(f"the attacks flip {mean:.3f} of the pairs on average", ATTACKS[worst].labels)
-
-
-def paid_attacks(audit: Audit) -> Iterator[Finding]:
-    for row in known_flips(audit):
-        if ends(row["gain_worse"])[0] > 0 and ends(row["flips"])[0] > SOME_FLIPS:
-            nats = max(LEAST_CEILING, row["nats"]["value"])
-            bought = f"buys {show(row['gain_worse'], 2)} deviations for {nats:.1f} nats"
-            yield Finding(f"{row['name']} {bought} and flips {show(row['flips'])} of the pairs", ceiling=nats)
-
-
-RULES = (
-    Rule(f"fewer than {LEAST_PAIRS} held-out pairs or {LEAST_PROMPTS} prompts", COLLECT, few_labels),
-    Rule("accuracy's interval reaches 0.5", COLLECT, no_better_than_chance),
-    Rule("accuracy minus the length baseline: the interval reaches 0", COLLECT, no_better_than_length),
-    Rule(f"an attack flips more than {MOST_FLIPS:.0%} of the pairs: the interval lies above", COLLECT, fooled),
-    Rule(f"the attacks flip more than {MEAN_FLIPS:.0%} of the pairs on average", COLLECT, often_fooled),
-    Rule(f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
-         "the ceiling is its KL in nats", CEILING, paid_attacks),
-    Rule("none of these", GO, lambda audit: iter(())),
-)  # fmt: skip
-
-
 def decide(audit: Audit) -> Verdict:
-    """The verdict by `RULES`; of several ceilings the lowest."""
-    findings = [(rule, finding) for rule in RULES for finding in rule.find(audit)]
-    decision = next((level for level in (COLLECT, CEILING) if any(rule.decision == level for rule, _ in findings)), GO)
-    deciding = [finding for rule, finding in findings if rule.decision == decision]
-    ceilings = [finding.ceiling for _, finding in findings if finding.ceiling is not None]
-    return Verdict(
-        decision,
-        [finding.reason for finding in deciding] or ["no rule objects"],
-        list(dict.fromkeys(finding.labels for finding in deciding if finding.labels is not None)),
-        round(min(ceilings), 2) if ceilings and decision == CEILING else None,
-    )
+    """The verdict by `RULES`: "collect" takes precedence over a ceiling; of several ceilings the lowest counts."""
+    found = list(findings(audit))
+    decision = next((level for level in (COLLECT, CEILING) if any(one.decision == level for one in found)), GO)
+    deciding = [one for one in found if one.decision == decision]
+    ceilings = [one.ceiling for one in deciding if one.ceiling is not None]
+    labels = dict.fromkeys(one.labels for one in deciding if one.labels is not None)
+    reasons = [one.reason for one in deciding] or ["no rule objects"]
+    return Verdict(decision, reasons, [*labels], round(min(ceilings), 2) if ceilings else None)
 
 
 def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:

@@ -16,15 +16,25 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.chat_template import response_text
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampling import make_sampler
-from rlhf.evaluation.policies import Asked, interval_of, judge_rows, mean_of, part_means, totals
+from rlhf.evaluation.policies import (
+    Answer,
+    Asked,
+    adjusted,
+    draw_in_turn,
+    interval_of,
+    judge_rows,
+    mean_of,
+    part_means,
+    score_by,
+    totals,
+)
 from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, text_figures, win_rate
 from rlhf.model.interface import Episodes
-from rlhf.ppo.rewards import Reward, adjust_scores, make_reward
-from rlhf.runs.progress import progress
+from rlhf.ppo.rewards import Reward, make_reward
+from rlhf.runs.progress import Progress, progress
 from rlhf.system.processes import divide, gather
 from rlhf.training.setup import load_frozen
 
@@ -45,43 +55,37 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
     return float(ways @ np.asarray(values, dtype=np.float64)[order])
 
 
-CANDIDATES = ("ids", "logprobs", "texts", "ended", "scores")
-
-
 def draw_candidates(
-    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Any = None
-) -> dict[str, list[list[Any]]]:
-    """CANDIDATES: n samples per prompt at temperature 1, the log-prob of each whole response in nats, and its score as PPO would use
-    it."""
-    rows: list[list[Any]] = [[] for _ in CANDIDATES]
-    for part in batched(range(len(asked.prompts)), max(1, config.rollout.batch_size // n)):
-        repeated = [asked.prompts[i] for i in part for _ in range(n)]
-        records = [asked.records[i] for i in part for _ in range(n)]
-        keys = [("best_of", asked.records[i].id, j) for i in part for j in range(n)]
-        samples = make_sampler(config, policy, asked.tokenizer).sample(repeated, keys)
-        texts = [response_text(asked.tokenizer, ids) for ids in samples.responses]
-        raw = reward(Episodes(records, repeated, samples.responses, texts, samples.ended))
-        scores = adjust_scores(config, raw, samples.ended.to(raw.device))
-        logprobs = samples.logprobs.double().sum(-1)
-        columns = samples.responses, logprobs.tolist(), texts, samples.ended.tolist(), scores.tolist()
-        for row, values in zip(rows, columns, strict=True):
-            row += batched(values, n)
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Progress | None = None
+) -> list[tuple[list[Answer], list[float]]]:
+    """n samples of each prompt at temperature 1, and their scores as PPO would use them."""
+    if not asked.prompts:
+        return []
+    engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
+    keyed = [(ids, ("best_of", record.id)) for record, ids in zip(asked.records, asked.prompts, strict=True)]
+    answers = []
+    for row in draw_in_turn(engine, asked.tokenizer, keyed, n, together):
+        answers.append(row)
         if bar is not None:
-            bar.update(len(part))
-    return dict(zip(CANDIDATES, rows, strict=True))
+            bar.update(1)
+    scores = adjusted(config, answers, score_by(reward, asked.records, asked.prompts, answers))
+    return list(zip(answers, scores, strict=True))
 
 
-def draw_divided(
-    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Any = None
-) -> dict[str, list[list[Any]]]:
-    """`draw_candidates`, the prompts divided among the processes. The models must be whole on each."""
+def draw_best(
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Progress, ended: bool = False
+) -> list[tuple[Answer, float]]:
+    """The best of n samples of each prompt and its score; the first of several. The prompts are divided among the processes, on each
+    of which the models must be whole. ended: prefer those that end, whatever their score.
+    """
 
-    def draw(mine: Sequence[int]) -> list[tuple[Any, ...]]:
-        part = asked._replace(records=[asked.records[i] for i in mine], prompts=[asked.prompts[i] for i in mine])
-        return list(zip(*draw_candidates(config, policy, part, n, reward, bar).values(), strict=True))
+    def best(row: list[Answer], scores: list[float]) -> tuple[Answer, float]:
+        return max(zip(row, scores, strict=True), key=lambda one: (one[0].ended or not ended, one[1]))
 
-    rows = divide(len(asked.records), draw)
-    return {name: [row[k] for row in rows] for k, name in enumerate(CANDIDATES)}
+    def draw(mine: Sequence[int]) -> list[tuple[Answer, float]]:
+        return [best(*drawn) for drawn in draw_candidates(config, policy, asked.part(mine), n, reward, bar)]
+
+    return divide(len(asked.records), draw)
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -89,21 +93,19 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
 
     kl_bound_nats bounds the KL to the policy; ppo_above is PPO's true score minus that of the pick, prompt by prompt.
     """
-    n, records, truth = config.evaluate.best_of, asked.records, asked.truth
-    with progress(len(records), f"evaluate: best of {n}", unit="prompt") as bar:
-        candidates = draw_divided(config, policy, asked, n, reward, bar)
-    best = list(map(best_index, candidates["scores"]))
-    picked = {name: [[row[i]] for row, i in zip(rows, best, strict=True)] for name, rows in candidates.items()}
-    lengths = [[len(ids) for ids in row] for row in picked["ids"]]
+    n, truth = config.evaluate.best_of, asked.truth
+    with progress(len(asked.records), f"evaluate: best of {n}", unit="prompt") as bar:
+        best = draw_best(config, policy, asked, n, reward, bar)
+    picked = [[one] for one, _ in best]
     results: Figures = {
         "n": n,
         "kl_bound_nats": round(best_of_n_kl(n), 4),
-        "reward": mean_of(picked["scores"]),
-        "text": text_figures(picked["texts"], lengths, picked["logprobs"]),
+        "reward": mean_of([[score] for _, score in best]),
+        "text": text_figures(picked, [[sum(one.logprobs)] for one, _ in best]),
     }
     if truth is None:
         return results, []
-    judged = judge_rows(truth, records, picked["texts"], picked["ended"])
+    judged = judge_rows(truth, asked.records, picked)
     scores, ppo = totals(judged), totals(asked.gold[asked.main]["samples"])
     results |= {
         "gold": mean_of(scores),
@@ -113,11 +115,6 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
         "ppo_above": interval([fmean(theirs) - best for theirs, (best,) in zip(ppo, scores, strict=True)]),
     }
     return results, scores
-
-
-def best_index(scores: Sequence[float]) -> int:
-    """The first of the highest scores."""
-    return int(torch.tensor(scores).argmax())
 
 
 # --- generate and rate ---------------------------------------------------------------------------------------------

@@ -1,14 +1,19 @@
-"""Pairwise judging of the evaluation's answers, by a model behind an OpenAI-style endpoint (`evaluate.judge`) or by a second reward
-model (the stage `judge`).
+"""Pairwise judging of answers: by a model behind an OpenAI-style endpoint (`evaluate.judge`), by a second reward model (the stage
+`judge`), and by people (`evaluate.labels`).
 
 The endpoint judges both orders of the two answers. A prompt counts 1, 1/2 or 0 in each order, and the mean of both, so that a preference
 for a position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
+
+The labels of people rank, rate and flag one response of each policy (`rlhf sample sample.stages=[sft,ppo]`): how often each policy beats
+each other one, mean ratings, and shares of flags. A prompt is the unit of every figure: the judgements of one prompt are averaged first.
+Source: Ouyang et al. 2022, section 3.6 and figures 1, 3 and 4.
 """
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -17,11 +22,16 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
+from rlhf.data.agreement import pairwise_agreement
+from rlhf.data.encoding import Item
+from rlhf.data.reading import load_comparisons
+from rlhf.data.records import Ranking
+from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.evaluation.policies import Asked, interval_of
+from rlhf.evaluation.policies import Asked, Responses, interval_of, score_divided
 from rlhf.evaluation.reward_report import evaluate_reward_model
-from rlhf.evaluation.scoring import score_divided
-from rlhf.evaluation.statistics import Figures, ends, interval, length_controlled, pair_points, win
+from rlhf.evaluation.scoring import held_out_labelers, load_judge, score_each
+from rlhf.evaluation.statistics import Figures, ends, interval, length_controlled, pair_points, prediction_powered, win
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
@@ -178,7 +188,7 @@ def compare_judges(
 HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")
 
 
-def compare_policies(config: Config, answers: dict[str, Any], asked: Asked, device: torch.device) -> Figures:
+def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked, device: torch.device) -> Figures:
     """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
 
     Every policy is compared with SFT, the second of `answers` first, and that one with every other.
@@ -186,14 +196,14 @@ def compare_policies(config: Config, answers: dict[str, Any], asked: Asked, devi
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, asked.tokenizer), ModelReward(judge, device)
     scores = {name: score_divided(reward, given, asked.records) for name, given in answers.items()}
+    texts = {name: [[one.text for one in row] for row in given.samples] for name, given in answers.items()}
     main, *others = (name for name in scores if name != "sft")
     pairs = [(main, "sft"), *((name, "sft") for name in others), *((main, name) for name in others)]
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval_of(rows) for name, rows in scores.items()},
         "pairs": [
-            {"pair": list(pair)} | compare_scored(*((scores[name], answers[name]["texts"]) for name in pair))
-            for pair in pairs
+            {"pair": list(pair)} | compare_scored(*((scores[name], texts[name]) for name in pair)) for pair in pairs
         ],
     }
 
@@ -213,3 +223,111 @@ def compare_scored(
     ]
     rates = {"win_rate": interval_of(points), "length_controlled": length_controlled(points, words)}
     return rates | {"words": interval_of(words)}
+
+
+# --- people ----------------------------------------------------------------------------------------------------------
+
+
+# Two policies, a prompt, and 1 if the first one's response is better, 1/2 for a tie, else 0.
+Verdict = tuple[tuple[str, str], str, float]
+Points = dict[tuple[str, str], dict[str, float]]  # by pair of policies and prompt: how often the first beats the second
+
+
+def evaluate_people(config: Config, device: torch.device) -> Figures:
+    """The figures of all labelers, and of training and held-out ones apart if there are both; with a judge, corrected win rates.
+
+    Raises: UserError if no label compares two policies.
+    """
+    records, _ = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)
+    people = [r for r in records if r.ranking is not None or r.pairs is not None or r.ratings]
+    names = policy_names(records)
+    if not (points := mean_points(verdicts(people, names))):
+        wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
+        raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
+    held_out = held_out_labelers(config, records) & {str(record.labeler) for record in people}
+    groups = {"all labelers": people}
+    if held_out:
+        groups["training labelers"] = [record for record in people if record.labeler not in held_out]
+        groups["held-out labelers"] = [record for record in people if record.labeler in held_out]
+    figures: Figures = {name: people_figures(group, names) for name, group in groups.items() if group}
+    if config.evaluate.labels_model is not None:
+        judged = mean_points(scored(config, records, names, device))
+        figures["corrected"] = [
+            {"pair": list(pair), **prediction_powered(by_prompt, judged.get(pair, {}))}
+            for pair, by_prompt in points.items()
+        ]
+    return figures
+
+
+def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Figures:
+    """agreement, win_rates of each pair of policies, and per policy the mean rating and the share of responses with each flag."""
+    kinds = sorted({flag for record in rankings for given in record.flags.values() for flag in given})
+    found: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in sorted(names.values())}
+    for record, response in [(one, response) for one in rankings for response in one.responses]:
+        if response.policy is not None and response.policy in names:
+            values = {"rating": record.ratings[response.id]} if response.id in record.ratings else {}
+            values |= {flag.replace(" ", "_"): float(flag in record.flags.get(response.id, ())) for flag in kinds}
+            for what, value in values.items():
+                by_prompt = found[names[response.policy]].setdefault(what, {})
+                by_prompt.setdefault(prompt_key(record.prompt), []).append(value)
+    return {
+        "labelers": len({record.labeler for record in rankings}),
+        "judgements": len(rankings),
+        "agreement": pairwise_agreement(rankings),
+        "win_rates": [
+            {"pair": list(pair), "win_rate": interval(list(by_prompt.values()), share=True)}
+            for pair, by_prompt in mean_points(verdicts(rankings, names)).items()
+        ],
+        "policies": {
+            name: {what: interval(list(map(fmean, of.values())), share=what != "rating") for what, of in row.items()}
+            for name, row in found.items()
+        },
+    }
+
+
+def policy_names(records: Iterable[Ranking]) -> dict[str, str]:
+    """What each policy is called: run/stage, with its hash if two share that name."""
+    policies = sorted({r.policy for record in records for r in record.responses if r.policy})
+    short = [policy.partition("@")[0] for policy in policies]
+    return {p: p if short.count(name) > 1 else name for p, name in zip(policies, short, strict=True)}
+
+
+def verdicts(rankings: Iterable[Ranking], names: Mapping[str, str]) -> Iterator[Verdict]:
+    """The verdicts of people on each two responses that they both ranked."""
+    for record in rankings:
+        ordered, ranks = record.pair_list(), record.ranks() if record.pairs is None else []
+        told = {pair: 1.0 for pair in ordered} | {(j, i): 0.0 for i, j in ordered}
+        places = itertools.permutations(range(len(ranks)), 2)
+        told |= {(i, j): 0.5 for i, j in places if ranks[i] == ranks[j] >= 0}
+        yield from compared(record, names, told)
+
+
+def compared(record: Ranking, names: Mapping[str, str], told: Mapping[tuple[int, int], float]) -> Iterator[Verdict]:
+    """What is told of two responses by place, if they are of different policies: for the policy whose name comes first."""
+    policies = [names.get(response.policy or "") for response in record.responses]
+    for (i, j), point in told.items():
+        if (a := policies[i]) is not None and (b := policies[j]) is not None and a < b:
+            yield (a, b), prompt_key(record.prompt), point
+
+
+def scored(
+    config: Config, records: Sequence[Ranking], names: Mapping[str, str], device: torch.device
+) -> Iterator[Verdict]:
+    """As `verdicts`, by the scores of evaluate.labels_model on every task once, labelled or not."""
+    _, model, encode = load_judge(config, config.evaluate.labels_model, "evaluate.labels_model", device)
+    items, tasks = [], {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
+    for record in tasks.values():
+        answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
+        if (encoded := encode(record.prompt, answers)) is not None:
+            items.append(Item(record.id, *encoded, record))
+    for item, scores in zip(items, score_each(model, items), strict=True):
+        places = itertools.permutations(range(len(scores)), 2)
+        assert item.record is not None
+        yield from compared(item.record, names, {(i, j): win(scores[i], scores[j]) for i, j in places})
+
+
+def mean_points(told: Iterable[Verdict]) -> Points:
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for pair, key, point in told:
+        found.setdefault(pair, {}).setdefault(key, []).append(point)
+    return {pair: {key: fmean(row) for key, row in by.items()} for pair, by in sorted(found.items())}

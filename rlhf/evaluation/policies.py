@@ -1,8 +1,6 @@
 """The responses of each policy of a run, and how the policies compare: scores by the reward, KL to SFT, and the true score."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -12,16 +10,16 @@ import torch
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response, end_ids, response_text
-from rlhf.data.encoding import encode_prompt_within
-from rlhf.data.records import Message, PromptRecord
+from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.engines.choosing import Key
 from rlhf.engines.sampling import SamplingEngine, make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import Scores, pair_nats, score_divided
+from rlhf.evaluation.scoring import Scores, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, split_like, win_rate
 from rlhf.gold.truth import Truth
-from rlhf.ppo.rewards import ModelReward, adjust_scores, make_reward
+from rlhf.model.interface import Episodes
+from rlhf.ppo.rewards import ModelReward, Reward, adjust_scores, make_reward
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import progress
@@ -29,9 +27,8 @@ from rlhf.runs.sources import reward_sources
 from rlhf.system.processes import divide
 from rlhf.training.setup import load_frozen
 
-TOGETHER = 32  # prompts whose responses are drawn together by `draw_in_turn`
+TOGETHER = 32  # prompts whose responses are drawn together
 
-Answers = dict[str, list[Any]]  # one policy's responses, as `answer_all` gives them
 ByPolicy = dict[str, Scores]  # a number per response, a list per prompt
 Judged = list[list[dict[str, float]]]  # the parts of each response's true score, a list per prompt
 
@@ -61,8 +58,7 @@ def load_stage(config: Config, name: str, device: torch.device) -> tuple[Any, An
 # --- responses -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """One response. `ids` ends with the end token if there is one; `logprobs` are the ids', in nats, at the sampling temperature."""
 
     text: str
@@ -71,38 +67,7 @@ class Answer:
     logprobs: list[float]
 
 
-def room_for(most: int, max_new_tokens: int) -> tuple[int, int]:
-    """The maximum tokens of a response, at most half of `most`, and the tokens left for the prompt."""
-    length = min(max_new_tokens, most // 2)
-    return length, most - length
-
-
-def fit_prompts(
-    tokenizer: Any, prompts: Sequence[str | Sequence[Message]], room: int
-) -> list[tuple[list[int], bool] | None]:
-    """The tokens of each prompt, and whether it was cut to fit; None if it cannot fit."""
-    return [encode_prompt_within(tokenizer, prompt, room) for prompt in prompts]
-
-
-def draw_answers(
-    engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], keys: Sequence[Key]
-) -> list[Answer]:
-    """One response to each prompt, in order; the keys distinguish several responses to one prompt."""
-    samples = engine.sample(prompts, keys)
-    return [
-        Answer(response_text(tokenizer, ids), ended, ids, row[: len(ids)])
-        for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
-    ]
-
-
-def draw_in_turn(
-    engine: SamplingEngine, tokenizer: Any, asked: Sequence[tuple[list[int], tuple]], count: int
-) -> Iterator[list[Answer]]:
-    """`count` responses to each prompt, which is given with its key; a few prompts are answered together."""
-    for part in batched(asked, TOGETHER):
-        prompts = [ids for ids, _ in part for _ in range(count)]
-        keys = [(*key, j) for _, key in part for j in range(count)]
-        yield from batched(draw_answers(engine, tokenizer, prompts, keys), count)
+Answers = list[list[Answer]]  # a list per prompt
 
 
 class Asked(NamedTuple):
@@ -115,74 +80,111 @@ class Asked(NamedTuple):
     gold: Any = None  # {policy: `judge_by_truth`}
     main: str = "ppo"  # the policy that is compared with best-of-n: PPO's, if there is one
 
+    def part(self, places: Sequence[int]) -> "Asked":
+        return self._replace(records=[self.records[i] for i in places], prompts=[self.prompts[i] for i in places])
 
-def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: torch.device) -> dict[str, Answers]:
-    """{"ids", "texts", "ended"}, lists per prompt of `evaluate.samples` responses at temperature 1, and the greedy ones, of each policy.
+
+class Responses(NamedTuple):
+    """What one policy answers to its prompts: samples at temperature 1, and greedily."""
+
+    prompts: list[list[int]]
+    samples: Answers
+    greedy: Answers
+
+
+def room_for(most: int, max_new_tokens: int) -> tuple[int, int]:
+    """The maximum tokens of a response, at most half of `most`, and the tokens left for the prompt."""
+    length = min(max_new_tokens, most // 2)
+    return length, most - length
+
+
+def draw_answers(
+    engine: SamplingEngine,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    keys: Sequence[Key],
+    read: Callable[[Any, list[int]], str] = response_text,
+    **changes: Any,
+) -> list[Answer]:
+    """One response to each prompt, in order; the keys distinguish several responses to one prompt. changes: as of `SamplingEngine`."""
+    samples = engine.sample(prompts, keys, **changes)
+    return [
+        Answer(read(tokenizer, ids), ended, ids, row[: len(ids)])
+        for ids, ended, row in zip(samples.responses, samples.ended.tolist(), samples.logprobs.tolist(), strict=True)
+    ]
+
+
+def draw_in_turn(
+    engine: SamplingEngine,
+    tokenizer: Any,
+    asked: Sequence[tuple[list[int], tuple]],
+    count: int,
+    together: int = TOGETHER,
+    **how: Any,
+) -> Iterator[list[Answer]]:
+    """`count` responses to each prompt, which is given with its key; `together` prompts are answered at once. how: as of `draw_answers`."""
+    for part in batched(asked, together):
+        prompts = [ids for ids, _ in part for _ in range(count)]
+        keys = [(*key, j) for _, key in part for j in range(count)]
+        yield from batched(draw_answers(engine, tokenizer, prompts, keys, **how), count)
+
+
+def draw_divided(
+    engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], name: str, count: int, **how: Any
+) -> Answers:
+    """`count` responses to each prompt; the prompts are divided among the processes. The model must be whole on each."""
+
+    def draw(mine: Sequence[int]) -> Answers:
+        asked = [(prompts[i], ("evaluate", name, i)) for i in mine]
+        return list(draw_in_turn(engine, tokenizer, asked, count, max(1, len(asked)), **how))
+
+    return divide(len(prompts), draw)
+
+
+def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: torch.device) -> dict[str, Responses]:
+    """`evaluate.samples` responses at temperature 1 to each prompt, and the greedy one, of each policy.
 
     The base model, if it is among them, is prompted in two ways: with the chat template, which it has never seen (`base`), and with
     the beginning of a document like those of its pretraining (`base_prompted`); "GPT" and "GPT prompted" of Ouyang et al. 2022,
     section 3.5.
     """
-    answers: dict[str, Answers] = {}
+    answers: dict[str, Responses] = {}
     tokenizer, truth = asked.tokenizer, asked.truth
     with progress(len(models) * len(asked.prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy, prompts, ends = load_frozen(config, folder, device), asked.prompts, end_ids(tokenizer)
-            read: Callable[[list[int]], str] = partial(response_text, tokenizer)
+            read = response_text
             if name == "base_prompted" and truth is not None:
                 texts: list[Any] = [truth.base_text(record) for record in asked.records]
-                prompts, ends = encode_texts(tokenizer, texts), [tokenizer.bos_token_id]
-                read = partial(text_after_name, tokenizer)
+                prompts, ends, read = encode_texts(tokenizer, texts), [tokenizer.bos_token_id], text_after_name
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
-            answers[name] = {"prompts": prompts}
-            for prefix, count in (("", config.evaluate.samples), ("greedy_", 1)):
-                drawn = draw_rows(engine, prompts, name, count, greedy=bool(prefix))
-                ids, ended = [[one[0] for one in row] for row in drawn], [[one[1] for one in row] for row in drawn]
-                texts = [[read(one[:-1] if one and one[-1] in ends else one) for one in row] for row in ids]
-                answers[name] |= {f"{prefix}ids": ids, f"{prefix}texts": texts, f"{prefix}ended": ended}
+            drawn = [
+                draw_divided(engine, tokenizer, prompts, name, count, read=read, greedy=greedy)
+                for greedy, count in ((False, config.evaluate.samples), (True, 1))
+            ]
+            answers[name] = Responses(prompts, *drawn)
             bar.update(len(prompts))
     return answers
 
 
-def draw_rows(
-    engine: SamplingEngine, prompts: Sequence[list[int]], name: str, count: int, greedy: bool
-) -> list[list[tuple[list[int], bool]]]:
-    """`count` responses to each prompt, each with whether it ended; the prompts are divided among the processes."""
-
-    def draw(mine: Sequence[int]) -> list[Any]:
-        if not mine:
-            return []
-        repeated = [prompts[i] for i in mine for _ in range(count)]
-        keys = [("evaluate", name, i, j) for i in mine for j in range(count)]
-        samples = engine.sample(repeated, None if greedy else keys, greedy=greedy)
-        return batched(list(zip(samples.responses, samples.ended.tolist(), strict=True)), count)
-
-    return divide(len(prompts), draw)
-
-
 def text_after_name(tokenizer: Any, ids: list[int]) -> str:
-    """A document's answer, which follows a line with the speaker's name."""
-    return decode_response(tokenizer, ids).split("\n", 1)[-1].strip()
+    """A document's answer, which follows a line with the speaker's name and ends before the next document."""
+    text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] == tokenizer.bos_token_id else ids)
+    return text.split("\n", 1)[-1].strip()
 
 
 # --- the true score ------------------------------------------------------------------------------------------------
 
 
-def judge_rows(
-    truth: Truth, records: Sequence[PromptRecord], texts: Sequence[Sequence[str]], ended: Sequence[Sequence[bool]]
-) -> Judged:
+def judge_rows(truth: Truth, records: Sequence[PromptRecord], answers: Answers) -> Judged:
     return [
-        [truth.judge(record, text, end) for text, end in zip(row, ends, strict=True)]
-        for record, row, ends in zip(records, texts, ended, strict=True)
+        [truth.judge(record, one.text, one.ended) for one in row] for record, row in zip(records, answers, strict=True)
     ]
 
 
-def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Answers) -> dict[str, Judged]:
+def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Responses) -> dict[str, Judged]:
     """{"samples" | "greedy": the judge's parts of a policy's answers, a list per prompt}."""
-    return {
-        kind: judge_rows(truth, records, given[f"{key}texts"], given[f"{key}ended"])
-        for kind, key in (("samples", ""), ("greedy", "greedy_"))
-    }
+    return {kind: judge_rows(truth, records, getattr(given, kind)) for kind in ("samples", "greedy")}
 
 
 def totals(judged: Judged, part: str = "total") -> list[list[float]]:
@@ -224,31 +226,46 @@ def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str
 # --- the reward and the KL -----------------------------------------------------------------------------------------
 
 
+def score_by(reward: Reward, records: Sequence[PromptRecord], prompts: Sequence[list[int]], answers: Answers) -> Scores:
+    """A reward's scores of the answers, a list per prompt."""
+    asked = [(record, ids) for record, ids, row in zip(records, prompts, answers, strict=True) for _ in row]
+    flat = flatten(answers)
+    ids, texts, ended = [one.ids for one in flat], [one.text for one in flat], torch.tensor([one.ended for one in flat])
+    episodes = Episodes([record for record, _ in asked], [prompt for _, prompt in asked], ids, texts, ended)
+    return split_like(reward(episodes).tolist(), answers)
+
+
+def score_divided(reward: Reward, given: Responses, records: Sequence[PromptRecord]) -> Scores:
+    """`score_by` of a policy's samples, the prompts divided among the processes. The reward's models must be whole on each."""
+
+    def score_mine(mine: Sequence[int]) -> Scores:
+        parts = [[column[i] for i in mine] for column in (records, given.prompts, given.samples)]
+        return score_by(reward, *parts) if mine else []
+
+    return divide(len(records), score_mine)
+
+
 def score_answers(
-    config: Config, answers: dict[str, Answers], asked: Asked, reward_model: Any, device: torch.device
+    config: Config, answers: dict[str, Responses], asked: Asked, reward_model: Any, device: torch.device
 ) -> tuple[ByPolicy, ByPolicy]:
     """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
 
     The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
     """
-    names = [name for name in answers if not name.startswith("base")]
     scores, rewards = {}, {}
     if reward_model is not None:
         own = ModelReward(reward_model, device)
-        scores = {name: score_divided(own, answers[name], asked.records) for name in names}
+        scores = {name: score_divided(own, given, asked.records) for name, given in answers.items()}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, asked.tokenizer, device)
-        rewards = {name: score_divided(reward, answers[name], asked.records) for name in names}
+        rewards = {name: score_divided(reward, given, asked.records) for name, given in answers.items()}
     return scores or rewards, rewards or scores
 
 
-def with_missing_eos(config: Config, answers: dict[str, Answers], scores: ByPolicy) -> ByPolicy:
+def adjusted(config: Config, answers: Answers, scores: Scores) -> Scores:
     """Scores with PPO's score clipping and its rule for responses without an end token."""
-    adjusted = {
-        name: adjust_scores(config, torch.tensor(flatten(rows)), torch.tensor(flatten(answers[name]["ended"])))
-        for name, rows in scores.items()
-    }
-    return {name: split_like(flat.tolist(), scores[name]) for name, flat in adjusted.items()}
+    ended = torch.tensor([one.ended for one in flatten(answers)])
+    return split_like(adjust_scores(config, torch.tensor(flatten(scores)), ended).tolist(), scores)
 
 
 def baseline_figures(baselines: dict[str, Path], kl: ByPolicy, optimised: ByPolicy, gold: Any) -> dict[str, Any]:
@@ -262,7 +279,7 @@ def baseline_figures(baselines: dict[str, Path], kl: ByPolicy, optimised: ByPoli
 
 
 def nats_and_kl(
-    config: Config, answers: dict[str, Answers], models: dict[str, Path], pad: int, device: torch.device
+    config: Config, answers: dict[str, Responses], models: dict[str, Path], pad: int, device: torch.device
 ) -> tuple[ByPolicy, ByPolicy]:
     """SFT's log-probs in nats of each policy's samples; and log pi - log pi_sft of the samples of the other policies, whose mean
     estimates the KL."""
@@ -274,13 +291,13 @@ def nats_and_kl(
     nats, kl = {}, {}
     with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
         for name, drawn in answers.items():
-            pairs = [(p, r) for p, responses in zip(drawn["prompts"], drawn["ids"], strict=True) for r in responses]
+            pairs = [(ids, one.ids) for ids, row in zip(drawn.prompts, drawn.samples, strict=True) for one in row]
             by_sft = nats_of(models["sft"], pairs)
-            nats[name] = split_like(by_sft, drawn["ids"])
+            nats[name] = split_like(by_sft, drawn.samples)
             bar.update()
             if name != "sft":
                 by_policy = nats_of(models[name], pairs)
-                kl[name] = split_like((a - b for a, b in zip(by_policy, by_sft, strict=True)), drawn["ids"])
+                kl[name] = split_like((a - b for a, b in zip(by_policy, by_sft, strict=True)), drawn.samples)
                 bar.update()
     return nats, kl
 

@@ -1,8 +1,11 @@
 """Scores of answers by either kind of reward model, the accuracy of scores, and the best head on a frozen trunk."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +13,8 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
-from rlhf.data.records import PromptRecord, Ranking
+from rlhf.data.records import Ranking
+from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
@@ -19,13 +23,13 @@ from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
-from rlhf.model.interface import Episodes, score, unwrapped
+from rlhf.model.interface import score, unwrapped
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.ranking import ranking_loss
-from rlhf.ppo.rewards import Reward
 from rlhf.runs.folders import check_output
+from rlhf.runs.progress import progress
 from rlhf.runs.sources import reward_folder, reward_model_folder
-from rlhf.system.processes import divide
+from rlhf.training.setup import set_up
 
 Scores = list[list[float]]  # a list per item or prompt
 
@@ -65,13 +69,6 @@ def scoring_batches(model: Any, items: Sequence[Item], most: int) -> Iterator[li
         yield [items[i] for i in group]
 
 
-def score_items(model: Any, items: list[Item], device: torch.device) -> Tensor:
-    """Raw scores (N, K) of items with up to K answers in one forward; 0 if an item has fewer."""
-    inputs = unwrapped(model).collate([row for item in items for row in item.rows])
-    flat = model(**{name: tensor.to(device) for name, tensor in inputs.items()}, calibrated=False)
-    return by_item(items, flat)
-
-
 def by_item(items: list[Item], flat: Tensor) -> Tensor:
     """(N, K) of one value per row of the items, (R,); 0 if an item has fewer than K rows."""
     most = max(len(item.rows) for item in items)
@@ -108,25 +105,6 @@ def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int
 def score_each(model: Any, items: list[Item]) -> Scores:
     rows = [item.rows for item in items]
     return split_like(score(model, flatten(rows)).tolist(), rows)
-
-
-def score_samples(reward: Reward, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
-    """A reward's scores of one policy's {"prompts", "ids", "texts", "ended"}, a list per prompt of `records`."""
-    ids, texts, ended = (answers[key] for key in ("ids", "texts", "ended"))
-    asked = [record for record, row in zip(records, ids, strict=True) for _ in row]
-    prompts = [prompt for prompt, row in zip(answers["prompts"], ids, strict=True) for _ in row]
-    episodes = Episodes(asked, prompts, flatten(ids), flatten(texts), torch.tensor(flatten(ended)))
-    return split_like(reward(episodes).tolist(), ids)
-
-
-def score_divided(reward: Reward, answers: dict[str, list[list[Any]]], records: Sequence[PromptRecord]) -> Scores:
-    """`score_samples`, the prompts divided among the processes. The reward's models must be whole on each."""
-
-    def score_mine(mine: Sequence[int]) -> Scores:
-        part = {key: [answers[key][i] for i in mine] for key in ("prompts", "ids", "texts", "ended")}
-        return score_samples(reward, part, [records[i] for i in mine]) if mine else []
-
-    return divide(len(records), score_mine)
 
 
 class JudgedPair(NamedTuple):
@@ -254,3 +232,53 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: Laye
         if layers is not None:
             layers.weight.copy_(mix)
     return {"decay": decay, "loss": loss, "accuracy": right}
+
+
+# --- which prompts to label next -------------------------------------------------------------------------------------
+
+
+Value = float | None  # of a prompt; none: its responses do not fit the reward model
+
+
+def value_of(how: str, scores: Sequence[Sequence[float]]) -> float:
+    """What labels of one prompt may teach. scores: a list over the K responses per reward model, without calibration.
+
+    With p(i over j) = sigmoid(r_i - r_j) (Ouyang et al. 2022, equation 1), the mean over pairs of responses of p (1 - p), averaged
+    over the models ("uncertain"), or of the variance of p over the models ("disagreement").
+    """
+    pairs = [
+        [1 / (1 + math.exp(min(700.0, r[j] - r[i]))) for r in scores] for i, j in combinations(range(len(scores[0])), 2)
+    ]
+    return fmean(pvariance(p) if how == "disagreement" else fmean(one * (1 - one) for one in p) for p in pairs)
+
+
+def choose_prompts_by(
+    values: Sequence[Value], keys: Sequence[str], count: int, random_part: float, seed: int
+) -> dict[int, bool]:
+    """The positions of `count` prompts, and whether each was drawn at random: `random_part` of them are, by (seed, key), and the
+    others have the largest values.
+    """
+    drawn = sorted(range(len(values)), key=lambda i: uniform(f"choose {keys[i]}", seed))
+    chosen = dict.fromkeys(drawn[: round(random_part * min(count, len(values)))], True)
+    rest = [i for i in drawn if i not in chosen and values[i] is not None]
+    rest.sort(key=lambda i: -(values[i] or 0.0))
+    return chosen | dict.fromkeys(rest[: count - len(chosen)], False)
+
+
+def value_tasks(
+    config: Config, tasks: Sequence[Ranking], how: str, rewards: Sequence[str | None], setting: str
+) -> list[Value]:
+    """The value of each task by reward models (None: the run's own). Raises: UserError if a model is missing."""
+    device = set_up(config)
+    by_model = []
+    with progress(len(tasks) * len(rewards), setting, unit="prompt") as bar:
+        for name in rewards:
+            _, model, encode = load_judge(config, name, setting, device)
+            answers = [[(one.text, bool(one.metadata.get("ended", True))) for one in task.responses] for task in tasks]
+            encoded = [encode(task.prompt, given) for task, given in zip(tasks, answers, strict=True)]
+            rows = [found[0] if found else [] for found in encoded]
+            by_model.append(
+                split_like(score(model, [row for of_task in rows for row in of_task], calibrated=False).tolist(), rows)
+            )
+            bar.update(len(tasks))
+    return [value_of(how, each) if all(each) else None for each in zip(*by_model, strict=True)]

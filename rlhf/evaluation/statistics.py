@@ -215,17 +215,16 @@ def classification(labels: Sequence[int], predicted: Sequence[int], classes: Seq
     }
 
 
-def text_figures(
-    texts: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], nats: Sequence[Sequence[float]]
-) -> dict[str, Figures]:
-    """Figures of one policy's responses, a list per prompt.
+def text_figures(answers: Sequence[Sequence[Any]], nats: Sequence[Sequence[float]]) -> dict[str, Figures]:
+    """Figures of one policy's responses, `text` and token `ids`, a list per prompt.
 
-    lengths: response tokens; nats: log-probs of whole responses under the SFT model.
+    nats: log-probs of whole responses under the SFT model.
     perplexity: under the SFT model, per token. distinct_n: different n-grams of words over all n-grams, and repeated: share of
     responses that occur for another prompt too; both use the first response to each prompt, so that they do not depend on
     the number of samples. repetition: share of a response's 3-grams that it contains earlier. tokens, words: per response.
     """
-    words = [[text.lower().split() for text in row] for row in texts]
+    words = [[one.text.lower().split() for one in row] for row in answers]
+    lengths = [[len(one.ids) for one in row] for row in answers]
     first = [row[0] for row in words]
     said = Counter(map(tuple, first))
     spread = ratio_interval([-sum(row) for row in nats], [float(sum(row)) for row in lengths])

@@ -223,25 +223,32 @@ def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None])
     limit = row_limit(config, tokenizer)
     room = limit - config.rollout.max_new_tokens
     if room < 4:
-        raise UserError(
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: leaves no room for a prompt in the context "
-            f"of {limit} tokens (data.max_tokens={config.data.max_tokens}): lower it"
-        )
-    training = by_ranking(config, in_split(config, records, "train"))
-    fitting = list(fitting_prompts(tokenizer, training, room))
-    if not fitting:
+        context = f"the context of {limit} tokens (data.max_tokens={config.data.max_tokens})"
+        length = f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+        raise UserError(f"{length}: leaves no room for a prompt in {context}: lower it")
+    training, said = fit_prompts(config, tokenizer, by_ranking(config, in_split(config, records, "train")))
+    if not training:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
-    cut, left_out = sum(was_cut for _, _, was_cut in fitting), len(training) - len(fitting)
-    said = (
-        f"{len(fitting):,} prompts"
-        + count_files([record for record, _, _ in fitting])
-        + (f", {cut:,} of them cut from the left to fit" if cut else "")
-    )
-    say(said + (f", {left_out:,} left out, too long" if left_out else ""))
-    held_out = [(record, ids) for record, ids, _ in fitting_prompts(tokenizer, in_split(config, records, "dev"), room)]
-    shown = sample_prompts(config, held_out, config.ppo.eval_prompts, of=itemgetter(0))
-    say(f"{len(shown):,} dev prompts" + count_files([record for record, _ in shown]))
-    return [(record, ids) for record, ids, _ in fitting], shown
+    say(f"train: {said}")
+    held_out, said = fit_prompts(config, tokenizer, in_split(config, records, "dev"), config.ppo.eval_prompts)
+    say(f"dev: {said}")
+    return training, held_out
+
+
+def fit_prompts(
+    config: Config, tokenizer: Any, records: list[PromptRecord], count: int | None = None
+) -> tuple[list[Prompt], str]:
+    """The prompts that fit the context beside a response, `count` of them drawn by seed; and how many there are, as text."""
+    room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
+    fitting = list(fitting_prompts(tokenizer, records, room))
+    left_out = len(records) - len(fitting)
+    if count is not None:
+        fitting = sample_prompts(config, fitting, count, of=itemgetter(0))
+    said = f"{len(fitting):,} prompts" + count_files([record for record, _, _ in fitting])
+    if cut := sum(was_cut for _, _, was_cut in fitting):
+        said += f", {cut:,} of them cut from the left to fit"
+    said += f", {left_out:,} left out, too long" if left_out else ""
+    return [(record, ids) for record, ids, _ in fitting], said
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
@@ -252,11 +259,9 @@ def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord
     ranked = {prompt_key(ranking.prompt) for ranking in read_comparisons(config)}
     chosen = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
     if not chosen:
-        raise UserError(
-            f"ppo.prompts={wanted}: none of the {len(records):,} prompts of the training split is {wanted}: add prompts"
-            + (" (gold.train_prompts above gold.comparison_prompts)" if config.gold.enabled else "")
-            + ", or set ppo.prompts=all"
-        )
+        more = "add prompts" + (" (gold.train_prompts above gold.comparison_prompts)" if config.gold.enabled else "")
+        none = f"none of the {len(records):,} prompts of the training split is {wanted}"
+        raise UserError(f"ppo.prompts={wanted}: {none}: {more}, or set ppo.prompts=all")
     return chosen
 
 

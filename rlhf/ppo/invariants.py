@@ -16,19 +16,11 @@ from rlhf.ppo.experience import Rollout
 TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
 
 
-class Bounds(NamedTuple):
-    """How far two computations of the same log-probs may be apart in bf16, in standard deviations of the log-probs.
-
-    Logits are rounded in proportion to their size, so no bound in nats fits all models.
-    """
-
-    mean: float  # of absolute values
-    quantile: float
-    share: float  # of tokens: which quantile
-
-
-FORWARDS = Bounds(mean=0.02, quantile=0.3, share=0.999)  # two forwards over batches of different shapes
-SAMPLER = Bounds(mean=0.06, quantile=0.3, share=0.999)  # the sampler against a forward
+# How far two computations of the same log-probs may be apart in bf16: the mean and the quantile of a share of tokens, in standard
+# deviations of the log-probs, since logits are rounded in proportion to their size.
+FORWARDS = 0.02  # mean of two forwards over batches of different shapes
+SAMPLER = 0.06  # mean of the sampler against a forward
+QUANTILE, SHARE = 0.3, 0.999
 LEAST_SPREAD = 0.02  # nats: lower bound of the standard deviation
 # A KL to the reference in bf16 is refused if it is larger than this and larger than noise around 0
 SEQUENCE_KL, STANDARD_ERRORS = 0.05, 5.0  # nats per sequence, mean over sequences
@@ -40,17 +32,15 @@ def refuse(number: int, what: str, trained: str = "nothing was trained") -> None
     raise UserError(f"ppo: invariant {number} fails on the first update: {what}: {trained}")
 
 
-def rounding_problem(gaps: Tensor, logprobs: Tensor, bounds: Bounds) -> str | None:
+def rounding_problem(gaps: Tensor, logprobs: Tensor, bound: float) -> str | None:
     """How far gaps (N,) between two computations of logprobs (N,) exceed rounding in bf16; None if they do not."""
     ordered = gaps.abs().sort().values
-    mean, most = ordered.mean().item(), ordered[round(bounds.share * (len(ordered) - 1))].item()
+    mean, most = ordered.mean().item(), ordered[round(SHARE * (len(ordered) - 1))].item()
     spread = max(logprobs.std(correction=0).item(), LEAST_SPREAD)
-    if mean <= bounds.mean * spread and most <= bounds.quantile * spread:
+    if mean <= bound * spread and most <= QUANTILE * spread:
         return None
-    return (
-        f"by {mean:.2e} nats on average and {most:.2e} at the {bounds.share:.1%} quantile, "
-        f"want {bounds.mean * spread:.2e} and {bounds.quantile * spread:.2e} or less"
-    )
+    found = f"by {mean:.2e} nats on average and {most:.2e} at the {SHARE:.1%} quantile"
+    return f"{found}, want {bound * spread:.2e} and {QUANTILE * spread:.2e} or less"
 
 
 def forwards_problem(gaps: Tensor, logprobs: Tensor, half: bool) -> str | None:

@@ -124,10 +124,8 @@ def load_models(
     reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
     sources = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
     if settings.score_by_token and not any(source.read_tokens > 1 for source in sources):
-        raise UserError(
-            "ppo.score_by_token=true: no reward model reads more than the last token: train one with reward.read_tokens, "
-            "or leave it out"
-        )
+        remedy = "train one with reward.read_tokens, or leave it out"
+        raise UserError(f"ppo.score_by_token=true: no reward model reads more than the last token: {remedy}")
     critic = make_critic(config, stage, device, policy, folder, reward, reward_model)
     for source in sources:
         if source.bare.reads_text:
@@ -245,7 +243,5 @@ def check_shares(config: Config, ranks: Ranks) -> None:
     if prompts < ranks.count:
         raise UserError(f"{what} for {ranks.count} processes: want at least one each")
     if zero_stage(config) == 3 and prompts % ranks.count:
-        raise UserError(
-            f"{what} cannot be divided among {ranks.count} processes, as ZeRO-3 requires: choose a multiple, or "
-            "deepspeed=zero2"
-        )
+        remedy = "choose a multiple, or deepspeed=zero2"
+        raise UserError(f"{what} cannot be divided among {ranks.count} processes, as ZeRO-3 requires: {remedy}")

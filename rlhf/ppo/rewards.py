@@ -98,10 +98,8 @@ class FunctionReward:
     def _scores(self, values: Any, count: int) -> Tensor:
         scores = list(values) if isinstance(values, Iterable) else []
         if len(scores) != count:
-            raise UserError(
-                f"reward function {self.name}: returned {len(scores)} numbers for {count} responses: "
-                "return one per response, in order"
-            )
+            got = f"returned {len(scores)} numbers for {count} responses"
+            raise UserError(f"reward function {self.name}: {got}: return one per response, in order")
         try:
             return torch.tensor([float(score) for score in scores], dtype=torch.float32, device=self.device)
         except (TypeError, ValueError) as error:
@@ -134,9 +132,8 @@ class ServerReward:
         body = {"prompt": prompt, "responses": [episodes.texts[i] for i in part]}
         found = self.client.post("v1/score", body, lambda content: read_scores(content, len(part)))
         if found is None:
-            raise UserError(
-                f"{self.client.named}: refused to score prompt {prompt[-1]['content'][:60]!r}: see the server's output"
-            )
+            text = prompt[-1]["content"][:60]
+            raise UserError(f"{self.client.named}: refused to score prompt {text!r}: see the server's output")
         return found
 
 
@@ -249,15 +246,12 @@ def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:
     remedy = "or set lora.share_trunk=false"
     record, sft = read_stage(folder), stage_folder(config, "sft")
     if record is None or not (folder / "adapters").is_dir():
-        raise UserError(
-            f"lora.share_trunk=true: {folder} was not trained with adapters: train it with lora.rank, {remedy}"
-        )
+        none = f"{folder} was not trained with adapters"
+        raise UserError(f"lora.share_trunk=true: {none}: train it with lora.rank, {remedy}")
     theirs, ours = record["parents"].get("sft", ""), check_output(sft)["hash"]
     if theirs != ours:
-        raise UserError(
-            f"lora.share_trunk=true: {folder} was trained on another SFT model ({theirs[:8]}) than {sft} ({ours[:8]}): "
-            f"train it on that one, {remedy}"
-        )
+        other = f"{folder} was trained on another SFT model ({theirs[:8]}) than {sft} ({ours[:8]})"
+        raise UserError(f"lora.share_trunk=true: {other}: train it on that one, {remedy}")
     settings = RewardConfig.from_pretrained(str(folder / "model"))
     with torch.random.fork_rng():
         model = RewardModel.on_trunk(settings, share_weights(policy.base_model))

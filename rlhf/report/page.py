@@ -7,15 +7,178 @@ escapes everything, and the page's content policy allows neither scripts nor req
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.recipe import STAGES
-from rlhf.report import details, overview
-from rlhf.report.drawing import SERIES_COLOURS, Mark
-from rlhf.report.evaluation_tables import labels_section, make_evaluation
-from rlhf.report.pictures import make_pictures, make_stage_figures
-from rlhf.runs.run_files import RunFiles, decimal, duration, entry_at, memory, number_at, percent, read_run
+from rlhf.report.pictures import SERIES_COLOURS, Mark, make_pictures, make_stage_figures
+from rlhf.report.sections import (
+    audit_lines,
+    judge_name,
+    make_differences,
+    make_evaluation,
+    make_provenance,
+    make_rollouts,
+    make_samples,
+    make_skipped,
+)
+from rlhf.runs.run_files import (
+    RunFiles,
+    StageFiles,
+    decimal,
+    duration,
+    entries,
+    entry_at,
+    is_figure,
+    memory,
+    number_at,
+    percent,
+    read_run,
+    visible,
+    with_interval,
+)
 from rlhf.system.files import write_text, writing
+
+
+class Tile(NamedTuple):
+    title: str
+    value: str
+    unit: str
+    note: str
+
+
+def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
+    """One sentence, the main numbers with their intervals, the cost of the run, and the audit's verdict if it is a warning.
+
+    evaluated: whether the numbers are those of the evaluation; otherwise they are the newest of the curves.
+    """
+    records = [stage.record for stage in run.stages.values()]
+    complete = sum(stage.status == "complete" for stage in run.stages.values())
+    seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
+    # Seconds of the labelling rounds before the last, which are separate runs.
+    rounds: dict[str, float] = {}
+    for name, seconds in entries(run.results, "seconds"):
+        of_run, is_round, _ = str(name).rpartition("/")
+        if is_round and is_figure(seconds):
+            rounds[of_run] = rounds.get(of_run, 0.0) + seconds
+    facts = [f"{complete} of {len(run.stages)} stages complete"]
+    facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
+    facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
+    tiles = list(make_tiles(run.stages, run.results if evaluated else {}))
+    if seconds := [*rounds.values(), *(s for record in records if (s := number_at(record, "seconds")) is not None)]:
+        peak = max((mb for record in records if (mb := number_at(record, "peak_rss_mb")) is not None), default=None)
+        tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
+    verdict, reason, *_ = [*audit_lines(run.audit), ("", ""), ("", "")]
+    warns = entry_at(run.audit, "verdict", "decision") != "go" and verdict[0]
+    warning = (verdict[0], verdict[1] or reason[1]) if warns else None
+    return {"name": run.name, "facts": facts, "sentence": make_sentence(run), "tiles": tiles, "warning": warning}
+
+
+def make_sentence(run: RunFiles) -> str:
+    win = entry_at(run.results, "gold", "win_rate_vs_sft")
+    value, low, high = with_interval(win)
+    if value is None:
+        waiting = [name for name, stage in run.stages.items() if stage.status != "complete"]
+        return f"This run is not finished; next is {waiting[0]}." if waiting else "Every stage is complete."
+    verdict = "is preferred to"
+    if low is not None and high is not None and low <= 0.5:
+        verdict = "is worse than" if high < 0.5 else "cannot be told from"
+    prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
+    span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
+    return f"PPO {verdict} SFT: by the {judge_name(run.results)} it wins {percent(value)} of comparisons on {prompts}{span}."
+
+
+def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
+    """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
+
+    def span_note(tree: Any, what: str) -> str:
+        (_, low, high), n = with_interval(tree), number_at(tree, "n")
+        parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
+        return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
+
+    def latest(stage: str, metric: str, evaluated: float | None, note: str) -> tuple[float | None, str]:
+        """The evaluation's value and its note; else the newest of a stage's metric, held-out if there is one, and its source."""
+        points = stages[stage].points
+        names = [n for n in points if n.startswith("eval/") and n.endswith(f"/{metric}")]
+        names += [n for n in (f"{stage}/{metric}", f"objective/{metric}") if n in points]
+        if evaluated is not None or not names:
+            return evaluated, note
+        xs, ys = points[names[0]]
+        return ys[-1], f"{names[0]} at step {xs[-1]:,.0f}"
+
+    for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
+        tree = entry_at(results, "gold", key)
+        value = with_interval(tree)[0]
+        if value is not None:
+            yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"))
+    tree = entry_at(results, "reward_model", "accuracy")
+    value, note = latest("reward", "accuracy", with_interval(tree)[0], span_note(tree, "pairs"))
+    if value is not None:
+        for key, label in (("length_baseline", "length only"), ("noise_ceiling", "ceiling")):
+            if (level := number_at(results, "reward_model", key)) is not None:
+                note += f"; {label} {percent(level)}"
+        yield Tile("Reward model", percent(value), "of pairs", note)
+    kl, note = latest("ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
+    if kl is not None:
+        yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
+    gold = entry_at(results, "gold", "mean_score")
+    before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", "ppo"))
+    judge = judge_name(results) if gold else "reward model"
+    evaluated = None if before is None else after
+    score, note = latest("ppo", "scores", evaluated, f"{judge}; SFT {decimal(before)}")
+    if score is not None:
+        yield Tile("Mean score", decimal(score), "", note)
+    bpb, note = latest("pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
+    if bpb is not None:
+        yield Tile("Pretraining", decimal(bpb), "bits per byte", note)
+
+
+def compare_runs(folders: Sequence[Path]) -> list[str]:
+    """A table as lines of text: the main numbers of each run, of the evaluation if all runs have one."""
+    runs = [read_run(folder) for folder in folders]
+    evaluated = all(run.results for run in runs)
+    tiles = [{tile.title: tile.value for tile in make_overview(run, evaluated)["tiles"]} for run in runs]
+    titles = list(dict.fromkeys(title for of_run in tiles for title in of_run))
+    rows = [
+        ["run", *titles],
+        *([run.name, *(of_run.get(t, "–") for t in titles)] for run, of_run in zip(runs, tiles, strict=True)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return [*lines, f"side by side: rlhf report run={','.join(run.name for run in runs)}"]
+
+
+def make_pipeline(run: RunFiles) -> dict[str, Any]:
+    """The stages with their state and cost, and whether what each was built on is what this run has now."""
+    rows: list[dict[str, Any]] = []
+    slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in run.stages.values()), default=0.0)
+    for name, stage in run.stages.items():
+        seconds, parents = number_at(stage.record, "seconds"), []
+        for parent, digest in entries(stage.record, "parents"):
+            here = entry_at(run.stages[parent].record, "hash") if parent in run.stages else None
+            state = " of another run" if here is None else "" if here == digest else " changed since"
+            parents.append((visible(parent, 100), visible(str(digest)[:8]), state))
+        rows.append(
+            {
+                "name": name,
+                "status": stage.status,
+                "seconds": seconds,
+                "memory": number_at(stage.record, "peak_rss_mb"),
+                "step": stage.last_step or None,  # an evaluation has no steps
+                "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
+                "parents": parents,
+                "hash": visible(str(entry_at(stage.record, "hash") or "")[:8]),
+            }
+        )
+    return {"run": run.name, "rows": rows, "seconds": sum(row["seconds"] or 0.0 for row in rows)}
+
+
+# --- the page -----------------------------------------------------------------------------------------------
 
 
 def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
@@ -48,32 +211,28 @@ def make_page(runs: Sequence[RunFiles]) -> str:
     listed = list(runs)
     splits = [entry_at(run.stages["evaluate"].record, "settings", "evaluate.split") for run in listed]
     same_split = all(run.results and split == splits[0] for run, split in zip(listed, splits, strict=True))
-    overviews = [overview.make_overview(run, same_split or len(listed) == 1) for run in listed]
+    overviews = [make_overview(run, same_split or len(listed) == 1) for run in listed]
     tiles_by_run = [{tile.title: tile for tile in one["tiles"]} for one in overviews]
     titles = dict.fromkeys(title for tiles in tiles_by_run for title in tiles)
     comparison = [(title, [tiles.get(title) for tiles in tiles_by_run]) for title in titles]
-    rollouts = details.make_rollouts(listed)
-    samples, odd = details.make_samples(listed)
+    rollouts = make_rollouts(listed)
     return environment.get_template("template.html").render(
         title=", ".join(run.name for run in listed),
         runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
         several=len(listed) > 1,
         overviews=overviews,
         comparison=comparison if len(listed) > 1 else [],
-        pipelines=[overview.make_pipeline(run) for run in listed],
+        pipelines=[make_pipeline(run) for run in listed],
         curves=list(make_curves(listed)),
         evaluations=[make_evaluation(run) for run in listed],
         pictures=make_pictures(listed),
-        samples=samples,
-        odd=odd,
-        judged=sum("gold" in row for row in listed[0].samples),
-        labelled=[(run.name, section) for run in listed if (section := labels_section(run)).tables],
+        samples=make_samples(listed),
         same_split=same_split,
         rollouts=rollouts,
         shaded=any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"]),
-        differences=details.make_differences(listed),
-        skipped=[(run.name, details.make_skipped(run)) for run in listed],
-        provenances=[details.make_provenance(run) for run in listed],
+        differences=make_differences(listed),
+        skipped=[(run.name, make_skipped(run)) for run in listed],
+        provenances=[make_provenance(run) for run in listed],
     )
 
 

@@ -121,7 +121,6 @@ class RunFiles:
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
     labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
-    rankings: list[dict[str, Any]] = field(default_factory=list)  # label/comparisons.jsonl and serve/labels.jsonl
     damage: list[str] = field(default_factory=list)  # of its files, as texts
 
 
@@ -131,7 +130,6 @@ def read_run(folder: Path) -> RunFiles:
         raise FileNotFoundError(f"{folder}: no such run folder")
     places = stage_places(folder)
     stages = [read_stage_files(place, name) for name, place in places.items()]
-    labels = (places["label"] / "comparisons.jsonl", folder / "serve" / "labels.jsonl")
     results, damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
     shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started
     return RunFiles(
@@ -143,7 +141,6 @@ def read_run(folder: Path) -> RunFiles:
         read_json(places["reward"] / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
         read_json(folder / "classify" / "results.json"),
-        [row for path in labels for row in read_jsonl(path) if row.get("kind") == "ranking"],
         [text for text in (*(stage.damage for stage in stages), damage) if text is not None],
     )
 

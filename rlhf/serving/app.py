@@ -13,7 +13,7 @@ from pydantic import Field
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.engines.likely import judge_tokens
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
-from rlhf.serving.managing import Staff, make_manage_router
+from rlhf.serving.managing import Rounds, Staff, make_manage_router, make_round_router
 from rlhf.serving.models import Completion, ModelThread
 from rlhf.serving.openai_api import (
     EventStream,
@@ -27,7 +27,6 @@ from rlhf.serving.openai_api import (
     make_router,
     records_of,
 )
-from rlhf.serving.rounds import Rounds, make_round_router
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"

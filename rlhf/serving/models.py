@@ -13,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +33,10 @@ from rlhf.serving.security import RefusedError
 from rlhf.system.terminal import one_line, say
 from rlhf.training.setup import set_up
 
-STOP_SECONDS = 0.1  # seconds between two searches for a stop string in a response that is not streamed
-PIECES_PER_SECOND = 200  # pieces per second of all streams together: with more streams, each has longer pieces
+LEAST_PAUSE, MOST_PAUSE = 0.02, 0.1  # seconds between two looks at a response in progress
+LOOKS_PER_SECOND = (
+    200  # of all responses together, within these bounds: with more responses, each comes in longer pieces
+)
 ENDED = "the models have stopped: start the server again"
 
 
@@ -125,29 +127,23 @@ class Chunk(NamedTuple):
 class Generation:
     """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
 
-    completion: "Completion"
     model: ServedModel
     response: Response
     text: TextStream
     error: ModelFailedError | None = None
-    over: bool = False
-    cancelled: bool = False
-
-    def close(self, error: ModelFailedError | None = None) -> None:
-        self.error, self.over = error, True
-        self.completion.wake()
+    cancelled: bool = False  # since the client has gone
 
     def next_chunk(self, place: int) -> Chunk | None:
         response, text = self.response, self.text
-        over = self.over  # read first, since the last token is added before the end is set
+        finished = response.finished  # read first: the last token is added before
         seen, count = len(text.ids), len(response.logprobs)
         if self.error is not None:
             raise self.error
-        complete = response.finished and count == len(response.tokens)
-        if count == seen and not over:
+        complete = finished and count == len(response.tokens)
+        if count == seen and not (complete or self.cancelled):
             return None
         piece, finish = text.add(response.tokens[seen:count], complete), None
-        if text.stopped or complete or over:  # over alone: cancelled, since the client has gone
+        if text.stopped or complete or self.cancelled:
             finish = "length" if complete and not (text.stopped or response.ended) else "stop"
         return Chunk(place, piece, seen, len(text.ids), finish)
 
@@ -175,15 +171,14 @@ class Completion:
         greedy = temperature < LEAST_TEMPERATURE
         choice = Choice(1.0 if greedy else temperature, top_p or 1.0, greedy=greedy)
         self.thread, self.seed = thread, secrets.randbits(32) if seed is None else seed
-        self.watched = bool(stops)  # whether a token wakes the reader; the end of a response always does
         self.prompt_tokens = sum(len(ids) for _, ids, _ in prompts)
-        self.loop, self.changed, self.generations = asyncio.get_running_loop(), asyncio.Event(), list[Generation]()
+        self.generations: list[Generation] = []
         for model, ids, key in prompts:
             length = room_of(model, ids, most, thread.most_tokens)
             for j in range(n):
                 response = Response(ids, choice, self.seed, (*key, j), length, model.ends)
                 text = TextStream(model.tokenizer, model.ends, stops)
-                self.generations.append(Generation(self, model, response, text))
+                self.generations.append(Generation(model, response, text))
         thread.submit(self.generations)
 
     @property
@@ -193,33 +188,23 @@ class Completion:
     def close(self) -> None:
         self.thread.cancel(self.generations)
 
-    def wake(self) -> None:
-        """Tell the reader that there is something new, unless it knows: each call costs a system call."""
-        if not self.changed.is_set():
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                self.loop.call_soon_threadsafe(self.changed.set)
-
-    async def chunks(self, streamed: bool = True) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncIterator[Chunk]:
         """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
 
-        streamed: in so many pieces that all streams together have PIECES_PER_SECOND. Raises: ModelFailedError.
+        Raises: ModelFailedError.
         """
-        self.watched |= streamed
         unfinished = dict(enumerate(self.generations))
         while unfinished:
-            await self.changed.wait()
-            self.changed.clear()
+            await asyncio.sleep(min(max(LEAST_PAUSE, len(self.thread) / LOOKS_PER_SECOND), MOST_PAUSE))
             for place, one in list(unfinished.items()):
                 if (chunk := one.next_chunk(place)) is not None:
                     if chunk.finish:
                         del unfinished[place]
                         self.thread.cancel([one])
                     yield chunk
-            if unfinished and self.watched:
-                await asyncio.sleep(len(self.thread) / PIECES_PER_SECOND if streamed else STOP_SECONDS)
 
     async def whole(self) -> list[Chunk]:
-        reasons = {chunk.place: chunk.finish async for chunk in self.chunks(streamed=False)}
+        reasons = {chunk.place: chunk.finish async for chunk in self.chunks()}
         texts = [one.text for one in self.generations]
         return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(texts)]
 
@@ -265,19 +250,14 @@ class Queue:
             say_failure(error)
             self.fail(ModelFailedError())
             return
-        for completion in {one.completion for one in self.running if one.completion.watched}:
-            completion.wake()
         self._remove()
 
     def _remove(self) -> None:
         with self.lock:
-            over = [one for one in [*self.running, *self.waiting] if one.response.finished or one.cancelled]
-            for one in over:
-                if one in self.running:
-                    self.batch.leave(one.response)
-                (self.running if one in self.running else self.waiting).remove(one)
-        for one in over:
-            one.close()
+            for one in [one for one in self.running if one.response.finished or one.cancelled]:
+                self.batch.leave(one.response)
+                self.running.remove(one)
+            self.waiting = deque(one for one in self.waiting if not one.cancelled)
 
     def fail(self, error: ModelFailedError) -> None:
         """End all responses with an error; the next ones start with an empty batch."""
@@ -286,7 +266,7 @@ class Queue:
             self.waiting.clear()
         self.batch = RunningBatch(self.policy, self.rows)
         for one in failed:
-            one.close(error)
+            one.error = error
 
 
 class ModelThread:

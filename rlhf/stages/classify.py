@@ -18,18 +18,17 @@ from rlhf.config.precision import inference
 from rlhf.data.encoding import row_limit
 from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.labelled_task import columns_of, hash_task, load_task
-from rlhf.evaluation.statistics import classification
+from rlhf.evaluation.benchmarks import columns_of, hash_task, load_task
+from rlhf.evaluation.statistics import classification, show
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.heads import LabelModel, transfer
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
-from rlhf.training.batches import Batches, Objective, shuffled_order, train
+from rlhf.training.batches import Batches, Objective, shuffled_order, trained
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.loop import open_loop
-from rlhf.training.optim import decay_groups, make_schedule
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import checkpoint_activations, load_policy, set_up
 
 MEASURED_TOGETHER = 32  # examples per forward
@@ -64,13 +63,11 @@ def run(config: Config) -> None:
         model = LabelModel(lm, classes, bool(columns.choices), settings.dropout)
 
         # 3. Train
-        groups = decay_groups(model, settings)
+        groups, pad = decay_groups(model, settings), tokenizer.pad_token_id
         engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
         batches = Batches(coded[0], settings.batch_size, shuffled_order(f"{stage.name}-{config.seed}"))
-        steps, pad = settings.epochs * batches.per_epoch, tokenizer.pad_token_id
-        with open_loop(stage, engine, steps) as loop:
-            objective = make_objective(config, engine, pad, most=max(len(example.rows) for example in coded[0]))
-            train(loop, batches, objective, make_schedule(settings, steps), averages=False)
+        objective = make_objective(config, engine, pad, most=max(len(example.rows) for example in coded[0]))
+        with trained(stage, engine, batches, objective, settings.epochs, settings, averages=False) as loop:
             lm.save_pretrained(str(stage.model))
             tokenizer.save_pretrained(str(stage.model))
             model.save_head(stage.model)
@@ -85,7 +82,7 @@ def run(config: Config) -> None:
                 "macro_f1": results["macro_f1"],
                 "loss": results["loss"],
             }
-            loop.tracker.log({f"eval/dev/{name}": value for name, value in figures.items()}, step=steps)
+            loop.log_held_out(figures)
         stage.finish(figures)
 
 
@@ -96,8 +93,7 @@ def encode(stage: Stage, examples: list[Example], tokenizer: Any, classes: list[
     context = row_limit(stage.config, tokenizer)
     rows, cut = encode_examples(examples, tokenizer, marks, context)
     stage.say(
-        f"{len(examples):,} examples, {len(classes)} classes, {sum(map(len, rows)):,} rows"
-        + (f"; {cut:,} were cut to the context of {context} tokens" if cut else "")
+        f"{len(examples):,} examples, {len(classes)} classes, {sum(map(len, rows)):,} rows, {cut:,} of them cut to fit"
     )
     place = {name: i for i, name in enumerate(classes)}
     return [Coded(row, place[example.label]) for row, example in zip(rows, examples, strict=True)]
@@ -160,9 +156,6 @@ def write_results(
     )
     write_jsonl(stage.folder / "predictions.jsonl", rows)
     write_json(stage.folder / "results.json", results)
-    accuracy, (low, high) = results["accuracy"]["value"], results["accuracy"]["ci95"]
-    stage.say(
-        f"held out: accuracy {accuracy:.3f} ({low:.3f} to {high:.3f}, n {len(labels):,}), macro F1 {results['macro_f1']:.3f}; "
-        f"the most frequent label alone {results['majority']:.3f}"
-    )
+    majority = f"the most frequent label alone {results['majority']:.3f}"
+    stage.say(f"held out: accuracy {show(results['accuracy'])} of {len(labels):,}; {majority}")
     return results

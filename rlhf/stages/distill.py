@@ -23,8 +23,7 @@ from rlhf.data.encoding import TokenRow
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.policies import draw_rows
-from rlhf.model.batching import by_length, scoring_tokens
+from rlhf.evaluation.policies import draw_divided
 from rlhf.model.fused_loss import before_labels, in_chunks
 from rlhf.model.heads import every_block
 from rlhf.model.interface import lm
@@ -39,10 +38,9 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.sft import labels_in, make_collator, make_rows
 from rlhf.system.files import write_text
 from rlhf.training.adapters import save_output
-from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.loop import open_loop
-from rlhf.training.optim import decay_groups, make_schedule
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import checkpoint_activations, load_frozen, load_policy, set_up
 
 Row = dict[str, list[int]]
@@ -68,18 +66,16 @@ def run(config: Config) -> None:
         module = Student(student, settings)
         engine = make_engine(config, module, groups, device, max_grad_norm=settings.max_grad_norm)
         batches = Batches(rows["train"], settings.batch_size, accelerate_order(config.seed))
-        steps = settings.epochs * batches.per_epoch
-        with open_loop(stage, engine, steps) as loop:
-            objective = make_objective(engine, teacher, settings, tokenizer.pad_token_id)
-            train(loop, batches, objective, make_schedule(settings, steps))
+        objective = make_objective(engine, teacher, settings, tokenizer.pad_token_id)
+        with trained(stage, engine, batches, objective, settings.epochs, settings) as loop:
             save_output(student, tokenizer, stage)
 
             # 3. Held-out figures
             with inference(config, device):
-                summary = held_out_figures(engine, objective, rows["dev"])
+                summary = evaluate_items(engine, objective, rows["dev"], "distill")
             if summary:
-                loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
-                stage.say("held out: KL to the teacher {kl:.3f} nats per token, loss {loss:.3f}".format(**summary))
+                loop.log_held_out({"loss": summary["loss"]})
+                stage.say(f"held out: KL to the teacher {summary['kl']:.3f} nats per token")
         stage.finish(summary | sizes)
 
 
@@ -99,12 +95,10 @@ def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> 
     engine = make_sampler(config, teacher, tokenizer)
     for split, asked, count in (("train", prompts, config.distill.samples), ("dev", held_out, 1)):
         with inference(config, teacher.device):
-            drawn = draw_rows(engine, [ids for _, ids in asked], f"distill-{split}", count, greedy=False)
+            drawn = draw_divided(engine, tokenizer, [ids for _, ids in asked], f"distill-{split}", count)
         for (_, ids), row in zip(asked, drawn, strict=True):
-            answers[split] += [{"prompt": ids, "response": response} for response, _ in row if response]
-    stage.say(
-        f"{len(answers['train']):,} answers of the teacher to {len(prompts):,} prompts, {len(answers['dev'])} held out"
-    )
+            answers[split] += [{"prompt": ids, "response": one.ids} for one in row if one.ids]
+    stage.say(f"{len(answers['train']):,} answers to {len(prompts):,} prompts, {len(answers['dev'])} held out")
     if not answers["train"]:
         raise UserError(f"distill: the {config.distill.teacher} policy answers no prompt: train it longer")
     if stage.writes:
@@ -163,12 +157,3 @@ def make_objective(engine: Engine, teacher: Any, settings: DistillConfig, pad: i
         return loss / count, batch
 
     return Objective(lambda row: [row["input_ids"]], loss_of, settings.micro_batch_size, count=labels_in)
-
-
-def held_out_figures(engine: Engine, objective: Objective[Row], rows: list[Row]) -> dict[str, float]:
-    """{"loss", "kl", "lm_loss", "cosine"} per token of held-out answers; empty without any."""
-    engine.eval()
-    sums = Sums()
-    for group in by_length([len(row["input_ids"]) for row in rows], 32, scoring_tokens(engine.module)):
-        objective.loss([rows[i] for i in group], 1, sums)
-    return {name.removeprefix("distill/"): value for name, value in sums.reduce().items()}

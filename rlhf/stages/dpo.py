@@ -26,10 +26,9 @@ from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.config.stages import DpoConfig
 from rlhf.data.encoding import Item, row_limit, token_encoder
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.scoring import by_item, item_length, pad_weights, scoring_batches
+from rlhf.evaluation.scoring import by_item, item_length, pad_weights
 from rlhf.model.batching import joins_rows, right_pad
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.models import Reference
@@ -39,11 +38,10 @@ from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
 from rlhf.training.adapters import add_adapters, save_output, share_weights
-from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine, shard_frozen
-from rlhf.training.loop import open_loop
-from rlhf.training.optim import decay_groups, make_schedule
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import checkpoint_activations, set_up
 
 ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
@@ -68,24 +66,20 @@ def run(config: Config) -> None:
         reference = load_reference(config, model, folder, device)
         add_adapters(model, config, folder, device)
         checkpoint_activations(config, model)
-        settings = config.dpo
+        settings, pad = config.dpo, tokenizer.pad_token_id
         groups = decay_groups(model, settings)
         engine = make_engine(config, Reference(model), groups, device, max_grad_norm=settings.max_grad_norm)
         batches = Batches(items["train"], settings.batch_prompts, accelerate_order(config.seed))
 
         # 3. Train
-        steps = settings.epochs * batches.per_epoch
-        with open_loop(stage, engine, steps) as loop:
-            objective = make_objective(config, engine, reference.to(device), tokenizer.pad_token_id)
-            train(loop, batches, objective, make_schedule(settings, steps))
+        objective = make_objective(config, engine, reference.to(device), pad)
+        with trained(stage, engine, batches, objective, settings.epochs, settings) as loop:
             save_output(model, tokenizer, stage)
 
             # 4. Held-out figures
             with inference(config, device):
-                summary = held_out_figures(engine, reference, items["dev"], settings, tokenizer.pad_token_id)
-            if summary:
-                loop.tracker.log({f"eval/dev/{name}": value for name, value in summary.items()}, step=loop.total)
-                stage.say(f"held out: accuracy {summary['accuracy']:.3f}, loss {summary['loss']:.3f}")
+                summary = evaluate_items(engine, objective, items["dev"], "dpo")
+            loop.log_held_out(summary)
         stage.finish(summary)
 
 
@@ -109,47 +103,22 @@ def collate(items: Sequence[Item], pad: int) -> dict[str, Tensor]:
     }
 
 
-def score(
-    settings: DpoConfig, engine: Engine, reference: Any, items: Sequence[Item], batch: dict[str, Tensor]
-) -> Tensor:
-    """r (N, K) of each answer, 0 if a prompt has fewer."""
-    logp = engine(**batch).sum(1)  # (R,)
-    with torch.no_grad(), engine.autocast():
-        logp_ref = reference(**batch).sum(1)
-    factor = settings.beta if settings.loss == "sigmoid" else 1 / batch["mask"].sum(1)
-    return by_item(list(items), factor * (logp - logp_ref))
-
-
-def loss_settings(settings: DpoConfig) -> dict[str, float]:
-    """The arguments of `ranking_loss` for dpo.loss."""
-    if settings.loss == "ipo":
-        return {"target": 1 / (2 * settings.beta)}
-    return {"label_smoothing": settings.label_smoothing}
-
-
 def make_objective(config: Config, engine: Engine, reference: Any, pad: int) -> Objective[Item]:
     """The mean ranking loss of the log-ratios over the prompts of a batch."""
-    settings = config.dpo
+    settings, shape = config.dpo, {"label_smoothing": config.dpo.label_smoothing}
+    if settings.loss == "ipo":
+        shape = {"target": 1 / (2 * settings.beta)}
 
     def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         batch = put(collate(part, pad), engine.device)
-        scores = score(settings, engine, reference, part, batch)
-        weights = pad_weights(part, engine.device)
-        loss, figures = ranking_loss(scores, weights, denominator=count, **loss_settings(settings))
+        logp = engine(**batch).sum(1)  # (R,)
+        with torch.no_grad(), engine.autocast():
+            logp_ref = reference(**batch).sum(1)
+        factor = settings.beta if settings.loss == "sigmoid" else 1 / batch["mask"].sum(1)
+        scores = by_item(part, factor * (logp - logp_ref))  # (N, K)
+        loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count, **shape)
         add_ranking_figures(sums, "dpo", figures)
         return loss, batch | {"scores": scores}
 
     most, joined = ANSWERS * settings.micro_batch_prompts, joins_rows(engine.module)
     return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
-
-
-def held_out_figures(engine: Engine, reference: Any, items: list[Item], settings: Any, pad: int) -> dict[str, float]:
-    """{"loss", "accuracy", "margin"} on held-out prompts; empty without any."""
-    engine.eval()
-    sums = Sums()
-    for part in scoring_batches(engine, items, ANSWERS * settings.micro_batch_prompts):
-        scores = score(settings, engine, reference, part, put(collate(part, pad), engine.device))
-        weights = pad_weights(part, engine.device)
-        _, figures = ranking_loss(scores, weights, denominator=1, **loss_settings(settings))
-        add_ranking_figures(sums, "dpo", figures)
-    return {name.removeprefix("dpo/"): value for name, value in sums.reduce().items()}

@@ -5,30 +5,27 @@ the KL and the held-out accuracy of the reward model.
 """
 
 from collections.abc import Callable
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
-from rlhf.data.encoding import fitting_prompts, row_limit
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import PromptRecord
 from rlhf.data.tasks import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
-from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_overlap
+from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_overlap, evaluate_shots
 from rlhf.evaluation.best_of import evaluate_best_of
-from rlhf.evaluation.judging import compare_by_endpoint, compare_policies
-from rlhf.evaluation.labelled_task import evaluate_shots
-from rlhf.evaluation.people import evaluate_people
-from rlhf.evaluation.policies import Answers, ByPolicy, interval_of, mean_of
+from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, evaluate_people
+from rlhf.evaluation.policies import ByPolicy, Responses, interval_of, mean_of
 from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
+from rlhf.ppo.experience import fit_prompts
 from rlhf.recipe import BASELINES
 from rlhf.runs.folders import (
     check_output,
@@ -41,7 +38,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.run_files import log_results
-from rlhf.runs.sources import count_files, hash_sources, in_split, need_source, sample_prompts
+from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
@@ -113,23 +110,23 @@ def run_stage(config: Config) -> None:
             folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
         models = {name: folder / "model" for name, folder in folders.items()}
         answers = policies.answer_all(config, models, asked, device)
+        compared = {name: given for name, given in answers.items() if not name.startswith("base")}
         scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
-        scores: dict[str, Any] = {}
-        rewards: dict[str, Any] = {}
+        scores: ByPolicy = {}
+        rewards: ByPolicy = {}
         if scored:
-            scores, rewards = policies.score_answers(config, answers, asked, reward_model, device)
+            scores, rewards = policies.score_answers(config, compared, asked, reward_model, device)
 
         # 3. Evaluate the policies
-        optimised = policies.with_missing_eos(config, answers, rewards)
+        optimised = {name: policies.adjusted(config, answers[name].samples, rows) for name, rows in rewards.items()}
         results["reward"] = {name: mean_of(rows) for name, rows in optimised.items()}
         results["reward_without_eos_rule"] = {name: mean_of(rows) for name, rows in scores.items()}
-        compared = {name: given for name, given in answers.items() if not name.startswith("base")}
-        results["ended"] = {name: mean_of(given["ended"]) for name, given in compared.items()}
+        ended = {name: [[one.ended for one in row] for row in given.samples] for name, given in compared.items()}
+        results["ended"] = {name: mean_of(rows) for name, rows in ended.items()}
         nats, kl = policies.nats_and_kl(config, compared, models, tokenizer.pad_token_id, device)
         results["kl_to_sft_nats"] = mean_of(kl[main])
         results["kl"] = {name: interval_of(rows) for name, rows in kl.items()}
-        lengths = {name: [list(map(len, row)) for row in given["ids"]] for name, given in compared.items()}
-        results["text"] = {name: text_figures(compared[name]["texts"], lengths[name], nats[name]) for name in compared}
+        results["text"] = {name: text_figures(given.samples, nats[name]) for name, given in compared.items()}
         if scored:
             results["rm_win_rate_vs_sft"] = win_rate(optimised[main], optimised["sft"])
         gold = None
@@ -158,20 +155,12 @@ def load_test_prompts(
 ) -> tuple[list[PromptRecord], list[list[int]]]:
     """A sample of `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-    room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
-    fitting = fitting_prompts(tokenizer, in_split(config, records, config.evaluate.split), room)
-    chosen = sample_prompts(config, list(fitting), config.evaluate.prompts, of=itemgetter(0))
-    cut, files = sum(was_cut for _, _, was_cut in chosen), count_files([record for record, _, _ in chosen])
-    say(
-        f"{len(chosen)} {config.evaluate.split} prompts{files}"
-        + (f", {cut} of them cut from the left to fit" if cut else "")
-    )
+    split = config.evaluate.split
+    chosen, said = fit_prompts(config, tokenizer, in_split(config, records, split), config.evaluate.prompts)
+    say(f"{split}: {said}")
     if not chosen:
-        raise UserError(
-            f"evaluate: no prompt of the {config.evaluate.split} split fits the context: raise data.{config.evaluate.split}, or add "
-            "shorter prompts"
-        )
-    return [record for record, _, _ in chosen], [ids for _, ids, _ in chosen]
+        raise UserError(f"evaluate: no {split} prompt fits the context: raise data.{split}, or add shorter prompts")
+    return [record for record, _ in chosen], [ids for _, ids in chosen]
 
 
 def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
@@ -192,9 +181,7 @@ def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path
         if check_output(folder, folder.name)["parents"].get("sft") == sft:
             tuned[name] = folder
         else:
-            say(
-                f"{folder}: built on another SFT model: left out, run `rlhf {folder.name} overwrite=true` to compare it"
-            )
+            say(f"{folder}: built on another SFT model: left out, `rlhf {folder.name} overwrite=true` makes it anew")
     if not tuned:
         raise UserError(f"{run_folder(config)}: no policy built on this run's SFT model: run `rlhf ppo` or `rlhf dpo`")
     return tuned
@@ -204,7 +191,7 @@ def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path
 
 
 def write_samples(
-    path: Path, records: list[PromptRecord], answers: dict[str, Answers], gold: Any, scores: ByPolicy
+    path: Path, records: list[PromptRecord], answers: dict[str, Responses], gold: Any, scores: ByPolicy
 ) -> None:
     """One line per test prompt: the first sample of every policy, with its scores."""
     true = {} if gold is None else {name: [row[0]["total"] for row in given["samples"]] for name, given in gold.items()}
@@ -212,7 +199,7 @@ def write_samples(
         {
             "id": record.id,
             "prompt": shown_prompt(record.prompt),
-            "responses": {name: given["texts"][i][0] for name, given in answers.items()},
+            "responses": {name: given.samples[i][0].text for name, given in answers.items()},
             "scores": {name: round(s[i][0], 4) for name, s in scores.items()},
         }
         | ({"gold": {name: round(s[i], 4) for name, s in true.items()}} if true else {})
@@ -227,9 +214,8 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
     if "gold" in results:
         gold = results["gold"]
         rate, greedy = (show(gold[name]) for name in ("win_rate_vs_sft", "win_rate_greedy"))
-        stage.say(
-            f"win rate of {results['policy']} over SFT by the {gold['truth']} {rate}, greedy {greedy}; mean true score {gold['mean_score']}"
-        )
+        stage.say(f"win rate of {results['policy']} over SFT by the {gold['truth']} {rate}, greedy {greedy}")
+        stage.say(f"mean true score {gold['mean_score']}")
     for name in ("baselines", "judge", "best_of_n", "generate_and_rate"):
         for line in describe(results.get(name, {}), name.replace("_", " ")):
             stage.say(line)

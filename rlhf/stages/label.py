@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.agreement import pairwise_agreement
-from rlhf.data.chat_template import encode_prompts, response_text
+from rlhf.data.chat_template import encode_prompts
 from rlhf.data.encoding import Answer
 from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.data.records import PromptRecord, Ranking
@@ -19,6 +19,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
+from rlhf.evaluation.policies import draw_answers
 from rlhf.evaluation.statistics import batched, flatten, split_like
 from rlhf.gold.truth import Truth, need_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
@@ -45,9 +46,7 @@ def take_in_labels(config: Config) -> None:
     """
     earlier, folder = earlier_run(config), run_folder(config)
     if earlier is None:
-        raise UserError(
-            "label: without the gold world (experiment=gold) only rounds above 1 have labels to take in: give data.comparisons"
-        )
+        raise UserError("label: only the gold world and rounds above 1 have labels to take in: give data.comparisons")
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
         imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
         tasks = (read_record(folder / "sample" / "sample.json", "round") or {"counts": {}})["counts"].get("items", 0)
@@ -88,10 +87,8 @@ def simulate_labels(config: Config) -> None:
         policy, tokenizer = load_frozen(config, source / "model", device), load_tokenizer(source / "model")
         prompts = choose_prompts(config)
         if not any(record.metadata.get("split") == "train" for record in prompts):
-            raise UserError(
-                f"gold.comparison_prompts={config.gold.comparison_prompts}: the world has too few training prompts "
-                f"for a part in each of rounds={config.rounds}: lower it"
-            )
+            few = f"too few training prompts for a part in each of rounds={config.rounds}"
+            raise UserError(f"gold.comparison_prompts={config.gold.comparison_prompts}: {few}: lower it")
 
         # 1. Sample
         responses = sample_all(config, policy, tokenizer, prompts)
@@ -108,12 +105,13 @@ def simulate_labels(config: Config) -> None:
         held_out = {labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, noise)}
         trained = [ranking for ranking in rankings if ranking.labeler not in held_out]
         agreement = pairwise_agreement(trained)["value"]
+        new, of_strangers = len(rankings) - len(before), len(rankings) - len(trained)
         stage.say(
-            (f"{len(before):,} rankings of {earlier.run} and of {source}'s answers " if earlier is not None else "")
-            + f"{len(rankings) - len(before):,} rankings of {len(prompts) - alike:,} prompts ({alike} prompts left out: all "
-            f"samples alike), {len(rankings) - len(trained):,} of them by held-out labelers; the others "
-            + ("ranked no prompt twice" if agreement is None else f"agree on {agreement:.1%} of pairs")
+            f"{new:,} rankings of {source}'s answers to {len(prompts) - alike:,} prompts, {len(before):,} of earlier rounds"
         )
+        stage.say(f"{alike} prompts left out: all samples alike; {of_strangers:,} rankings by held-out labelers")
+        if agreement is not None:
+            stage.say(f"the other labelers agree on {agreement:.1%} of pairs")
         summary = {"rankings": float(len(rankings)), "labeler_agreement": agreement, "labeler_noise": noise}
         stage.finish({name: value for name, value in summary.items() if value is not None})
 
@@ -143,9 +141,8 @@ def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[Prompt
             counts = [range(responses_wanted(config, record) + config.gold.spare_responses) for record, _ in part]
             repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]
             keys = [("label", record.id, j) for (record, _), places in zip(part, counts, strict=True) for j in places]
-            samples = engine.sample(repeated, keys)
-            texts = [response_text(tokenizer, ids) for ids in samples.responses]
-            responses += split_like(zip(texts, samples.ended.tolist(), strict=True), counts)
+            drawn = draw_answers(engine, tokenizer, repeated, keys)
+            responses += split_like(((one.text, one.ended) for one in drawn), counts)
             bar.update(len(part))
     return responses
 

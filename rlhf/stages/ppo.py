@@ -125,10 +125,8 @@ def run(config: Config) -> None:
                 kl, length = metrics["objective/kl"], metrics["rollout/response_len"]
                 loop.bar.update(1, reward=metrics["objective/scores"], KL=kl, length=length)
                 if above_ceiling(config, kl):
-                    stage.say(
-                        f"stopped at update {update}: KL {kl:.2f} nats is above kl.ceiling={config.kl.ceiling}: the policy is "
-                        "kept as it was before this update"
-                    )
+                    above = f"KL {kl:.2f} nats is above kl.ceiling={config.kl.ceiling}"
+                    stage.say(f"stopped at update {update}: {above}: the policy is kept as it was before")
                     break
 
         # Write
@@ -256,10 +254,8 @@ def say_lengths(config: Config, tokenizer: Any, rollout: Rollout, say: Callable[
     say(f"tokens, median and 95%: {said}; {cut:.0%} of the responses are cut at rollout.max_new_tokens={limit}")
     if cut > MOST_CUT and config.ppo.missing_eos_rule != "none":
         enough = max(2 * limit, *(int(most) for _, most in ends.values()))
-        say(
-            f"warning: {cut:.0%} of the responses have no end, and ppo.missing_eos_rule lowers their scores: set "
-            f"rollout.max_new_tokens={enough}, or train SFT on shorter demonstrations"
-        )
+        remedy = f"set rollout.max_new_tokens={enough}, or train SFT on shorter demonstrations"
+        say(f"warning: {cut:.0%} of the responses have no end, and ppo.missing_eos_rule lowers their scores: {remedy}")
 
 
 def above_ceiling(config: Config, kl: float) -> bool:

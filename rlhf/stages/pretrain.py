@@ -54,8 +54,11 @@ def run(config: Config) -> None:
         # 1. A GPT with random weights, or the model to adopt
         adopted = None if config.model.pretrained is None else adopt_model(stage, config.model.pretrained, tokenizer)
         if "corpus" not in kinds_read(config, "pretrain"):
-            keep_adopted(stage, adopted)  # type: ignore[arg-type]
-            return
+            assert adopted is not None
+            if config.pretrain.tokens is not None:
+                stage.say(f"pretrain.tokens={config.pretrain.tokens} without data.corpus: no step is taken")
+            save_output(adopted.model, adopted.tokenizer, stage)
+            return stage.finish({"parameters": sum(p.numel() for p in adopted.model.parameters())})
         model = make_model(config, tokenizer) if adopted is None else adopted.model
         length = min(context_of(model, tokenizer), config.pretrain.global_batch_tokens)  # of a block
         check_continuation(config, model, length)
@@ -67,9 +70,8 @@ def run(config: Config) -> None:
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
         for source in corpus.meta.get("sources", []):
-            stage.say(
-                f"{source['name']}: {source['share']:.1%} of them, {source['epochs']:.2f} epochs of its {source['tokens']:,} tokens"
-            )
+            share, epochs = f"{source['share']:.1%} of them", f"{source['epochs']:.2f} epochs"
+            stage.say(f"{source['name']}: {share}, {epochs} of its {source['tokens']:,} tokens")
 
         corpus.blocks("heldout", length)  # refuses less than one block before training starts
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -91,9 +93,7 @@ def run(config: Config) -> None:
             # 4. Held-out loss
             with inference(config, device):
                 summary = held_out_loss(config, model, corpus.blocks("heldout", length), tokenizer)
-            loop.tracker.log({f"eval/heldout/{name}": value for name, value in summary.items()}, step=steps)
-            bits = f", {summary['bpb']:.3f} bits per byte" if "bpb" in summary else ""
-            stage.say(f"held-out loss {summary['loss']:.3f} nats per token{bits}")
+            loop.log_held_out(summary, "heldout")
         stage.finish(summary)
 
 
@@ -104,24 +104,11 @@ def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast")
     """
     adopted = adopt(source, native=stage.config.model.native, say=stage.say, form=stage.config.data.form)
     if tokenizer_hash(adopted.tokenizer) != tokenizer_hash(tokenizer):
-        raise UserError(
-            f"model.pretrained={source}: its tokenizer is not the one that the tokenizer stage adopted: run `rlhf "
-            f"tokenizer model.pretrained={source} overwrite=true` first"
-        )
+        remedy = f"run `rlhf tokenizer model.pretrained={source} overwrite=true` first"
+        raise UserError(f"model.pretrained={source}: the tokenizer stage adopted another tokenizer: {remedy}")
     if stage.writes:
         write_json(stage.folder / "adopted.json", adopted.record)
     return adopted
-
-
-def keep_adopted(stage: Stage, adopted: Adopted) -> None:
-    """Write the adopted model as it is."""
-    if stage.config.pretrain.tokens is not None:
-        stage.say(
-            f"pretrain.tokens={stage.config.pretrain.tokens}, but data.corpus is not set: no step is taken, the model is "
-            "adopted as it is"
-        )
-    save_output(adopted.model, adopted.tokenizer, stage)
-    stage.finish({"parameters": sum(p.numel() for p in adopted.model.parameters())})
 
 
 def check_continuation(config: Config, model: Any, length: int) -> None:
@@ -130,10 +117,8 @@ def check_continuation(config: Config, model: Any, length: int) -> None:
     if broken:
         raise UserError(problem)
     if config.pretrain.isolate_documents and not lm(model).native:
-        raise UserError(
-            "pretrain.isolate_documents: transformers' class does not keep documents apart: leave it out, or use "
-            "model.native=true"
-        )
+        remedy = "leave it out, or use model.native=true"
+        raise UserError(f"pretrain.isolate_documents: transformers' class does not keep documents apart: {remedy}")
 
 
 def training_steps(config: Config) -> int:

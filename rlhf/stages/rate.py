@@ -59,9 +59,8 @@ def run(config: Config) -> None:
         rating_rows = draw_rating_rows(config, tokenizer, rated["train"], context)
         demonstrations = in_split(config, read_demonstrations(config), "train")
         answer_rows = encode_demonstrations(demonstrations, tokenizer, context, turns=config.sft.turns)
-        stage.say(
-            f"{len(rating_rows):,} ratings of {len(rated['train']):,} responses, and {len(answer_rows):,} demonstrations"
-        )
+        ratings = f"{len(rating_rows):,} ratings of {len(rated['train']):,} responses"
+        stage.say(f"{ratings}, and {len(answer_rows):,} demonstrations")
 
         # 2. Train on both
         with fine_tuned(stage, model, tokenizer, rating_rows + answer_rows, config.rate.epochs, device):
@@ -69,7 +68,9 @@ def run(config: Config) -> None:
 
         # 3. How well it orders responses of held-out prompts by each quality
         with inference(config, device):
-            summary = held_out_figures(Rater(model, tokenizer, config.rate.safety, device), rated["test"])
+            scores = Rater(model, tokenizer, config.rate.safety, device).rate([one.tokens for one in rated["test"]])
+        shares = {name: ordered_share(scores[name], [one.truth[name] for one in rated["test"]]) for name in QUALITIES}
+        summary = {name.lower(): value for name, value in shares.items() if value is not None}
         for name, value in summary.items():
             stage.say(f"held out, {name}: {value:.3f}")
         stage.finish(summary)
@@ -101,15 +102,10 @@ def draw_rating_rows(config: Config, tokenizer: Any, rated: Sequence[Rated], con
     return [{"prompt": one.tokens + names[name], "response": [ratings[one.says[name]]]} for one, name in drawn]
 
 
-def held_out_figures(rater: Rater, rated: Sequence[Rated]) -> dict[str, float]:
-    """For each quality, the share of pairs of one response that has it and one that does not in which the first is rated higher."""
-    scores = rater.rate([one.tokens for one in rated])
-    shares = {name: ordered_share(scores[name], [one.truth[name] for one in rated]) for name in QUALITIES}
-    return {name.lower(): value for name, value in shares.items() if value is not None}
-
-
 def ordered_share(scores: torch.Tensor, labels: Sequence[bool]) -> float | None:
-    """P(score of a positive > score of a negative), ties half: the area under the ROC curve. None if one side is empty."""
+    """The share of pairs of one response that has a quality and one that does not in which the first is rated higher, ties half: the
+    area under the ROC curve. None if one side is empty.
+    """
     from scipy.stats import mannwhitneyu
 
     positive = torch.tensor(labels, dtype=torch.bool)

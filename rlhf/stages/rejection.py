@@ -4,7 +4,6 @@ The simplest way to use a reward model for training (Touvron et al. 2023, Llama 
 Differs: one round, always from the SFT model.
 """
 
-import math
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +15,7 @@ from rlhf.data.encoding import encode_demonstrations, row_limit
 from rlhf.data.records import Demonstration
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.best_of import best_index, draw_divided
+from rlhf.evaluation.best_of import draw_best
 from rlhf.evaluation.policies import Asked
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
@@ -61,29 +60,24 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     prompts = sample_prompts(config, prompts, config.rejection.prompts, of=itemgetter(0))
     stage.say(f"{len(prompts):,} prompts are answered" + count_files([record for record, _ in prompts]))
     reward, _ = make_reward(config, tokenizer, device, stage.say)
-    records, tokens = [record for record, _ in prompts], [ids for _, ids in prompts]
+    asked = Asked([record for record, _ in prompts], [ids for _, ids in prompts], tokenizer)
     n = config.rejection.samples
     with progress(len(prompts), "rejection: sampling", unit="prompt") as bar, inference(config, device):
-        candidates = draw_divided(config, policy, Asked(records, tokens, tokenizer), n, reward, bar)
-    demonstrations = []
-    for i, record in enumerate(records):
-        texts, scores, ended = (candidates[key][i] for key in ("texts", "scores", "ended"))
-        best = best_index([score if end else -math.inf for score, end in zip(scores, ended, strict=True)])
-        if ended[best] and texts[best]:
-            demonstrations.append(
-                Demonstration(
-                    id=record.id,
-                    prompt=record.prompt,
-                    response=texts[best],
-                    source=f"best of {n}",
-                    metadata={"score": scores[best]},
-                )
-            )
-    if not demonstrations:
-        raise UserError(
-            "rejection: no sample of any prompt ends by itself: train SFT longer, or raise rollout.max_new_tokens"
+        drawn = draw_best(config, policy, asked, n, reward, bar, ended=True)
+    best = [(record, *picked) for record, picked in zip(asked.records, drawn, strict=True)]
+    demonstrations = [
+        Demonstration(
+            id=record.id,
+            prompt=record.prompt,
+            response=answer.text,
+            source=f"best of {n}",
+            metadata={"score": score},
         )
-    stage.say(
-        f"{len(demonstrations):,} prompts with a best of {n}; {len(records) - len(demonstrations)} had no sample that ends"
-    )
+        for record, answer, score in best
+        if answer.ended and answer.text
+    ]
+    if not demonstrations:
+        raise UserError("rejection: no sample ends by itself: train SFT longer, or raise rollout.max_new_tokens")
+    none = len(prompts) - len(demonstrations)
+    stage.say(f"{len(demonstrations):,} prompts with a best of {n}; {none} had no sample that ends")
     return demonstrations

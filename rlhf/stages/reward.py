@@ -24,8 +24,7 @@ from rlhf.data.splits import record_half
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.attacks import Audited
-from rlhf.evaluation.audit import audit_reward_model, decide, describe_audit
+from rlhf.evaluation.audit import Audited, audit_reward_model, decide, describe_audit
 from rlhf.evaluation.scoring import (
     by_item,
     fit_head,
@@ -35,8 +34,6 @@ from rlhf.evaluation.scoring import (
     length_baseline,
     pad_weights,
     read_features,
-    score_items,
-    scoring_batches,
 )
 from rlhf.model.batching import joins_rows
 from rlhf.model.classifier import TextRewardModel
@@ -59,11 +56,11 @@ from rlhf.runs.sources import (
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
-from rlhf.training.batches import Batches, Objective, put, shuffled_order, train
+from rlhf.training.batches import Batches, Objective, evaluate_items, put, shuffled_order, trained
 from rlhf.training.divided import load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, zero_stage
-from rlhf.training.loop import TrainingLoop, newest_checkpoint, open_loop
-from rlhf.training.optim import decay_groups, make_schedule
+from rlhf.training.loop import newest_checkpoint
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import checkpoint_activations, load_frozen, set_up
 from rlhf.training.state import gathered_state, put_weights
 
@@ -97,28 +94,26 @@ def train_reward_model(config: Config, name: str) -> None:
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder, device)
         settings = config.reward
-        groups = decay_groups(model, settings)
-        engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
+        engine = make_engine(config, model, decay_groups(model, settings), device, max_grad_norm=settings.max_grad_norm)
         later = config.round.later_reward_epochs
         epochs = settings.epochs if start is None or later is None else later
         batches = Batches(items["train"], settings.batch_prompts, shuffled_order(f"{name}-{config.seed}"))
-        steps = epochs * batches.per_epoch
-        with open_loop(stage, engine, steps) as loop:
-            objective = make_objective(config, engine)
+        objective = make_objective(config, engine)
 
-            def evaluate() -> dict[str, float]:
-                with inference(config, device):
-                    return evaluate_items(engine, items["dev"], device)
+        def evaluate() -> dict[str, float]:
+            with inference(config, device):
+                return evaluate_items(engine, objective, items["dev"], "reward")
 
-            look, schedule = evaluate if items["dev"] else None, make_schedule(settings, steps)
-            train(loop, batches, objective, schedule, averages=False, evaluate=look, settings=settings)
+        look = {"evaluate": evaluate if items["dev"] else None, "looks": settings}
+        with trained(stage, engine, batches, objective, epochs, settings, averages=False, **look) as loop:
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
             write_model(model, tokenizer, stage)
 
             # 4. Held-out figures
-            with inference(config, device):
-                summary = held_out_figures(loop, engine, items["dev"])
+            summary = evaluate()
+            bound = {"length_baseline": length_baseline(items["dev"])} if summary else {}
+            loop.log_held_out(summary | bound)
             loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=loop.total)
         zero = "demonstrations average 0" if demonstrations else "no demonstrations: SFT samples average 0"
         stage.say(f"calibrated: {zero} (shift {shift:.3f}), SFT samples have deviation 1 (gain {gain:.3f})")
@@ -193,10 +188,8 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
     with inference(stage.config, device):
         features = read_features(model, items, pad, device)
     fit = fit_head(model.head, features, items, model.mix)
-    stage.say(
-        f"head fitted on the frozen trunk: cross-validated accuracy {fit['accuracy']:.3f}, loss {fit['loss']:.3f}, "
-        f"weight decay {fit['decay']:g}"
-    )
+    validated = f"cross-validated accuracy {fit['accuracy']:.3f}, loss {fit['loss']:.3f}"
+    stage.say(f"head fitted on the frozen trunk: {validated}, weight decay {fit['decay']:g}")
 
 
 def load_items(
@@ -216,11 +209,10 @@ def load_items(
     items = {}
     for split, rankings in splits.items():
         items[split], unpaired = join_rankings(rankings, encode, config.reward.labeler_weights)
-        stage.say(
-            f"{split}: {len(items[split]):,} prompts, {sum(len(i.rows) for i in items[split]):,} responses, "
-            f"{sum(len(i.pairs()) for i in items[split]):,} ordered pairs"
-            + (f"; {unpaired} rankings give no pair" if unpaired else "")
-        )
+        responses = sum(len(item.rows) for item in items[split])
+        pairs = sum(len(item.pairs()) for item in items[split])
+        none = f"; {unpaired} rankings give no pair" if unpaired else ""
+        stage.say(f"{split}: {len(items[split]):,} prompts, {responses:,} responses, {pairs:,} ordered pairs{none}")
     if counts.total():
         cut = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count)
         stage.say(f"cut to data.max_tokens={config.data.max_tokens} and the context: {cut}")
@@ -244,29 +236,6 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
     return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
 
 
-def held_out_figures(loop: TrainingLoop, engine: Engine, items: list[Item]) -> dict[str, float]:
-    """Loss and accuracy on held-out prompts, and the accuracy of choosing by length; empty without held-out prompts."""
-    if not items:
-        return {}
-    figures = evaluate_items(engine, items, engine.device)
-    logged = figures | {"length_baseline": length_baseline(items)}
-    loop.tracker.log({f"eval/dev/{name}": value for name, value in logged.items()}, step=loop.total)
-    loop.stage.say(f"held out: accuracy {figures['accuracy']:.3f}, loss {figures['loss']:.3f}")
-    return figures
-
-
-@torch.no_grad()
-def evaluate_items(model: Any, items: list[Item], device: torch.device) -> dict[str, float]:
-    """Held-out {"loss", "accuracy", "margin", "mean", "std"} of raw scores."""
-    model.eval()
-    sums = Sums()
-    for part in scoring_batches(model, items, EVALUATED_TOGETHER):
-        scores = score_items(model, part, device)
-        _, figures = ranking_loss(scores, pad_weights(part, device), denominator=1)
-        add_figures(sums, part, scores, figures)
-    return {name.removeprefix("reward/"): value for name, value in sums.reduce().items()}
-
-
 def add_figures(sums: Sums, items: list[Item], scores: Tensor, figures: dict[str, Tensor]) -> None:
     """Add the statistics of `ranking_loss`, and of the scores."""
     add_ranking_figures(sums, "reward", figures)
@@ -288,10 +257,8 @@ def training_demonstrations(config: Config) -> list[Demonstration]:
         return []
     demonstrations = in_split(config, read_demonstrations(config), "train")
     if not demonstrations:
-        raise UserError(
-            "data.demonstrations: none is in the training split to calibrate the reward model: lower "
-            "data.dev and data.test, or add demonstrations"
-        )
+        remedy = "lower data.dev and data.test, or add demonstrations"
+        raise UserError(f"data.demonstrations: none is in the training split to calibrate the reward model: {remedy}")
     return demonstrations
 
 
@@ -320,10 +287,8 @@ def calibrate(
     shift = (raw if written is None else written).mean().item()
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:
-        raise UserError(
-            "reward: the model gives every SFT sample the same score, so there is nothing to optimise: "
-            "train it longer (reward.epochs, reward.lr) or on more comparisons"
-        )
+        remedy = "train it longer (reward.epochs, reward.lr) or on more comparisons"
+        raise UserError(f"reward: every SFT sample has the same score, so there is nothing to optimise: {remedy}")
     return_freed_memory()
     bare.calibrate(gain=1.0 / deviation, shift=shift)
     return 1.0 / deviation, shift

@@ -34,12 +34,12 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import add_adapters, save_output
-from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.batches import Batches, Objective, accelerate_order, put, trained
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.loop import TrainingLoop, open_loop
+from rlhf.training.loop import TrainingLoop
 from rlhf.training.next_token import NextToken
-from rlhf.training.optim import decay_groups, make_schedule
+from rlhf.training.optim import decay_groups
 from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
 
 LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
@@ -74,9 +74,9 @@ def run(config: Config) -> None:
             )
             for split in ("train", "dev")
         }
+        cut = "".join(f", {name} {count:,}" for name, count in sorted(counts.items()))
         stage.say(
-            f"{len(rows['train']):,} demonstrations to train on, {len(rows['dev'])} held out, at most {context:,} tokens; "
-            + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
+            f"{len(rows['train']):,} demonstrations, {len(rows['dev'])} held out, at most {context:,} tokens{cut}"
         )
         stage.counts |= counts
         if not rows["train"]:
@@ -95,9 +95,7 @@ def run(config: Config) -> None:
 
             # 3. Held-out loss
             summary = evaluate() if rows["dev"] else {}
-            if summary:
-                loop.tracker.log({"eval/dev/loss": summary["loss"]}, step=loop.total)
-                stage.say(f"held-out loss {summary['loss']:.3f} nats per response token")
+            loop.log_held_out(summary)
         stage.finish(summary)
 
 
@@ -122,10 +120,8 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     blocks = corpus.blocks("train", context)
     wanted = round(share / (1 - share) * count)
     if wanted > len(blocks):
-        raise UserError(
-            f"sft.pretrain_fraction={share}: needs {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}: "
-            "lower it"
-        )
+        need = f"needs {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}"
+        raise UserError(f"sft.pretrain_fraction={share}: {need}: lower it")
     drawn = random.Random(f"sft-pretraining-{config.seed}").sample(range(len(blocks)), wanted)
     return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
 
@@ -188,9 +184,9 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
         row = {"input_ids": start + ids, "labels": labels, "seq_lengths": [len(start), len(ids)]}
         found.append(loss(**put(collate([row]), next(model.parameters()).device)).item())
     if abs(found[0] - found[1]) > LEAK * max(1.0, *found):
+        kind = model.config.model_type
         raise UserError(
-            f"sft.pack=true: a {model.config.model_type} model reads the demonstration before another one in a packed row: use "
-            "sft.pack=false"
+            f"sft.pack=true: in a packed row a {kind} model reads earlier demonstrations: use sft.pack=false"
         )
 
 
@@ -212,7 +208,6 @@ def fine_tuned(
     context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
-    steps = epochs * batches.per_epoch
     checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
@@ -220,9 +215,8 @@ def fine_tuned(
         with engine.autocast():
             check_packing(model, rows, tokenizer.pad_token_id)
     looks = settings if stage.name == "sft" else None
-    with open_loop(stage, engine, steps) as loop:
-        objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
-        train(loop, batches, objective, make_schedule(settings, steps), evaluate=evaluate, settings=looks)
+    objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
+    with trained(stage, engine, batches, objective, epochs, settings, evaluate=evaluate, looks=looks) as loop:
         yield loop
 
 

@@ -1,5 +1,6 @@
 """Batches, their order and their parts, and `train`: the loop of every stage with a fixed set of items."""
 
+import contextlib
 import itertools
 import random
 import time
@@ -13,14 +14,16 @@ from torch import Tensor
 
 from rlhf.config.stages import EvaluatedConfig
 from rlhf.errors import UserError
-from rlhf.model.batching import WORTH, by_length
+from rlhf.model.batching import WORTH, by_length, scoring_tokens
 from rlhf.ops.fast import return_freed_memory
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import format_figure
+from rlhf.runs.stage import Stage
 from rlhf.system.memory import used_bytes
 from rlhf.training.engine import Engine
-from rlhf.training.loop import TrainingLoop
+from rlhf.training.loop import TrainingLoop, open_loop
 from rlhf.training.memory import set_budget
+from rlhf.training.optim import make_schedule
 
 T = TypeVar("T")
 LINES = 20  # of metrics, at least, if there are as many steps
@@ -193,20 +196,21 @@ def train(
     averages: bool = True,
     largest: T | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
-    settings: EvaluatedConfig | None = None,
+    looks: EvaluatedConfig | None = None,
 ) -> None:
     """One optimizer step per batch, from the newest checkpoint to the loop's last step.
 
     factor: on the learning rates, by the number of steps taken. averages: whether a line of metrics is over the steps since the
     last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
-    evaluate: the held-out figures, the loss among them, by which `settings` look and end training; then the module has the best weights.
+    evaluate: the held-out figures, the loss among them, at the steps of `looks`, which may end training; then the module has the
+    best weights.
 
     Raises: UserError if there is nothing to evaluate on.
     """
-    looks = settings is not None and settings.eval_every
-    if looks and evaluate is None:
+    look_every = looks and looks.eval_every
+    if look_every and evaluate is None:
         name = loop.stage.name
-        raise UserError(f"{name}.eval_every={looks}: nothing is held out: raise data.dev, or leave it out")
+        raise UserError(f"{name}.eval_every={look_every}: nothing is held out: raise data.dev, or leave it out")
 
     longest = max(map(objective.tokens, items := batches.items if largest is None else [largest]))
     together = min(batches.size, objective.micro_batch_rows)
@@ -225,16 +229,40 @@ def train(
             logged = {name.rpartition("/")[2]: x for name, x in loop.log(step, episodes=batches.seen(step)).items()}
             shown = {name: logged[name] for name in ("loss", "accuracy") if name in logged}
         loop.bar.update(1, **shown)
-        last = step == loop.total and settings is not None and settings.patience is not None
-        if settings and evaluate and looks and (step % looks == 0 or last):
+        last = step == loop.total and looks is not None and looks.patience is not None
+        if looks and evaluate and look_every and (step % look_every == 0 or last):
             figures = evaluate()
             loop.tracker.log({f"eval/dev/{name}": value for name, value in figures.items()}, step=step)
-            if loop.is_enough(step, figures["loss"], settings.patience):
+            if loop.is_enough(step, figures["loss"], looks.patience):
                 loop.total = loop.stage.steps = step
                 break
     loop.restore_best()
     loop.engine.places.clear()
     return_freed_memory()  # of activations: what follows needs blocks of other sizes
+
+
+@contextlib.contextmanager
+def trained(
+    stage: Stage, engine: Engine, batches: Batches[T], objective: Objective[T], epochs: int, settings: Any, **how: Any
+) -> Iterator[TrainingLoop]:
+    """A context in which the engine's module is trained, `epochs` passes over the batches, and its loop still open.
+
+    settings: of the learning rate's schedule. how: as of `train`.
+    """
+    steps = epochs * batches.per_epoch
+    with open_loop(stage, engine, steps) as loop:
+        train(loop, batches, objective, make_schedule(settings, steps), **how)
+        yield loop
+
+
+@torch.no_grad()
+def evaluate_items(engine: Engine, objective: Objective[T], items: Sequence[T], stage: str) -> dict[str, float]:
+    """The objective's figures <stage>/… of items that are not trained on, by the rest of their names; empty without items."""
+    engine.eval()
+    sums = Sums()
+    for group in objective.micro_batches(items, scoring_tokens(engine.module), 0, 1):
+        objective.loss([items[i] for i in group], 1, sums)
+    return {name.removeprefix(f"{stage}/"): value for name, value in sums.reduce().items()}
 
 
 def put(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

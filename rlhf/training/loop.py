@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,12 @@ class TrainingLoop:
         left, unit = self.total - self.first, self.bar.unit
         time_left = format_seconds(left * self.ranks.max(seconds))
         self.stage.say(f"takes about {time_left} for {left:,} {unit}{'s' if left > 1 else ''}, by {measured}")
+
+    def log_held_out(self, figures: Mapping[str, float], split: str = "dev") -> None:
+        """Write and print figures of a split after training."""
+        if figures:
+            self.tracker.log({f"eval/{split}/{name}": value for name, value in figures.items()}, step=self.total)
+            self.stage.say("held out: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
 
     def log(self, step: int, **progressed: int) -> dict[str, float]:
         """Write the metrics summed up since the last line, with speed and memory, and begin new sums."""

@@ -52,10 +52,11 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.data.encoding import Item, Judgement
-    from rlhf.evaluation.scoring import pad_weights, score_items, scoring_batches
+    from rlhf.evaluation.scoring import by_item, pad_weights, scoring_batches
     from rlhf.model.heads import RewardModel
     from rlhf.ops.fast import keep_freed_memory
     from rlhf.ops.ranking import ranking_loss
+    from rlhf.training.batches import put
 
     keep_freed_memory()
     device = torch.device(spec["device"])
@@ -71,8 +72,9 @@ def ours(spec: Spec, turns: Turns) -> None:
     for turn, _ in enumerate(turns):
         batch = [items[(turn * spec["prompts"] + i) % len(items)] for i in range(spec["prompts"])]
         for part in scoring_batches(model, batch, spec["micro"]):
+            inputs = put(model.collate([row for item in part for row in item.rows]), device)
             with autocast:
-                scores = score_items(model, part, device)
+                scores = by_item(part, model(**inputs, calibrated=False))
             loss, _ = ranking_loss(scores, pad_weights(part, device), denominator=len(batch))
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

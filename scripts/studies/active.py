@@ -88,7 +88,7 @@ class Study:
 
     def choose(self, how: str, models: list[Path], chosen: list[int], count: int) -> list[int]:
         """`count` more prompts: of POOL times as many that are not labelled yet, in their order."""
-        from rlhf.evaluation.informative import choose_prompts_by, value_tasks
+        from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
 
         free = [place for place in range(len(self.prompts)) if place not in set(chosen)]
         free = free[: count * (POOL if how != "random" else 1)]

@@ -60,8 +60,8 @@ def over_optimisation(paths: list[Path_]) -> dict[str, Any]:
     return {"gold_lost": mean_interval(lost), "score_gained": mean_interval(gained)}
 
 
-def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[dict[str, float]]]]:
-    """n samples of the SFT model for each prompt of evaluate.split, scored as PPO would; and the parts of their true scores."""
+def draw_candidates_of(config: Any, n: int) -> tuple[list[list[float]], list[list[dict[str, float]]]]:
+    """Scores of n samples of the SFT model for each prompt of evaluate.split, as PPO would use them; and the parts of their true scores."""
     from rlhf.config.precision import inference
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.errors import UserError
@@ -84,7 +84,7 @@ def draw_candidates_of(config: Any, n: int) -> tuple[dict[str, Any], list[list[d
         reward, _ = make_reward(config, tokenizer, device)
         policy = load_frozen(config, folder, device)
         drawn = draw_candidates(config, policy, Asked(records, prompts, tokenizer), n, reward)
-    return drawn, judge_rows(truth, records, drawn["texts"], drawn["ended"])
+    return [scores for _, scores in drawn], judge_rows(truth, records, [answers for answers, _ in drawn])
 
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:
@@ -92,17 +92,17 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     from rlhf.evaluation.best_of import best_of_n_kl, expected_best
 
     settings = [*cell.steps[0][1:], "evaluate.split=dev", "evaluate.prompts=256"]
-    drawn, judged = draw_candidates_of(compose_config(settings), max(BEST_OF))
+    scores, judged = draw_candidates_of(compose_config(settings), max(BEST_OF))
 
     def mean(part: str, n: int) -> float:
-        picked = [expected_best(s, [row[part] for row in j], n) for s, j in zip(drawn["scores"], judged, strict=True)]
+        picked = [expected_best(s, [row[part] for row in j], n) for s, j in zip(scores, judged, strict=True)]
         return sum(picked) / len(picked)
 
     return [
         {
             "n": n,
             "kl": best_of_n_kl(n),
-            "score": sum(expected_best(s, s, n) for s in drawn["scores"]) / len(judged),
+            "score": sum(expected_best(s, s, n) for s in scores) / len(judged),
             "gold": mean("total", n),
         }
         | ({"correct": mean("correct", n)} if "correct" in judged[0][0] else {})

@@ -99,9 +99,9 @@ def main() -> None:
         parser.error("--passages and --samples: want 2 or more of each")
     with ending():
         config = compose_config([*asked.overrides, f"evaluate.prompts={asked.passages}"])
-        drawn, judged = draw_candidates_of(config, asked.samples)
+        scores, judged = draw_candidates_of(config, asked.samples)
         truth = [[parts["total"] for parts in row] for row in judged]
-        rows = table(np.array(drawn["scores"]), np.array(truth), config.evaluate.best_of)
+        rows = table(np.array(scores), np.array(truth), config.evaluate.best_of)
     print_table(HEADS, rows)
 
 

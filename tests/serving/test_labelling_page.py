@@ -33,9 +33,8 @@ def managed(tmp_path):
     """As `site`, of anna and ben, with a manager's page."""
     from rlhf.config import Config
     from rlhf.serving.app import make_app
-    from rlhf.serving.managing import Staff
+    from rlhf.serving.managing import Rounds, Staff
     from rlhf.serving.models import ModelThread
-    from rlhf.serving.rounds import Rounds
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=4)
     thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from rlhf.config.compose import compose_config
 from rlhf.config.stages import SftConfig
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.stages import pretrain, sft
+from rlhf.stages import pretrain
 from rlhf.system.exits import leave
 from rlhf.system.processes import connect, disconnect, is_first, rank
+from rlhf.training import batches
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import deepspeed_settings, import_deepspeed
 from rlhf.training.loop import TrainingLoop
@@ -117,14 +118,14 @@ def measure_loading(folder: str) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     out, *jobs = arguments
     found: list[Any] = []
-    save, train = TrainingLoop.save, pretrain.train
+    save, train = TrainingLoop.save, batches.train
 
     def measured(loop: TrainingLoop, *arguments: Any, **keywords: Any) -> None:
         train(loop, *arguments, **keywords)
         if loop.engine.sharded:
             found[-1] = shares(loop.engine.module, loop.engine)
 
-    pretrain.train = sft.train = measured
+    pretrain.train = batches.train = measured
     for job in jobs:
         if job.startswith("held:"):
             connect(torch.device("cpu"))

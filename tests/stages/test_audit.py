@@ -12,15 +12,17 @@ from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation import attacks
-from rlhf.evaluation.attacks import ATTACKS, Audited, Material
+from rlhf.evaluation import audit as attacks
 from rlhf.evaluation.audit import (
+    ATTACKS,
     BEST_OF,
     CEILING,
     COLLECT,
     GO,
     RULES,
     Audit,
+    Audited,
+    Material,
     decide,
     describe_audit,
 )
@@ -182,7 +184,7 @@ def test_the_documented_rules_are_those_of_the_code():
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
     table = page.split("| if | then |\n", 1)[1].split("\n\n", 1)[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
-    assert rows == [[rule.when, rule.decision] for rule in RULES]
+    assert rows == [[when, decision] for when, decision in RULES.items()]
 
 
 # --- the stage -------------------------------------------------------------------------------------------------------

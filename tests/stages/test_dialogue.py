@@ -53,11 +53,11 @@ def prompts_trained_on(run: Run, stage: str, monkeypatch: pytest.MonkeyPatch) ->
     """The prompts of the items that a stage trains on."""
     taken: dict[str, Any] = {}
 
-    def stop(loop: Any, batches: Any, *_: Any, **__: Any) -> None:
+    def stop(stage: Any, engine: Any, batches: Any, *_: Any, **__: Any) -> None:
         taken["items"] = batches.items
         raise InterruptedError
 
-    monkeypatch.setattr(reward, "train", stop)
+    monkeypatch.setattr(reward, "trained", stop)
     with pytest.raises(InterruptedError):
         run.stage(stage, "overwrite=true")
     return {item.record.prompt[-1].content for item in taken["items"]}

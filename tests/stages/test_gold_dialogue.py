@@ -13,7 +13,7 @@ from rlhf.data.reading import load_prompts
 from rlhf.evaluation.best_of import QUALITIES, Rater
 from rlhf.gold.truth import Requests, make_labelers, says_yes
 from rlhf.ppo.rewards import Episodes
-from rlhf.report.evaluation_tables import make_evaluation
+from rlhf.report.sections import make_evaluation
 from rlhf.runs.run_files import read_jsonl, read_run
 from rlhf.stages.rate import draw_rating_rows, ordered_share, rate_all
 from tests.stages.conftest import Run

@@ -8,7 +8,8 @@ from rlhf.errors import UserError
 from rlhf.ppo import models as ppo_models
 from rlhf.runs.checkpoints import checkpoints
 from rlhf.runs.folders import is_complete
-from rlhf.stages import pretrain, reward, sft
+from rlhf.stages import pretrain, sft
+from rlhf.training import batches
 from rlhf.training.loop import TrainingLoop
 
 EVERY_STEP = "checkpoints.every_seconds=0"
@@ -66,8 +67,8 @@ def test_nothing_that_is_not_finite_is_stepped_on(copy_until, monkeypatch, steps
 
 
 def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
-    train = reward.train
-    monkeypatch.setattr(reward, "train", lambda loop, *a, **k: poison(loop.engine.module) or train(loop, *a, **k))
+    train = batches.train
+    monkeypatch.setattr(batches, "train", lambda loop, *a, **k: poison(loop.engine.module) or train(loop, *a, **k))
     assert_stopped(copy_until("reward"), "reward")
     assert not steps
 

@@ -3,7 +3,7 @@
 import json
 
 from rlhf.evaluation.benchmarks import find_overlap, words_of
-from rlhf.report.evaluation_tables import make_evaluation
+from rlhf.report.sections import make_evaluation
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json
@@ -53,4 +53,4 @@ def test_planted_prompts_are_found_in_the_corpus_of_a_run(gold_run, tmp_path, ca
     assert len(found["near_duplicate_prompts"]) - len(clean["test prompts"]["near_duplicate_prompts"]) <= 5
     assert f"overlap: test prompts: n {found['n']}, " in capsys.readouterr().out
     tables = make_evaluation(read_run(run.folder))["sections"][-1].tables
-    assert tables[0].caption == "Overlap with the pretraining text" and tables[0].rows[0][0] == "test prompts"
+    assert tables[0].caption == "Overlap with the pretraining text: test prompts"

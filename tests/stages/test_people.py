@@ -13,7 +13,7 @@ from rlhf.commands.sample import run as sample
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Message
 from rlhf.errors import UserError
-from rlhf.evaluation.people import people_figures, policy_names
+from rlhf.evaluation.judging import people_figures, policy_names
 from rlhf.evaluation.statistics import interval, prediction_powered, win, win_rate
 from rlhf.gold.corpus import prompt_rows
 from rlhf.gold.truth import DEMONSTRATION_MIX, TASTE, Labeler, answer, judge, make_labelers, pick_style, rank_responses
@@ -169,10 +169,10 @@ def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_pat
     ] == pytest.approx(1 - share)
     [corrected] = found["corrected"]
     assert corrected["people"]["n"] == 20 and corrected["judged"] == len(tasks) - 20
-    from rlhf.report.evaluation_tables import people_tables
+    from rlhf.report.sections import tables_of
 
-    tables = {table.caption: table for table in people_tables(found)}
-    assert "People, all labelers: 20 judgements, agreement –" in tables
-    assert tables["Ratings and flags, all labelers"].columns == ("policy", "rating, 1 to 7", "hallucination")
+    tables = {table.caption: table for table in tables_of("People", found)}
+    assert ["judgements", "20"] in tables["People: all labelers"].rows
+    assert tables["People: all labelers: policies"].columns == ["", "rating", "hallucination"]
     with pytest.raises(UserError, match="no label compares two policies"):
         evaluate(run.config(f"evaluate.labels='{out / 'tasks.jsonl'}'"))

@@ -23,7 +23,7 @@ from rlhf.runs.folders import read_stage
 from rlhf.runs.sources import sample_prompts
 from rlhf.runs.stage import open_stage
 from rlhf.stages import reward
-from rlhf.training.batches import Batches, Objective, shuffled_order
+from rlhf.training.batches import Batches, Objective, shuffled_order, train
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import decay_groups
@@ -132,7 +132,12 @@ def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, mod
     assert split_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
 
 
-def test_loss_of_a_batch_by_hand(tokenizer, model):
+def held_out_loss(config, model, items) -> float:
+    engine = make_engine(config, model, decay_groups(model, config.reward), CPU)
+    return reward.evaluate_items(engine, reward.make_objective(config, engine), items, "reward")["loss"]
+
+
+def test_loss_of_a_batch_by_hand(gold_run, tokenizer, model):
     """Mean over prompts of the mean over a prompt's pairs of -log sigmoid(r_w - r_l)."""
     two = make_ranking("1", "One.", ["Yes.", "No."], [[1], [0]])
     three = make_ranking("2", "Two.", ["Red.", "Blue is good.", "Green"], [[2], [0], [1]])
@@ -140,7 +145,7 @@ def test_loss_of_a_batch_by_hand(tokenizer, model):
 
     a, b = items
     wanted = (nats(model, a, 1, 0) + (nats(model, b, 2, 0) + nats(model, b, 2, 1) + nats(model, b, 0, 1)) / 3) / 2
-    assert reward.evaluate_items(model, items, CPU)["loss"] == pytest.approx(wanted, abs=1e-5)
+    assert held_out_loss(gold_run.config(), model, items) == pytest.approx(wanted, abs=1e-5)
 
 
 @torch.no_grad()
@@ -174,9 +179,10 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
     engine = make_engine(config, model, decay_groups(model, config.reward), CPU)
     drawn = Batches(items["train"], 8, shuffled_order("reward"))  # 64 prompts
+    objective = reward.make_objective(config, engine)
     with open_stage(config, "reward") as stage, open_loop(stage, engine, 3 * 8) as loop:
-        reward.train(loop, drawn, reward.make_objective(config, engine), lambda step: 1.0)
-        after = reward.held_out_figures(loop, engine, items["dev"])
+        train(loop, drawn, objective, lambda step: 1.0)
+        after = reward.evaluate_items(engine, objective, items["dev"], "reward")
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
 

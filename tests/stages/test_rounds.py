@@ -19,7 +19,7 @@ from rlhf.gold.truth import Requests, make_labelers
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
-from rlhf.serving.rounds import compare_rounds
+from rlhf.serving.managing import compare_rounds
 from rlhf.stages.label import choose_prompts, rank_all, responses_wanted
 from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy

@@ -12,7 +12,7 @@ from rlhf.data.reading import load_kind, load_prompts
 from rlhf.data.records import Ranking
 from rlhf.data.storage import to_line
 from rlhf.errors import UserError
-from rlhf.evaluation.informative import value_of, value_tasks
+from rlhf.evaluation.scoring import value_of, value_tasks
 
 
 def sampled(gold_run: Any, out: Path, *more: str) -> list[Ranking]:

@@ -6,9 +6,9 @@ import pytest
 
 from rlhf.data.labelled import Columns, Example
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.labelled_task import columns_of, load_task, make_rows
-from rlhf.report.evaluation_tables import make_evaluation
+from rlhf.evaluation.benchmarks import columns_of, load_task, make_rows
 from rlhf.report.pictures import make_pictures
+from rlhf.report.sections import make_evaluation
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
 from rlhf.system.files import read_json
@@ -75,5 +75,6 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     assert two["accuracy"]["value"] == round(right / 24, 4)
     files = read_run(run.folder)
     assert "In-context learning" in [picture.title for picture in make_pictures([files])]
-    (table,) = make_evaluation(files)["sections"][-1].tables
-    assert [row[:3] for row in table.rows] == [["pretrain", "0", "0"], ["pretrain", "2", f"{two['shown']:g}"]]
+    tables = {table.caption: table for table in make_evaluation(files)["sections"][-1].tables}
+    rows = tables["In-context learning: models: pretrain"].rows
+    assert [row[0] for row in rows] == ["0", "2"] and rows[1][1] == f"{two['shown']:.3f}"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 
+from rlhf.evaluation.policies import Answer
 from rlhf.evaluation.statistics import (
     distinct,
     interval,
@@ -19,6 +20,11 @@ from rlhf.evaluation.statistics import (
 )
 
 
+def answers(texts, lengths):
+    return [[Answer(*one) for one in zip(row, [True] * 9, [[0] * n for n in of], [[]] * 9, strict=False)]
+            for row, of in zip(texts, lengths, strict=True)]  # fmt: skip
+
+
 def test_interval_by_hand():
     # mean 2.5; variance 3 * (2.25 + .25 + .25 + 2.25) / 11 = 1.3636; 1.96 * sqrt(1.3636 / 12) = .6607
     assert interval([1, 2, 3, 4] * 3) == {"value": 2.5, "ci95": [1.8393, 3.1607], "n": 12}
@@ -28,7 +34,7 @@ def test_fewer_than_ten_prompts_have_no_interval():
     assert interval([1, 2, 3] * 3) == {"value": 2.0, "ci95": None, "n": 9} and interval([1, 2] * 5)["ci95"] is not None
     assert show(interval([1, 2, 3] * 3)) == "2.000"
     rows = [["the cat sat"], ["a dog ran"]] * 4
-    few = text_figures(rows, [[3]] * 8, [[-3.0]] * 8)
+    few = text_figures(answers(rows, [[3]] * 8), [[-3.0]] * 8)
     assert all(figure["ci95"] is None for figure in few.values())
     assert length_controlled([[1.0], [0.0], [0.5]] * 3, [[-1.0], [1.0], [0.0]] * 3)["ci95"] is None
 
@@ -124,15 +130,14 @@ def test_a_judge_who_looks_at_length_alone_is_even_at_equal_length():
 
 def test_perplexity_is_over_all_tokens_and_a_prompt_is_the_unit():
     # 2 prompts with 1 response of 2 and 6 tokens: -(-2 - 10) / 8 = 1.5 nats per token
-    figures = text_figures([["a b"], ["a b"]], [[2], [6]], [[-2.0], [-10.0]])
+    figures = text_figures(answers([["a b"], ["a b"]], [[2], [6]]), [[-2.0], [-10.0]])
     assert figures["perplexity"]["value"] == pytest.approx(math.exp(1.5), abs=1e-3)
     assert figures["tokens"]["value"] == 4.0 and figures["words"]["value"] == 2.0
 
 
 def test_repeated_and_different_ngrams_are_counted_over_the_first_responses():
-    figures = text_figures(
-        [["the cat sat", "x"], ["The cat sat", "y"], ["a dog ran", "z"]], [[3, 1]] * 3, [[-3.0, -1.0]] * 3
-    )
+    texts = [["the cat sat", "x"], ["The cat sat", "y"], ["a dog ran", "z"]]
+    figures = text_figures(answers(texts, [[3, 1]] * 3), [[-3.0, -1.0]] * 3)
     assert figures["repeated"]["value"] == pytest.approx(2 / 3, abs=1e-4)
     assert figures["distinct_1"]["value"] == pytest.approx(6 / 9, abs=1e-4)  # the cat sat a dog ran, of 9
     assert figures["distinct_2"]["value"] == pytest.approx(4 / 6, abs=1e-4)

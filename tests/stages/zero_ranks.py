@@ -18,7 +18,7 @@ from rlhf.config.stages import SftConfig
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
-from rlhf.evaluation.scoring import item_encoder, score_items
+from rlhf.evaluation.scoring import by_item, item_encoder
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout
 from rlhf.runs.metric_table import Sums
@@ -26,6 +26,7 @@ from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo, reward
 from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect, gather, is_first, wait_for_all
+from rlhf.training.batches import put
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
 from rlhf.training.optim import decay_groups
@@ -119,7 +120,8 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
         metrics.append(engine.ranks.merge(one_step(engine, batch, objective)).reduce())
     shares = share_held(engine)
     weights = gathered_state(engine.module)
-    scores = score_items(engine.eval(), items[:3], device).tolist()
+    inputs = put(engine.module.collate([row for item in items[:3] for row in item.rows]), device)
+    scores = by_item(items[:3], engine.eval()(**inputs, calibrated=False)).tolist()
     if weights is not None:
         save_file(weights, out / f"{way}-reward.safetensors")
     return {"reward": metrics, "reward_shares": shares, "scores": scores}

@@ -5,13 +5,15 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from rlhf.report.drawing import (
+from rlhf.report.pictures import (
     Mark,
     Picture,
     Series,
     draw_svg,
+    make_figure,
+    make_frontier,
+    make_stage_figures,
 )
-from rlhf.report.pictures import make_figure, make_frontier, make_stage_figures
 from rlhf.runs.metric_table import Chart
 
 
