@@ -1,15 +1,30 @@
 """The schema and the YAML over it: every file composes, every key is documented, every help text runs."""
 
+import json
+import sys
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+import wandb
 import yaml
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+import rlhf
 from rlhf import cli
 from rlhf.config import Config, compose
 from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
 from rlhf.config.setting import settings_in
+from rlhf.errors import UserError
+from rlhf.model.checkpoint import read_checkpoint
+from rlhf.runs.remembered import by_key, recall
+from rlhf.runs.sources import hub_folder
+from rlhf.training.engine import deepspeed_settings
+from rlhf.training.setup import open_tracker
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -92,3 +107,198 @@ def test_every_setting_is_documented(capsys):
     for name in (item.name for item in fields(Config())):
         group = getattr(Config(), name)
         assert not is_dataclass(group) or type(group).__doc__
+
+
+# --- A run remembers its settings ---
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run `rlhf <arguments>` in an empty folder that has a corpus: its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlhf"])
+    rows = [
+        json.dumps({"text": f"The {word} is in the garden, said the {word}. " * 9}) for word in ("cat", "dog", "owl")
+    ]
+    Path("books.jsonl").write_text("\n".join(rows), encoding="utf-8")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = 0
+        try:
+            cli.main(list(arguments))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+FIRST = ("tokenizer", "model=tiny", "run=x", "data.corpus=books.jsonl", "tokenizer.vocab_size=300", "tracking=off")
+
+
+def composed(call, *words: str) -> dict:
+    code, out = call(*words, "--cfg", "job")
+    assert code == 0, out
+    return yaml.safe_load(out)
+
+
+def test_the_second_command_needs_only_what_changes(call):
+    assert call(*FIRST)[0] == 0
+    kept = recall(Path("runs/x"))
+    assert kept == by_key(FIRST[1:2] + FIRST[3:])
+    again = composed(call, "sft", "run=x", "sft.epochs=3")
+    assert again["data"]["corpus"] == "books.jsonl" and again["tokenizer"]["vocab_size"] == 300
+    assert (
+        again["sft"]["epochs"] == 3 and again["model"]["width"] == composed(call, "sft", "model=tiny")["model"]["width"]
+    )
+    assert composed(call, "sft", "run=y")["data"]["corpus"] is None  # another run
+    changed = composed(call, "sft", "run=x", "model=gpt2", "tokenizer.vocab_size=400")
+    assert changed["model"]["n_layer"] == 12 and changed["tokenizer"]["vocab_size"] == 400
+    code, out = call("pretrain", "run=x", "pretrain.tokens=1", "pretrain.global_batch_tokens=7")
+    assert code == 2 and "as run=x was given: model=tiny data.corpus=books.jsonl" in out and "want a multiple" in out
+    assert recall(Path("runs/x")) == kept  # what was refused is not remembered
+
+
+def test_a_setting_for_one_command_is_not_remembered(call):
+    assert call(*FIRST, "overwrite=true")[0] == 0
+    assert "overwrite" not in recall(Path("runs/x")) and "run" not in recall(Path("runs/x"))
+
+
+def test_python_and_the_command_line_remember_for_each_other(call):
+    assert call(*FIRST)[0] == 0
+    run = rlhf.Run("x")
+    assert run.config().tokenizer.vocab_size == 300
+    other = rlhf.Run("z", corpus="books.jsonl", tokenizer_vocab_size=290, tracking_kind="off", model_context_length=64)
+    other.tokenizer()
+    assert composed(call, "pretrain", "run=z")["tokenizer"]["vocab_size"] == 290
+
+
+EVIL = "from pathlib import Path\n\ndef f():\n    Path('ran').touch()\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"plugins": "runs/x/evil.py:f"},
+        {"hydra.searchpath": "[runs/x]", "experiment": "evil"},
+        {"experiment": "../../runs/x/experiment/evil"},
+        {"tracking.project": "'${oc.env:HOME}'"},
+    ],
+)
+def test_a_foreign_runs_settings_run_no_code_and_read_no_secret(call, monkeypatch, settings):
+    """Until the user gives them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    Path("runs/x/experiment").mkdir(parents=True)
+    Path("runs/x/settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    Path("runs/x/evil.py").write_text(EVIL, encoding="utf-8")
+    Path("runs/x/experiment/evil.yaml").write_text("# @package _global_\nplugins: runs/x/evil.py:f\n", encoding="utf-8")
+    key = next(iter(settings))
+    for words in (FIRST, ("pipeline", "run=x")):
+        code, out = call(*words)
+        assert code == 2 and f"rlhf: error: runs/x/settings.json: {key}=" in out.splitlines()[-1], out
+    with pytest.raises(UserError, match="add it to the command"):
+        rlhf.Run("x")
+    assert not Path("ran").exists() and not Path("cache").exists()
+    if key == "plugins":
+        assert call(*FIRST, "plugins=runs/x/evil.py:f")[0] == 0 and Path("ran").exists()
+        assert call(*FIRST, "overwrite=true")[0] == 0
+
+
+def test_what_a_foreign_run_names_and_a_command_does_not_use_is_left_out(call, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/settings.json").write_text(
+        json.dumps({"ppo.rewards": "runs/x/evil.py:f", "sft.epochs": "2"}), encoding="utf-8"
+    )
+    assert call(*FIRST)[0] == 0
+    assert not Path("cache/rlhf/given").exists() and recall(Path("runs/x"))["ppo.rewards"] == "runs/x/evil.py:f"
+    assert call("ppo", "run=x")[0] == 2
+
+
+def test_a_damaged_file_is_one_line_and_stays(call):
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/settings.json").write_text('{"sft.lr": "1e-4",}', encoding="utf-8")
+    code, out = call(*FIRST)
+    assert code == 2 and out.startswith("rlhf: error: runs/x/settings.json: damaged (") and out.count("\n") == 1
+    assert "sft.lr" in Path("runs/x/settings.json").read_text(encoding="utf-8")
+
+
+# --- What is handed to other libraries ---
+
+LABELS = ["tracking.entity=team", "tracking.name=trial", "tracking.group=sweep", "tracking.tags=[one,two]"]
+
+
+def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
+    given: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> None:
+        given.append(options)
+        raise ConnectionError("no more is needed")
+
+    monkeypatch.setattr(wandb, "init", init)
+    for words in ([], LABELS):
+        config = compose_config(["run=x", "tracking=wandb", *words])
+        stage: Any = SimpleNamespace(name="sft", config=config, folder=tmp_path, writes=True, record=lambda status: {})
+        open_tracker(stage).finish()
+    kept = [
+        [options.get(key) for key in ("entity", "name", "group", "tags", "job_type")]
+        for options in (given[0], given[-1])
+    ]
+    assert kept == [[None, "x/sft", "x", None, "sft"], ["team", "trial/sft", "sweep", ["one", "two"], "sft"]]
+
+
+def deepspeed_file(folder: Path, settings: dict[str, Any]) -> list[str]:
+    (folder / "ds.json").write_text(json.dumps(settings))
+    return ["deepspeed=zero3", f"sharding.file={folder}/ds.json"]
+
+
+def test_a_deepspeed_file_is_added_to_ours(tmp_path):
+    more = {
+        "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
+        "wall_clock_breakdown": True,
+    }
+    plain = deepspeed_settings(compose_config(["deepspeed=zero3"]), bfloat16=True)
+    found = deepspeed_settings(
+        compose_config(deepspeed_file(tmp_path, more | {"bf16": {"enabled": True}})), bfloat16=True
+    )
+    wanted = plain | {"wall_clock_breakdown": True}
+    wanted["zero_optimization"] = plain["zero_optimization"] | {"sub_group_size": 1e9}
+    assert found == wanted
+
+
+def test_conflicts_of_a_deepspeed_file_are_named_in_one_line(tmp_path):
+    other = {
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}},
+        "bf16": {"enabled": True},
+        "optimizer": {},
+    }
+    config = compose_config(deepspeed_file(tmp_path, other))
+    with pytest.raises(UserError) as caught:
+        deepspeed_settings(config, bfloat16=False)
+    assert str(caught.value) == (
+        f"sharding.file={tmp_path}/ds.json: zero_optimization.stage (ours: 3), zero_optimization.offload_param (deepspeed=…_offload), "
+        "bf16.enabled (ours: false), optimizer (<stage>.lr): other settings decide this: leave it out"
+    )
+    with pytest.raises(UserError, match="contains no settings: want a JSON object"):
+        deepspeed_settings(compose_config(["deepspeed=zero2", f"sharding.file={tmp_path}/none.json"]), bfloat16=False)
+    with pytest.raises(UserError, match="is for DeepSpeed: set deepspeed=zero1 to zero3"):
+        check_config(compose_config(["sharding.file=ds.json"]), "sft")
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (GatedRepoError, "gated: accept its terms on https://huggingface.co/owner/name, then set HF_TOKEN to a token of that account"),
+        (RepositoryNotFoundError, "if it is private, set HF_TOKEN to a token that may read it"),
+    ],
+)  # fmt: skip
+def test_a_gated_model_and_a_missing_token_are_one_line_that_says_what_to_do(monkeypatch, error, remedy):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error("403", response=httpx.Response(403, request=httpx.Request("GET", "http://hub")))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    for read in (read_checkpoint, lambda name: hub_folder(name, "ppo.rewards")):
+        with pytest.raises(UserError, match=f"{remedy}$") as told:
+            read("owner/name")
+        assert "\n" not in str(told.value)

@@ -1,15 +1,25 @@
 """The documentation names real places: every `name` that links to a file of code is defined there."""
 
 import ast
+import difflib
+import json
 import re
+import runpy
 import shlex
-from pathlib import Path
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rlhf import cli
 from rlhf.commands import pipeline
+from rlhf.config import Config
+from rlhf.config.removed import EQUIVALENTS
+from rlhf.config.setting import settings_in
+from rlhf.runs.metric_table import METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/*.md")])
@@ -125,3 +135,150 @@ def test_the_settings_that_a_page_names_exist(page):
     )
     unknown = {name for name in named - known if name.split(".")[0] in groups and name.split(".")[1] not in files}
     assert page.name == "CHANGELOG.md" or not unknown
+
+
+# --- The documentation as a site ---
+
+SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
+
+
+@pytest.mark.parametrize(
+    ("path", "uri"),
+    [
+        ("README.md", "index.md"),
+        ("docs/ppo.md", "ppo.md"),
+        ("data/README.md", "data/README.md"),
+        ("rlhf/ops/gae.py", "source/rlhf/ops/gae.py.md"),
+        ("rlhf/data/formats", "source/rlhf/data/formats.md"),
+    ],
+)
+def test_every_linked_file_has_a_page(path, uri):
+    assert str(SITE["site_path"](PurePosixPath(path))) == uri
+
+
+def test_every_setting_and_every_metric_is_in_the_reference():
+    pages = SITE["reference_pages"]()
+    for key, one in settings_in(Config).items():
+        assert (
+            f"`{key}` |" in pages["reference/settings.md"]
+            and one.help.replace("|", "\\|").replace("<", "&lt;") in pages["reference/settings.md"]
+        )
+    for metric in METRICS:
+        assert f"`{metric.name}`".replace("<", "&lt;") in pages["reference/metrics.md"]
+
+
+def test_every_page_of_docs_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nplugins:")[0]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(re.findall(r"[\w/]+\.md", text))
+
+
+def test_healthy_ranges_are_of_metrics_that_exist():
+    ranges, pages = SITE["healthy_ranges"](), SITE["reference_pages"]()
+    assert len(ranges) > 8 and ranges.keys() <= {metric.name for metric in METRICS}
+    assert all("[" not in what and what in pages["reference/metrics.md"] for what in ranges.values())
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs():
+    page = SITE["notebook_page"](ROOT / "docs" / "notebooks" / "reading_a_run.ipynb")
+    assert page.startswith("# Reading a run\n") and page.count("```python\n") > 5
+    assert 'src="data:image/png;base64,' in page and "<table" in page and "<pre>" in page and "<style" not in page
+
+
+def test_names_of_files_differ_on_every_disk():
+    docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.*")]
+    names = [
+        *docs,
+        *SITE["api_pages"](),
+        *SITE["reference_pages"](),
+        *(str(SITE["site_path"](PurePosixPath(n))) for n in SITE["PAGES"]),
+    ]
+    assert len({name.casefold() for name in names}) == len(names)
+
+
+def test_no_page_has_more_than_400_lines():
+    long = [
+        str(path) for path in (ROOT / "docs").rglob("*.md") if len(path.read_text(encoding="utf-8").splitlines()) > 400
+    ]
+    assert not long
+
+
+def test_every_module_is_on_a_page_of_the_api():
+    listed = {
+        line[4:] for page in SITE["api_pages"]().values() for line in page.splitlines() if line.startswith("::: ")
+    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "rlhf").rglob("*.py")}
+    assert listed == {name.removesuffix(".__init__") for name in modules if not name.endswith("__main__")}
+
+
+@pytest.mark.long
+def test_the_site_has_no_broken_link(tmp_path):
+    """Half a minute, for the API's pages."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "policy_loss" in (tmp_path / "site" / "api" / "rlhf.ops" / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "source" / "rlhf" / "ops" / "gae.py" / "index.html").is_file()
+
+
+# --- The page for users of TRL and OpenRLHF ---
+
+PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+
+
+def test_every_equivalent_is_a_setting():
+    known = settings_in(Config)
+    for name in EQUIVALENTS.values():
+        assert (name if "." in name or name in known else f"ppo.{name}") in known, name
+
+
+def test_the_page_names_settings_as_the_messages_do():
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| `(\w+)`[^|]*\| `([\w.]+)` \|", PAGE, re.M)
+    assert len(rows) >= 12
+    for trl, openrlhf, ours in rows:
+        for theirs in (trl, openrlhf):
+            assert theirs in ours or EQUIVALENTS.get(theirs, theirs) in (ours, ours.rpartition(".")[2]), (theirs, ours)
+
+
+def test_the_ported_script_has_at_most_20_lines_that_are_not_in_the_other():
+    before, after = (
+        (ROOT / "scripts" / "from_trl" / f"{name}.py").read_text().splitlines() for name in ("before", "after")
+    )
+    added = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
+    assert len(added) <= 20, "\n".join(added)
+
+
+# --- The notebooks of docs/notebooks ---
+
+FOLDER = ROOT / "docs" / "notebooks"
+IN_ORDER = ("gold_world.ipynb", "reading_a_run.ipynb")
+
+
+def cells(name: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads((FOLDER / name).read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_every_notebook_is_listed():
+    assert {path.name for path in FOLDER.glob("*.ipynb")} == set(IN_ORDER)
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_outputs_are_there_and_small(name):
+    whole = json.loads((FOLDER / name).read_text())
+    assert set(whole["metadata"]) == {"kernelspec", "language_info"}
+    for number, cell in enumerate(cells(name), start=1):
+        assert cell["execution_count"] == number and cell["metadata"] == {}
+        assert not [output for output in cell["outputs"] if output["output_type"] == "error"]
+    assert any(cell["outputs"] for cell in cells(name))
+    text = (FOLDER / name).read_text()
+    assert len(text) < 100_000
+    assert not re.findall(r"(?:^|[\s\"'(=])/\w+/\w+", text)  # no absolute path: it would name the machine that ran them
+
+
+@pytest.mark.long
+def test_they_run(tmp_path):
+    execute = runpy.run_path(str(ROOT / "scripts" / "run_notebooks.py"))["execute"]
+    for name in IN_ORDER:
+        execute(name, tmp_path)
+    results = json.loads((tmp_path / "runs/five-minutes/evaluate/results.json").read_text())
+    assert 0 < results["gold"]["win_rate_vs_sft"]["value"] < 1

@@ -1,6 +1,7 @@
 """Files: written whole or not at all, hashed, and read as nothing where they are damaged."""
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -10,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
+from rlhf.runs.checkpoints import (
+    MANIFEST,
+    checkpoint_due,
+    checkpoints,
+    is_whole,
+    latest_checkpoint,
+    save_checkpoint,
+    seal,
+)
 from rlhf.runs.folders import read_record
 from rlhf.system.files import beside, hash_files, held, read_json, replaced, set_aside, sha256_file, share, write_json
 
@@ -123,3 +134,148 @@ def test_weights_have_the_mode_of_the_umask(tmp_path):
         assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
     finally:
         os.umask(before)
+
+
+# --- Checkpoints ---
+
+
+def checkpoint(folder: Path, step: int, content: str = "weights", keep: int = 5) -> Path:
+    def write(path: Path) -> None:
+        (path / "inner").mkdir()
+        (path / "inner" / "model.txt").write_text(content * 100)
+        (path / "state.json").write_text(json.dumps({"step": step}))
+
+    return save_checkpoint(folder, step, write, CheckpointConfig(keep=keep))
+
+
+def test_a_saved_checkpoint_is_whole_and_the_latest(tmp_path):
+    for step in (9, 10, 100):
+        path = checkpoint(tmp_path, step)
+        assert path == tmp_path / f"step-{step}" and is_whole(path)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-9", "step-10", "step-100"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-100"
+    (tmp_path / "other" / "step-x").mkdir(parents=True)
+    (tmp_path / "other" / "step-3").touch()
+    for folder in (tmp_path / "other", tmp_path / "none"):
+        assert checkpoints(folder) == [] and latest_checkpoint(folder) is None
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray((path / "inner" / "model.txt").read_bytes())
+    content[350] ^= 1
+    (path / "inner" / "model.txt").write_bytes(content)
+
+
+DAMAGES = {
+    "a byte changed": change_a_byte,
+    "a file cut": lambda path: os.truncate(path / "inner" / "model.txt", 650),
+    "a file lost": lambda path: (path / "state.json").unlink(),
+    "an empty manifest": lambda path: (path / MANIFEST).write_text('{"files": {}}'),
+    "a torn manifest": lambda path: os.truncate(path / MANIFEST, 20),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, damage):
+    good, bad = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    damage(bad)
+    said: list[str] = []
+    assert not is_whole(bad) and latest_checkpoint(tmp_path, said.append) == good
+    (line,) = said
+    assert line.startswith(f"{bad}: checkpoint is damaged") and "using the previous one" in line
+    damage(good)
+    assert latest_checkpoint(tmp_path, said.append) is None
+
+
+def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
+    good = checkpoint(tmp_path, 1)
+    torn = tmp_path / "step-2"
+    torn.mkdir()
+    (torn / "state.json").write_text("{}")
+    said: list[str] = []
+    assert latest_checkpoint(tmp_path, said.append) == good and said == []
+    seal(torn)
+    assert latest_checkpoint(tmp_path, said.append) == torn
+
+
+def sealed(folder: Path, step: int, figure: float | None, keep: CheckpointConfig) -> None:
+    save_checkpoint(folder, step, lambda path: (path / "x").write_text("x") and None, keep, figure)
+
+
+@pytest.mark.parametrize(
+    ("keep", "figures", "kept"),
+    [
+        (CheckpointConfig(keep=2), [None] * 4, [3, 4]),
+        # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
+        (CheckpointConfig(keep=1, keep_best=2, keep_every=4), [0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], [2, 4, 6, 7]),
+        (CheckpointConfig(keep=1, keep_best=1), [0.5, 0.5, None], [2, 3]),  # of equal figures the later is better
+    ],
+)
+def test_the_newest_the_best_and_every_so_many_steps_stay(tmp_path, keep, figures, kept):
+    for step, figure in enumerate(figures, 1):
+        sealed(tmp_path, step, figure, keep)
+    assert [p.name for p in checkpoints(tmp_path)] == [f"step-{step}" for step in kept]
+
+
+def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys_place(tmp_path):
+    checkpoint(tmp_path, 1)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "half").touch()
+    checkpoint(tmp_path, 3, keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds", "more", "due"),
+    [
+        (5, 599, {}, False), (5, 600, {}, True), (5, 1, {"keep_every": 5}, True), (6, 1, {"keep_every": 5}, False),
+        (1, 119, {"first": True}, False), (1, 121, {"first": True}, True), (1, 121, {}, False),  # the first comes early
+        (1, 6, {"first": True, "every_seconds": 5.0}, True),
+        (1, 601, {"writing": 30.0}, True), (1, 1199, {"writing": 60.0}, False), (1, 1201, {"writing": 60.0}, True),
+        (1, 0.1, {"writing": 60.0, "every_seconds": 0.0}, True),  # asked for after each step
+    ],
+)  # fmt: skip
+def test_when_a_checkpoint_is_due(step, seconds, more, due):
+    """After every_seconds; writing takes at most a twentieth of the time."""
+    settings = CheckpointConfig(**{key: more.pop(key) for key in ("keep_every", "every_seconds") if key in more})
+    assert checkpoint_due(settings, step, seconds, **more) is due
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_path, keep):
+    checkpoint(tmp_path, 10)
+    change_a_byte(checkpoint(tmp_path, 20))
+    (tmp_path / "step-30").mkdir()  # torn
+    assert latest_checkpoint(tmp_path, lambda text: None) == tmp_path / "step-10"
+    checkpoint(tmp_path, 15, keep=keep)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-15"
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-10", "step-15"][-keep:]
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (FULL, UserError, r"step-2: cannot write: No space left on device: free .* resumes"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError, "No space left"),
+        (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), UserError, "No space left"),
+        (None, UserError, "No space left"),
+        (RuntimeError("shapes differ"), RuntimeError, "shapes differ"),
+    ],
+    ids=["python", "torch", "safetensors", "while sealing", "another error"],
+)  # fmt: skip
+def test_a_save_that_fails_keeps_the_checkpoints_before_it(tmp_path, monkeypatch, error, kind, told):
+    before = checkpoint(tmp_path, 1)
+    if error is None:
+        monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+
+    def write(path: Path) -> None:
+        (path / "half").write_text("x")
+        if error is not None:
+            raise error
+
+    with pytest.raises(kind, match=told):
+        save_checkpoint(tmp_path, 2, write, CheckpointConfig(keep=1))
+    assert [*tmp_path.iterdir()] == [before] and is_whole(before)

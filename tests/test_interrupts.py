@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM, SIGHUP: the first asks a loop to end after its step, the second ends the process, the exit code is 130."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -174,3 +175,23 @@ def test_a_terminal_that_is_closed_does_not_keep_a_loop_from_its_checkpoint(tmp_
     os.close(main)
     assert process.wait(timeout=20) != 0
     assert (tmp_path / "step-1").read_text() == "checkpoint"
+
+
+# --- scripts/kill_ranks.py in short ---
+
+
+@pytest.mark.long
+def test_killed_ranks_leave_nothing_and_the_losses_are_the_same(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "kill_ranks.py"),
+        str(tmp_path / "kills"),
+        "only=reward zero2",
+        "kills=4",
+    ]
+    done = subprocess.run(
+        command, timeout=1200, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "kills" / "kills.json").read_text())
+    assert len(found["reward zero2 seed 0"]["kills"]) == 2 and not found["reward zero2 seed 0"]["differences"]

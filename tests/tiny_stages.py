@@ -9,7 +9,7 @@ from rlhf.runs.folders import hash_of, stage_folder
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_json
 
-from .test_checkpoints import checkpoint
+from .test_files import checkpoint
 
 
 def changed(config: Config, **settings: object) -> Config:

@@ -1,9 +1,13 @@
 """Products by oneDNN against torch's, forward and backward, and where they are left to torch."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import rlhf.ops
 from rlhf.cpu import products
 from rlhf.cpu.products import PIECES, onednn_product, product
 
@@ -43,3 +47,23 @@ def test_values_and_gradients_are_torchs(rows, with_bias, monkeypatch):
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-5 * theirs.abs().max().item())
+
+
+# --- What the tests of rlhf/ops test is what training computes ---
+
+
+def test_every_public_function_is_used_by_the_package():
+    """Each name is loaded somewhere in rlhf outside its own definition."""
+    package = Path(rlhf.ops.__file__).parent.parent
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
+    public = {
+        node.name: node
+        for path, tree in trees.items()
+        if path.parent.name == "ops"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
+    inside = {name: {id(child) for child in ast.walk(node)} for name, node in public.items()}
+    names = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    used = {node.id for node in names if id(node) not in inside.get(node.id, ())}
+    assert sorted(set(public) - used) == []

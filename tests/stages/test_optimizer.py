@@ -1,12 +1,21 @@
 """Muon and AdamW as one optimizer: which one trains what, with torch's own two as oracle. Its state across a restart: test_resume.py."""
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from rlhf.config.compose import compose_config
 from rlhf.config.stages import PretrainConfig, WarmupConfig
+from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.training import state as gather
+from rlhf.training.engine import Engine, make_engine
 from rlhf.training.optim import MuonAdamW, make_adamw, make_schedule
+from rlhf.training.setup import choose_device
+from tests.presets import preset
 
 from .conftest import ONE_LABELER, SHORT
 
@@ -97,3 +106,93 @@ def test_every_stage_trains_by_its_own_settings_of_the_optimizer(copy_until, mon
     rates, steps = [rate for _, rate in run.values(stage, "optim/lr")], run.record(stage)["steps"]
     lr = getattr(run.config(), stage).lr
     assert steps >= 3 and rates[-1] == pytest.approx(lr * (1 - 0.5 * (steps - 1) / steps))
+
+
+# --- device=mps ---
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Faulty(nn.Linear):
+    """A layer whose gradients are twice too large, unlike its copy's."""
+
+    def __init__(self, width: int, faulty: bool):
+        super().__init__(width, width)
+        self.faulty = id(self) if faulty else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return Doubled.apply(y) if self.faulty == id(self) else y
+
+
+def engine_of(faulty: bool) -> Engine:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), Faulty(4, faulty))
+    config = compose_config(["device=cpu"])
+    engine = make_engine(config, module, [{"params": list(module.parameters()), "lr": 0.1}], torch.device("cpu"))
+    engine.unchecked = True
+    return engine
+
+
+def test_gradients_that_are_the_cpus_are_accepted_and_left_alone():
+    engine = engine_of(faulty=False)
+    engine(torch.randn(3, 4))
+    assert not engine.unchecked and engine.module.training
+    assert all(p.grad is None for p in engine.module.parameters())
+
+
+def test_a_wrong_gradient_ends_the_stage_before_the_first_step():
+    with pytest.raises(
+        UserError, match=r"device=mps: the gradient of 0.weight and of 3 other weights is not the CPU's"
+    ):
+        engine_of(faulty=True)(torch.randn(3, 4))
+
+
+def test_a_machine_without_one_is_told():
+    with pytest.raises(UserError, match="torch sees no Apple GPU here"):
+        choose_device(compose_config(["device=mps"]))
+
+
+# --- Whole weights of a plain module, and a folder that is read back ---
+
+
+@pytest.fixture
+def model() -> GPTForCausalLM:
+    return GPTForCausalLM(preset("tiny", n_layer=1, vocab_size=64))
+
+
+def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model, monkeypatch):
+    """Only the first process receives it."""
+    state = gather.gathered_state(model)
+    assert "model.embed_tokens.weight" in state and "lm_head.weight" not in state
+    assert sum(t.numel() for t in state.values()) == sum(p.numel() for p in model.parameters())
+    before = state["model.norm.weight"].clone()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(7)
+    assert torch.equal(state["model.norm.weight"], before)
+    monkeypatch.setenv("RANK", "1")
+    assert gather.gathered_state(model) is None
+
+
+def test_the_folder_states_the_type_of_its_weights(model, tmp_path):
+    """As where bfloat16 weights are trained and their float32 masters are saved."""
+    state = gather.gathered_state(model)
+    gather.save_model_checked(model.to(torch.bfloat16), tmp_path, state)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.float32 and loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
+    for wrong, told in (
+        ({"model.norm.weight": state["model.norm.weight"] + 1}, "model.norm.weight differ after reading back"),
+        ({"more": torch.zeros(1)}, "more differ"),
+    ):
+        with pytest.raises(UserError, match=told):
+            gather.check_saved(tmp_path, state | wrong)

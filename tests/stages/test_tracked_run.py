@@ -13,7 +13,7 @@ from rlhf.training.loop import TrainingLoop
 from tests.stages.conftest import SHORT, Run
 from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 
-from ..tracking.test_dashboard import NOT_SHOWN, panel_metrics
+from ..tracking.test_wandb import NOT_SHOWN, panel_metrics
 
 ROOT = Path(__file__).parents[2]
 TRACKED = ("sft", "reward", "ppo", "evaluate")

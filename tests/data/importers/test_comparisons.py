@@ -1,13 +1,27 @@
 """Formats that judge several answers, or one: what each good row becomes, and what is said of each kind of bad one."""
 
+import gzip
+import json
+import time
+
 import pytest
 
+from rlhf.data.formats import FORMATS, BadRow
+from rlhf.data.reading import load_demonstrations
 from tests.data.importers.samples import (
+    ALPACA,
     AXES,
     COMPARISON,
+    DECODED,
     KTO,
     NECTAR,
+    PAIR,
     QA_FEEDBACK,
+    QUESTION,
+    SCORED,
+    SEED,
+    STACK,
+    TRL,
     ULTRAFEEDBACK,
     USER,
     WEBGPT,
@@ -143,3 +157,207 @@ def test_kto_false_is_the_lowest_rating(load):
     [record] = load("kto", {"instruction": "Add.", "input": "1 2", "output": "5", "kto_tag": False})
     assert record.ratings == {"a": 1} and record.metadata == {"kto_tag": False}
     assert turns(record) == [("user", "Add.\n\n1 2")] and texts(record) == ["5"]
+
+
+# --- Formats of pairs ---
+
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
+
+
+def hh(before, chosen, rejected):
+    return {"chosen": f"{before}\n\nAssistant:{chosen}", "rejected": f"{before}\n\nAssistant:{rejected}", "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        (
+            hh(DIALOGUE, " I am Ann", " I am Bob"),
+            [("user", "Hi"), ("assistant", "Yes?\nSay."), ("user", "Who\n\nare you?")],
+            ["I am Ann", "I am Bob"],
+        ),
+        (hh("\n\nHuman: Hi", " Yes", " Yes, sure"), [("user", "Hi")], ["Yes", "Yes, sure"]),
+        # an answer that goes on after a marker of its own
+        (
+            hh("\n\nHuman: Hi", " No.\n\nAssistant: Well, yes", " No."),
+            [("user", "Hi")],
+            ["No.\n\nAssistant: Well, yes", "No."],
+        ),
+        (
+            hh("\n\nHuman: Hi\n\nAssistant: A\n\nAssistant: B\n\nHuman: C", " D", " E"),
+            [("user", "Hi"), ("assistant", "A\n\nB"), ("user", "C")],
+            ["D", "E"],
+        ),
+    ],
+)
+def test_hh(load, row, prompt, answers):
+    [record] = load("hh", row)
+    assert turns(record) == prompt and texts(record) == answers
+    assert record.pair_list() == [(0, 1)] and record.metadata == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("scores", "ranking"), [([1.0, 0.0], [["a"], ["b"]]), ([-2, 3], [["b"], ["a"]]), ([0.5, 0.5], [["a", "b"]])]
+)
+def test_hh_with_scores(load, scores, ranking):
+    [record] = load("hh", SCORED | {"score": scores, "n": 1})
+    assert record.ranking == ranking and texts(record) == ["Go away", "Hello"] and turns(record) == [("user", "Hi")]
+    assert record.metadata == {"score": scores, "n": 1} and record.ratings == {}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers"),
+    [
+        (TRL, [("user", "Hi")], ["Hello", "Go away"]),
+        (
+            {"chosen": "The sky is green.", "rejected": "The sky is grey."},
+            [("user", "The sky is")],
+            ["green.", "grey."],
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [answer("a")], "rejected": [answer("b")]},
+            [("system", "S"), ("user", "Name a colour.")],
+            ["a", "b"],
+        ),
+        (
+            {"chosen": [USER, answer("q"), USER, answer("a")], "rejected": [USER, answer("q"), USER, answer("b")]},
+            [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")],
+            ["a", "b"],
+        ),
+        # a prompt in the form of HH is a dialogue; one that does not end with the marker is text
+        (
+            TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
+            [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")],
+            ["Hello", "Go away"],
+        ),
+        (TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
+    ],
+)
+def test_trl(load, row, prompt, answers):
+    [record] = load("trl", row | {"score_chosen": 3})
+    assert turns(record) == prompt and texts(record) == answers
+    assert record.pair_list() == [(0, 1)] and record.metadata == {"score_chosen": 3}
+
+
+def test_an_implicit_prompt_before_a_run_of_spaces_is_cut_at_once():
+    """With a step that grows with the square of the spaces it takes a minute."""
+    started = time.process_time()
+    with pytest.raises(BadRow, match="share no beginning that could be the prompt"):
+        list(FORMATS["trl"].convert({"chosen": "a" + " " * 500_000, "rejected": "a" + " " * 500_000 + "b"}))
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers", "metadata"),
+    [
+        (PAIR | {"n": 1}, [("user", "Hi")], ["Hello", "No"], {"n": 1}),
+        (STACK, [("user", " Why?\n")], ["So.&nbsp;", "No."], {"qid": 4, "date": "2020"}),
+        (
+            {"system": "S", "question": "Hi", "chosen": "a", "rejected": "b", "id": 3},
+            [("system", "S"), ("user", "Hi")],
+            ["a", "b"],
+            {"id": 3},
+        ),
+        (
+            {"instruction": "Sum up.", "input": "Text.", "chosen": "a", "rejected": "b", "system": ""},
+            [("user", "Sum up.\n\nText.")],
+            ["a", "b"],
+            {},
+        ),
+    ],
+)
+def test_pairs(load, row, prompt, answers, metadata):
+    [record] = load("pairs", row)
+    assert turns(record) == prompt and texts(record) == answers and record.metadata == metadata
+    assert record.ranking == [["a"], ["b"]]
+
+
+# --- Formats that demonstrate or ask ---
+
+
+def test_alpaca(tmp_path):
+    rows = [
+        ALPACA | {"source": "s", "id": 3},
+        {"instruction": " Sum up. ", "input": "A text.", "response": " Short.\n"},
+        {"instruction": "Who?", "context": "Ann came.", "response": "Ann.", "category": "qa"},
+        {"instruction": "解释。", "input": "", "output": "细胞 &lt;b&gt;", "system": "S", "history": [["Hi", "Yes?"]], "id": "z"},
+    ]  # fmt: skip
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(rows).encode()))
+    records, _ = load_demonstrations(path)
+    assert [turns(record) for record in records] == [
+        [("user", "Name a colour.")],
+        [("user", "Sum up.\n\nA text.")],
+        [("user", "Who?\n\nAnn came.")],
+        [("system", "S"), ("user", "Hi"), ("assistant", "Yes?"), ("user", "解释。")],
+    ]
+    assert [record.response for record in records] == ["Blue.", " Short.\n", "Ann.", "细胞 &lt;b&gt;"]
+    assert [record.metadata for record in records] == [{"source": "s", "id": 3}, {}, {"category": "qa"}, {}]
+    assert [record.id for record in records] == ["a.json.gz:1", "a.json.gz:2", "a.json.gz:3", "z"]
+
+
+def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue(load):
+    dialogue = [
+        says("human", "Hi"),
+        says("chatgpt", " A\n"),
+        says("human", "<div>B</div>"),
+        says("gpt", "C &amp; 你好"),
+    ]
+    [record] = load("sharegpt", {"id": "x-1", "conversations": dialogue, "system": "S", "tools": "none"})
+    assert turns(record) == [("system", "S"), ("user", "Hi"), ("assistant", " A\n"), ("user", "<div>B</div>")]
+    assert record.response == "C &amp; 你好" and record.id == "x-1" and record.metadata == {"tools": "none"}
+
+
+def test_a_dialogue_without_an_answer_is_a_prompt(load):
+    [record] = load("sharegpt", {"conversations": [says("system", "S"), says("human", "Hi")]})
+    assert record.kind == "prompt" and turns(record) == [("system", "S"), ("user", "Hi")]
+
+
+def test_messages_with_typed_parts_and_weights(load):
+    parts = [{"type": "text", "value": "Name "}, {"type": "text", "text": "a colour."}]
+    row = {
+        "messages": [
+            {"role": "user", "content": parts, "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "text", "value": "Blue."}], "loss_weight": 1.0},
+            {"role": "user", "content": "Why?", "loss_weight": 0.0},
+            {"role": "assistant", "content": "Ha.", "loss_weight": 0.0},
+        ],
+        "topic": "art",
+    }
+    [record] = load("messages", row)
+    assert turns(record) == [("user", "Name a colour.")] and record.response == "Blue."
+    assert record.prompt[0].model_extra == {"loss_weight": 0.0}
+    assert record.metadata == {
+        "topic": "art",
+        "answer": {"loss_weight": 1.0},
+        "later_turns": [
+            {"role": "user", "content": "Why?", "loss_weight": 0.0},
+            {"role": "assistant", "content": "Ha.", "loss_weight": 0.0},
+        ],
+    }
+
+
+def test_self_instruct_gives_a_demonstration_an_instance(load):
+    both = [{"input": "1 2", "output": "3"}, {"input": "", "output": " 7 ", "note": "odd"}]
+    first, second = load("self_instruct", SEED | {"instances": both})
+    assert turns(first) == [("user", "Add.\n\n1 2")] and first.response == "3" and first.id == "seed_0.0"
+    assert turns(second) == [("user", "Add.")] and second.response == " 7 " and second.id == "seed_0.1"
+    assert first.metadata == {"name": "n"} and second.metadata == {"name": "n", "note": "odd"}
+    [alone] = load("self_instruct", SEED)
+    assert alone.id == "seed_0"
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "prompt", "response", "metadata"),
+    [
+        ("question_answer", QUESTION | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
+        ("decoded", DECODED, "Hi", "Hello", {"decoded": "Hum", "id": 0}),
+        ("trl", {"prompt": "Hi", "completion": "Hello", "n": 1}, "Hi", "Hello", {"n": 1}),
+        ("trl", {"prompt": [USER], "completion": [answer("Yes")]}, "Name a colour.", "Yes", {}),
+        ("trl", {"prompt": "\n\nHuman: Ho\n\nAssistant:", "completion": " Yes"}, "Ho", " Yes", {}),
+    ],
+)
+def test_a_request_and_its_answer(load, format, row, prompt, response, metadata):
+    [record] = load(format, row)
+    assert record.kind == "demonstration" and turns(record) == [("user", prompt)]
+    assert record.response == response and record.metadata == metadata
