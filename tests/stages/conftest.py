@@ -77,7 +77,9 @@ class Run:
 
     def config(self, *more: str) -> Any:
         config = deepcopy(composed(*self.overrides, *more))
-        config.runs_dir, config.run = str(self.runs_dir), self.name
+        for name, value in (("runs_dir", str(self.runs_dir)), ("run", self.name)):
+            if not any(word.startswith(f"{name}=") for word in more):
+                setattr(config, name, value)
         return config
 
     def tokenizer(self, stage: str = "sft") -> Any:
