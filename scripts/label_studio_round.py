@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from rlhf.data.tasks import BETTER, EQUAL, EQUALLY_GOOD, RANK
+from rlhf.commands.sample import BETTER, EQUAL, EQUALLY_GOOD, RANK
 from rlhf.gold.truth import Labeler, make_labelers
 from rlhf.gold.truth import judge as true_parts
 from rlhf.gold.world import task_from_metadata

@@ -1,18 +1,33 @@
-"""`rlhf corpus`: pretraining text cleaned as C4's and GPT-3's was, with the reason of every document that goes."""
+"""`rlhf corpus`: pretraining text cleaned as C4's and GPT-3's was, with the reason of every document that goes: C4's line and page
+rules, exact and near duplicates, a quality classifier, evaluation text.
+"""
 
 import json
+import math
 import os
 import random
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf.config.commands import CorpusConfig
+from rlhf.data.splits import conversation, hash64
 from rlhf.errors import UserError
 from rlhf.system.files import check_replaceable, held, replaced, write_json
 from rlhf.system.terminal import say
 
 KEPT = "kept"
+LINE_ENDS = (".", "!", "?", '"')
+FEATURES = 2**16  # of the classifier: hashed words
+ALPHA = 9  # of the Pareto distribution that keeps some documents of low quality
+GRAM, AROUND = 13, 200  # words of an evaluation n-gram; characters removed on each side of one
+PERMUTATIONS = 128  # of MinHash
+WORD = re.compile(r"\w+")
+SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?:\s|$)")
 
 
 def run(config: CorpusConfig) -> None:
@@ -35,9 +50,7 @@ def run(config: CorpusConfig) -> None:
 def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     """The report: {"documents": {reason: {"documents", "characters"}}, "characters", "written_characters"}."""
     from rlhf.data.corpus import PIECE, cut_text, iterate_documents, read_text
-    from rlhf.data.filtering import Duplicates, Quality, apply_page_rules, cut_grams, evaluation_grams, is_kept
     from rlhf.data.reading import load_prompts
-    from rlhf.data.splits import conversation
 
     words = "" if config.bad_words is None else "".join(read_text(Path(config.bad_words), config.encoding))
     bad_words = frozenset(word.strip().lower() for word in words.splitlines() if word.strip())
@@ -87,3 +100,136 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
         )
     reasons = {name: {"documents": count, "characters": characters[name]} for name, count in documents.most_common()}
     return {"documents": reasons, "characters": characters.total(), "written_characters": written}
+
+
+def apply_page_rules(
+    text: str, bad_words: frozenset[str], least_words: int, least_sentences: int
+) -> tuple[str, str | None]:
+    """The lines of a page that C4's rules keep, and why the page goes, or None.
+
+    A line is kept if it ends in a terminal punctuation mark, has at least `least_words` words and does not contain
+    "javascript". A page goes with a bad word, "lorem ipsum" or a curly bracket, or with fewer than `least_sentences` sentences left.
+    Source: Raffel et al. 2020, section 2.2. Differs: the language is not detected, and repeated spans of three sentences stay.
+    """
+    lower = text.lower()
+    if "lorem ipsum" in lower:
+        return "", "lorem_ipsum"
+    if "{" in text:
+        return "", "curly_bracket"
+    if bad_words and not bad_words.isdisjoint(WORD.findall(lower)):
+        return "", "bad_word"
+    lines = (line.strip() for line in text.splitlines())
+    kept = [
+        line
+        for line in lines
+        if line.endswith(LINE_ENDS) and len(line.split()) >= least_words and "javascript" not in line.lower()
+    ]
+    page = "\n".join(kept)
+    return page, "few_sentences" if len(SENTENCE_END.findall(page)) < least_sentences else None
+
+
+class Duplicates:
+    """Exact duplicates, without case and space, and those whose sets of 5-word shingles have a Jaccard index of about `near` or more.
+
+    Source: Lee et al. 2022, section 4.2 (MinHash); Brown et al. 2020, appendix A (fuzzy deduplication).
+    Raises: UserError if datasketch is not installed.
+    """
+
+    def __init__(self, near: float | None):
+        self.seen: set[int] = set()
+        self.near = near
+        if near is not None:
+            try:
+                import datasketch
+            except ImportError:
+                raise UserError("near: needs datasketch: pip install datasketch, or set near=null") from None
+            self.minhash: Any = datasketch.MinHash
+            self.made: dict[int, Any] = {}
+            self.index = datasketch.MinHashLSH(threshold=near, num_perm=PERMUTATIONS)
+
+    def reason(self, text: str) -> str | None:
+        """ "duplicate", "near_duplicate" or None, if no earlier text is like this one; remembers it."""
+        words = WORD.findall(text.lower())
+        identity = hash64(" ".join(words))
+        if identity in self.seen:
+            return "duplicate"
+        self.seen.add(identity)
+        if self.near is None:
+            return None
+        made = self.minhash(num_perm=PERMUTATIONS)
+        made.update_batch({" ".join(words[i : i + 5]).encode() for i in range(max(1, len(words) - 4))})
+        if any(made.jaccard(self.made[key]) >= self.near for key in self.index.query(made)):
+            return "near_duplicate"
+        self.made[identity] = made
+        self.index.insert(identity, made)
+        return None
+
+
+class Quality:
+    """P(text is of the reference) by logistic regression on hashed word counts; both classes weigh the same.
+
+    Source: Brown et al. 2020, appendix A.
+    """
+
+    def __init__(self, reference: Iterable[str], raw: Iterable[str], decay: float = 1e-3):
+        from scipy.optimize import minimize
+        from scipy.sparse import vstack
+
+        good, bad = ([word_counts(text) for text in texts] for texts in (reference, raw))
+        if not good or not bad:
+            raise UserError("reference: the classifier needs documents of both the reference and the corpus")
+        x = vstack(good + bad).tocsr()
+        y = np.array([1.0] * len(good) + [-1.0] * len(bad))
+        share = np.where(y > 0, 0.5 / len(good), 0.5 / len(bad))
+
+        def loss(w: np.ndarray) -> tuple[float, np.ndarray]:
+            margin = y * (x @ w[:-1] + w[-1])
+            slope = -share * y / (1 + np.exp(np.clip(margin, -500, 500)))
+            gradient = np.append(x.T @ slope + decay * w[:-1], slope.sum())
+            return float(share @ np.logaddexp(0, -margin) + decay / 2 * w[:-1] @ w[:-1]), gradient
+
+        self.w = minimize(loss, np.zeros(FEATURES + 1), jac=True, method="L-BFGS-B").x
+
+    def score(self, text: str) -> float:
+        return float(1 / (1 + np.exp(-np.clip((word_counts(text) @ self.w[:-1])[0] + self.w[-1], -500, 500))))
+
+
+def word_counts(text: str) -> Any:
+    """Hashed counts of words over the root of their squares, a sparse row of FEATURES."""
+    from scipy.sparse import csr_matrix
+
+    places, counts = np.unique([hash64(word) % FEATURES for word in WORD.findall(text.lower())], return_counts=True)
+    values = counts / max(1.0, math.sqrt(float((counts**2).sum())))
+    return csr_matrix((values, (np.zeros(len(places), int), places.astype(int))), shape=(1, FEATURES))
+
+
+def is_kept(score: float, rng: random.Random) -> bool:
+    """Whether a Pareto draw exceeds 1 - score: good documents stay, and some of the others (Brown et al. 2020, appendix A)."""
+    return rng.paretovariate(ALPHA) - 1 > 1 - score  # numpy's pareto begins at 0, Python's at 1
+
+
+def evaluation_grams(texts: Iterable[str]) -> set[tuple[str, ...]]:
+    """The 13-word sequences of evaluation texts, without case and punctuation; texts that are shorter have none."""
+    words = (WORD.findall(text.lower()) for text in texts)
+    return {tuple(row[i : i + GRAM]) for row in words for i in range(len(row) - GRAM + 1)}
+
+
+def cut_grams(text: str, grams: set[tuple[str, ...]]) -> list[str]:
+    """The text without `grams` and the 200 characters on each side of one; pieces of fewer than 200 characters go too.
+
+    Source: Brown et al. 2020, appendix C.
+    """
+    places = [(match.start(), match.end(), match[0].lower()) for match in WORD.finditer(text)]
+    found = [
+        (places[i][0], places[i + GRAM - 1][1])
+        for i in range(len(places) - GRAM + 1)
+        if tuple(word for *_, word in places[i : i + GRAM]) in grams
+    ]
+    if not found:
+        return [text]
+    pieces, begin = [], 0
+    for start, end in found:
+        if start - AROUND > begin:
+            pieces.append(text[begin : start - AROUND])
+        begin = max(begin, end + AROUND)
+    return [piece for piece in map(str.strip, [*pieces, text[begin:]]) if len(piece) >= AROUND]

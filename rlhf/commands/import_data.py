@@ -6,12 +6,13 @@ The rows are read by `data/importer.py`; this module has the folder and the outp
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.system.files import check_replaceable, held, mend, replaced, swap
-from rlhf.system.terminal import say
+from rlhf.system.terminal import one_line, say
 
 
 def run(config: ImportConfig) -> None:
@@ -20,7 +21,6 @@ def run(config: ImportConfig) -> None:
     Raises: UserError if nothing can be read or written, and, after the accepted rows were written under
     `<out>.partial`, if there are more rejects than max_rejects.
     """
-    from rlhf.data.import_report import describe
     from rlhf.data.importer import Importer
     from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
     from rlhf.data.splits import Assignments
@@ -69,3 +69,45 @@ def run(config: ImportConfig) -> None:
 
 def _say(text: str) -> None:
     say(f"import: {text[:4000]}")
+
+
+def describe(report: dict[str, Any]) -> list[str]:
+    """The report as lines for the screen."""
+    from rlhf.data import agreement
+    from rlhf.data.importer import ROW_COUNTS
+    from rlhf.data.splits import SPLITS
+
+    lines = []
+    for file in report["files"]:
+        made = ", ".join(f"{count:,} {kind}" for kind, count in file["records"].items()) or "no record"
+        lines.append(f"{file['file']}: {file['format']} ({file['why']}): {file['counts']['input']:,} rows, {made}")
+    lines.append("rows: " + ", ".join(f"{report['counts'][name]:,} {name}" for name in ROW_COUNTS))
+    records = report["records"]
+    if records:
+        lines.append(f"  {'records':<15}" + "".join(f"{name:>10}" for name in (*SPLITS, "in all")))
+        for kind, by_split in records.items():
+            cells = [by_split[split] for split in SPLITS]
+            lines.append(f"  {kind:<15}" + "".join(f"{count:>10,}" for count in (*cells, sum(cells))))
+    done = [f"{count:,} {name.replace('_', ' ')}" for name, count in report["cleaning"].items() if count]
+    lines += ["cleaning: " + ", ".join(done)] if done else []
+    if "ranking" in records:
+        k = ", ".join(f"{count:,} of {size}" for size, count in report["responses_a_ranking"].items())
+        lines.append(
+            f"rankings: responses {k}; {report['pairs']:,} pairs, {report['ties']:,} ties, "
+            f"{report['unpaired']:,} unpaired; {len(report['labelers']):,} labelers"
+        )
+    for name, figures in report["lengths"].items():
+        if figures:
+            lines.append(
+                f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
+                f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
+            )
+    lines += agreement.describe(report["agreement"]) if "ranking" in records else []
+    for labeler, checks in report["checks"].items():
+        shares = (
+            f"{name} {one['right'] / one['pairs']:.1%} of {one['pairs']:.0f} pairs"
+            for name, one in checks.items()
+            if one["pairs"]
+        )
+        lines.append(f"checks: {one_line(labeler, 24)}: {', '.join(shares)}")
+    return lines

@@ -5,21 +5,27 @@ written at once, without a split, and divided after the last one, since all prom
 messages are in `commands/import_data.py`.
 """
 
+import base64
 import hashlib
+import importlib.metadata
 import json
-from collections.abc import Callable
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
 
+import numpy as np
+
+from rlhf import __version__
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, get, settings_in
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.import_report import ROW_COUNTS, reject_line, summarise, versions
 from rlhf.data.inputs import (
     MAX_RECORD_BYTES,
     ROW_SUFFIXES,
@@ -41,6 +47,8 @@ from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
+KEPT_BYTES = 1 << 20  # of a rejected row
+ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
 _Name = tuple[str, str | None]  # of a record: id and labeler
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 
@@ -319,3 +327,57 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
             "metadata": shared | {"judgements": alone} | ties,
         }
     )
+
+
+# --- the reports: no times and no paths of their own files, so that importing twice writes the same bytes -----------------
+
+
+def summarise(kept: Sequence[Facts]) -> dict[str, Any]:
+    """The figures of the records that are kept."""
+    rankings = [one for one in kept if one.kind == "ranking"]
+    judged = [one.labeler for one in kept if one.kind != "prompt"]
+    sizes = Counter(len(one.response_words) for one in rankings)
+    named = Counter(name for name in judged if name is not None)
+    return {
+        "ties": sum(one.ties for one in rankings),
+        "pairs": sum(one.pairs for one in rankings),
+        "unpaired": sum(one.pairs == 0 for one in rankings),
+        "responses_a_ranking": {str(size): sizes[size] for size in sorted(sizes)},
+        "labelers": dict(sorted(named.items())),
+        "records_without_labeler": judged.count(None),
+        "lengths": {
+            "prompt_words": _quantiles([one.prompt_words for one in kept]),
+            "response_words": _quantiles([words for one in kept for words in one.response_words]),
+        },
+    }
+
+
+def _quantiles(lengths: list[int]) -> dict[str, Any] | None:
+    """Number, mean and quantiles; each quantile is one of the lengths."""
+    if not lengths:
+        return None
+    least, median, p95, most = np.quantile(lengths, (0, 0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
+    mean = round(sum(lengths) / len(lengths), 2)
+    return {"n": len(lengths), "mean": mean, "min": least, "median": median, "p95": p95, "max": most}
+
+
+def versions() -> dict[str, str]:
+    ours = {"rlhf": __version__, "python": platform.python_version()}
+    return ours | {name: importlib.metadata.version(name) for name in ("pydantic", "pyarrow", "datasets")}
+
+
+def reject_line(reject: Reject) -> str:
+    """A line of rejects.jsonl: the place, what is wrong, and the row, cut to KEPT_BYTES."""
+    entry: dict[str, Any] = {name: getattr(reject, name) for name in ("file", "line", "number", "field", "message")}
+    if reject.raw is not None:
+        kept = reject.raw[:KEPT_BYTES]
+        cut = len(kept) < len(reject.raw)
+        try:
+            entry["original"] = kept.decode("utf-8", "ignore" if cut else "strict")
+        except UnicodeDecodeError:
+            entry["base64"] = base64.b64encode(kept).decode("ascii")
+        if cut:
+            entry["bytes"] = len(reject.raw)
+    text = json.dumps(entry, ensure_ascii=False)
+    # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"

@@ -261,6 +261,13 @@ def sum_checks(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     return sums
 
 
+def shown_prompt(prompt: Sequence[Message]) -> str:
+    """A prompt as shown to labelers: the text of a single user turn, else every turn with its role."""
+    if len(prompt) == 1 and prompt[0].role == "user":
+        return prompt[0].content
+    return "\n\n".join(f"{message.role.capitalize()}: {message.content}" for message in prompt)
+
+
 def first_repeat(names: Iterable[str]) -> str | None:
     """The first name that appears twice; None if all are different."""
     seen: set[str] = set()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response
-from rlhf.data.records import PromptRecord
-from rlhf.data.tasks import shown_prompt
+from rlhf.data.records import PromptRecord, shown_prompt
 from rlhf.errors import UserError
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate

@@ -12,8 +12,7 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.data.reading import load_prompts
-from rlhf.data.records import PromptRecord
-from rlhf.data.tasks import shown_prompt
+from rlhf.data.records import PromptRecord, shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf.cli import main
-from rlhf.data.filtering import GRAM, Duplicates, Quality, apply_page_rules, cut_grams, evaluation_grams, is_kept
+from rlhf.commands.corpus import GRAM, Duplicates, Quality, apply_page_rules, cut_grams, evaluation_grams, is_kept
 
 GOOD = "The cat sat on the mat today. It was a very warm day! Was it not so warm outside?"
 

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.config.checks import check_config
-from rlhf.config.compose import compose_config
-from rlhf.data.formats import FORMATS
-from rlhf.data.records import RankedResponse, Ranking
-from rlhf.data.tasks import (
+from rlhf.commands.sample import (
     label_studio_config,
     label_studio_tasks,
     next_step,
     shuffle_responses,
 )
+from rlhf.config.checks import check_config
+from rlhf.config.compose import compose_config
+from rlhf.data.formats import FORMATS
+from rlhf.data.records import RankedResponse, Ranking
 
 FIXTURES = Path(__file__).parent / "fixtures" / "label_studio"
 

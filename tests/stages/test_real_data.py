@@ -7,8 +7,8 @@ import pytest
 
 from rlhf.commands import pipeline
 from rlhf.data.reading import load_prompts
+from rlhf.data.records import shown_prompt
 from rlhf.data.splits import record_split
-from rlhf.data.tasks import shown_prompt
 from rlhf.errors import UserError
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import fractions, need_source

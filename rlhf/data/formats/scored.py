@@ -35,19 +35,17 @@ def _answer(name: str, given: Any, text: str, policy: str, *used: str) -> dict[s
     return {"id": name, "text": require_text(given, text), "policy": given.get(policy), "metadata": more}
 
 
-def _mean_rating(completion: Values) -> float | None:
-    """The mean of a completion's annotations' ratings; "N/A" is none."""
+_SCORES = ("fine-grained_score", "mean of the annotations' ratings", "overall_score")
+
+
+def _score(completion: Values, by: str) -> float | None:
+    """A completion's score of one of _SCORES; a rating "N/A" is none."""
+    if by != _SCORES[1]:
+        return as_number(completion.get(by))
     annotations = (completion.get("annotations") or {}).values()
     listed = [one for aspect in annotations for one in (aspect if isinstance(aspect, list) else [aspect])]
     ratings = [rating for one in listed if (rating := as_number(one.get("Rating"))) is not None]
     return sum(ratings) / len(ratings) if ratings else None
-
-
-_SCORES = {
-    "fine-grained_score": lambda one: as_number(one.get("fine-grained_score")),
-    "mean of the annotations' ratings": _mean_rating,
-    "overall_score": lambda one: as_number(one.get("overall_score")),
-}
 
 
 def from_ultrafeedback(row: Values) -> Made:
@@ -58,7 +56,7 @@ def from_ultrafeedback(row: Values) -> Made:
     """
     completions: Any = row["completions"]
     names = letters(len(completions))
-    ways = {by: {n: score(c) for n, c in zip(names, completions, strict=True)} for by, score in _SCORES.items()}
+    ways = {by: {n: _score(c, by) for n, c in zip(names, completions, strict=True)} for by in _SCORES}
     ranked_by = next((by for by, scores in ways.items() if scores and None not in scores.values()), None)
     if ranked_by is None:
         raise BadRow("completions", "some have no score, want fine-grained_score, ratings or overall_score in each")

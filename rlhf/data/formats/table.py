@@ -43,7 +43,6 @@ from rlhf.data.formats.shapes import (
     response_of,
     with_system,
 )
-from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
@@ -111,16 +110,12 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
     paths = {one.name: tuple(map(str, listed(getattr(columns, one.name)))) for one in fields(columns)}
     mapped = {name: given for name, given in paths.items() if given}
     answers = mapped.get("responses", ())
-    outcomes = [
-        (normal(word), outcome)
+    outcomes = {
+        normal(word): outcome
         for given, outcome in ((words.first, 0), (words.second, 1), (words.tie, TIE))
         for word in listed(given)
-    ]
-    problems = [
-        f"columns.{name} names {twice} twice: want each column once"
-        for name, paths in mapped.items()
-        if (twice := first_repeat(paths)) is not None
-    ]
+    }
+    problems: list[str] = []
     if "prompt" not in mapped:
         problems.append("columns.prompt is not set: want the column with the request")
     for names in (("response", "responses", "ranked"), ("winner", "scores")):
@@ -133,13 +128,11 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
         problems.append("columns.labeler with several columns.winner: want one, since each column is a labeler")
     if outcomes and ("winner" not in mapped or len(answers) > 2):
         problems.append("words.* need columns.winner and two columns.responses")
-    if outcomes and not {0, 1} <= {outcome for _, outcome in outcomes}:
-        problems.append("words.* are not complete: want words.first and words.second, and words.tie if there are ties")
-    if (twice := first_repeat(word for word, _ in outcomes)) is not None:
-        problems.append(f"words: {twice} has two meanings: want each word once")
+    if outcomes and not {0, 1} <= set(outcomes.values()):
+        problems.append("words.* are not complete: want words.first and another words.second, and words.tie for ties")
     if problems:
         raise UserError("format=table: " + "; ".join(problems))
-    return _format(ColumnMap(mapped, dict(outcomes)))
+    return _format(ColumnMap(mapped, outcomes))
 
 
 def _format(columns: "ColumnMap", note: str = "") -> Format:
@@ -166,7 +159,7 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
         where = f"columns.winner={','.join(winners)}: {name}, first {len(rows)} rows"
         return UserError(f"{where}: got {counted(said)}: {say_words(said)}")
 
-    said = [value for row in rows for path in winners if not is_empty(value := value_at(row, path))]
+    said = [value for row in rows for value in columns.said(row).values()]
     positions = {n for value in said if (n := as_number(value)) is not None} if not columns.words else set()
     k = max(columns.k_of(row) for row in rows)
     if positions and not (k in positions and min(positions) >= 0 and max(positions) <= k):
@@ -218,12 +211,14 @@ class ColumnMap:
         return {f"{paths[0]}.{i}": item for i, item in enumerate(items or [])}
 
     def k_of(self, row: Values) -> int:
-        """The number of responses in a row."""
-        paths = self.of("responses")
-        if len(paths) > 1:
-            return len(paths)
-        items = as_json(value_at(row, paths[0]))
-        return len(items) if isinstance(items, list) else 0
+        """The number of responses in a row; 0 if they cannot be read."""
+        with suppress(BadRow):
+            return len(self.cells(row, "responses"))
+        return 0
+
+    def said(self, row: Values) -> dict[str, Any]:
+        """The verdicts of a row by column."""
+        return {path: value for path in self.of("winner") if not is_empty(value := value_at(row, path))}
 
     def convert(self, row: Values) -> Iterator[dict[str, Any]]:
         """The records of one row, several if several labelers judged it. Raises: BadRow, also if nobody judged."""
@@ -271,8 +266,7 @@ class ColumnMap:
             yield {"responses": made, "ranking": ranking, "metadata": {}}
 
     def _judged(self, row: Values) -> Iterator[dict[str, Any]]:
-        winners = self.of("winner")
-        said = {path: value for path in winners if not is_empty(value := value_at(row, path))}
+        winners, said = self.of("winner"), self.said(row)
         if not said:
             raise BadRow(winners[0], f"got nothing, want a verdict: {_NOBODY}")
         cells = self.cells(row, "responses")
@@ -287,12 +281,11 @@ class ColumnMap:
 
     def unread(self, row: Values) -> list[Any]:
         """The verdicts of a row that have no meaning."""
-        said = [(path, value) for path in self.of("winner") if not is_empty(value := value_at(row, path))]
         unread: list[Any] = []
         with suppress(BadRow):  # of the responses
             cells = self.cells(row, "responses")
             texts = [one["text"] for one in _responses(cells)]
-            for path, value in said:
+            for path, value in self.said(row).items():
                 try:
                     self._verdict(value, path, list(cells), texts)
                 except BadRow:

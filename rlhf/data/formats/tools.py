@@ -93,7 +93,7 @@ def task_fields(data: Values) -> Task:
 
 
 def _own_task(data: Values) -> Task:
-    """A task that `rlhf sample` wrote: its keys are those of `tasks.label_studio_tasks`."""
+    """A task that `rlhf sample` wrote: its keys are those of `label_studio_tasks`."""
     if isinstance(data.get("responses"), list):
         texts: dict[Any, Any] = {one["id"]: one["body"] for one in data["responses"]}
         keys = list(texts)
