@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf.commands.launch import import_once, run_processes
 from rlhf.config import Config
 from rlhf.config.commands import SHARED_FLAG
-from rlhf.config.setting import get, listed
+from rlhf.config.setting import get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import show as figure_text
 from rlhf.recipe import ENDS, ROUND_STAGES, STAGES
@@ -36,6 +36,7 @@ from rlhf.runs.folders import (
     scores_by_own,
     stage_folder,
 )
+from rlhf.runs.remembered import text_of
 from rlhf.runs.sources import (
     check_base,
     data_source,
@@ -198,15 +199,14 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     earlier = earlier_run(config)
     if earlier is None:
         return {}
-    fixed = ("run", "rounds", "gold.comparison_prompts", "ppo.episodes", "ppo.policy", "ppo.reference", "reward.audit",
-             "round.keep_rankings")  # fmt: skip
-    others = [o for o in overrides if not o.startswith("parents.") and o.partition("=")[0] not in fixed]
-    parents = asdict(earlier.parents)
-    overrides = [
-        *others,
-        *(f"{key}={get(earlier, key)}" for key in fixed),
-        *(f"parents.{stage}='{parent}'" for stage, parent in parents.items() if parent is not None),
-    ]
+    values = {key: (get(earlier, key), get(config, key)) for key in settings_in(Config)}
+    changed = {
+        key: text_of(stored(now))
+        for key, (now, before) in values.items()
+        if now != before or (key.startswith("parents.") and now is not None)  # parents are found, not only given
+    }
+    others = [o for o in overrides if o.partition("=")[0] not in changed]
+    overrides = [*others, *(f"{key}={text}" for key, text in changed.items())]
     done = ensure_rounds(earlier, overrides)
     say(f"labelling round {earlier.rounds} and its policy: {run_folder(earlier)}")
     stages = [stage for stage in ROUND_STAGES if is_needed(earlier, stage)]

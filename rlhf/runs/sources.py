@@ -292,20 +292,15 @@ def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) 
     if say is not None:
         for file in files:
             say(str(file))
-    records = _limited(config, kind, records, say)
+    if (limit := config.data.limit) is not None:
+        keys = {prompt_key(record.prompt) for record in records}
+        chosen = set(sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())[:limit])
+        records = [record for record in records if prompt_key(record.prompt) in chosen]
+        if say is not None:
+            say(f"data.limit={limit}: {len(chosen):,} of {len(keys):,} prompts of data.{kind}")
     if say is not None:
         say_small_splits(config, kind, records, say)
     return records
-
-
-def _limited(config: Config, kind: str, records: list[Any], say: Say | None) -> list[Any]:
-    if (limit := config.data.limit) is None:
-        return records
-    keys = {prompt_key(record.prompt) for record in records}
-    chosen = set(sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())[:limit])
-    if say is not None:
-        say(f"data.limit={limit}: {len(chosen):,} of {len(keys):,} prompts of data.{kind}")
-    return [record for record in records if prompt_key(record.prompt) in chosen]
 
 
 def say_small_splits(config: Config, kind: str, records: Sequence[Record], say: Say) -> None:

@@ -32,14 +32,9 @@ NOT_COLUMNS = ("tokens", "kl_tokens")  # lists in samples.jsonl, for the report
 class Tracker:
     """Writes one stage's metrics and samples. A context manager; made by `make_tracker`."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        resume_step: int,
-        view: "Callable[[], Background] | None" = None,
-        with_samples: bool = True,
-    ) -> None:
-        """view: starts the service, after the files are open. with_samples: false keeps no generated text."""
+    def __init__(self, folder: Path | None, resume_step: int = 0, with_samples: bool = True) -> None:
+        """with_samples: false keeps no generated text."""
+        self.view: Background | None = None
         self._folder, self._with_samples, self._resume_step = folder, with_samples, resume_step
         self._warned: set[str] = set()
         self._files: dict[str, TextIO] = {}
@@ -50,7 +45,6 @@ class Tracker:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._open(folder / "metrics.jsonl", folder / "samples.jsonl")
-        self._view = view() if view is not None else None
 
     def _open(self, metrics: Path, samples: Path) -> None:
         if self._resume_step == 0:
@@ -76,8 +70,8 @@ class Tracker:
         self._files[name].flush()
 
     def _show(self, call: str, *arguments: Any) -> None:
-        if self._view is not None:
-            self._view.call(call, *arguments)
+        if self.view is not None:
+            self.view.call(call, *arguments)
 
     def log(
         self, metrics: Mapping[str, float], *, step: int, episodes: int | None = None, tokens: int | None = None
@@ -138,7 +132,7 @@ class Tracker:
         """Closes everything; a second call does nothing."""
         for file in self._files.values():
             file.close()
-        view, self._folder, self._view = self._view, None, None
+        view, self._folder, self.view = self.view, None, None
         if view is not None:
             view.finish(failed)
 
@@ -181,15 +175,11 @@ def make_tracker(
     """
     if kind not in get_args(TrackerKind):
         raise UserError(f"tracking: got {kind!r}, want wandb, jsonl or off: set tracking to one of them")
-    if kind == "silent":
-        return Tracker(None, 0)
-
-    def view() -> Background:
-        # a stage may end before W&B has started, so the wait covers both
+    tracker = Tracker(None if kind == "silent" else folder, resume_step, with_samples=kind != "off")
+    if kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
         limit = seconds_allowed("INIT", INIT_SECONDS) + seconds_allowed("FINISH", FINISH_SECONDS) + FINISH_MARGIN
-        return Background(lambda: WandbRun(folder, run, stage, config, project, labels or {}), limit)
-
-    return Tracker(folder, resume_step, view if kind == "wandb" else None, with_samples=kind != "off")
+        tracker.view = Background(lambda: WandbRun(folder, run, stage, config, project, labels or {}), limit)
+    return tracker
 
 
 def tracking_config(record: Mapping[str, Any]) -> dict[str, Any]:
