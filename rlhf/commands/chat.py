@@ -1,6 +1,5 @@
 """`rlhf chat`: talk to a model of a run in the terminal, with its chat template, token by token."""
 
-import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +18,7 @@ def run(config: Config) -> None:
     settings, folder = config.chat, stage_folder(config, config.chat.stage)
     check_output(folder)
     talking = settings.message is None and sys.stdin is not None and sys.stdin.isatty()
-    lines = read_lines(talking) if settings.message is None else iter([settings.message])
-    first = [] if talking else list(itertools.islice(lines, 1))  # refused before a model is loaded if it is not text
+    lines = read_lines(talking) if settings.message is None else iter([as_text(settings.message)])
 
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
@@ -31,7 +29,7 @@ def run(config: Config) -> None:
             say(f"{folder} answers. An empty line starts a new dialogue, Ctrl-D ends.")
         opening = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         dialogue, turn = list(opening), 0
-        for line in itertools.chain(first, lines):
+        for line in lines:
             if not line:
                 dialogue = list(opening)
                 continue

@@ -8,7 +8,6 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -18,13 +17,6 @@ from rlhf.runs.run_files import memory
 from rlhf.runs.stage import has_begun
 from rlhf.system.files import beside, locked, set_aside
 from rlhf.system.terminal import say
-
-
-class Removable(NamedTuple):
-    """A file or folder that nothing reads any more, and why."""
-
-    path: Path
-    why: str
 
 
 def run(config: Config) -> None:
@@ -37,19 +29,19 @@ def run(config: Config) -> None:
         for stage in stages.values():
             locks.enter_context(locked(stage / ".lock", stage, "working on it: wait for it, or end it"))
         found = list(removable(folder, stages))
-        freed = sum(size_of(one.path) for one in found)
-        for one in found:
-            say(f"{memory(size_of(one.path) / 1e6):>9}  {one.path}: {one.why}")
+        freed = sum(size_of(path) for path, _ in found)
+        for path, why in found:
+            say(f"{memory(size_of(path) / 1e6):>9}  {path}: {why}")
             if config.clean.yes:
-                remove(one.path)
+                remove(path)
     kept = size_of(folder) - (0 if config.clean.yes else freed)
     can_go = "is deleted" if config.clean.yes else "can go: add yes=true to delete it" if found else "can go"
     say(f"{memory(freed / 1e6):>9}  {can_go}")
     say(f"{memory(kept / 1e6):>9}  stays: the stages' models, which later stages and export read, curves and reports")
 
 
-def removable(folder: Path, stages: dict[str, Path]) -> Iterator[Removable]:
-    """What can go of a run. A damaged stage keeps everything, since a checkpoint may be all that is left of it."""
+def removable(folder: Path, stages: dict[str, Path]) -> Iterator[tuple[Path, str]]:
+    """What can go of a run, and why. A damaged stage keeps everything, since a checkpoint may be all that is left of it."""
     for name, stage in stages.items():
         try:
             finished = (read_stage(stage) or {}).get("status") == "complete"
@@ -60,18 +52,19 @@ def removable(folder: Path, stages: dict[str, Path]) -> Iterator[Removable]:
             continue
         for path in checkpoints(stage / "checkpoints"):
             if finished:
-                yield Removable(
-                    path, f"kept by checkpoints.keep_best or keep_every; {name} is complete, so nothing resumes from it"
+                yield (
+                    path,
+                    f"kept by checkpoints.keep_best or keep_every; {name} is complete, so nothing resumes from it",
                 )
             elif not is_whole(path):
-                yield Removable(path, "incomplete or damaged, so nothing resumes from it")
+                yield path, "incomplete or damaged, so nothing resumes from it"
         unfinished = [] if has_begun(beside(stage), name) else [beside(stage)]
         left = [*stage.glob(".*.tmp"), *stage.glob("*.jsonl.kept"), set_aside(stage), *unfinished]
         for path in filter(Path.exists, left):
-            yield Removable(path, "a killed process left it behind")
+            yield path, "a killed process left it behind"
     cache, verdicts = folder / "evaluations" / "judge-cache.jsonl", folder / "evaluations" / "judge.json"
     if cache.is_file() and verdicts.is_file():
-        yield Removable(cache, "the judge's replies, which are counted; the same comparison would ask it again")
+        yield cache, "the judge's replies, which are counted; the same comparison would ask it again"
 
 
 def size_of(path: Path) -> int:
