@@ -145,20 +145,6 @@ def test_a_sweep_runs_the_command_for_each_value_and_leaves_no_files(call, runs,
     assert not any(Path.cwd().iterdir())
 
 
-def test_a_sweep_refuses_a_value_that_does_not_fit(call, runs):
-    code, _, err = call("report", "-m", "seed=3,-1")
-    assert (code, err) == (2, "rlhf: error: seed=-1: want 0 to 4294967295\n")
-    assert runs == []  # all jobs are checked before the first one runs
-
-
-def test_jobs_of_a_sweep_that_would_write_one_run_are_refused(call):
-    code, _, err = call("tokenizer", "-m", "seed=1,2", "run=x")
-    assert code == 2
-    assert err == (
-        "rlhf: error: --multirun: several jobs would write run=x: give each a run of its own, such as 'run=x-${seed}'\n"
-    )
-
-
 @pytest.fixture
 def own_files(tmp_path):
     """A user's folder of YAML files: an experiment, a model, a mistake, and a whole configuration."""

@@ -160,11 +160,6 @@ def test_the_second_command_needs_only_what_changes(call):
     assert recall(Path("runs/x")) == kept  # what was refused is not remembered
 
 
-def test_a_setting_for_one_command_is_not_remembered(call):
-    assert call(*FIRST, "overwrite=true")[0] == 0
-    assert "overwrite" not in recall(Path("runs/x")) and "run" not in recall(Path("runs/x"))
-
-
 def test_python_and_the_command_line_remember_for_each_other(call):
     assert call(*FIRST)[0] == 0
     run = rlhf.Run("x")

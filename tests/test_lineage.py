@@ -7,7 +7,6 @@ import yaml
 
 from rlhf.config import Config
 from rlhf.config.compose import compose_config
-from rlhf.config.precision import precision_of
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
@@ -180,11 +179,6 @@ def test_precision_is_part_of_what_models_compute(compose):
         assert (identity_of(half, stage) != identity_of(full, stage)) == (stage in WITH_MODELS)
     reason = misfit(half, "sft", {"settings": identity_of(full, "sft")}, {}, {})
     assert "precision 'float32' -> 'bfloat16'" in str(reason)
-
-
-def test_auto_is_recorded_as_what_it_comes_to(compose):
-    assert precision_of(compose("precision=auto")) == "float32"  # on a CPU
-    assert identity_of(compose("precision=auto"), "sft") == identity_of(compose("precision=float32"), "sft")
 
 
 def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):

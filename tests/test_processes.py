@@ -14,17 +14,11 @@ import rlhf
 from rlhf.commands.launch import environments, run_processes
 from rlhf.errors import UserError
 from rlhf.system import processes
-from rlhf.system.processes import LAUNCHER_VARIABLES, is_first, launch_environment, meet, rank
+from rlhf.system.processes import LAUNCHER_VARIABLES, meet
 
 from .snippet import run_two
 
 HOME = Path(rlhf.__file__).parent
-
-
-def test_a_launch_and_a_process_of_its_own(monkeypatch):
-    for name, value in launch_environment(1, 3, "127.0.0.1", 4567).items():
-        monkeypatch.setenv(name, value)
-    assert (rank(), is_first()) == (1, False)
 
 
 # --- two processes -------------------------------------------------------------------------------------------------

@@ -185,11 +185,3 @@ def test_the_byte_pair_example_of_the_textbooks():
     learned = {token for token, number in tokenizer.get_vocab().items() if number >= 256 + 6}
     assert len(learned) == 10 and {"es", "est", "lo", "low", "new", "newest", "widest"} <= learned
     assert tokenizer.tokenize("lowest") == ["low", "est"], "which it has not seen"
-
-
-def test_digits_are_single_tokens_if_wanted():
-    text = ["In 2024 and 2024 and 2024 they paid 2024."] * 20
-    together, single = (train_tokenizer(text, 300, context_length=8, single_digits=choice) for choice in (False, True))
-    assert "Ġ2024" in together.get_vocab() and single.tokenize("2024") == list("2024")
-    assert not any(sum(c.isdigit() for c in token) > 1 for token in single.get_vocab())
-    assert single.backend_tokenizer.decode(encode_text(single, text[0])) == text[0]

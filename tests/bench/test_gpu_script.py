@@ -37,31 +37,6 @@ def test_the_parts_are_listed():
     assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == PARTS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "usage: "),
-        (("decod",), "decod: no such part"),
-        (("sentiment",), "sentiment: CHECKPOINT or CORPUS is not set"),
-        (("dialogue",), "dialogue: CHECKPOINT, COMPARISONS, DEMONSTRATIONS or JUDGE is not set"),
-        (("list", "--outt", "x"), "--outt: not an option"),
-        (("list", "--out"), "--out: want a folder"),
-    ],
-)
-def test_mistakes_end_in_one_line_and_code_2(arguments, told):
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stderr.startswith(told) and not done.stdout
-
-
-def test_a_part_that_the_kernel_kills_does_not_end_the_rest(tmp_path):
-    killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\nkill -9 $$\n", encoding="utf-8")
-    killed.chmod(0o755)
-    done = run("all", "--out", str(tmp_path / "out"), PYTHON=str(killed))
-    failed = [line.split()[1].rstrip(":") for line in done.stderr.splitlines() if ": failed or ran past" in line]
-    assert done.returncode == 1 and failed == ["tests", "pretrain", "decode", "ppo", "ppo13", "chat13"]
-
-
 @pytest.mark.long
 def test_decoding_writes_its_figures(tmp_path):
     done = run("decode", "--out", str(tmp_path), ONLY="ours")

@@ -112,14 +112,3 @@ def test_by_labeler_by_hand():
     assert {name: row["agreement"] for name, row in table.items()} == pytest.approx(agreements)
     assert [table[name]["tie_rate"] for name in ("one", "two", "three")] == [1 / 5, 0.0, 1 / 3]
     assert [table[name]["seconds"] for name in ("one", "two", "three")] == [30.0, 20.0, None]
-
-
-def test_a_labeler_who_judged_an_item_three_times_counts_once():
-    said = ["x>y", "y>x", "x>y"]
-    records = [judged("p", order, "one", ratings={"a": r}) for order, r in zip(said, (3, 4, 5), strict=True)]
-    assert agreement_report(records)["items_shared"] == 0
-    report = agreement_report([*records, judged("p", "x>y", "two", ratings={"a": 4})])
-    assert (report["pairwise"]["value"], report["pairwise"]["pairs"]) == (1.0, 1)
-    assert report["krippendorff_alpha"] == {"value": 1.0, "pairs": 1}
-    assert report["krippendorff_alpha_ratings"] == {"value": None, "responses": 1}  # 4 and 4: no variance
-    assert report["by_labeler"]["one"]["items"] == 1

@@ -17,7 +17,6 @@ from rlhf.gold import world
 from rlhf.gold.corpus import (
     Cut,
     demonstration_rows,
-    divide,
     documents,
     make_passages,
     prompt_rows,
@@ -107,14 +106,6 @@ def text(count: int) -> str:
     return "\n\n".join("  ".join(rng.choice(words) for _ in range(12)) + f"\n{i}." for i in range(count))
 
 
-def test_a_passage_is_cut_after_a_word_and_continues_with_the_space():
-    whole = "One two, three four five six seven eight."
-    for seed in range(8):
-        prompt, continuation = divide(whole, CUT, word_ends(whole), random.Random(seed))
-        assert whole.startswith(prompt + continuation) and continuation.startswith(" ") and not prompt.endswith(" ")
-        assert 4 <= len(word_ends(prompt)) <= 6 and len(word_ends(continuation)) == 3
-
-
 def test_splits_are_disjoint_and_stay_when_another_one_grows():
     few, many = (
         list(make_passages([text(60)], {"test": 5, "dev": 3, "train": n}, CUT, word_ends, seed=0)) for n in (10, 40)
@@ -160,17 +151,6 @@ def test_splits_share_no_core_and_greetings_do_not_move_one():
     held_out = [make_task(rng, split="dev", seed=1) for _ in range(50)]
     greeted = [task for task in held_out if task.prompt != task.core]
     assert greeted and all(split_of(task.core, 1, SPLITS) == "dev" for task in greeted)
-
-
-def test_words_belong_to_one_category():
-    # A word in two categories would make a right answer of one a wrong one of the other.
-    groups = [
-        world.PEOPLE, world.COLOURS, world.THINGS, world.CITIES, world.COUNTRIES, world.ANIMALS,
-        world.SOUNDS, world.FRUITS, world.VEGETABLES, world.PLACES, world.TREATS,
-        [*world.PAST, *world.PAST.values()],
-    ]  # fmt: skip
-    words = [word for group in groups for word in group]
-    assert [word for word, count in Counter(words).items() if count > 1] == []
 
 
 # --- Conversations ---

@@ -1,7 +1,6 @@
 """Text classifiers of many architectures as reward models: what they read, that they learn, and what they carry."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.model.classifier import TextEncoder, TextRewardModel, load_reward_model, render_prompt
 from rlhf.model.interface import score
-from rlhf.ops.ranking import pair_weights, ranking_loss
 
 from .classifiers import ARCHITECTURES, make_tokenizer, save_classifier, score_texts
 
@@ -67,41 +65,6 @@ def test_scores_in_bfloat16_are_not_rounded(model):
     with torch.autocast("cpu", torch.bfloat16):
         found = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert (found - exact).abs().max() < 0.05
-
-
-@pytest.mark.parametrize("model", ["bert", "gpt2"], indirect=True)  # text pairs, plain text
-def test_learns_which_answer_is_better_in_a_few_steps(model):
-    """ "good" beats "bad" whatever is around it: 40 steps on 8 prompts per batch, then unseen prompts."""
-    rng = random.Random(0)
-    fillers = ["red", "white", "black", "blue", "snow", "coal", "dog", "cat"]
-
-    def batch(count: int) -> tuple[list, torch.Tensor]:
-        rows, ranks = [], []
-        for _ in range(count):
-            prompt = user(" ".join(rng.choices(fillers, k=rng.randint(1, 6))) + " ?")
-            words = rng.sample([["good", 0], ["bad", 2], [rng.choice(fillers), 1]], 3)
-            rows += [model.encode(prompt, f"{rng.choice(fillers)} {word} {rng.choice(fillers)}") for word, _ in words]
-            ranks.append([rank for _, rank in words])
-        return rows, pair_weights(torch.tensor(ranks))
-
-    test_rows, test_weights = batch(40)
-
-    def measure() -> tuple[float, float]:
-        figures = ranking_loss(score(model, test_rows).view(-1, 3), test_weights)[1]
-        return figures["loss"].item(), figures["accuracy"].item()
-
-    before, _ = measure()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    model.train()
-    for _ in range(40):
-        rows, weights = batch(8)
-        loss, _ = ranking_loss(model(**model.collate(rows)).view(-1, 3), weights)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    after, accuracy = measure()
-    assert after < before - 0.2 and accuracy > 0.85, f"loss {before:.3f} to {after:.3f}, accuracy {accuracy:.3f}"
 
 
 def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path):

@@ -179,6 +179,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special, chat_template="{{ messages }}")
 
 
+@pytest.mark.long  # a process that imports the libraries; quickly: test_there_and_back and tests/stages/test_export.py
 @torch.no_grad()
 def test_exported_folders_load(tokenizer, tmp_path):
     kinds = {**OURS, "rlhf": {**LLAMA_KIND, "block": "post"}}

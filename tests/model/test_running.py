@@ -64,35 +64,3 @@ def test_packed_weights_and_hundreds_of_sequences(monkeypatch):
     with packed(model, 13):
         assert drawn_by_batch(model, asked, 13, 0.8) == expected
     assert sample(model, asked, **settings, batch_size=7).responses == expected
-
-
-def test_in_bfloat16_the_log_probs_are_those_of_a_row_alone_and_of_a_whole_forward():
-    model = make("llama")
-
-    def drawn(asked: list[tuple[int, list[int]]]) -> list[Response]:
-        responses = [Response(p, Choice(), 5, i, 8, frozenset()) for i, p in asked]
-        batch = RunningBatch(model, 4)
-        batch.advance(responses)
-        for _ in range(7):
-            batch.advance()
-        return responses
-
-    asked = list(enumerate(prompts(4)))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        made, alone = drawn(asked), [drawn([one])[0] for one in asked]
-        hidden = [model.model(torch.tensor([one.prompt + one.tokens[:-1]])).last_hidden_state[0] for one in made]
-    # This seed has no rounding flip. A product of 4 rows and one of a single row sum in different orders, so in bfloat16 a value can
-    # be rounded to different neighbours. With seed 3 this happens once: the hidden states of the fourth row are bit-equal up to its
-    # sixth token; then one of 64 values of the first layer's output projection is 0.648438 in the batch and 0.644531 alone, the
-    # logits differ by up to 0.03, a different token is drawn, and so the rest of the text differs, its log-probs by up to 2.2 nats.
-    assert [one.tokens for one in made] == [one.tokens for one in alone]
-    for one, by_itself in zip(made, alone, strict=True):  # the same roundings to bfloat16
-        assert one.logprobs == pytest.approx(by_itself.logprobs, abs=1e-5)
-    weight = model.lm_head.weight.detach().bfloat16().float()
-    errors = []
-    for one, rows in zip(made, hidden, strict=True):
-        logits = rows[len(one.prompt) - 1 :].bfloat16().float() @ weight.t()  # not rounded, as the sampler's
-        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]
-        errors.append((torch.tensor(one.logprobs) - expected).abs())
-    # hidden states of 8 bits: over seeds the mean of 32 tokens is 0.010 to 0.018, one token's error up to 0.07
-    assert torch.cat(errors).mean() < 0.025

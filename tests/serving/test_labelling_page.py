@@ -120,33 +120,6 @@ def test_a_task_is_ranked_by_buttons_or_is_beyond_judging(visit, site):
     assert SECRETS["anna"] not in page.url
 
 
-def test_a_chip_is_dragged_between_others_into_a_tie_and_out_of_the_ranking(visit):
-    page = visit("anna")
-    task_of(page)
-    numbers = {page.locator(".chip").nth(i).get_attribute("data-id"): i + 1 for i in range(3)}
-
-    def shown():
-        return [chip.get_attribute("data-id") for chip in page.locator(RANKED).all()]
-
-    def move(name, onto):
-        box = onto.bounding_box()
-        drag(page, page.locator(f"#rank .chip[data-id={name}]"), box["x"] + 2, box["y"] + 5, False)
-
-    for name in "ab":
-        page.keyboard.press(str(numbers[name]))
-    move("c", page.locator(".chip[data-id=b]"))
-    assert shown() == ["a", "c", "b"]
-    page.keyboard.press("Backspace")
-    page.keyboard.press(f"Shift+Digit{numbers['b']}")  # b ties with c
-    move("a", page.locator(".chip[data-id=c]"))
-    assert (
-        sorted(shown()) == ["a", "b", "c"] and page.locator(".card.placed .place").all_inner_texts() == ["1 (tie)"] * 3
-    )
-    box = page.locator("#rank .divider").bounding_box()
-    drag(page, page.locator(".chip[data-id=c]"), box["x"] + box["width"] + 30, box["y"] + 5, False)
-    assert sorted(shown()) == ["a", "b"] and page.locator(".card.placed").count() == 2
-
-
 def test_a_tab_belongs_to_one_labeler(visit, site):
     """Two links in one browser: each tab saves under its own name, and a tab whose session has gone saves nothing."""
     anna = visit("anna")
@@ -191,21 +164,6 @@ def test_texts_show_code_and_bold_words_and_run_nothing(visit, site):
     assert card.locator("strong").all_inner_texts() == ["this"] and card.locator("code").all_inner_texts() == ["x < y"]
     assert card.locator("pre").inner_text().strip() == "if x:\n  <b>y</b>" and card.locator("b, img").count() == 0
     assert "2 ** 3 ** 4" in card.inner_text()
-
-
-def test_words_that_another_response_does_not_have_are_marked(visit, site):
-    for response, text in zip(site[1].tasks["t0"].responses, ("the red cat sat", "the cat sat down", ""), strict=True):
-        response.text = text
-    page = visit("anna")
-    task_of(page)
-    page.locator("#rank .card[data-id=b] .text").click()
-    page.keyboard.press("d")
-    marks = {name: page.locator(f"#rank .card[data-id={name}] mark").all_inner_texts() for name in "abc"}
-    assert marks == {"a": ["red"], "b": [], "c": []}
-    page.locator("#rank .card[data-id=a]").get_by_text("Differences").click()
-    assert page.locator("#rank .card[data-id=b] mark").all_inner_texts() == ["down"]
-    page.keyboard.press("d")
-    assert page.locator("#rank mark").count() == 0 and "the red cat sat" in page.locator("#rank .cards").inner_text()
 
 
 def test_nothing_is_lost_silently(visit, site):

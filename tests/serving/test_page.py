@@ -81,22 +81,3 @@ def test_a_dialogue_is_written_ranked_and_saved_as_a_demonstration(visit, site, 
     page.get_by_text("Who wrote what").wait_for()
     judged = last(site)
     assert judged["kind"] == "ranking" and len(judged["ranking"]) == 4 and len(judged["prompt"]) == 3
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "dark"), (390, "light")])
-def test_a_comparison_is_blind_until_it_is_judged(visit, site, width, scheme):
-    page = visit("anna", width, scheme)
-    page.get_by_role("tab", name="Compare").click()
-    page.locator("#compare textarea").fill("what is red ?")
-    page.get_by_role("button", name="Ask all").click()
-    page.locator("#compare .card").first.wait_for()
-    assert "gold/" not in page.locator("#compare .cards").inner_text()
-    page.locator("#compare .put").nth(0).click()
-    page.locator("#compare .put").nth(1).click()
-    page.get_by_role("button", name="Save the judgement").click()
-    page.get_by_text("Who wrote what").wait_for()
-    assert "gold/" in page.locator("#compare").inner_text()
-    page.get_by_role("button", name="Ask all").click()
-    page.get_by_role("button", name="All are bad").click()
-    page.get_by_text("Who wrote what").wait_for()
-    assert last(site)["metadata"]["all_bad"] and len(last(site)["ranking"]) == 1

@@ -12,7 +12,6 @@ from rlhf.data.labelled import Columns, Example, classes_of, divide, encode_exam
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import classification, wilson
-from rlhf.gold.labelled import TASKS, labelled_rows
 from rlhf.model.heads import LabelModel, transfer
 from rlhf.report.page import make_page
 from rlhf.runs.folders import read_stage
@@ -191,22 +190,6 @@ def test_a_resumed_run_equals_an_undisturbed_one(gold_run, tmp_path):
 
 
 # --- the gold tasks, and figures -----------------------------------------------------------------------------------
-
-
-def test_the_truth_of_the_gold_tasks():
-    for row in labelled_rows("entailment", 3, 200):
-        assert (row["label"] == "yes") == (row["second"] in row["text"])
-    for row in labelled_rows("choice", 3, 100):
-        said = row[row["label"]]
-        assert said in row["text"] and sum(row[name] in row["text"] for name in "abcd") == 1
-    for row in labelled_rows("similarity", 3, 100):
-        last = [row[name].rstrip("?.").split()[-1] for name in ("text", "second")]
-        assert row["text"] != row["second"] and (row["label"] == "no" or len(last) == 2)
-        if row["label"] == "yes" and "capital" in row["text"]:
-            assert last[0] == last[1]
-    for name in TASKS:
-        rows = list(labelled_rows(name, 3, 100))
-        assert rows == list(labelled_rows(name, 3, 100)) != list(labelled_rows(name, 4, 100))
 
 
 def test_a_text_is_either_trained_on_or_held_out():

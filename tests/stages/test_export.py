@@ -2,7 +2,6 @@
 
 import json
 import resource
-import shlex
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from transformers import (
 )
 
 from rlhf.cli import main
-from rlhf.commands.export import run, use_lines
+from rlhf.commands.export import run
 from rlhf.config.checks import check_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.tokenizer import load_tokenizer
@@ -113,15 +112,6 @@ def test_the_card_of_an_adopted_model_names_it_and_its_licence(copy_until, tmp_p
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path) not in card and "base_model" not in card and "- mine.gguf, revision abc" in card
     assert 'data.demonstrations=["mine.csv", "owner/name"]' in card and 'ppo.rewards="mine.gguf:score"' in card
-
-
-def test_the_line_for_transformers_works(exported, capfd):
-    [line] = [line for line in use_lines(exported["ppo"], "ppo", []) if line.startswith("transformers: ")]
-    assert use_lines(exported["ppo"], "reward", []) == []
-    code = shlex.split(line.removeprefix("transformers: "))
-    assert code[:2] == ["python", "-c"]
-    exec(code[2], {})
-    assert capfd.readouterr().out.strip()
 
 
 @pytest.mark.parametrize(("stage", "file"), [("ppo", "weights"), ("ppo", "tokenizer"), ("reward", "weights")])

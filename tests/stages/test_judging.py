@@ -150,13 +150,6 @@ def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
     assert not (tmp_path / "cache.jsonl").exists()
 
 
-@pytest.mark.parametrize(("code", "message"), [(401, "the key is refused"), (404, "no such endpoint or model")])
-def test_wrong_settings_stop_at_once(server, tmp_path, code, message):
-    server.trouble = [code]
-    with pytest.raises(UserError, match=message):
-        client(server, tmp_path).ask(MESSAGES)
-
-
 def test_a_key_is_neither_missing_nor_sent_in_the_clear(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(UserError, match="JUDGE_KEY: this environment variable is not set"):

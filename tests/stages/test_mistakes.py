@@ -62,13 +62,6 @@ def test_a_run_that_has_nothing_yet(refused, tmp_path, command, settings, told):
     assert told in refused(command, *plain(tmp_path, *settings))
 
 
-def test_a_corpus_that_cannot_be_read(refused, tmp_path, folder):
-    (folder / "torn.jsonl").write_text('{"text": "good"}\n{"text": "bro')
-    assert "torn.jsonl:2" in refused("tokenizer", *plain(tmp_path, f"data.corpus={folder / 'torn.jsonl'}"))
-    data = [f"data.{kind}={folder / 'missing.txt'}" for kind in ("corpus", "demonstrations", "comparisons")]
-    assert "missing.txt" in refused("pipeline", *plain(tmp_path, *data))
-
-
 BAD_DEMONSTRATIONS = [
     ('{"question": "Hello", "reply": "Hi"}', "mine.jsonl: no format recognised"),
     ('{"kind": "demonstration", "id": "1", "prompt": "Hello"}', "mine.jsonl:1"),

@@ -147,13 +147,6 @@ def test_every_parent_may_be_another_runs(gold_run, capsys):
     assert read_stage(again.stage("reward"))["hash"] == read_stage(gold_run.folder / "reward")["hash"]
 
 
-def test_a_pretrained_model_with_another_tokenizer_is_refused(copy_until):
-    run = copy_until("sft")
-    run.stage("tokenizer", "tokenizer.vocab_size=500", "overwrite=true")
-    with pytest.raises(UserError, match=r"pretrain.*its tokenizer or chat template is not that of this run"):
-        run.stage("sft")
-
-
 def test_a_damaged_model_is_noticed(whole, monkeypatch):
     """Cut short, with one bit changed, and missing."""
     path = whole.folder / "sft" / "model" / "model.safetensors"

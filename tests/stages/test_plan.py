@@ -30,14 +30,6 @@ def test_the_table_shows_what_the_plan_holds(capsys, tmp_path):
     assert out.splitlines()[-2].startswith("fits: " if plan["fits"] else "does not fit: ")
 
 
-def test_the_verdict_is_one_line_that_names_what_would_do(capsys):
-    fits = run(capsys, "model=gpt2").splitlines()[-1]
-    assert fits.startswith("fits: of all stages ppo update needs ") and fits.endswith("the fewest GPUs that do: 1")
-    tight = run(capsys, "model=gpt3-xl", "gpus=2", "gpu_memory_gb=40").splitlines()[-1]
-    assert tight.startswith("does not fit: ") and "; try " in tight
-    assert "a smaller model" in run(capsys, "model=gpt3-175b", "gpu_memory_gb=0.1").splitlines()[-1]
-
-
 def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
     path = tmp_path / "a" / "mine.json"
     with pytest.raises(UserError, match=r"there is no folder .*/a: create it"):

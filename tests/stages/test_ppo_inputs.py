@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.errors import UserError
 from rlhf.ops.gae import gae
 from rlhf.ops.kl import AdaptiveKL
 from rlhf.ops.masked import whiten
-from rlhf.ppo.experience import Experience, Rollout, by_ranking, load_ppo_prompts
+from rlhf.ppo.experience import Experience, Rollout
 from rlhf.ppo.rewards import ModelReward
-from rlhf.runs.sources import hash_sources
 from rlhf.stages import ppo
 
 from .ppo_trainer import open_trainer, restored
@@ -52,23 +50,6 @@ def test_held_out_prompts_are_of_the_dev_split_and_train_nothing(trainer):
     assert {record.metadata["split"] for record in held_out} == {"dev"}
     assert {record.metadata["split"] for record in trained} == {"train"}
     assert not {record.prompt[-1].content for record in held_out} & {record.prompt[-1].content for record in trained}
-
-
-def test_prompts_are_those_that_are_ranked_or_are_not(gold_run, trainer):
-    """All prompts of the small world, the 80 (fewer if all samples were alike) that were ranked, and the others."""
-    records, named = {}, {}
-    for kind in ("all", "ranked", "unranked"):
-        found, _ = load_ppo_prompts(gold_run.config(f"ppo.prompts={kind}"), trainer.tokenizer, trainer.stage.say)
-        records[kind] = [record for record, _ in found]
-        named[kind] = {record.id for record in records[kind]}
-    ranked = {ranking.id.rpartition("-labeler")[0].removeprefix("r-") for ranking in gold_run.comparisons()}
-    assert named["ranked"] == {name for name in ranked if "train" in name} and len(named["ranked"]) > 60
-    assert named["unranked"] == named["all"] - named["ranked"] and len(named["all"]) == 200
-    config = gold_run.config("ppo.prompts=unranked")
-    with pytest.raises(UserError, match=r"^ppo\.prompts=unranked: none of the \d+ prompts .* is unranked: add prompts"):
-        by_ranking(config, records["ranked"])
-    label = gold_run.record("label")["hash"]
-    assert hash_sources(config, "ppo") == {"label": label} and hash_sources(gold_run.config(), "ppo") == {}
 
 
 def test_another_update_draws_other_samples(trainer, optimized, monkeypatch):

@@ -134,23 +134,6 @@ def results(gold_run) -> dict:
     return json.loads((gold_run.folder / "evaluate" / "results.json").read_text())["reward_model"]
 
 
-def test_held_out_labelers_stand_beside_the_training_labelers(results):
-    held = results["held_out_labelers"]
-    assert held["labelers"] == ["labeler-6", "labeler-7"]
-    for figure in (results["accuracy"], held["accuracy"], held["accuracy_all_prompts"]):
-        low, high = figure["ci95"]
-        assert 0 <= low < figure["value"] < high <= 1 and figure["n"] > 100
-    assert held["accuracy_all_prompts"]["n"] > held["accuracy"]["n"], "the dev split's prompts as well"
-    names = results["by_labeler"]
-    assert {name for name, f in names.items() if f["held_out"]} == {"labeler-6", "labeler-7"}
-    assert sum(f["n"] for f in names.values() if not f["held_out"]) == results["accuracy"]["n"]
-    assert sum(f["n"] for f in names.values() if f["held_out"]) == held["accuracy"]["n"]
-    agreement = results["agreement"]
-    assert results["labeler_agreement"] == agreement["training"]["value"]
-    for name in ("training", "held_out"):  # so small an SFT model answers so badly that taste decides
-        assert 0.4 < agreement[name]["value"] < 1 and agreement[name]["n"] > 5
-
-
 def test_the_figures_are_the_models_own(gold_run, results):
     """Recomputed from the saved model, one response at a time: the accuracy on training labelers and held-out ones."""
     from rlhf.data.chat_template import encode_prompt, encode_response

@@ -10,7 +10,6 @@ import pytest
 from rlhf.commands.sample import run
 from rlhf.data.reading import load_kind, load_prompts
 from rlhf.data.records import Ranking
-from rlhf.data.storage import to_line
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import value_of, value_tasks
 
@@ -82,14 +81,6 @@ def test_a_turn_of_a_dialogue_is_drawn(gold_run, tmp_path):
         found = sampled(gold_run, tmp_path / turn, *saved, f"sample.turn={turn}", "sample.responses=4")
         lengths[turn] = [sum(m.role == "user" for m in task.prompt) for task in found]
     assert set(lengths["last"]) == {3} and all(lengths["random"].count(n) > 8 for n in (1, 2, 3))
-
-
-def test_the_same_seed_gives_the_same_tasks_and_another_does_not(gold_run, tasks, tmp_path):
-    _, found = tasks
-    again = sampled(gold_run, tmp_path / "small", "rollout.batch_size=3")
-    assert [*map(to_line, again)] == [*map(to_line, found)]
-    other = sampled(gold_run, tmp_path / "other", "seed=1")
-    assert [t.prompt for t in other] == [t.prompt for t in found] and other != found
 
 
 def test_output_is_replaced_only_when_asked_and_only_where_it_is_our_own(gold_run, tmp_path):

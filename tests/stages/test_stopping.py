@@ -1,7 +1,6 @@
 """Real stages that are told to stop: a checkpoint after the step under way, exit code 130, and the same end as undisturbed."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.cli import main
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, latest_checkpoint
 from rlhf.runs.run_files import read_jsonl
 from rlhf.stages import ppo
 from rlhf.training import batches
-from rlhf.training.loop import TrainingLoop
 from tests.stages.conftest import SHORT, Run, stopped_in_second
 from tests.stages.test_resume import assert_same_weights
 
@@ -82,26 +79,3 @@ def test_a_stage_ends_with_the_pipeline_that_started_it(copy_until: Callable[...
     process.wait()
     time.sleep(1)
     assert_ends_as(run, gold_run)  # SFT is refused while another process holds the folder
-
-
-def test_a_full_disk_is_one_line(copy_until: Callable[..., Run], monkeypatch, capfd) -> None:
-    """RLIMIT_FSIZE plays it: writing past 200 kB fails in safetensors and torch as on a disk that is full."""
-    run, save, limits = copy_until("sft"), TrainingLoop.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(loop: TrainingLoop, step: int) -> None:
-        if step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-        save(loop, step)
-
-    monkeypatch.setattr(TrainingLoop, "save", limited)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main(["sft", *run.words(*SHORT["sft"], "checkpoints.every_seconds=0"), "--shared-settings"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-    told = capfd.readouterr().err
-    assert ended.value.code == 2 and "Traceback" not in told and "cannot write" in told
-    newest = latest_checkpoint(run.folder / "sft" / "checkpoints", lambda text: None)
-    assert newest is not None and checkpoint_step(newest) == 1

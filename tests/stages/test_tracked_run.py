@@ -9,7 +9,6 @@ import pytest
 
 from rlhf.runs.metric_table import TABLES, find
 from rlhf.runs.run_files import read_jsonl
-from rlhf.training.loop import TrainingLoop
 from tests.stages.conftest import SHORT, Run
 from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 
@@ -113,27 +112,3 @@ def test_panels_show_what_stages_log(gold_run: Run, tracked: Run) -> None:
     logged = {metric.name for name in names if (metric := find(name)) is not None}
     shown = {metric.name for name in panel_metrics() if (metric := find(name.replace("*", "word"))) is not None}
     assert len(logged) > 50 and sorted(logged - shown - set(NOT_SHOWN)) == []
-
-
-def test_a_resumed_stage_goes_on_in_the_same_wandb_run(gold_run: Run, tmp_path: Path, monkeypatch) -> None:
-    """PPO ended after its second update, with a checkpoint of the first: one run, every step in it."""
-    run = gold_run.copy(tmp_path, "ppo", "resumed")
-    more = ("tracking=wandb", "checkpoints.every_seconds=0", "ppo.samples_every=1")
-    real, calls = TrainingLoop.save, []
-
-    def save_once(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainingLoop, "save", save_once)
-        run.stage("ppo", *more)
-    run.stage("ppo", *more)
-    home = run.folder / "ppo" / "wandb"
-    files = run_files(home, (home / "run-id").read_text().strip())
-    rows = [(step, row) for path in files for step, row in read_history(path)]
-    wanted = [row["progress/step"] for row in read_jsonl(run.folder / "ppo" / "metrics.jsonl")]
-    assert {step for step, row in rows if "eval/dev/kl" in row} == set(wanted)
-    assert {step for step, row in rows if "samples.path" in row} == set(wanted)

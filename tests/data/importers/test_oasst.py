@@ -10,8 +10,7 @@ import pytest
 from pyarrow import parquet
 from pydantic import BaseModel
 
-from rlhf.data.inputs import FileInfo, Reject, Source
-from rlhf.data.reading import load_all, read
+from rlhf.data.reading import load_all
 from tests.data.importers.samples import ARGILLA_1, ARGILLA_2, OASST, USER, answer, turns
 
 
@@ -107,26 +106,6 @@ def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, pac
     records, info = load_all(path)
     assert info[0].format == "oasst_messages" and sum(file.rows for file in info) == 2
     assert plain(records) == plain(wanted)
-
-
-@pytest.mark.parametrize(
-    ("change", "line", "message"),
-    [
-        ({"message_id": 3}, 2, "message_id: got 3 in reply to 't', want texts, and each message once"),
-        ({"message_id": "e"}, 6, "message_id: got 'e' in reply to 't', want texts, and each message once"),
-        ({"parent_id": "x"}, 2, "parent_id: got 'x', whose tree has no first message: add it, or remove this one"),
-    ],
-)  # fmt: skip
-def test_messages_without_a_whole_tree_are_one_reject(write_jsonl, change, line, message):
-    rows = flat(TREES[1])
-    rows[1] |= change | {"text": "é"}  # a, whose reply is b, with c and d below it
-    path = write_jsonl([*rows, *flat(TREES[0])])
-    made = [x for one in read(Source(str(path), path), None, FileInfo("")) for x in (one.reject, *one.records) if x]
-    found = [one for one in made if isinstance(one, Reject)]
-    assert (found[0].line, found[0].message) == (line, message)
-    lines = path.read_bytes().split(b"\n")
-    assert all(one.raw == lines[one.line - 1] for one in found), "a reject has its row as it is in the file"
-    assert {one.id for one in made if not isinstance(one, Reject)} >= {"m-0", "m-4"}
 
 
 # --- Argilla's exports ---
