@@ -9,7 +9,7 @@ import pytest
 
 from rlhf.runs.metric_table import TABLES, find
 from rlhf.runs.run_files import read_jsonl
-from tests.stages.conftest import SHORT, Run
+from tests.stages.conftest import Run
 from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
 
 from ..tracking.test_wandb import NOT_SHOWN, panel_metrics
@@ -32,7 +32,6 @@ def tracked(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
                 "ppo.samples_every=1",
                 "overwrite=true",
             ]
-            more += SHORT["sft"] if stage == "sft" else []
             run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", *more)
     finally:
         if given is not None:
