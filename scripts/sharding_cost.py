@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.model.fused_loss import NextToken
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.system.exits import leave
 from rlhf.system.processes import disconnect, process_count, rank, wait_for_all
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.next_token import NextToken
 from rlhf.training.setup import set_up
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -145,7 +145,8 @@ def explained_variance(values, returns, mask):
 
 def token_values(model, tokens):
     """Values (B, T) of a critic after every token of right-padded tokens (B, T): all of them, not only those that count."""
-    return model._score(model.trunk(input_ids=tokens, use_cache=False).last_hidden_state, True)
+    raw = model.head(model.trunk(input_ids=tokens, use_cache=False).last_hidden_state).squeeze(-1).float()
+    return model.gain * (raw - model.shift)
 
 
 def row_logprobs(model, row, first=1):

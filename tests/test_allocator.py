@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from rlhf.cpu.machine import keep_freed_memory, return_freed_memory
 from rlhf.model import GPTConfig, GPTForCausalLM
-from rlhf.training.memory import LARGE
+from rlhf.training.usage import LARGE
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 

@@ -9,14 +9,14 @@ import torch
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
+from rlhf.model.fused_loss import NextToken
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.system import memory
 from rlhf.training import batches
 from rlhf.training.batches import Batches, Objective
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import TrainingLoop
-from rlhf.training.memory import kept_per_token, set_budget
-from rlhf.training.next_token import NextToken
+from rlhf.training.usage import kept_per_token, set_budget
 from tests.presets import preset
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def engine():
 
 
 def test_the_limit_follows_the_budget(engine, monkeypatch):
-    monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
+    monkeypatch.setattr("rlhf.training.usage.used_bytes", lambda device: 10**9)
     stage = make_stage(64)
     set_budget(stage, engine, 100, 10**6)
     assert engine.most_tokens == int(1.5e9 / kept_per_token(engine)), "more would not be faster on a CPU"
@@ -96,7 +96,7 @@ def test_the_limit_follows_the_budget(engine, monkeypatch):
 
 
 def test_few_rows_need_less_than_the_limit(engine, monkeypatch):
-    monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
+    monkeypatch.setattr("rlhf.training.usage.used_bytes", lambda device: 10**9)
     few, many = make_stage(64), make_stage(64)
     set_budget(few, engine, 100, 2)
     set_budget(many, engine, 100, 4)
@@ -107,7 +107,7 @@ def test_few_rows_need_less_than_the_limit(engine, monkeypatch):
 
 
 def test_a_row_too_long_is_computed_in_two_passes_or_refused(engine, monkeypatch):
-    monkeypatch.setattr("rlhf.training.memory.used_bytes", lambda device: 10**9)
+    monkeypatch.setattr("rlhf.training.usage.used_bytes", lambda device: 10**9)
     stage, plain = make_stage(1.2), kept_per_token(engine)
     set_budget(stage, engine, int(0.18e9 / plain), 2)
     assert engine.recomputes and kept_per_token(engine) < 0.5 * plain

@@ -9,10 +9,10 @@ import torch
 from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.engines import decoder
-from rlhf.engines.likely import before_responses, response_logprobs
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM, RewardModel
+from rlhf.model.fused_loss import before_responses, response_logprobs
 from rlhf.model.heads import ScalarHead
 from rlhf.ops import fast
 from rlhf.ppo.experience import Rollout, score_responses

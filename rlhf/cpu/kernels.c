@@ -55,91 +55,87 @@ INLINE float exp_of(float x)
     return x < -87.0f ? 0.0f : y * power;
 }
 
-/* y = softmax(scale q . K) V of one query over the columns j < leading and tail <= j < columns, in blocks: y and total are sums of
-   e^(s_j - top) over the columns so far. Memory is slower than the arithmetic: the values are fetched while the scores are computed,
-   and `next`, the keys of the head after this one, while the values are added. */
+/* y = softmax(scale q . K) V of one query over the first columns, in blocks: y and total are sums of e^(s_j - top) over the columns so
+   far. Memory is slower than the arithmetic: the values are fetched while the scores are computed, and `next`, the keys of the head
+   after this one, while the values are added. */
 INLINE void attend_head(const float *restrict q, const float *restrict K, const float *restrict V, const float *next,
-                        float *restrict out, int64_t leading, int64_t tail, int64_t columns, const int width, float scale)
+                        float *restrict out, int64_t columns, const int width, float scale)
 {
     float score[BLOCK], total = 0, top = -INFINITY;
     floats y[MOST_WIDTH / LANES] = {0};
-    for (int part = 0; part < 2; part++) {
-        const int64_t last = part ? columns : leading;
-        for (int64_t start = part ? tail : 0; start < last; start += BLOCK) {
-            const int count = last - start < BLOCK ? last - start : BLOCK;
-            for (int j = 0; j < count; j += LANES) { /* LANES columns at once: their products are summed together */
-                floats s[LANES];
-                for (int i = 0; i < LANES; i++) {
-                    const float *k = K + (start + (j + i < count ? j + i : count - 1)) * width;
-                    s[i] = (floats){0};
-                    for (int d = 0; d < width / LANES; d++) {
-                        s[i] += ((const floats *)q)[d] * ((const floats *)k)[d];
-                        __builtin_prefetch(V + (k - K) + d * LANES);
-                    }
+    for (int64_t start = 0; start < columns; start += BLOCK) {
+        const int count = columns - start < BLOCK ? columns - start : BLOCK;
+        for (int j = 0; j < count; j += LANES) { /* LANES columns at once: their products are summed together */
+            floats s[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const float *k = K + (start + (j + i < count ? j + i : count - 1)) * width;
+                s[i] = (floats){0};
+                for (int d = 0; d < width / LANES; d++) {
+                    s[i] += ((const floats *)q)[d] * ((const floats *)k)[d];
+                    __builtin_prefetch(V + (k - K) + d * LANES);
                 }
-                for (int n = LANES / 2; n; n /= 2)
-                    for (int i = 0; i < n; i++)
-                        s[i] = add_neighbours(s[2 * i], s[2 * i + 1]);
-                *(floats *)(score + j) = scale * s[0];
             }
-            float high = top, added = 0;
+            for (int n = LANES / 2; n; n /= 2)
+                for (int i = 0; i < n; i++)
+                    s[i] = add_neighbours(s[2 * i], s[2 * i + 1]);
+            *(floats *)(score + j) = scale * s[0];
+        }
+        float high = top, added = 0;
 #pragma omp simd reduction(max : high)
-            for (int j = 0; j < count; j++)
-                high = score[j] > high ? score[j] : high;
+        for (int j = 0; j < count; j++)
+            high = score[j] > high ? score[j] : high;
 #pragma omp simd reduction(+ : added)
-            for (int j = 0; j < count; j++) {
-                score[j] = exp_of(score[j] - high);
-                added += score[j];
-            }
-            const float before = total > 0 ? expf(top - high) : 0;
-            total = total * before + added;
-            top = high;
+        for (int j = 0; j < count; j++) {
+            score[j] = exp_of(score[j] - high);
+            added += score[j];
+        }
+        const float before = total > 0 ? expf(top - high) : 0;
+        total = total * before + added;
+        top = high;
+        for (int d = 0; d < width / LANES; d++)
+            y[d] *= before;
+        for (int j = 0; j < count; j++) {
+            const floats *v = (const floats *)(V + (start + j) * width);
             for (int d = 0; d < width / LANES; d++)
-                y[d] *= before;
-            for (int j = 0; j < count; j++) {
-                const floats *v = (const floats *)(V + (start + j) * width);
-                for (int d = 0; d < width / LANES; d++)
-                    y[d] += score[j] * v[d];
-                for (int d = 0; d < width; d += 16)
-                    __builtin_prefetch(next + (start + j) * width + d);
-            }
+                y[d] += score[j] * v[d];
+            for (int d = 0; d < width; d += 16)
+                __builtin_prefetch(next + (start + j) * width + d);
         }
     }
     for (int d = 0; d < width / LANES; d++)
         ((floats *)out)[d] = y[d] / total;
 }
 
-/* Attention of new tokens to a cache. First the key and value of each token n go to column place[n] of cache row row[n]. Then for
-   each of its query heads y = softmax(scale q . K) V over the columns j < leading[n] and tail <= j < columns of the cache of its key
-   head. Shapes: q, y (tokens, heads, width), k, v (tokens, key_heads, width), keys, values (rows, key_heads, at least columns,
-   width); width: a multiple of 16 up to MOST_WIDTH. stride_*: floats from one token or row to the next; stride_head: from one key head. */
-void attend(const float *q, const float *k, const float *v, float *keys, float *values, float *y, const int64_t *row,
-            const int64_t *place, const int64_t *leading, int64_t tail, int64_t columns, int64_t tokens, int64_t heads,
-            int64_t key_heads, int64_t width, int64_t stride_q, int64_t stride_k, int64_t stride_v, int64_t stride_row,
-            int64_t stride_head, float scale)
+/* Attention of one new token per row to a cache of keys and values. First the key and value of the token of row n go to column
+   lengths[n] of the row. Then for each of its query heads y = softmax(scale q . K) V over the columns up to that one, of the cache of
+   its key head. Shapes: q, y (rows, heads, width), k, v (rows, key_heads, width), keys, values (rows, key_heads, columns, width);
+   width: a multiple of 16 up to MOST_WIDTH. stride_*: floats from one row to the next; stride_head: from one key head. */
+void attend(const float *q, const float *k, const float *v, float *keys, float *values, float *y, const int64_t *lengths,
+            int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int64_t stride_q, int64_t stride_k, int64_t stride_v,
+            int64_t stride_row, int64_t stride_head, float scale)
 {
     const int64_t group = heads / key_heads;
     int64_t work = 0;
-    for (int64_t n = 0; n < tokens; n++) {
-        work += (leading[n] + columns - tail) * heads * width;
+    for (int64_t n = 0; n < rows; n++) {
+        work += (lengths[n] + 1) * heads * width;
         for (int64_t g = 0; g < key_heads; g++) {
-            const int64_t to = row[n] * stride_row + g * stride_head + place[n] * width;
+            const int64_t to = n * stride_row + g * stride_head + lengths[n] * width;
             memcpy(keys + to, k + n * stride_k + g * width, 4 * width);
             memcpy(values + to, v + n * stride_v + g * width, 4 * width);
         }
     }
 #pragma omp parallel for schedule(static) if (work > 100000)
-    for (int64_t part = 0; part < tokens * key_heads; part++) {
-        const int64_t n = part / key_heads, g = part % key_heads, after = part + 1 < tokens * key_heads ? part + 1 : part;
-        const float *K = keys + row[n] * stride_row + g * stride_head, *V = values + row[n] * stride_row + g * stride_head;
-        const float *next = keys + row[after / key_heads] * stride_row + after % key_heads * stride_head;
+    for (int64_t part = 0; part < rows * key_heads; part++) {
+        const int64_t n = part / key_heads, g = part % key_heads, after = part + 1 < rows * key_heads ? part + 1 : part;
+        const float *K = keys + n * stride_row + g * stride_head, *V = values + n * stride_row + g * stride_head;
+        const float *next = keys + after / key_heads * stride_row + after % key_heads * stride_head;
         for (int64_t h = g * group; h < (g + 1) * group; h++) {
             const float *query = q + n * stride_q + h * width;
             float *out = y + (n * heads + h) * width;
             switch (width) { /* a constant width keeps the sums in registers */
-#define OF_WIDTH(W) case W: attend_head(query, K, V, next, out, leading[n], tail, columns, W, scale); break;
+#define OF_WIDTH(W) case W: attend_head(query, K, V, next, out, lengths[n] + 1, W, scale); break;
             OF_WIDTH(16) OF_WIDTH(32) OF_WIDTH(48) OF_WIDTH(64) OF_WIDTH(80) OF_WIDTH(96) OF_WIDTH(128)
-            default: attend_head(query, K, V, next, out, leading[n], tail, columns, width, scale);
+            default: attend_head(query, K, V, next, out, lengths[n] + 1, width, scale);
             }
         }
     }

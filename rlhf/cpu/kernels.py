@@ -50,7 +50,7 @@ def _load() -> ctypes.CDLL | None:
 def load_with(flags: list[str]) -> ctypes.CDLL:
     """The functions, compiled with these flags. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
     loaded = ctypes.CDLL(str(_compile(flags)))
-    loaded.attend.argtypes = [*[_POINTER] * 9, *[_WHOLE] * 11, _REAL]
+    loaded.attend.argtypes = [*[_POINTER] * 7, *[_WHOLE] * 9, _REAL]
     loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
     return loaded
 
@@ -63,7 +63,9 @@ def _compile(flags: list[str]) -> Path:
     owner = folder.stat()
     if owner.st_uid != os.getuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{folder}: others may write here")
-    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), *compiler, *flags, platform.machine(), _processor()])
+    # what the processor can do decides what `native` means
+    can = [x for x in products.processor().splitlines() if x.lower().startswith(("flags", "features"))][:1]
+    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), *compiler, *flags, platform.machine(), *can])
     path = folder / f"kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
@@ -81,34 +83,17 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
 
 
-def _processor() -> str:
-    """What the processor can do, which decides what `native` means."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
-
-
 def can_attend(cache: Tensor) -> bool:
     """Whether `attend` serves keys and values like these, (rows, heads, columns, width)."""
     width = cache.shape[-1]
     return _plain(cache) and width % 16 == 0 and width <= MOST_WIDTH and compiled() is not None
 
 
-def attend(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    row: Tensor,
-    place: Tensor,
-    leading: Tensor,
-    tail: range,
-) -> Tensor:
-    """Attention of new tokens to a cache, (N, H * W): softmax(q K^T / sqrt(W)) V.
+def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], lengths: Tensor) -> Tensor:
+    """Attention of one new token per row to a cache, (N, H * W): softmax(q K^T / sqrt(W)) V.
 
-    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first, at column
-    place[n] of row[n]. cache: keys and values (B, KV, C, W) in float32. A token attends to the `leading` first columns of its row
-    and to those in `tail`. row, place, leading: (N,) int64.
+    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first, to column
+    lengths[n] of row n, up to which the token attends. cache: keys and values (N, KV, C, W) in float32. lengths: (N,) int64.
     """
     functions = compiled()
     assert functions is not None
@@ -116,8 +101,8 @@ def attend(
     keys, values = cache
     (tokens, heads, width), key_heads = q.shape, k.shape[1]
     y = q.new_empty(tokens, heads * width)
-    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, row, place, leading))
-    sizes = (tail.start, tail.stop, tokens, heads, key_heads, width)
+    pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, lengths))
+    sizes = (tokens, heads, key_heads, width)
     strides = (q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
     functions.attend(*pointers, *sizes, *strides, width**-0.5)
     return y

@@ -13,9 +13,9 @@ import ctypes
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 WINDOW = 1.0  # seconds between two measurements
@@ -29,11 +29,8 @@ def threads_for(available: float, most: int) -> int:
 
 def processor_seconds() -> tuple[float, float]:
     """(processor time of this process, idle time of its cores), each since some fixed time."""
-    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    lines = (line.split() for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines())
-    # fields 4 and 5: idle, and waiting for a disk
-    idle = sum(int(fields[4]) + int(fields[5]) for fields in lines if fields[0] in cores)
-    return time.process_time(), idle / os.sysconf("SC_CLK_TCK")
+    cores, times = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
+    return time.process_time(), sum(x.idle + x.iowait for number, x in enumerate(times) if number in cores)
 
 
 class ThreadCount:
@@ -72,21 +69,16 @@ _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD"
 
 
 def keep_freed_memory(largest: int = 2**30) -> bool:
-    """Keep freed blocks of up to `largest` bytes, by glibc's thresholds; returns whether it was done.
+    """Keep freed blocks of up to `largest` bytes, by glibc's thresholds, until `return_freed_memory`; returns whether it was done.
 
-    No result changes. The process keeps its peak memory, until `return_freed_memory`. Does nothing with another C library or
-    allocator, or if the environment sets the thresholds.
+    Does nothing with another C library or allocator, or if the environment sets the thresholds.
     """
     mallopt = _of_glibc("mallopt")
     return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, largest)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def return_freed_memory() -> bool:
-    """Return all freed memory to the system, once; returns whether there was some.
-
-    Called between phases that need blocks of other sizes, such as PPO's, so that no unused gaps stay in the process. Does
-    nothing where `keep_freed_memory` does nothing.
-    """
+    """Return all freed memory to the system, between phases that need blocks of other sizes; returns whether there was some."""
     trim = _of_glibc("malloc_trim")
     return trim is not None and bool(trim(0))
 

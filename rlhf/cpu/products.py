@@ -12,6 +12,7 @@ from 32 rows on, and less is packed.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,15 +40,16 @@ def onednn_product() -> Callable[..., Tensor] | None:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
+def processor() -> str:
+    """The kernel's description of the processors; empty where it gives none."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
 @cache
 def is_faster() -> bool:
     """Whether oneDNN's products are faster: on AMD's processors with AVX-512."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            description = file.read()
-    except OSError:
-        return False
-    return "AuthenticAMD" in description and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and "AuthenticAMD" in processor()
 
 
 @contextmanager
@@ -129,8 +131,8 @@ def outer(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
 def packed_weights(weights: Sequence[Tensor], rows: int) -> Iterator[int]:
     """A context in which products of matrices of few rows with these weights use packed copies; yields the copies' number.
 
-    rows: the number of rows of most products. Only large weights on a CPU are packed, none if that takes more than MOST_BYTES. They
-    must not change meanwhile, and nothing may need gradients. Operands with more than two dimensions use the weights themselves.
+    rows: of most products. Only large weights on a CPU are packed, none if that takes more than MOST_BYTES. They must not change
+    meanwhile, and nothing may need gradients.
     """
     kind, multiply = torch.float32, onednn_product()
     if multiply and torch.is_autocast_enabled("cpu"):  # in its precision, if the weights are already cast

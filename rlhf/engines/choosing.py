@@ -1,32 +1,42 @@
-"""Choosing a token from logits: random numbers per prompt, top_p, inverse transform sampling.
+"""What all engines share: how responses are drawn, the interface, choosing a token from logits (random numbers per prompt, top_p,
+inverse transform sampling).
 
-The token depends only on (seed, key, step) and the logits, never on the other prompts of the batch.
+Tokens depend only on (seed, key, step), the prompt and the model, never on the other prompts of the batch.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.config.setting import LEAST_TEMPERATURE
+from rlhf.engines.decoder import Prompts, cached_in
 from rlhf.errors import UserError
+from rlhf.model.batching import by_length
+from rlhf.model.interface import lm
+from rlhf.model.linear import products_cast
 from rlhf.ops import fast
+from rlhf.ops.masked import computed_in
 
 Key = int | str | tuple
 
+MAX_BATCH = 256
+# Bounds in bytes for a batch's keys and values on a CPU.
+MOST_CACHE_BYTES, LEAST_CACHE_BYTES = 2**30, 64 * 2**20
 CDF_BLOCK = 64  # tokens that are summed together before the cumulative distribution is searched
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """How a token is chosen from logits; checked once."""
 
@@ -40,20 +50,41 @@ class Choice:
             problems.append(f"temperature={self.temperature} must be at least {LEAST_TEMPERATURE} (or ask for greedy)")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p} must be in (0, 1]")
-
         if problems:
             raise UserError("sampling: " + "; ".join(problems))
 
 
+class Samples(NamedTuple):
+    """Responses to B prompts, in the caller's order; A is the longest response."""
+
+    responses: list[list[int]]  # B lists of token ids, with the end token if there is one
+    logprobs: Tensor  # (B, A) float32 nats, 0 where mask is False
+    mask: Tensor  # (B, A) bool, True at response tokens
+    ended: Tensor  # (B,) bool, True if the response is complete: it has its end token, or the form has none
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn, token by token from softmax(logits / temperature)."""
+
+    max_new_tokens: int
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy: bool = False
+    seed: int = 0
+    batch_size: int | None = None  # most prompts decoded together; fewer if the key-value cache has no room for them
+
+    @property
+    def ends(self) -> list[int]:
+        ids = [] if self.eos_token_id is None else self.eos_token_id
+        return [ids] if isinstance(ids, int) else list(ids)
+
+
 def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
     """Uniform numbers (len(keys), steps) float32 in [0, 1), a function of (seed, key, step) only."""
-    hashes = np.array([hashed(seed, key) for key in keys], dtype=np.uint64)
-    return _as_uniforms(hashes[:, None], np.arange(steps, dtype=np.uint64))
-
-
-def uniforms_at(hashes: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """The uniform numbers (B,) of one step per row; hashes: `hashed(seed, key)`."""
-    return _as_uniforms(np.array(hashes, dtype=np.uint64), np.array(steps, dtype=np.uint64))
+    return uniforms_at(np.array([hashed(seed, key) for key in keys], np.uint64)[:, None], np.arange(steps))
 
 
 def hashed(seed: int, key: Key) -> int:
@@ -61,12 +92,12 @@ def hashed(seed: int, key: Key) -> int:
     return int.from_bytes(blake2b(repr((seed, key)).encode(), digest_size=8).digest(), sys.byteorder)
 
 
-def _as_uniforms(hashes: Any, steps: Any) -> Tensor:
-    """Uniform numbers for hashes of (seed, key) and steps from 0, both uint64 arrays that broadcast.
+def uniforms_at(hashes: Any, steps: Any) -> Tensor:
+    """Uniform numbers for hashes of (seed, key) and steps from 0, which broadcast.
 
     A counter-based generator: the mixing function of Steele et al. 2014 (splitmix64) over hash + step.
     """
-    x = hashes + (steps + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = np.array(hashes, np.uint64) + (np.array(steps, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     words = x ^ (x >> np.uint64(31))
@@ -118,3 +149,124 @@ def _cut(probs: Tensor, top_p: float) -> Tensor:
     before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens: 0 for the first, so it stays
     ordered = ordered.masked_fill(before >= top_p * ordered.sum(-1, keepdim=True), 0.0)
     return torch.zeros_like(probs).scatter(-1, order, ordered)
+
+
+class SamplingEngine:
+    """Draws responses from one model, here in this process. `changes` are fields of `Sampling` that differ for this call."""
+
+    load_seconds = 0.0  # of the last `load`
+
+    def __init__(self, model: Any, settings: Sampling):
+        self.model, self.settings = model, settings
+
+    def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
+        """One response to each prompt.
+
+        keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its index). The
+        order of the prompts and the batch change samples only through rounding of the logits. The log-probs are those of the full
+        softmax at `temperature`. Dropout is off meanwhile.
+        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for settings out
+        of range, and for keys that do not match the prompts.
+        """
+        how = replace(self.settings, **changes)
+        choice, keys = check_sampling(prompts, keys, how, lm(self.model).context)
+        steps, lengths = how.max_new_tokens, [len(prompt) for prompt in prompts]
+        device = next(self.model.parameters()).device
+        eos = torch.tensor(how.ends, dtype=torch.int64, device=device)
+        uniforms = make_uniforms(how.seed, keys, steps).to(device)
+        columns = max(lengths, default=1) + steps
+        size = min(how.batch_size or MAX_BATCH, self.most_rows(columns))
+        tokens = torch.full((len(prompts), steps), how.pad_token_id, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(tokens.shape, device=device)
+        rows = min(size, len(prompts))
+        with evaluating(self.model), torch.inference_mode(), self.prepared(rows, columns, steps):
+            for part in by_length(lengths, size):
+                drawn = self.draw([prompts[i] for i in part], uniforms[part], eos, how.pad_token_id, choice)
+                tokens[part], logprobs[part] = drawn
+        return make_samples(tokens, logprobs, eos)
+
+    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
+        raise NotImplementedError
+
+    def most_rows(self, columns: int) -> int:
+        """The batch for rows of this many tokens."""
+        return default_batch(self.model, columns)
+
+    def prepared(self, rows: int, columns: int, steps: int) -> AbstractContextManager[Any]:
+        """A context in which batches of at most `rows` are drawn, of at most `columns` tokens, of which `steps` are new."""
+        return products_cast(self.model)
+
+    def load(self, model: Any) -> None:
+        """Sample from this model's present weights from now on."""
+        self.model = model
+
+    def sleep(self) -> None:
+        """Give back memory until `wake`: training follows."""
+
+    def wake(self) -> None:
+        """Be ready to `load` and `sample` again."""
+
+
+def check_sampling(
+    prompts: Prompts, keys: Sequence[Key] | None, how: Sampling, context: int | None
+) -> tuple[Choice, Sequence[Key]]:
+    """How tokens are chosen, and one key per prompt. Raises: UserError for prompts, keys or settings that do not fit."""
+    choice, steps = Choice(how.temperature, how.top_p, how.greedy), how.max_new_tokens
+    if steps < 1:
+        raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise UserError(f"sampling: prompt {index} has no tokens: give each prompt at least one")
+        total = len(prompt) + steps
+        if context is not None and total > context:
+            raise UserError(
+                f"sampling: prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, "
+                f"together {total}, the model's context is {context}: shorten the prompt or lower it"
+            )
+    if keys is not None and len(keys) != len(prompts):
+        raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
+    return choice, range(len(prompts)) if keys is None else keys
+
+
+def make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
+    """Cut tokens and log-probs (B, max_new_tokens) after the first end token of each row."""
+    is_end = torch.isin(tokens, eos)
+    ends = is_end.any(-1)
+    lengths = torch.where(ends, is_end.int().argmax(-1) + 1, tokens.shape[1])
+    ended = ends | (len(eos) == 0)
+    longest = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(longest, device=tokens.device) < lengths[:, None]
+    responses = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    return Samples(responses, logprobs[:, :longest].masked_fill(~mask, 0.0), mask, ended)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in eval mode; afterwards the modules that were in training mode are so again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def default_batch(model: Any, columns: int) -> int:
+    """The number of rows whose keys and values fit the bound.
+
+    On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all weights,
+    whatever the batch, and at the end of each batch few rows are left. On a GPU an eighth of its free memory.
+    """
+    config, parameter = model.config.get_text_config(), next(model.parameters())
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    numbers = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * columns
+    row = numbers * (cached_in(model) if lm(model).native else computed_in(parameter)).itemsize
+    if parameter.device.type == "cuda":
+        room = torch.cuda.mem_get_info(parameter.device)[0] // 8
+    else:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
+    return max(1, min(MAX_BATCH, room // row))

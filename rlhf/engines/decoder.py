@@ -5,7 +5,7 @@ between steps. On a GPU a step is a recorded CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +25,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
 GROWTH = 64  # columns by which the cache grows
-COLUMN_BLOCK = (
-    256  # a recorded step attends to at most this many columns more than needed; there is a graph for each block
-)
-
-
-class Seen(NamedTuple):
-    """The columns of the cache that new tokens fill and attend to, (N,) int64 each but the last."""
-
-    row: Tensor  # of the cache
-    place: Tensor  # the token's own column
-    leading: Tensor  # it attends to this many leading columns of its row
-    tail: range  # and to these
+COLUMN_BLOCK = 256  # a recorded step attends to at most so many columns more than needed; each block has a graph
 
 
 def on_gpu(model: Any) -> bool:
@@ -67,9 +56,8 @@ class Decoder:
         self.records = on_gpu(model) and not model.config.experts
         self.weights: dict[str, Tensor] = {}  # of the copy from which a GPU samples
         self.own: set[str] = set()  # those that are not the model's tensors
-        self.graphs: dict[
-            tuple[int, int], Graph | None
-        ] = {}  # by rows and columns; None: computed once, not yet recorded
+        # by rows and columns; None: computed once, not yet recorded
+        self.graphs: dict[tuple[int, int], Graph | None] = {}
         self.model = self._read_weights(model)
         self.trunk, head = self.model.model, self.model.lm_head
         weight = self.trunk.embed_tokens.weight
@@ -100,9 +88,8 @@ class Decoder:
 
     @torch.no_grad()
     def _read_weights(self, model: GPTForCausalLM) -> GPTForCausalLM:
-        """The model whose steps are recorded: adapters merged, weights of products in the precision of products.
-
-        It shares the model's tensors that need no change, so that only a changed weight has a copy, at an address that stays.
+        """The model whose steps are recorded: adapters merged, weights of products in their precision. A changed weight has a copy, at
+        an address that stays; the others are the model's tensors.
         """
         if not self.records:
             return model
@@ -154,10 +141,7 @@ class Decoder:
         self.all_lengths.zero_()
 
     def drop(self, ended: Tensor) -> Tensor:
-        """Remove the ended rows (live,) bool; returns the old index of each new row.
-
-        Only rows from the end are copied, into the gaps.
-        """
+        """Remove the ended rows (live,) bool, by copies of rows from the end; returns the old index of each new row."""
         self._view(self.live)
         count = len(ended) - int(ended.sum())
         holes = ended[:count].nonzero()[:, 0]
@@ -174,10 +158,8 @@ class Decoder:
         return rows
 
     def carried(self, live: int, rows: int) -> int:
-        """The number of rows with which a batch continues: keeping a few ended ones costs less than removing them.
-
-        Packed products are compiled and CUDA graphs recorded for each number of rows, so only numbers of three significant bits
-        occur, with graphs powers of two.
+        """The number of rows with which a batch continues: packed products are compiled and CUDA graphs recorded for each number, so
+        only numbers of three significant bits occur, with graphs powers of two.
         """
         if self.records:
             return min(rows, power_of_two(live))
@@ -250,27 +232,22 @@ class Decoder:
         return x[:, 0]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (live, V) after one more token per row, (live,). A few free rows are computed too if that is faster.
-
-        On a GPU the next step writes over them.
-        """
+        """Logits (live, V) after one more token per row, (live,); on a GPU the next step writes over them."""
         computed = self.carried(self.live, self.rows)
         self._view(computed)
         if computed > self.live:
             tokens = F.pad(tokens, (0, computed - self.live))
-        logits = self._step(tokens)
+        shape = (computed, self._columns())
+        if not self.records or shape not in self.graphs:
+            self.graphs[shape] = None
+            logits = self.compute(tokens)
+        else:
+            graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
+            logits = graph.replay(tokens)
+            self.column += 1
         if computed > self.live:
             self.all_lengths[self.live :] = 0
         return logits[: self.live]
-
-    def _step(self, tokens: Tensor) -> Tensor:
-        shape = (len(tokens), self._columns())
-        if not self.records or shape not in self.graphs:
-            self.graphs[shape] = None
-            return self.compute(tokens)
-        graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
-        self.column += 1
-        return graph.replay(tokens)
 
     def compute(self, tokens: Tensor) -> Tensor:
         """A step of the rows in view, (N,)."""
@@ -292,10 +269,9 @@ class Decoder:
 
     def _make_attention(self) -> Attend:
         """A step's attention: f(q, k, v; keys and values; the layer's window) = y (N, D)."""
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)
         if self.model.config.window is None and fast.can_attend(self.cache[0][0]):
-            seen = Seen(rows, self.lengths, self.lengths + 1, range(0))
-            return lambda qkv, cache, _: fast.attend(qkv, cache, *seen)
+            return lambda qkv, cache, _: fast.attend(qkv, cache, self.lengths)
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
         columns, place = self._columns(), (rows, slice(None), self.lengths)
         later = torch.arange(columns, device=rows.device) > self.lengths[:, None]
         hidden = banded = torch.where(later, -torch.inf, 0.0)[:, None, None]  # (N, 1, 1, columns)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.engines.choosing import Choice, Key, choose_tokens, hashed, uniforms_at
+from rlhf.engines.choosing import Choice, Key, choose_tokens, default_batch, hashed, uniforms_at
 from rlhf.engines.decoder import GROWTH, Decoder, power_of_two
-from rlhf.engines.local import default_batch
 from rlhf.model.interface import lm
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
@@ -122,19 +121,17 @@ class RunningBatch:
 
     def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:
         """Draw a token per row; rows with the same sampling settings are drawn together."""
-        alike: dict[tuple, list[int]] = {}
+        alike: dict[Choice, list[int]] = {}
         for row, one in enumerate(responses):
-            alike.setdefault((one.choice.temperature, one.choice.top_p, one.choice.greedy), []).append(row)
+            alike.setdefault(one.choice, []).append(row)
         uniforms = uniforms_at([one.hash for one in responses], [len(one.tokens) for one in responses])
         uniforms = uniforms.to(self.device)
-        for rows in alike.values():
-            part = [responses[row] for row in rows]
-            of_all = len(rows) == len(responses)
-            of_rows, numbers = (logits, uniforms) if of_all else (logits[rows], uniforms[rows])
-            tokens, logp = choose_tokens(of_rows, numbers, part[0].choice)
-            for one, token, value in zip(part, tokens.tolist(), logp.tolist(), strict=True):
-                one.tokens.append(token)
-                one.logprobs.append(value)
+        for choice, rows in alike.items():
+            some = slice(None) if len(rows) == len(responses) else rows
+            tokens, logp = choose_tokens(logits[some], uniforms[some], choice)
+            for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
+                responses[row].tokens.append(token)
+                responses[row].logprobs.append(value)
 
 
 class TextStream:

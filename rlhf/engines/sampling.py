@@ -1,48 +1,108 @@
-"""Who samples: the interface of all engines, the one that calls transformers' `generate`, and `make_sampler`, which chooses."""
+"""Who samples: the native sampler of our GPT, transformers' `generate` for other classes, and `make_sampler`, which chooses.
+
+The native sampler takes the log-probs while it samples and drops finished sequences from the batch. Rollouts take most of PPO's time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
-from rlhf.engines.choosing import Choice, Key, choose_tokens
-from rlhf.engines.local import LocalEngine, Prompts, Samples, Sampling
-from rlhf.engines.native import NativeEngine
+from rlhf.engines.choosing import Choice, Key, Samples, Sampling, SamplingEngine, choose_tokens
+from rlhf.engines.decoder import GROWTH, Decoder, Prompts, on_gpu, power_of_two
+from rlhf.model.batching import right_pad
+from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import lm
+from rlhf.model.linear import Linear, products_cast
+from rlhf.ops.fast import packed_weights
+
+LOOK_EVERY = 8  # steps on a GPU between two checks for ended rows, since a check waits for the GPU
+PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) saves time
 
 
-class SamplingEngine(Protocol):
-    """Draws responses from one model. `changes` are fields of `Sampling` that differ from the engine's own for this call."""
+class NativeEngine(SamplingEngine):
+    """Our GPT with a preallocated key-value cache."""
 
-    load_seconds: float  # of the last `load`
+    def __init__(self, model: Any, settings: Sampling):
+        super().__init__(model, settings)
+        self.lasting: Decoder | None = None  # on a GPU it stays from call to call
+        # most rows by columns, of a GPU: its cache stays, so later there is less memory free
+        self.rows: dict[int, int] = {}
 
-    def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
-        """One response to each prompt.
+    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
+        steps = uniforms.shape[1]
+        sampled = torch.full(uniforms.shape, pad, dtype=torch.int64, device=eos.device)
+        logprobs = torch.zeros(sampled.shape, device=eos.device)
+        rows = torch.arange(len(uniforms), device=eos.device)  # the prompts that are still in the batch
+        # Rows that have ended stay until the next check; their further tokens are ignored.
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
+        decoder = self.lasting
+        assert decoder is not None, "within `prepared`"
+        decoder.clear()
+        if not on_gpu(self.model):
+            decoder.reserve(len(prompts), max(map(len, prompts)) + steps)
+        every, logits = LOOK_EVERY if on_gpu(self.model) else 1, decoder.advance(rows, prompts)
+        for step in range(steps):
+            tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
+            ended = ended | torch.isin(tokens, eos)
+            sampled[rows, step], logprobs[rows, step] = tokens, logp
+            if step + 1 == steps:
+                break
+            live = len(ended) if (step + 1) % every else len(ended) - int(ended.sum())
+            if live == 0:
+                break
+            if (left := decoder.carried(live, len(ended))) < len(ended):
+                # the first ended rows stay if more rows are carried than live
+                kept = decoder.drop(ended & (ended.cumsum(0) > left - live))
+                rows, tokens, uniforms, ended = rows[kept], tokens[kept], uniforms[kept], ended[kept]
+            logits = decoder.step(tokens)
+        return sampled, logprobs
 
-        keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its index). The
-        order of the prompts and the batch change samples only through rounding of the logits (in bfloat16 this changes a token now
-        and then, and with it the rest of the response). The log-probs are those of the full
-        softmax at `temperature`. Dropout is off meanwhile; afterwards every module has its former training flag.
+    def most_rows(self, columns: int) -> int:
+        if not on_gpu(self.model):
+            return super().most_rows(columns)
+        blocks = -(-columns // GROWTH)
+        if blocks not in self.rows:
+            self.rows[blocks] = super().most_rows(blocks * GROWTH)
+        return self.rows[blocks]
 
-        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for settings out
-        of range, and for keys that do not match the prompts.
-        """
+    @contextmanager
+    def prepared(self, rows: int, columns: int, steps: int) -> Iterator[None]:
+        if on_gpu(self.model):
+            self._refresh(rows, columns)
+            yield
+        else:
+            with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
+                self.lasting = Decoder(self.model)
+                yield
+                self.lasting = None
 
-    def load(self, model: Any) -> None:
-        """Sample from this model's present weights from now on."""
+    def _refresh(self, rows: int, columns: int) -> None:
+        """Present weights, and room for `rows` of `columns` tokens and for what earlier calls needed, so that recorded steps stay valid."""
+        if self.lasting is None:
+            self.lasting = Decoder(self.model)
+        else:
+            self.lasting.load(self.model)
+        self.lasting.clear()
+        wide = max(columns, self.lasting.columns)
+        columns = wide if self.most_rows(wide) >= rows else columns
+        rows = min(self.most_rows(columns), max(rows, self.lasting.rows))
+        self.lasting.reserve(power_of_two(rows), columns)
 
-    def sleep(self) -> None:
-        """Give back memory until `wake`: training follows."""
 
-    def wake(self) -> None:
-        """Be ready to `load` and `sample` again."""
+def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:
+    """`packed_weights` of a model for this many sequences. Experts' products have any number of rows, so theirs are not packed."""
+    routed = {part for layer in model.modules() if isinstance(layer, SwitchMLP) for part in layer.modules()}
+    layers = (layer for layer in model.modules() if isinstance(layer, Linear) and layer not in routed)
+    return packed_weights([layer.weight for layer in layers], rows)
 
 
 class _ChooseByUniform(LogitsProcessor):
@@ -58,14 +118,13 @@ class _ChooseByUniform(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
 
 
-class GenerateEngine(LocalEngine):
+class GenerateEngine(SamplingEngine):
     """Any of transformers' models, through its `generate`."""
 
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
-        model = self.model
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=eos.device)
-        width, steps = int(lengths.max()), uniforms.shape[1]
-        left = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=eos.device)  # (B, P)
+        model, steps = self.model, uniforms.shape[1]
+        left, lengths = (x.to(eos.device) for x in right_pad(prompts, pad, "left"))  # (B, P), (B,)
+        width = left.shape[1]
         mask = torch.arange(width, device=eos.device) >= (width - lengths)[:, None]
         choose, generation_config = _ChooseByUniform(uniforms, width, choice), model.generation_config
         model.generation_config = GenerationConfig()  # its penalties and cuts would change the distribution

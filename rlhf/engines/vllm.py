@@ -22,11 +22,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
-from rlhf.engines.choosing import Key, hashed
-from rlhf.engines.likely import response_logprobs
-from rlhf.engines.local import Prompts, Samples, Sampling, check_keys, check_sampling, evaluating, make_samples
+from rlhf.engines.choosing import (
+    Key,
+    Samples,
+    Sampling,
+    SamplingEngine,
+    check_sampling,
+    evaluating,
+    hashed,
+    make_samples,
+)
+from rlhf.engines.decoder import Prompts
 from rlhf.errors import UserError
 from rlhf.model.convert import public_config, public_weights
+from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.interface import lm
 from rlhf.system.processes import process_count
 
@@ -53,12 +62,13 @@ class Probe(NamedTuple):
         return rms(self.sampler - self.trainer)
 
 
-class VllmEngine:
-    """A `SamplingEngine`; `load_seconds` includes the probe."""
+class VllmEngine(SamplingEngine):
+    """`load_seconds` includes the probe."""
 
     def __init__(self, config: Config, model: Any, settings: Sampling):
+        super().__init__(model, settings)
         device = next(model.parameters()).device
-        self.config, self.model, self.settings, self.device = config, model, settings, device
+        self.device = device
         self.dtype = "bfloat16" if wants_bfloat16(config, device) else "float32"
         self.context = lm(model).context
         self.llm = start_vllm(
@@ -69,7 +79,6 @@ class VllmEngine:
             config.rollout.tensor_parallel,
         )
         self.before: Probe | None = None  # of the weights loaded last
-        self.load_seconds = 0.0
         self.asleep = False
 
     def load(self, model: Any) -> None:
@@ -100,7 +109,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         how = replace(self.settings, **changes)
-        check_sampling(prompts, how, self.context)
+        _, keys = check_sampling(prompts, keys, how, self.context)
         if LOADED.get(self.llm) is not self:
             self.load(self.model)
         asked = [
@@ -114,7 +123,7 @@ class VllmEngine:
                 ignore_eos=True,  # other end tokens are in stop_token_ids
                 detokenize=False,
             )
-            for key in check_keys(prompts, keys)
+            for key in keys
         ]
         out = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
         tokens = [torch.tensor(one.outputs[0].token_ids) for one in out]

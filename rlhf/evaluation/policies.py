@@ -12,8 +12,8 @@ from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response, end_ids, response_text
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts, load_tokenizer
-from rlhf.engines.choosing import Key
-from rlhf.engines.sampling import SamplingEngine, make_sampler
+from rlhf.engines.choosing import Key, SamplingEngine
+from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, split_like, win_rate

@@ -16,12 +16,12 @@ from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
 from rlhf.data.records import Ranking
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like, win
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.classifier import load_reward_model
+from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
 from rlhf.model.interface import score, unwrapped
 from rlhf.model.linear import hold_frozen

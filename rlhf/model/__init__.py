@@ -1,6 +1,6 @@
 """The models: importing this package registers them with transformers' Auto classes.
 
-The sampler (`rlhf.engines.native`) and conversion (`rlhf.model.convert`) are imported by name where they are
+The sampler (`rlhf.engines.sampling`) and conversion (`rlhf.model.convert`) are imported by name where they are
 used.
 """
 

@@ -16,12 +16,13 @@ from rlhf.model.architectures import why_not_native
 from rlhf.model.checkpoint import (
     ADAPTED,
     UNSTATED_CONTEXT,
+    WEIGHTS,
     Checkpoint,
     check_finite,
-    check_weights,
     download,
     load_whole,
     read_checkpoint,
+    weight_files,
 )
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
@@ -49,11 +50,10 @@ def adopt(
     say: Callable[[str], None] = say,
     form: str = "chat",
 ) -> Adopted:
-    """Load a checkpoint's weights and tokenizer. See `read_checkpoint` for `source`.
+    """Load a checkpoint's weights and tokenizer; `source` as of `read_checkpoint`.
 
     native: "auto" converts to our GPT if the architecture is covered and a probe batch has the same logits within
-    TOLERANCE, else prints in one line why not; True refuses instead; False keeps transformers' class.
-
+    TOLERANCE, else says why not; True refuses instead; False keeps transformers' class.
     Raises: UserError in one line.
     """
     checkpoint = read_checkpoint(source)
@@ -94,17 +94,15 @@ def adopt(
 
 
 def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, list[str]]:
-    """A checkpoint's tokenizer with a pad token, a chat template and its end tokens recorded; and what was added, as text.
-
-    form: "completion" replaces the template by one that writes only the text.
-
-    Pad may be the end token: masks come from lengths.
+    """A checkpoint's tokenizer with a pad token (which may be an end token), a chat template and its end tokens recorded; and what was
+    added, as text. form: "completion" replaces the template by one that writes only the text.
     """
     what = f"model.pretrained={checkpoint.source}: no readable tokenizer"
-    given, adapters = checkpoint.arguments(), checkpoint.adapters
-    if adapters is not None and (adapters / "tokenizer.json").is_file():
-        given = {"pretrained_model_name_or_path": str(adapters)}
-    tokenizer = open_tokenizer(AutoTokenizer, what, "give a checkpoint with its tokenizer", **given)
+    folder, gguf = checkpoint.folder, checkpoint.gguf
+    if checkpoint.adapters is not None and (checkpoint.adapters / "tokenizer.json").is_file():
+        folder, gguf = checkpoint.adapters, {}
+    wanted = "give a checkpoint with its tokenizer"
+    tokenizer = open_tokenizer(AutoTokenizer, what, wanted, pretrained_model_name_or_path=str(folder), **gguf)
     if not tokenizer.is_fast:
         raise UserError(
             f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
@@ -129,13 +127,7 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
         tokenizer.chat_template = CHAT_TEMPLATE
         notes.append(f"no chat template: given ours, with the new tokens {' '.join([*ROLES.values(), END])}")
-    known = [
-        i
-        for value in checkpoint.stated_ends()
-        for i in (value if isinstance(value, list) else [value])
-        if i is not None
-    ]
-    turn = find_end_of_turn(tokenizer)
+    known, turn = checkpoint.stated_ends(), find_end_of_turn(tokenizer)
     if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:
         if turn is None and not known:
             raise UserError(
@@ -151,24 +143,18 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
 
 def load_weights(checkpoint: Checkpoint) -> Any:
     """transformers' causal language model in float32, in evaluation mode.
-
     Raises: UserError if weights are unreadable or some are missing.
     """
-    if checkpoint.revision is not None and not list(checkpoint.folder.glob("*.safetensors")):
-        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+    for pattern in WEIGHTS if checkpoint.revision is not None else ():
+        if not weight_files(checkpoint.folder):
             download(checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
-            if list(checkpoint.folder.glob(pattern)):
-                break
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
-    formats = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {"use_safetensors": safe}
-    what = f"model.pretrained={checkpoint.source}"
-    if not checkpoint.gguf_file:
-        check_weights(what, checkpoint.config, checkpoint.weight_files(), checkpoint.parameters)
-    with reading(f"{what}: not readable weights", "download them again"):
+    formats: dict[str, Any] = checkpoint.gguf or {"use_safetensors": safe}
+    with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
         model: Any = load_whole(
             AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
         )
-    if checkpoint.gguf_file:  # a model that is marked as quantised cannot be saved
+    if checkpoint.gguf:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config
         fresh: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -196,7 +182,6 @@ def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
 
 def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any, str]:
     """(our GPT, ""), or (transformers' class, the reason in one line).
-
     Raises: UserError if logits are not finite, since every answer would then be the same token.
     """
     with torch.no_grad():

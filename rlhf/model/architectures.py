@@ -1,8 +1,6 @@
-"""The table of transformers' architectures that our GPT can express: how configurations and tensors are converted in both
-directions.
+"""The table of transformers' architectures that our GPT can express: how configurations and tensors are converted in both directions.
 
-Numbers never change, only names and layouts: converting in both directions gives the same tensors. One row of
-`ARCHITECTURES` describes one architecture completely; `register_architecture` adds a row from outside the package.
+Numbers never change, only names and layouts. `register_architecture` adds a row from outside the package.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ def rows(*sizes: int) -> Layout:
 class Architecture:
     """One row of the table.
 
-    shape: the values (one, or a tuple of them) that our configuration must have to be written as this architecture.
-    wanted: the values that their configuration must have to be read; the first one is written. names: of the fields that mean
-    the same, ours to theirs. read: their configuration to our other fields. write: ours to their other fields. entries: the
-    names of each tensor. misfits: why our configuration cannot be written, as texts, beyond `shape`. ropes: kinds of rotary
-    positions that are read and written.
+    shape: the values (one, or a tuple of them) that our configuration must have to be written. wanted: those that theirs must
+    have to be read; the first one is written. names: of the fields that mean the same, ours to theirs. read: their configuration
+    to our other fields; write: back. entries: the names of each tensor. misfits: why our configuration cannot be written, beyond
+    `shape`. ropes: kinds of rotary positions.
     """
 
     config_class: Any
@@ -338,9 +335,8 @@ def _write_neox(c: GPTConfig) -> Fields:
 
 
 def _neox_qkv(c: GPTConfig) -> Layout:
-    """Theirs are ordered by head, then query, key, value; the two channels of a rotary pair are adjacent.
-
-    Ours rotates channel i with i + head_dim/2. Queries and keys may be reordered in the same way: their products do not change.
+    """Theirs are ordered by head, then query, key, value. They rotate channel i with i + R/2 of the first R channels, ours with
+    i + head_dim/2; queries and keys may be reordered alike: their products do not change.
     """
     turning, half = int(c.head_dim * c.rotary_share) // 2, c.head_dim // 2
     channels = torch.arange(c.head_dim)

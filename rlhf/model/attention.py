@@ -4,9 +4,7 @@ parameters: rotary, which rotates queries and keys, and sinusoids, which are add
 
 from __future__ import annotations
 
-import inspect
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +42,6 @@ def scale_frequencies(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
 
     f (1 - s + s factor) / factor, with s = (turns - low) / (high - low) from 0 to 1, and turns = f context / 2 pi in the
     original context; low and high: `low_freq_factor` and `high_freq_factor`.
-
     Source: Dubey et al. 2024 (the released code, apply_scaling).
     """
     factor, low, high, context = (scaling[name] for name in SCALING)
@@ -61,7 +58,6 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 class Sinusoids(nn.Module):
     """PE(position, 2i) = sin(position / 10000^(2i/D)), PE(position, 2i + 1) = cos of the same; made in float32.
-
     Source: Vaswani et al. 2017, section 3.5.
     """
 
@@ -90,26 +86,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     """softmax(q k^T / sqrt(D/H)) v (B, H, T, D/H) of q (B, H, T, D/H) and k, v (B, KV, keys, D/H); without a mask, causal."""
     if q.device.type == "cpu" and q.shape[2] < SHORT and q.requires_grad and (kind := computed_in(q)).itemsize < 4:
         with torch.autocast("cpu", enabled=False):
-            bias = mask.float() if mask is not None and mask.is_floating_point() else mask
-            return _attend(q.float(), k.float(), v.float(), bias, dropout).to(kind)
-    return _attend(q, k, v, mask, dropout)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None and q.shape[2] > 1,
-        dropout_p=dropout,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+            return attend(q.float(), k.float(), v.float(), mask, dropout).to(kind)
+    causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
 
 
 class QKNorm(nn.Module):
     """RMS norm over each head of the queries and keys, one learned scale for queries and one for keys.
-
     Source: Henry et al. 2020 (norms of queries and keys); Dehghani et al. 2023, section 2.
     """
 
@@ -177,19 +160,12 @@ class Documents(NamedTuple):
         """Causal attention within each document, of q (B, H, T, D/H) and k, v (B, KV, T, D/H), in the precision of v."""
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped: dict[str, Any] = {"enable_gqa": True} if (copies := q.shape[1] // k.shape[1]) > 1 else {}
-        if grouped and not _takes_groups(varlen_attn):
-            k, v, grouped = (*(x.repeat_interleave(copies, 1) for x in (k, v)), {})
+        if (copies := q.shape[1] // k.shape[1]) > 1:  # torch 2.11's kernel takes no groups
+            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         flat: Any = [x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v)]  # (B T, heads, D/H)
         where: Any = (self.starts, self.starts, self.longest, self.longest)
-        y: Any = varlen_attn(*flat, *where, window_size=(-1 if self.window is None else self.window - 1, 0), **grouped)
+        y: Any = varlen_attn(*flat, *where, window_size=(-1 if self.window is None else self.window - 1, 0))
         return y.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-
-
-@lru_cache(maxsize=1)
-def _takes_groups(kernel: Any) -> bool:
-    """Whether the kernel takes fewer heads of keys than of queries; torch 2.11's does not."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 Mask = Tensor | Documents
@@ -226,7 +202,9 @@ def make_attention_mask(
     varlen: whether the heads fit a variable-length kernel; for packed rows without padding it needs only the documents.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
-        return attention_mask
+        return (
+            attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        )  # or what is added to scores
     length = x.shape[1]
     keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     fresh = keys == length  # a first call: the keys are those of the queries
@@ -251,12 +229,7 @@ def make_attention_mask(
 
 def as_bias(mask: Mask | None, x: Tensor) -> Mask | None:
     """On a CPU in float32 a bool mask as what is added to the scores: torch would make that in each layer and keep it for backward."""
-    if (
-        not isinstance(mask, Tensor)
-        or mask.dtype != torch.bool
-        or x.device.type != "cpu"
-        or computed_in(x) != torch.float32
-    ):
+    if not isinstance(mask, Tensor) or x.device.type != "cpu" or computed_in(x) != torch.float32:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
 
@@ -275,9 +248,7 @@ def narrow(mask: Mask | None, window: int, queries: int, past: int, device: torc
     query = torch.arange(queries, device=device)[:, None] + past
     key = torch.arange(keys, device=device)
     near = key > query - window
-    if mask is None:
-        return (near & (key <= query))[None, None]
-    return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, -torch.inf)
+    return (near & (key <= query))[None, None] if mask is None else mask & near
 
 
 def make_documents(segments: Tensor) -> Documents:

@@ -30,12 +30,10 @@ def by_length(
     rows: Sequence[int] | None = None,
     joined: bool = False,
 ) -> list[list[int]]:
-    """Indices in groups of similar length, so that there is little padding: each of at most `most` rows and `tokens` padded
-    tokens (rows times the longest), but at least one item. The longest come first, so that later groups fit
-    into the memory that they free.
+    """Indices in groups of similar length, each of at most `most` rows and `tokens` padded tokens (rows times the longest), but at
+    least one item; the longest first, so that later groups fit into the memory that they free.
 
-    rows: of each item, which is not divided; one unless given. joined: an item's rows are read as one row of its length
-    where that saves time (`join_rows`).
+    rows: of each item, which is not divided; one unless given. joined: an item's rows are read as one (`join_rows`).
     """
     groups: list[list[int]] = []
     count = 0  # rows of the last group
@@ -140,29 +138,19 @@ def join_rows(tokens: Tensor, rows: Tensor, positions: Tensor, width: int) -> Jo
 
 def join(rows: Sequence[list[int]], groups: Sequence[Sequence[int]], device: torch.device | None = None) -> Joined:
     """Every row is in one group. The order of the groups, and of the rows in each, is kept."""
-    tokens, segments = [], []
     group, shared, rest = ([0] * len(rows) for _ in range(3))
+    lines = []
     for number, chosen in enumerate(groups):
         start = shared_length([rows[i] for i in chosen])
-        line, marks = list(rows[chosen[0]][:start]), [0] * start
+        tokens, positions, segments = list(rows[chosen[0]][:start]), list(range(start)), [0] * start
         for k, i in enumerate(chosen, 1):
-            group[i], shared[i], rest[i] = number, start, len(line)
-            line += rows[i][start:]
-            marks += [k] * (len(rows[i]) - start)
-        tokens.append(line)
-        segments.append(marks)
-    places = (torch.tensor(x, device=device) for x in (group, shared, rest))
-    positions, mask = layout(right_pad(segments, PADDING)[0].to(device))
-    return Joined(right_pad(tokens, 0)[0].to(device), positions, mask, *places)
-
-
-def layout(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (N, T) and the mask (N, 1, T, T), True = may attend, of segments (N, T)."""
-    place = torch.arange(segments.shape[1], device=segments.device)
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    start = torch.where(begins, place, 0).cummax(1).values
-    shared = (segments == 0).sum(1, keepdim=True)
-    positions = (place - start + shared * (segments > 0)) * (segments != PADDING)
-    same = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
-    return positions, (same & (place[:, None] >= place))[:, None]
+            group[i], shared[i], rest[i] = number, start, len(tokens)
+            tokens += rows[i][start:]
+            positions += range(start, len(rows[i]))
+            segments += [k] * (len(rows[i]) - start)
+        lines.append((tokens, positions, segments))
+    padded = zip(zip(*lines, strict=True), (0, 0, PADDING), strict=True)
+    u, place, segment = (right_pad(values, pad)[0].to(device) for values, pad in padded)  # (N, T) each
+    same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
+    mask = (same & torch.ones_like(same[0]).tril())[:, None]
+    return Joined(u, place, mask, *(torch.tensor(x, device=device) for x in (group, shared, rest)))

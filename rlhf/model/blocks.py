@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from rlhf.model.linear import Float32Linear, Linear, ResidualLinear
 
 class MLP(nn.Module):
     """relu, gelu: down(f(up x)); swiglu: down(silu(gate x) * up x), gate and up in one matrix.
-
     Source: Vaswani et al. 2017, equation 2 (ReLU); Hendrycks and Gimpel 2016 (GELU); Shazeer 2020 (SwiGLU).
     """
 
@@ -43,12 +43,10 @@ class MLP(nn.Module):
 class SwitchMLP(nn.Module):
     """y = p_i(x) E_i(x), with i = argmax_j p_j(x) and p(x) = softmax(W_r x) (equations 1 and 2 with k = 1).
 
-    Each token goes to its expert, and its result does not depend on the rest of the batch. This holds in SFT, the reward
-    model, PPO (samples, log-probs, values and updates), evaluation and serving, with and without a cache. Only in
-    pretraining, within `limited_experts`, each expert has room for `expert_capacity` T / experts tokens of each row of T
-    tokens (equation 3); later ones are dropped: their y is 0 and only the residual stream continues (section 2.2). Room is
-    counted per row from its first token on, so results still do not depend on the other rows, the split, or later tokens.
-
+    Each token goes to its expert, whatever the rest of the batch. Only in pretraining, within `limited_experts`, each expert
+    has room for `expert_capacity` T / experts tokens of each row of T tokens (equation 3); later ones are dropped: their y is 0
+    and only the residual stream continues (section 2.2). Room is counted per row from its first token on, so results do not
+    depend on other rows, the split, or later tokens.
     Source: Fedus et al. 2021, sections 2.1 and 2.2; Lepikhin et al. 2020, section 2.2 (room counted in groups of tokens).
     Differs: a group is a row, where the paper's is the share of a batch on one core. No noise in the router.
     """
@@ -91,26 +89,25 @@ def compute_balance(probs: Tensor, chosen: Tensor) -> Tensor:
     """E sum_i f_i P_i (B,), of each row: 1 if its T tokens are spread evenly, E if all go to one expert.
 
     f_i is the share of the row's tokens whose expert is i, P_i the mean of p_i over them. probs (B, T, E), chosen (B, T).
-
     Source: Fedus et al. 2021, equations 4 to 6.
     """
     count = probs.shape[-1]
     return count * (F.one_hot(chosen, count).float().mean(1) * probs.mean(1)).sum(-1)
 
 
-def balance_loss(model: nn.Module, labels: Tensor, ignored: int, coef: float, count: Tensor | int | None) -> Tensor:
-    """coef sum over experts' layers and rows of n_row balance_row / N, to be added to the loss; N as in that loss.
+def balance_loss(model: Any, labels: Tensor, ignored: int, count: Any) -> Tensor | float:
+    """balance_coef sum over experts' layers and rows of n_row balance_row / N, to be added to the loss; N as in that loss.
 
     n_row is the number of labels of a row, so the parts of a batch add up to the balance loss of the whole. 0 outside
     `limited_experts`.
     """
-    balances = [
-        layer.balance for layer in model.modules() if isinstance(layer, SwitchMLP) and layer.balance is not None
-    ]
+    layers = (layer for layer in model.modules() if isinstance(layer, SwitchMLP))
+    balances = [layer.balance for layer in layers if layer.balance is not None]
     if not balances:
-        return labels.new_zeros((), dtype=torch.float32)
+        return 0.0
     counted = (labels[:, 1:] != ignored).sum(1)
-    return coef * (torch.stack(balances).sum(0) * counted).sum() / (counted.sum() if count is None else count)
+    total = (torch.stack(balances).sum(0) * counted).sum()
+    return model.config.balance_coef * total / (counted.sum() if count is None else count)
 
 
 @contextmanager
@@ -134,7 +131,6 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 class Block(GradientCheckpointingLayer):
     """Pre-norm (GPT-2, Llama): x + attention(norm_1 x) = y; y + mlp(norm_2 y).
-
     Source: Radford et al. 2019, section 2.3.
     """
 
@@ -168,7 +164,6 @@ class Block(GradientCheckpointingLayer):
 
 class PostNormBlock(Block):
     """The original Transformer and GPT-1: norm_1(x + attention x) = y; norm_2(y + mlp y). No norm follows the last block.
-
     Source: Vaswani et al. 2017, section 3.1; Radford et al. 2018, section 4.1.
     """
 
@@ -182,7 +177,6 @@ class PostNormBlock(Block):
 
 class ParallelBlock(Block):
     """GPT-NeoX: x + attention(norm_1 x) + mlp(norm_2 x).
-
     Source: Black et al. 2022, section 2.1.2.
     """
 
@@ -192,7 +186,6 @@ class ParallelBlock(Block):
 
 class OneNormBlock(ParallelBlock):
     """PaLM and GPT-J: x + attention(norm_1 x) + mlp(norm_1 x).
-
     Source: Chowdhery et al. 2022, section 2, "Parallel Layers".
     """
 

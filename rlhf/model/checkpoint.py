@@ -28,7 +28,7 @@ LAYER = re.compile(r"\.\d+\.")  # in the name of a weight that belongs to a numb
 ADAPTERS, ADAPTED = "adapter_config.json", "adapter_model.safetensors"  # PEFT's files
 # The files of a hub repository that are read before its weights.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "README.md")
-
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the first that exist count
 
 Id = Annotated[int, Field(ge=-1, lt=INTEGERS)]
 RESTORE = "restore the file"
@@ -83,27 +83,25 @@ class Checkpoint:
         stated = getattr(self.config, "max_position_embeddings", None)
         return None if stated == -1 else stated
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of every from_pretrained."""
-        gguf = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
-        return {"pretrained_model_name_or_path": str(self.folder), **gguf}
+    @property
+    def gguf(self) -> dict[str, str]:
+        """The argument of transformers' from_pretrained for a GGUF file."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
-    def stated_ends(self) -> list[Any]:
+    def stated_ends(self) -> list[int]:
         """What generation_config.json and config.json state as end tokens. Raises: UserError if it is no ids."""
         path = self.folder / "generation_config.json"
         generation = None if self.gguf_file else read_checked(path, Ids, RESTORE)
-        return [(generation or {}).get("eos_token_id"), self.config.eos_token_id]
+        stated = [(generation or {}).get("eos_token_id"), self.config.eos_token_id]
+        return [i for value in stated for i in (value if isinstance(value, list) else [value]) if i is not None]
 
     def weight_files(self) -> list[Path]:
         """The weight files. Raises: UserError if there are none in a format that is safe to read."""
-        if self.gguf_file is not None:
-            return [self.folder / self.gguf_file]
-        for pattern in ("*.safetensors", "pytorch_model*.bin"):
-            if files := sorted(self.folder.glob(pattern)):
-                return files
-        raise UserError(
-            f"model.pretrained={self.source}: no weights: want *.safetensors, pytorch_model*.bin or a .gguf file in it"
-        )
+        files = [self.folder / self.gguf_file] if self.gguf_file else weight_files(self.folder)
+        if not files:
+            wanted = "want *.safetensors, pytorch_model*.bin or a .gguf file in it"
+            raise UserError(f"model.pretrained={self.source}: no weights: {wanted}")
+        return files
 
     def describe(self) -> str:
         """One line: architecture, size, precision, memory, licence, and whether it runs natively."""
@@ -115,9 +113,12 @@ class Checkpoint:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    return next((files for pattern in WEIGHTS if (files := sorted(folder.glob(pattern)))), [])
+
+
 def read_checkpoint(source: str | Path) -> Checkpoint:
     """Inspect a checkpoint: a hub id (optionally `name@revision`), a local folder, or a .gguf file.
-
     Raises: UserError if it cannot be read or needs its own code.
     """
     source = str(source)
@@ -235,18 +236,16 @@ def _read_licence(folder: Path, gguf: str | None) -> str | None:
 
 
 def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool = False, **keywords: Any) -> Any:
-    """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other.
+    """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other; no code of it is run.
 
-    new_head: weights outside the trunk's layers may be missing, since they will be trained; headless: only the trunk
-    is loaded, and a head in the file is ignored. No code of the folder is run.
-
+    new_head: weights outside the trunk's layers may be missing, since they will be trained; headless: a head in the file is ignored.
     Raises: UserError if weights are missing, left over, of another shape, or not finite, or if a file cannot be read.
     """
     gguf = {name: keywords[name] for name in ("gguf_file",) if name in keywords}
     if keywords.get("config") is None:
         keywords["config"] = read_config(source, f"{source}: no readable configuration", RESTORE, **gguf)
-    if Path(source).is_dir() and not gguf:
-        check_weights(source, keywords["config"], Path(source).glob("*.safetensors"))
+    if not gguf:
+        check_weights(source, keywords["config"], weight_files(Path(source)))
     with reading(f"{source}: not readable weights", RESTORE):
         model, info = loader.from_pretrained(
             source, output_loading_info=True, trust_remote_code=False, **CHOSEN_HERE, **keywords
@@ -308,11 +307,10 @@ def read_config(source: str, what: str, remedy: str, **more: Any) -> Any:
     return config
 
 
-def check_weights(what: str, config: Any, files: Iterable[Path], parameters: int = 0) -> None:
+def check_weights(what: str, config: Any, files: Iterable[Path]) -> None:
     """What can be known of the weights by their headers, before a model is built or anything is allocated.
-
-    Raises: UserError for complex tensors and for weights that are integers, which a cast to float32 would change silently, and
-    for files too small for the sizes in the configuration or for so many parameters.
+    Raises: UserError for complex or integer weights, which a cast to float32 would change silently, and for files too small for
+    the sizes in the configuration.
     """
     with reading(f"{what}: not readable weights", "restore them"):
         tensors = stored_tensors(files)
@@ -325,7 +323,7 @@ def check_weights(what: str, config: Any, files: Iterable[Path], parameters: int
     numbers, trunk = sum(count for _, count, _ in tensors.values()), getattr(config, "trunk", None) or config
     stated = [(f"{name}=", getattr(trunk, name, None) or 0, numbers) for name in ("hidden_size", "vocab_size")]
     stated += [("num_hidden_layers=", getattr(trunk, "num_hidden_layers", None) or 0, len(tensors))]
-    for name, size, most in [*stated, ("parameters: ", parameters, numbers)] if tensors else ():
+    for name, size, most in stated if tensors else ():
         if size > most:
             came = f"config.json says {name}{size:,}, the files have {len(tensors):,} tensors of {numbers:,} numbers"
             raise UserError(f"{what}: weights are missing: {came}: restore both")

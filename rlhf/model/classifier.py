@@ -6,7 +6,6 @@ It is an `AutoModelForSequenceClassification` with one label.
 import inspect
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,10 +64,6 @@ class TextEncoder:
         self.form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
         if not tokenizer.is_fast:
             raise UserError("reward.model: its tokenizer has no tokenizer.json: save it as a fast one")
-        # spellings of special tokens in messages are marked when the template is rendered
-        special = [] if self.form == "template" else tokenizer.all_special_tokens
-        spellings = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self._special_ids = set(tokenizer.all_special_ids)
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}
 
@@ -79,29 +74,30 @@ class TextEncoder:
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """One row. If it is too long, the oldest turns are dropped, then the beginning of the last one; a response that
         leaves the prompt less than a quarter of the room is cut at its end instead, and then has no closing token.
-
         Raises: UserError if the chat template refuses the dialogue.
         """
-        messages = [Message(role=m.role, content=self._as_text(m.content)) for m in prompt]
-        response = self._as_text(response)
+        messages = list(prompt)
         row = self._row(messages, response, ended)
         self.cut += self.limit is not None and len(row) > self.limit
         while self.limit is not None and (over := len(row) - self.limit) > 0:
-            spare = self._count(render_prompt(messages)) - self.limit // LEAST_PROMPT
+            spare = self.count(render_prompt(messages)) - self.limit // LEAST_PROMPT
             if spare > 0:
                 messages = self._shorten(messages, min(over, spare))
             elif ended:
                 ended = False
             elif response:
-                response = self._cut(response, max(0, self._count(response) - over), keep_start=True)
+                response = self._cut(response, max(0, self.count(response) - over), keep_start=True)
             else:
                 return TextRow(row.ids[-self.limit :], row.types[-self.limit :])
             row = self._row(messages, response, ended)
         return row
 
-    def count(self, response: str) -> int:
-        """The number of tokens of a response, without special ones."""
-        return self._count(self._as_text(response))
+    def count(self, text: str) -> int:
+        """The number of tokens of a text, without special ones."""
+        return len(self._tokens(text, add_special_tokens=False)["input_ids"])
+
+    def _tokens(self, *texts: str, **keywords: Any) -> Any:
+        return self.tokenizer(*texts, split_special_tokens=True, **keywords)  # what spells a special token stays text
 
     def _row(self, messages: list[Message], response: str, ended: bool) -> TextRow:
         dialogue = [*messages, Message(role="assistant", content=response)]
@@ -109,7 +105,7 @@ class TextEncoder:
             ids = encode_scored(self.tokenizer, dialogue, ended)
             return TextRow(ids, [0] * len(ids))
         texts = (render_prompt(messages), response) if self.form == "pair" else (render_prompt(dialogue),)
-        encoded = self.tokenizer(*texts, return_token_type_ids=True)
+        encoded = self._tokens(*texts, return_token_type_ids=True)
         ids, types = list(encoded["input_ids"]), list(encoded["token_type_ids"])
         ending = itertools.takewhile(lambda i: ids[i] in self._special_ids, reversed(range(len(ids))))
         at = next((i for i in ending if ids[i] in self._closing), None)  # of the token that closes the response
@@ -119,12 +115,6 @@ class TextEncoder:
             ids.append(self.tokenizer.eos_token_id)
             types.append(types[-1] if types else 0)
         return TextRow(ids, types)
-
-    def _as_text(self, text: str) -> str:
-        return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text
-
-    def _count(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _shorten(self, messages: list[Message], tokens: int) -> list[Message]:
         """Drop the oldest turn (a system turn is kept as long as possible), or the first tokens of the last one."""
@@ -137,13 +127,13 @@ class TextEncoder:
         if first:
             return messages[1:]
         text = messages[0].content
-        return [Message(role="user", content=self._cut(text, max(0, self._count(text) - tokens), keep_start=False))]
+        return [Message(role="user", content=self._cut(text, max(0, self.count(text) - tokens), keep_start=False))]
 
     def _cut(self, text: str, keep: int, keep_start: bool) -> str:
         """The first or the last `keep` tokens of a text."""
         if not keep:
             return ""
-        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        offsets = self._tokens(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return text[: offsets[keep - 1][1]] if keep_start else text[offsets[-keep][0] :]
 
 
@@ -179,7 +169,6 @@ class TextRewardModel(nn.Module):
         """A classifier to train: a folder or hub name, whose scalar head is new unless it has one.
 
         A tokenizer without its own pad token gets one, so that the end token can be read.
-
         Raises: UserError if it cannot be read or model and tokenizer do not fit.
         """
         config, tokenizer = _read_config(source)
@@ -192,7 +181,6 @@ class TextRewardModel(nn.Module):
         return cls(network, tokenizer)
 
     def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
-        """Rows in this model's own tokens, whatever the policy's."""
         encoder = self.encoder.within(limit)
 
         def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]]:
@@ -205,18 +193,12 @@ class TextRewardModel(nn.Module):
         return encode
 
     def rows(self, episodes: Episodes) -> list[TextRow]:
-        """Prompts and responses as text."""
         answers = zip(episodes.records, episodes.texts, episodes.ended.tolist(), strict=True)
-        return [self.encode(record.prompt, *answer) for record, *answer in answers]
+        return [self.encoder.encode(record.prompt, *answer) for record, *answer in answers]
 
     def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[TextRow]:
-        """Prompt and response as text, whatever the policy's tokenizer."""
         encoder = self.encoder.within(limit)
         return [encoder.encode(record.prompt, record.response) for record in records]
-
-    def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
-        """The input row of one response."""
-        return self.encoder.encode(prompt, response, ended)
 
     def collate(self, rows: Sequence[TextRow]) -> dict[str, Tensor]:
         """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the right, or before the last place if the head reads that."""
@@ -236,7 +218,6 @@ class TextRewardModel(nn.Module):
         return self.gain * (raw - self.shift) if calibrated else raw
 
     def calibrate(self, gain: float, shift: float) -> None:
-        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
         self.gain, self.shift = float(gain), float(shift)
 
     def gradient_checkpointing_enable(self, *arguments: Any, **keywords: Any) -> None:
@@ -260,27 +241,21 @@ class TextRewardModel(nn.Module):
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "TextRewardModel":
         """Load what `save_pretrained` wrote, or another one-label classifier, which is not calibrated.
-
         Raises: UserError if it cannot be read, or has more than one label.
         """
         config, tokenizer = _read_config(str(source))
-        record = Path(source) / RECORD
-        if not record.is_file():
-            if config.num_labels != 1:
-                raise UserError(
-                    f"{source}: a {config.model_type} with {config.num_labels} labels is no reward model: "
-                    "train it with reward.model, or give a classifier with one label"
-                )
-            return cls(_read_network(str(source), config, tokenizer), tokenizer).eval()
-        calibration = read_checked(record, Calibration, AGAIN) or {}
-        gain, shift = calibration["gain"], calibration["shift"]
-        network = _read_network(str(source), config, tokenizer)
-        return cls(network, tokenizer, gain, shift).eval()
+        calibration = read_checked(Path(source) / RECORD, Calibration, AGAIN)
+        if calibration is None and config.num_labels != 1:
+            raise UserError(
+                f"{source}: a {config.model_type} with {config.num_labels} labels is no reward model: "
+                "train it with reward.model, or give a classifier with one label"
+            )
+        gain, shift = (calibration["gain"], calibration["shift"]) if calibration else (1.0, 0.0)
+        return cls(_read_network(str(source), config, tokenizer), tokenizer, gain, shift).eval()
 
 
 def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel | TextRewardModel:
     """The reward model of a stage's model folder, or another one-label classifier, in eval mode.
-
     Raises: UserError if it cannot be read.
     """
     path = Path(folder)

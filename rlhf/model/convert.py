@@ -72,7 +72,6 @@ def why_own(config: Any) -> str:
 
 def make_native_config(config: Any) -> GPTConfig:
     """A checkpoint's configuration as ours.
-
     Raises: UserError for an architecture or a variant that ours does not express, and for values that make no sense.
     """
     kind = config.model_type
@@ -85,7 +84,6 @@ def make_native_config(config: Any) -> GPTConfig:
 
 def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
     """Our GPT with the weights of one of transformers' causal language models, copied.
-
     Raises: UserError for an architecture or a variant that ours does not express.
     """
     config, theirs = make_native_config(model.config), model.state_dict()
@@ -106,10 +104,7 @@ def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
 
 
 def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
-    """transformers' class of the architecture `form` with our weights, copied.
-
-    The remaining fields of its configuration (see `GPTConfig.origin`) are restored.
-
+    """transformers' class of the architecture `form` with our weights, copied; `GPTConfig.origin` restores the rest of its fields.
     Raises: UserError if the model does not fit the form.
     """
     config: Any = model.config
@@ -171,10 +166,8 @@ def _finished(model: Any, like: PreTrainedModel) -> Any:
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike, form: str = "auto") -> str:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    form: one of `ARCHITECTURES`, which plain transformers loads; "rlhf", which loads after `import rlhf.model`; "auto"
-    takes the architecture that the weights came from, else the first that fits. Tokenizer and a generation configuration
-    with every end token go with it. A model that is not our GPT is saved as it is. Returns the form written.
-
+    form: one of `ARCHITECTURES`, which plain transformers loads; "rlhf", which loads after `import rlhf.model`; "auto": see
+    `find_form`. A generation configuration with every end token goes with it. Returns the form written.
     Raises: UserError if the model does not fit the form.
     """
     check_form(form)
@@ -213,9 +206,8 @@ class Exported(NamedTuple):
 def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
     """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer.
 
-    The head of these classes is `score` of the last token that is not the pad token. Gain and shift of the calibration go into
-    the weights. Most classes have a head without bias. Then the constant goes into the bias of the last norm, which nothing else
-    uses; if the norm has none either (RMSNorm), it is left out and stated: a constant changes neither an order nor a difference.
+    Its head reads the last token that is not the pad token. Gain and shift go into the weights; if the head has no bias, the
+    constant goes into the bias of the last norm; if that has none either (RMSNorm), it is left out and stated.
 
     tokenizer: the policy's. Raises: UserError for a model that no public class expresses.
     """
@@ -268,20 +260,20 @@ def _with_score_head(model: Any) -> tuple[Any, nn.Module | None]:
     whose output is the last hidden state.
     """
     trunk, native = model.trunk, lm(model.trunk).native
+    settings, weights = copy.deepcopy(trunk.config), trunk.state_dict()
     if native:
         form = find_form(trunk.config)
         if form == OWN:
             raise UserError(
                 f"export: no class of transformers expresses this reward model's trunk: {why_own(trunk.config)}"
             )
-        ours = GPTForCausalLM(trunk.config)
-        ours.model.load_state_dict(trunk.state_dict())
-        trunk = to_transformers(ours, form).base_model
-    settings: Any = copy.deepcopy(trunk.config)
+        settings = their_config(trunk.config, form)
+        weights = dict(renamed(trunk.config, form, ((f"model.{name}", weight) for name, weight in weights.items())))
     settings.num_labels = 1
     try:
         result: Any = AutoModelForSequenceClassification.from_config(settings, trust_remote_code=False)
-        result.base_model.load_state_dict(trunk.state_dict())
+        prefix = f"{result.base_model_prefix}."
+        result.base_model.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"export: transformers has no sequence classifier of a {settings.model_type}: {str(error).splitlines()[0]}"

@@ -1,13 +1,14 @@
-"""Log-probs and the next-token loss without logits of all tokens."""
+"""The next-token loss, and the log-probs of chosen tokens and of responses, without logits of all tokens."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from rlhf.model.blocks import balance_loss
 from rlhf.model.interface import lm
 from rlhf.model.linear import Linear
 from rlhf.ops.logprobs import entropy, token_logprobs
@@ -23,26 +24,37 @@ def is_plain(head: nn.Module) -> bool:
     return known and getattr(head, "bias", None) is None and not hasattr(head.weight, "ds_id")
 
 
-def compute_fused_loss(trunk: Any, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
-    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, for logits = hidden weight^T, without returning logits.
+class NextToken(nn.Module):
+    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / denominator of any causal language model, as a module that an
+    engine can train; of our GPT in pretraining with the balance loss of its experts.
 
-    trunk: a GPTModel, called with `inputs`; weight (V, D); labels (B, T). N is inputs["num_items_in_batch"], or the
-    number of such labels. In half precision the logits are not rounded.
+    In half precision the logits of a plain unembedding are not rounded.
     """
-    targets, before = before_labels(labels.to(weight.device))
-    few = len(before) <= labels.numel() * 7 // 8  # if nearly all are chosen, nothing is saved
-    whole = inputs.get("output_hidden_states") or trunk.config.experts  # the balance loss needs all tokens of a row
-    kept = before if few and not whole else None
-    output = trunk(**inputs, kept=kept)
-    hidden = output.last_hidden_state
-    rows = hidden if kept is not None else hidden.flatten(0, 1).index_select(0, before)
-    loss = unembedded_cross_entropy(rows, weight, targets)
-    count = inputs.get("num_items_in_batch")
-    return CausalLMOutputWithPast(
-        loss=loss / (targets.numel() if count is None else count),  # type: ignore[arg-type]
-        past_key_values=output.past_key_values,
-        hidden_states=output.hidden_states,
-    )
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, labels: Tensor, denominator: float = 1.0, **inputs: Any) -> Tensor:
+        """labels (B, T); inputs: input_ids (B, T), right-padded, and what else the model takes."""
+        model, known = self.model, lm(self.model)
+        targets, before = before_labels(labels)
+        inputs["use_cache"] = False
+        if known.logits_are == "own":
+            logits = model(**inputs).logits.flatten(0, 1).index_select(0, before)
+            return F.cross_entropy(logits.float(), targets, reduction="sum") / denominator
+        experts = known.native and model.config.experts
+        # The balance loss needs all tokens of a row; if nearly all are chosen, nothing is saved.
+        if known.native and not experts and len(before) <= labels.numel() * 7 // 8:
+            hidden = model.base_model(**inputs, kept=before).last_hidden_state
+        else:
+            hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, before)
+        head = model.get_output_embeddings()
+        if known.logits_are == "product" and is_plain(head):
+            loss = unembedded_cross_entropy(hidden, head.weight, targets) / denominator
+        else:
+            loss = -chosen_logprobs(model, hidden, targets)[0].sum() / denominator
+        return loss + balance_loss(model, labels, IGNORED, denominator) if experts else loss
 
 
 def before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,3 +97,42 @@ def in_chunks(measure: Callable[..., tuple[Tensor, ...]], head: Any, *rows: Tens
     chunks = zip(*(x.split(size) for x in rows), strict=True)
     parts = [checkpoint(measure, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
+def before_responses(prompt_lengths: Tensor, width: int, mask: Tensor) -> Tensor:
+    """(N,) positions of the token before each response token of mask (B, A), as row * width + position."""
+    device = mask.device
+    position = prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=device)  # (B, A)
+    return (position + width * torch.arange(len(mask), device=device)[:, None])[mask]
+
+
+def response_logprobs(
+    policy: Any,
+    tokens: Tensor,
+    prompt_lengths: Tensor,
+    mask: Tensor,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
+    hidden: Tensor | None = None,
+    before: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
+
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
+    states (N, D) before the tokens in mask (B, A), if already computed; before: `before_responses`, likewise.
+    """
+    before = before_responses(prompt_lengths, tokens.shape[1], mask) if before is None else before
+    chosen, model = tokens.flatten()[before + 1], lm(policy)
+    if model.logits_are == "own":
+        logits = model.logits(tokens, before)  # (N, V)
+        logp = token_logprobs(logits, chosen)
+        entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
+    else:
+        hidden = model.hidden(tokens, before) if hidden is None else hidden
+        logp, entropies = chosen_logprobs(policy, hidden, chosen, with_entropy, entropy_gradient)
+    return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
+
+
+def unpacked(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, A) float32 from one value per token in mask (B, A), as (N,); 0 outside the mask."""
+    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_scatter(mask, values)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from rlhf.model.attention import (
     QKNorm,
@@ -28,7 +29,7 @@ from rlhf.model.attention import (
 )
 from rlhf.model.batching import join_rows
 from rlhf.model.blocks import BLOCKS, Block, balance_loss, make_norm
-from rlhf.model.fused_loss import IGNORED, compute_fused_loss, is_plain
+from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
 
@@ -47,20 +48,18 @@ class GPTPreTrainedModel(PreTrainedModel):
         return self.config.context_length
 
     def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Last hidden states (N, D) of the tokens in `kept` (N,), row * T + position, of right-padded tokens (B, T).
-
-        A common prefix of several rows is read only once on a CPU, if that saves time. On a GPU joining would wait for the tokens,
-        and its mask rules out flash attention.
-        """
         return self._read(tokens, kept)[0].last_hidden_state
 
     def layers_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Hidden states (n_layer + 1, N, D) of the tokens in `kept`, from the embeddings on, the last one normed; see `hidden`."""
         output, at = self._read(tokens, kept, output_hidden_states=True)
         return torch.stack([*(select(x, at) for x in output.hidden_states[:-1]), output.last_hidden_state])
 
     def _read(self, tokens: Tensor, kept: Tensor, **more: Any) -> tuple[Any, Tensor]:
-        """The trunk's output, and the places of `kept` in its rows."""
+        """The trunk's output, and the places of `kept` in its rows.
+
+        A common prefix of several rows is read only once on a CPU, if that saves time. On a GPU joining would wait for the tokens,
+        and its mask rules out flash attention.
+        """
         trunk: Any = self.base_model
         # a window counts distances within the row
         if len(tokens) > 1 and len(kept) and self.config.window is None and not tokens.is_cuda:
@@ -114,16 +113,14 @@ class GPTModel(GPTPreTrainedModel):
         return self.dropout(self.place(x, positions)), rope
 
     def place(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings x (…, D) plus those of their positions (…), if the model has any.
-
-        Sinusoids are added to sqrt(D) x (Vaswani et al. 2017, section 3.4).
-        """
+        """Embeddings x (…, D) plus those of their positions (…), if any; sinusoids are added to sqrt(D) x (Vaswani et al. 2017, 3.4)."""
         if self.embed_positions is None:
             return x
         if isinstance(self.embed_positions, Sinusoids):
             x = x * math.sqrt(self.config.width)
         return x + self.embed_positions(positions).to(x.dtype)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -133,19 +130,15 @@ class GPTModel(GPTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         kept: Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> BaseModelOutputWithPast:
         """Hidden states (B, T, D) of token ids (B, T), or (N, D) of the tokens in `kept`.
 
-        kept (N,) int64: row * T + position of each token whose last hidden state is needed. For the other tokens
-        the last block then computes only keys and values.
-
-        attention_mask (B, past + T), 1 = real token, padding on either side; without position_ids, positions
-        count the real tokens. Where position_ids restart within a row (0, or lower than before), a new example
-        begins, which does not see the earlier ones. Without mask and restarts, attention runs the causal kernel
-        and no mask exists: right padding needs none, since no real token comes after it.
+        kept (N,) int64: row * T + position of each token whose last hidden state is needed; for the others the last block
+        computes only keys and values. attention_mask (B, past + T), 1 = real token, padding on either side; without
+        position_ids, positions count the real tokens. Where position_ids restart within a row (0, or lower than before), a new
+        example begins, which does not see the earlier ones. Right padding needs no mask, since no real token comes after it.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("GPTModel.forward: give exactly one of input_ids and inputs_embeds")
@@ -163,22 +156,21 @@ class GPTModel(GPTPreTrainedModel):
         mask = as_bias(mask, x)
         x, rope = self.embed(x, make_positions(x, attention_mask, position_ids, past))
 
-        hidden_states = [x] if output_hidden_states else None
+        earlier: tuple[Tensor, ...] = ()
         for number, layer in enumerate(self.layers):
+            if output_hidden_states:
+                earlier += (x,)
             layer_mask = mask if self.config.window_of(number) is None else banded
             last_kept = kept if layer is self.layers[-1] else None
             x = layer(x, rope, layer_mask, past_key_values=past_key_values, kept=last_kept)
-            if hidden_states is not None:
-                hidden_states.append(x)
         x = self.norm(x)
-        if hidden_states is not None:
-            hidden_states[-1] = x  # transformers' convention: the last one is normed
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=None if hidden_states is None else tuple(hidden_states),
+            hidden_states=(*earlier, x)
+            if output_hidden_states
+            else None,  # transformers' convention: the last one is normed
         )
-        return output.to_tuple() if return_dict is False else output
 
 
 class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
@@ -192,6 +184,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         self.lm_head = Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -202,54 +195,37 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        skip_logits: bool = False,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """Logits (B, T, V), or of the last `logits_to_keep` positions; the loss if labels (B, T) are given.
 
         loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, with N = num_items_in_batch if the
-        Trainer passes it, else the number of such labels. skip_logits: with labels, compute the loss without
-        logits (B, T, V); the output then has none (and in half precision the loss is that of unrounded
-        logits). The other arguments are `GPTModel.forward`'s.
+        Trainer passes it, else the number of such labels. `NextToken` computes it without logits. The other arguments are
+        `GPTModel.forward`'s.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            "output_hidden_states": output_hidden_states,
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
             **kwargs,
-        }
-        if skip_logits and labels is not None and is_plain(self.lm_head):
-            bare = compute_fused_loss(self.model, self.lm_head.weight, labels, inputs)
-            bare.loss = self._balanced(bare.loss, labels, kwargs)  # type: ignore[arg-type]
-            return bare.to_tuple() if return_dict is False else bare
-        output = self.model(**inputs)
+        )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # 0: all
         logits = self.lm_head(output.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = self._balanced(loss, labels, kwargs)
-        result = CausalLMOutputWithPast(
+            loss = loss + balance_loss(self, labels, IGNORED, kwargs.get("num_items_in_batch"))
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-        return result.to_tuple() if return_dict is False else result
 
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Logits (N, V) after the tokens in `kept`, see `hidden`."""
         return self.lm_head(self.hidden(tokens, kept))
-
-    def _balanced(self, loss: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The loss, plus the balance loss of a pretraining forward if the model has experts."""
-        if not self.config.experts:
-            return loss
-        count = kwargs.get("num_items_in_batch")
-        return loss + balance_loss(self, labels, IGNORED, self.config.balance_coef, count)

@@ -1,6 +1,6 @@
 """The configuration of the GPT, as a transformers configuration."""
 
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -30,7 +30,6 @@ class GPTConfig(PreTrainedConfig):
     many MLPs, see rlhf/model/blocks.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
     configuration fields of the architecture that the weights came from, which these do not express; export writes them
     back.
-
     Raises: ValueError when widths, heads and kinds do not fit together; every problem is in the one message.
     """
 
@@ -81,21 +80,42 @@ class GPTConfig(PreTrainedConfig):
     origin: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._check_values()
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        if self.mlp_width is None:
-            self.mlp_width = default_mlp_width(self.mlp, self.width)
-        if self.qkv_bias is None:
-            self.qkv_bias = self.bias
-        self._check_shape()
-        if self.head_dim is None:
-            self.head_dim = self.width // self.n_head
+        try:  # transformers converts and checks nothing
+            TYPES.model_validate({name: getattr(self, name) for name in TYPES.model_fields})
+        except ValidationError as error:
+            raise ValueError(f"GPTConfig: {first_problem(error)[1]}") from None
+        ranges = {name: stated for name, stated in settings_in(ModelConfig).items() if hasattr(self, name)} | RANGES
+        problems = [stated.problem(name, getattr(self, name)) for name, stated in ranges.items()]
+        if not any(problems):
+            self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+            self.qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
+            if self.mlp_width is None:
+                self.mlp_width = default_mlp_width(self.mlp, self.width)
+            problems = list(self._misfits())
+        if found := [problem for problem in problems if problem is not None]:
+            raise ValueError("GPTConfig: " + "; ".join(found))
+        self.head_dim = self.head_dim or self.width // self.n_head
         super().__post_init__(**kwargs)
+
+    def _misfits(self) -> Iterator[str]:
+        """Values that do not fit together."""
+        if self.n_layer > MOST_LAYERS:
+            yield f"n_layer={self.n_layer} must be from 1 to {MOST_LAYERS:,}"
+        head_dim = self.head_dim or self.width // self.n_head
+        if self.head_dim is None and self.width % self.n_head:
+            yield f"width={self.width} must be a multiple of n_head={self.n_head}"
+        elif self.positions == "rotary" and (head_dim % 2 or int(head_dim * self.rotary_share) % 2):
+            yield f"rotary positions need an even number of turning channels per head, not {head_dim}"
+        if self.n_head % self.n_kv_head:
+            yield f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"
+        if self.positions == "sinusoidal" and self.width % 2:
+            yield f"sinusoidal positions need an even width, not {self.width}"
+        scaling = self.rotary_scaling
+        if scaling is not None and not all(scaling.get(name, 0) > 0 for name in SCALING):
+            yield f"rotary_scaling={scaling} must have {', '.join(SCALING)}, each above 0"
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a layer attends to; None if all before it.
-
         Source: Brown et al. 2020, section 2.1 (dense and locally banded layers in alternation); Child et al. 2019.
         """
         return self.window if (layer + 1) % self.window_every == 0 else None
@@ -104,42 +124,8 @@ class GPTConfig(PreTrainedConfig):
         """Whether a layer has several MLPs (Fedus et al. 2021, table 1: every other layer)."""
         return self.experts > 0 and (layer + 1) % self.expert_every == 0
 
-    def _check_values(self) -> None:
-        """transformers converts and checks nothing. Raises: ValueError for a value of another type or out of range."""
-        try:
-            _values().model_validate({name: getattr(self, name) for name in _values().model_fields})
-        except ValidationError as error:
-            raise ValueError(f"GPTConfig: {first_problem(error)[1]}") from None
-        ranges = {name: stated for name, stated in settings_in(ModelConfig).items() if hasattr(self, name)} | RANGES
-        problems = [stated.problem(name, getattr(self, name)) for name, stated in ranges.items()]
-        if found := [problem for problem in problems if problem is not None]:
-            raise ValueError("GPTConfig: " + "; ".join(found))
 
-    def _check_shape(self) -> None:
-        problems = []
-        if self.n_layer > MOST_LAYERS:
-            problems.append(f"n_layer={self.n_layer} must be from 1 to {MOST_LAYERS:,}")
-        head_dim = self.head_dim or self.width // self.n_head
-        if self.head_dim is None and self.width % self.n_head:
-            problems.append(f"width={self.width} must be a multiple of n_head={self.n_head}")
-        elif self.positions == "rotary" and (head_dim % 2 or int(head_dim * self.rotary_share) % 2):
-            problems.append(f"rotary positions need an even number of turning channels per head, not {head_dim}")
-        if self.n_head % self.n_kv_head:
-            problems.append(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
-        if self.positions == "sinusoidal" and self.width % 2:
-            problems.append(f"sinusoidal positions need an even width, not {self.width}")
-        scaling = self.rotary_scaling
-        if scaling is not None and not all(scaling.get(name, 0) > 0 for name in SCALING):
-            problems.append(f"rotary_scaling={scaling} must have {', '.join(SCALING)}, each above 0")
-        if problems:
-            raise ValueError("GPTConfig: " + "; ".join(problems))
-
-
-@functools.cache
-def _values() -> Any:
-    """The types of the fields, strictly."""
-    types: dict[str, Any] = {
-        name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)
-        for name, kind in GPTConfig.__annotations__.items()
-    }
-    return create_model("GPTConfig", __config__=ConfigDict(strict=True), **types)
+# The types of the fields, strictly.
+TYPES: Any = create_model("GPTConfig", __config__=ConfigDict(strict=True), **{
+    name: (kind | None if getattr(GPTConfig, name) is None else kind, ...) for name, kind in GPTConfig.__annotations__.items()
+})  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,10 +110,8 @@ class RewardConfig(PreTrainedConfig):
 
 
 class RewardModel(PreTrainedModel):
-    """r = gain (w . h + b - shift), with h the trunk's hidden state at a token.
-
-    A reward model is read at the last token of prompt + response, a critic (V) at every token. A critic starts
-    from the reward model with `fold_calibration`, so that its values begin on the scale of the scores.
+    """r = gain (w . h + b - shift), with h the trunk's hidden state at a token: of a reward model the last one of prompt + response, of
+    a critic (V) every one. A critic starts from the reward model with `fold_calibration`, on the scale of the scores.
     Differs: with read_tokens above 1 the score is the mean over the last tokens. If no token ends a response, the last token
     is in the middle of a sentence, and its state represents the next word rather than the response.
     Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and
@@ -144,8 +141,8 @@ class RewardModel(PreTrainedModel):
     def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | str | None = None) -> RewardModel:
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
-        source: a folder or hub name, or a loaded model, which is left as it is. layers: how many of the trunk's first
-        blocks are kept, or "mix", whose head reads a learned mix of all layers; None: all.
+        source: a folder or hub name, or a loaded model. layers: how many of the trunk's first blocks are kept, or "mix", whose
+        head reads a learned mix of all layers; None: all.
         """
         trunk: Any = load_whole(AutoModel, source, headless=True) if isinstance(source, str) else source.base_model
         config = first_blocks(trunk, layers) if isinstance(layers, int) else trunk.config
@@ -165,10 +162,6 @@ class RewardModel(PreTrainedModel):
         model.trunk, model.head = trunk, ScalarHead(config.trunk.hidden_size).initialise()
         model.mix = LayerMix(count + 1) if config.mix else None
         return model.eval()
-
-    def _score(self, hidden: Tensor, calibrated: bool) -> Tensor:
-        raw = self.head(hidden).squeeze(-1).float()
-        return self.config.gain * (raw - self.config.shift) if calibrated else raw
 
     def forward(self, tokens: Tensor, lengths: Tensor, calibrated: bool = True, by_token: bool = False) -> Tensor:
         """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at those
@@ -203,23 +196,19 @@ class RewardModel(PreTrainedModel):
 
         The value at position t depends on tokens 0…t; it is the value before token t + 1 is chosen.
         """
-        return self._score(self._hidden(tokens, kept), calibrated)
-
-    def _hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """What the head reads, (N, D)."""
         trunk = lm(self.trunk)
-        return trunk.hidden(tokens, kept) if self.mix is None else self.mix(trunk.layers_at(tokens, kept))
+        hidden = trunk.hidden(tokens, kept) if self.mix is None else self.mix(trunk.layers_at(tokens, kept))
+        raw = self.head(hidden).squeeze(-1).float()
+        return self.gain * (raw - self.shift) if calibrated else raw
 
     def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
-        """Prompt and answers in the policy's tokens; a prompt is cut from the left to leave `room` for a response."""
         return token_encoder(tokenizer, limit, room, counts)
 
     def rows(self, episodes: Episodes) -> list[list[int]]:
-        """The tokens that were sampled, after their prompt's."""
         return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
 
     def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[list[int]]:
-        """Prompt and response in the policy's tokens, as SFT reads them."""
+        """As SFT reads them."""
         encoded = encode_demonstrations(records, tokenizer, limit)
         return [row["prompt"] + row["response"] for row in encoded]
 
@@ -236,14 +225,13 @@ class RewardModel(PreTrainedModel):
         return self.config.shift
 
     def calibrate(self, gain: float, shift: float) -> None:
-        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
         self.config.gain, self.config.shift = float(gain), float(shift)
 
     @torch.no_grad()
     def fold_calibration(self) -> RewardModel:
         """Move gain and shift into the head, so that they train with it; the scores stay."""
-        self.head.weight.mul_(self.config.gain)
-        self.head.bias.sub_(self.config.shift).mul_(self.config.gain)
+        self.head.weight.mul_(self.gain)
+        self.head.bias.sub_(self.shift).mul_(self.gain)
         self.calibrate(1.0, 0.0)
         return self
 
@@ -274,10 +262,8 @@ class LabelModel(nn.Module):
         """Logits (N, C) float32 of N = `examples` with R / N rows each, and L1 (N,), which is 0 without `with_lm`.
 
         tokens (R, T) right-padded, lengths (R,) of 2 or more. L1 is the mean over an example's rows of the mean over a row's tokens
-        after the first of -log P(u_i | u_<i), in nats.
-
-        Differs: equations 1 and 5 sum over tokens; the paper's code takes the mean, as here, so that a long text does not
-        outweigh its label.
+        after the first of -log P(u_i | u_<i), in nats. Differs: equations 1 and 5 sum over tokens; the paper's code takes the
+        mean, so that a long text does not outweigh its label.
         """
         last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
         if with_lm:
@@ -319,39 +305,30 @@ def transfer(model: Any, layers: int | None, nothing: bool = False) -> Any:
     there = model.config.num_hidden_layers
     if layers is not None and layers > there:
         raise UserError(f"classify.layers={layers}: the base has {there}: want at most {there}")
+    if layers == there:
+        return model
     fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False).float()
-    if layers is None:
-        return fresh.eval()
-    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    embeddings |= {id(p) for p in model.get_output_embeddings().parameters()}
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)] + [model.get_output_embeddings()]
+    known = {id(p) for module in embeddings for p in module.parameters()}
     for (name, old), new in zip(model.named_parameters(), fresh.parameters(), strict=True):
         numbered = LAYER.search(name)
-        kept = int(numbered[0].strip(".")) < layers if numbered else id(old) in embeddings or layers == there
-        if kept:
+        if layers is not None and (int(numbered[0].strip(".")) < layers if numbered else id(old) in known):
             new.copy_(old)
     return fresh.eval()
 
 
-@torch.no_grad()
-def every_block(model: Any, every: int) -> Any:
-    """A copy of a causal language model of ours with its blocks 0, every, 2 every, …
-
+def keep_every(model: Any, every: int) -> Any:
+    """Leave a causal language model of ours only its blocks 0, every, 2 every, …
     Raises: UserError if it is none of ours, if its blocks are of several kinds, or if no block would go.
     """
-    config = copy.deepcopy(model.config)
+    config = model.config
     if not lm(model).native or config.window is not None or config.experts:
         which = "does not run natively" if not lm(model).native else "has banded layers or experts"
         raise UserError(f"distill.teacher: the {model.config.model_type} {which}: want a model of equal blocks")
-    kept = range(0, config.n_layer, every)
-    if every > 1 and len(kept) == config.n_layer:
+    layers = model.model.layers[::every]
+    if every > 1 and len(layers) == config.n_layer:
         raise UserError(f"distill.every={every}: the teacher has {config.n_layer} block: no smaller one can be made")
-    names = {f"model.layers.{old}.": f"model.layers.{new}." for new, old in enumerate(kept)}
-    config.n_layer = len(kept)
-    student = type(model)(config)
-    state = {}
-    for name, tensor in model.state_dict().items():
-        block = re.match(r"model\.layers\.\d+\.", name)
-        if block is None or block[0] in names:
-            state[name if block is None else name.replace(block[0], names[block[0]], 1)] = tensor
-    student.load_state_dict(state)
-    return student.eval()
+    for number, layer in enumerate(layers):
+        layer.attention.layer = number
+    model.model.layers, config.n_layer = layers, len(layers)
+    return model

@@ -1,8 +1,8 @@
 """What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and `RewardSource`
 of a reward model.
 
-Our GPT and RewardModel implement it themselves; `Foreign` gives it to any of transformers' causal language models, and
-TextRewardModel to any of its classifiers. Nothing else depends on the class of a model.
+Our GPT and RewardModel implement it themselves; TextRewardModel gives it to any of transformers' classifiers. Nothing else depends
+on the class of a model.
 """
 
 from __future__ import annotations
@@ -21,38 +21,6 @@ if TYPE_CHECKING:
     from rlhf.data.records import Demonstration, PromptRecord
 
 
-class LanguageModel(Protocol):
-    """A causal language model, or its trunk."""
-
-    native: bool  # our GPT: the sampler's cache, `kept` and `skip_logits` exist
-
-    @property
-    def logits_are(self) -> str:
-        """ "product": the unembedding's with the last hidden states; "finished": `finish` of it; "own": by the model's forward alone."""
-
-    def finish(self, product: Tensor) -> Tensor:
-        """Logits from the unembedding's product, if they are "finished"."""
-
-    @property
-    def context(self) -> int | None:
-        """The longest row in tokens; None if its configuration does not state it."""
-
-    def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position.
-
-        tokens (B, T), right-padded, so that causal attention hides padding from every real token.
-        """
-
-    def layers_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Hidden states (layers + 1, N, D) of these tokens: embeddings, then each block's output; the last as of `hidden`."""
-
-    def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Logits (N, V) after the tokens in `kept`."""
-
-    def set_residual_dropout(self, share: float) -> None:
-        """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
-
-
 def unwrapped(model: Any) -> Any:
     """The model, or the model inside an engine."""
     return getattr(model, "module", model)
@@ -61,24 +29,28 @@ def unwrapped(model: Any) -> Any:
 def lm(model: Any) -> LanguageModel:
     """The interface of a causal language model or of a trunk, bare or inside an engine."""
     bare = unwrapped(model)
-    return bare if hasattr(bare, "native") else Foreign(bare)
+    return bare if hasattr(bare, "native") else LanguageModel(bare)
 
 
-class Foreign:
-    """The interface of transformers' classes."""
+class LanguageModel:
+    """A causal language model, or its trunk: here of transformers' classes; our GPT has these methods itself."""
 
-    native = False
+    native = False  # our GPT: the sampler's cache, and `kept` exist
 
     def __init__(self, model: Any):
         self.model = model
 
     @property
     def context(self) -> int | None:
+        """The longest row in tokens; None if its configuration does not state it."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def logits_are(self) -> str:
-        """Measured once, with three tokens."""
+        """ "product": the unembedding's with the last hidden states; "finished": `finish` of it; "own": by the model's forward alone.
+
+        Measured once, with three tokens.
+        """
         model = self.model
         if (known := getattr(model, "logits_are", None)) is not None:
             return known
@@ -96,7 +68,7 @@ class Foreign:
         return model.logits_are
 
     def finish(self, product: Tensor) -> Tensor:
-        """As the configuration says: scaled (Cohere, Granite), soft-capped (Gemma 2)."""
+        """Logits from the unembedding's product, as the configuration says: scaled (Cohere, Granite), soft-capped (Gemma 2)."""
         config = self.model.config.get_text_config()
         scale, divisor = getattr(config, "logit_scale", None) or 1.0, getattr(config, "logits_scaling", None) or 1.0
         cap = getattr(config, "final_logit_softcapping", None)
@@ -104,28 +76,27 @@ class Foreign:
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def hidden(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """All tokens go through the trunk."""
+        """Last hidden states (N, D) of the tokens that `kept` (N,) names by row * T + position.
+
+        tokens (B, T), right-padded, so that causal attention hides padding from every real token.
+        """
         output = self.model.base_model(input_ids=tokens, use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, kept)
 
     def layers_at(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """Hidden states (layers + 1, N, D) of these tokens: embeddings, then each block's output; the last as of `hidden`."""
         output = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         return torch.stack([x.flatten(0, 1).index_select(0, kept) for x in output.hidden_states])
 
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """By the model's own forward, unless the hidden states of these tokens are enough."""
+        """Logits (N, V) after the tokens in `kept`."""
         if self.logits_are == "own":
             return self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).index_select(0, kept)
         product = self.model.get_output_embeddings()(self.hidden(tokens, kept))
         return product if self.logits_are == "product" else self.finish(product)
 
     def set_residual_dropout(self, share: float) -> None:
-        pass
-
-
-def context_of(model: Any, tokenizer: Any) -> int:
-    """The model's context in tokens; if its configuration does not state it, the tokenizer's maximum length."""
-    return lm(model).context or tokenizer.model_max_length
+        """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
 
 
 # ------------------------------------------------------------------------------------------------ reward models

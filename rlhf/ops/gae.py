@@ -25,10 +25,7 @@ def gae(
     over too.
 
     rewards, values (B, T) float; mask (B, T) bool, one unbroken run of True per row, anywhere, or none. Returns
-    advantages and returns (B, T), at least float32, 0 where mask is False, without a graph.
-
-    Raises ValueError: wrong shapes or types, a mask with a hole, gamma or lam outside 0…1.
-
+    advantages and returns (B, T), at least float32, 0 where mask is False, without a graph. Raises ValueError for a hole in mask.
     Source: Schulman et al. 2016, eq. 16; Schulman et al. 2017, eq. 11 and 12 (the sum cut at the episode's
     end).
     """
@@ -69,9 +66,6 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     A_i = R_i - 1/(k - 1) sum_{j != i} R_j        k = group_size
 
     rewards (B,) float, one per response; responses to one prompt are adjacent, k each. Returns (B,).
-
-    Raises ValueError: k below 2, or B no multiple of k.
-
     Source: Kool et al. 2019, section 2; Ahmadian et al. 2024 (RLOO), section 4.
     """
     groups = _groups("leave_one_out", rewards, group_size)  # (B/k, k)
@@ -86,9 +80,6 @@ def group_normalised(rewards: Tensor, group_size: int) -> Tensor:
 
     rewards (B,) float; responses to one prompt are adjacent, k = group_size each. Returns (B,): 0 if all
     responses to a prompt earn the same.
-
-    Raises ValueError: k below 2, or B no multiple of k.
-
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2 (outcome supervision).
     """
     groups = _groups("group_normalised", rewards, group_size)
@@ -116,9 +107,6 @@ def compute_advantages(
     responses to a prompt; values, gamma and lam are not used, and the returns are the response's reward.
 
     rewards, values (B, T) float, mask (B, T) bool. Both results are 0 where mask is False, without a graph.
-
-    Raises ValueError: an unknown name, and what the functions named above raise.
-
     Differs: RLOO's policy gradient and GRPO's surrogate are averaged over the tokens of the whole batch here,
     as PPO's is, rather than over sequences (RLOO) or first within each sequence (GRPO).
     """

@@ -17,9 +17,6 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
     k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. logp, logp_ref of one shape, float, nats;
     returns that shape, nats, at least float32. Summed over a sequence's tokens, k1 estimates the KL per
     sequence.
-
-    Raises ValueError: unequal shapes, not floating point, or an unknown kind.
-
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, eq. 2 (k1 in the
     reward).
     """
@@ -50,9 +47,6 @@ def kl_loss(
 
     logp, logp_old, logp_ref of one shape, nats; mask bool; denominator: the tokens of the whole minibatch, those of mask
     unless given. Gradients flow only into logp.
-
-    Raises ValueError: wrong shapes or types, no token and no denominator.
-
     Source: "A Comedy of Estimators" (arXiv 2512.21852), which compares k1, k2 and k3 in rewards and losses.
     """
     check_mask("kl_loss", mask, logp=logp, logp_old=logp_old, logp_ref=logp_ref)
@@ -63,12 +57,9 @@ def kl_loss(
 
 
 class FixedKL:
-    """A constant KL coefficient, coef, with the interface of AdaptiveKL.
+    """A constant KL coefficient, coef. Source: Ouyang et al. 2022, appendix C (a fixed coefficient, 0.02)."""
 
-    Raises ValueError: coef negative or not finite; a state of another kind.
-
-    Source: Ouyang et al. 2022, appendix C (a fixed coefficient, 0.02).
-    """
+    kind = "fixed"
 
     def __init__(self, coef: float):
         if not (math.isfinite(coef) and coef >= 0):
@@ -76,44 +67,39 @@ class FixedKL:
         self.coef = float(coef)
 
     def update(self, kl: float | Tensor, episodes: int) -> float:
-        """Return coef, whatever the KL was."""
         return self.coef
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "fixed", "coef": self.coef}
+        return {"kind": self.kind, "coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = _coef_of(state, "fixed")
+        if state.get("kind") != self.kind:
+            saved = f"the saved KL coefficient is {state.get('kind')!r}"
+            raise ValueError(f"{saved}, this run's is {self.kind!r}: resume with that")
+        self.coef = float(state["coef"])
 
 
-class AdaptiveKL:
+class AdaptiveKL(FixedKL):
     """A KL coefficient that follows a target, by a proportional controller in log space.
 
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
     init: the first coef; target: nats per sequence; horizon: episodes. Only coef changes; it is the whole
     state, and a checkpoint must contain it.
-
-    Raises ValueError: init, target or horizon not finite and positive; a state of another kind.
-
     Source: Ziegler et al. 2019, section 2.2 (the update of beta).
     Differs: the gain is episodes / horizon as in the released code, where the paper prints a constant 0.1.
     """
+
+    kind = "adaptive"
 
     def __init__(self, init: float, target: float, horizon: float):
         for name, value in (("init", init), ("target", target), ("horizon", horizon)):
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"AdaptiveKL: {name} is {value}: give a finite number above 0")
-        self.coef = float(init)
-        self.target = float(target)
-        self.horizon = float(horizon)
+        self.coef, self.target, self.horizon = float(init), float(target), float(horizon)
 
     def update(self, kl: float | Tensor, episodes: int) -> float:
-        """Move coef after `episodes` episodes (of all ranks) of mean KL `kl`, nats per sequence; return it.
-
-        Raises ValueError: kl not finite; episodes not positive, or so many (5 horizons) that coef would reach
-        0.
-        """
+        """Move coef after `episodes` episodes (of all ranks) of mean KL `kl`, nats per sequence; return it."""
         kl = float(kl)
         if not math.isfinite(kl):
             raise ValueError(f"AdaptiveKL: kl is {kl}: the coefficient stays at {self.coef}")
@@ -122,15 +108,3 @@ class AdaptiveKL:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * episodes / self.horizon
         return self.coef
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "adaptive", "coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = _coef_of(state, "adaptive")
-
-
-def _coef_of(state: dict[str, Any], kind: str) -> float:
-    if state.get("kind") != kind:
-        raise ValueError(f"the saved KL coefficient is {state.get('kind')!r}, this run's is {kind!r}: resume with that")
-    return float(state["coef"])

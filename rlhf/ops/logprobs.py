@@ -1,10 +1,11 @@
-"""Log-probabilities of chosen tokens and the entropy of a distribution, from logits.
+"""Log-probabilities of chosen tokens, the entropy of a distribution, and the losses of knowledge distillation, from logits.
 
 Logits and tokens come aligned: logits[..., t, :] is the distribution from which tokens[..., t] was drawn, so a caller
 with a whole sequence passes logits[:, :-1] and tokens[:, 1:]. There is no temperature.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.ops.masked import upcast
@@ -21,9 +22,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     logits (…, V) of any float type, tokens (…) int64; returns (…) float32 (float64 for float64 logits).
     Half-precision logits are raised to float32 before the sum. No log-softmax of size (…, V) is made: float32
     logits are what the backward pass keeps.
-
-    Raises ValueError: logits not floating point, tokens not int64, or shapes that are not (…, V) and (…).
-
     Source: Radford et al. 2018, section 3.1 (the summand of eq. 1).
     """
     _check_logits("token_logprobs", logits)
@@ -45,13 +43,31 @@ def entropy(logits: Tensor) -> Tensor:
 
     logits (…, V) of any float type; -inf (a forbidden token) adds nothing; returns (…) float32 (float64 for
     float64).
-
-    Raises ValueError: logits not floating point, or without a vocabulary dimension.
-
     Source: Shannon 1948, eq. for H in section 6.
     """
     _check_logits("entropy", logits)
     return _join([_entropy(upcast(part)) for part in _split(logits)])
+
+
+def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """T^2 times the cross-entropy of the student under the teacher, and the KL between them, both at temperature T.
+
+    p = softmax(teacher_logits / T);  q = softmax(logits / T);  ce = -T^2 sum_v p_v log q_v;  kl = sum_v p_v log(p_v / q_v)
+
+    logits, teacher_logits (…, V) of any float type; returns (…) float32 (float64 for float64 logits), in nats. T^2 keeps the
+    size of the gradient at any T. The teacher gets no gradient, and the KL gives none.
+    Source: Hinton et al. 2015, section 2; Sanh et al. 2019, section 2.
+    """
+    logq = F.log_softmax(upcast(logits) / temperature, -1)
+    logp = F.log_softmax(upcast(teacher_logits.detach()) / temperature, -1)
+    p = logp.exp()
+    ce = -(p * logq).sum(-1)
+    return temperature**2 * ce, (p * (logp - logq.detach())).sum(-1)
+
+
+def hidden_cosine(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """cos(h, h_teacher) (…) of hidden states (…, D); the loss is 1 minus it (Sanh et al. 2019, section 2)."""
+    return F.cosine_similarity(upcast(hidden), upcast(teacher_hidden.detach()), dim=-1)
 
 
 def _entropy(logits: Tensor) -> Tensor:

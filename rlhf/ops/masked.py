@@ -16,8 +16,6 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where mask is True, over everything or over one dimension.
 
     x and mask of one shape, mask bool; returns a scalar, or x's shape without `dim`; at least float32.
-
-    Raises ValueError: mask not bool, or of another shape.
     """
     check_mask("masked_sum", mask, x=x)
     kept = torch.where(mask, upcast(x), 0.0)  # not x * mask: NaN * 0 is NaN
@@ -31,9 +29,6 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = No
 
     With the global count as `denominator`, the results of the parts of a batch add up to the mean of the
     whole. x and mask of one shape, mask bool; returns a scalar, at least float32.
-
-    Raises ValueError: mask not bool or of another shape; no True and no denominator; denominator not
-    positive.
     """
     total = masked_sum(x, mask)
     return total / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
@@ -48,9 +43,6 @@ def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tens
     x and mask of one shape, mask bool; returns x's shape, at least float32. all_reduce: takes this rank's tensor of
     sums and returns the sum over ranks; it is called twice, on every rank, in the same order (a rank may have no True
     of its own).
-
-    Raises ValueError: mask not bool or of another shape; no True on any rank.
-
     Source: Ziegler et al. 2019, released code (lm-human-preferences, `whiten`).
     Differs: the entries outside the mask do not count, and the statistics are of all ranks rather than of
     one.

@@ -22,9 +22,6 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     or   score   (rule "none")
 
     scores (B,) float, calibrated; ended (B,) bool, True if the response has its end token; returns (B,).
-
-    Raises ValueError: ended not bool or of another shape; an unknown rule.
-
     Source: Ziegler et al. 2019, released code: a fixed score for a sample without its end (rule "replace").
     Differs: with "min", the default, truncation never raises the score of a bad response.
     """
@@ -46,9 +43,6 @@ def sampler_weights(logp_old: Tensor, logp_sampled: Tensor, mask: Tensor, kind: 
 
     logp_old, logp_sampled (B, T) nats, of the trainer's policy and of the engine; mask (B, T) bool, the response tokens. Returns
     (B, T) float32, 0 where mask is False. A masked response still counts in the loss's denominator.
-
-    Raises ValueError: wrong shapes or types; an unknown kind.
-
     Source: Ionides 2008, "Truncated importance sampling", with the cap of 2 that RL libraries use for vLLM's mismatch.
     """
     _check_tokens("sampler_weights", mask, logp_old=logp_old, logp_sampled=logp_sampled)
@@ -78,10 +72,8 @@ def token_rewards(
 
     scores (B,) float; logp_old, logp_ref (B, T) nats; mask (B, T) bool, the response tokens, end token
     included; token_scores s (B, T), the part of the score that each token earns, 0 if not given. Returns (B, T), at least
-    float32, 0 where mask is False. A row's sum does not depend on token_scores.
-
-    Raises ValueError: wrong shapes or types; a row without a response token, which could not carry its score.
-
+    float32, 0 where mask is False. A row's sum does not depend on token_scores; a row
+    without a response token raises ValueError, since its score has no place.
     Source: Ouyang et al. 2022, eq. 2 (without the pretraining term), spread over tokens as in Ziegler et al.
     2019. token_scores: as in Chan et al. 2024 ("Dense Reward for Free in RLHF"), who divide a score by attention weights.
     """
@@ -124,10 +116,6 @@ def policy_loss(
     minibatch add up: `loss`, `approxkl` (0.5 mean (logp - logp_old)^2, nats), `clipfrac` (share of tokens at
     which the clipped term is the larger, so that no gradient flows); and `ratio_max`, of which the largest
     counts (0 without any token).
-
-    Raises ValueError: wrong shapes or types, clip_range not positive, no token and no denominator,
-    denominator <= 0.
-
     Source: Schulman et al. 2017, eq. 7; clip_range_high: Yu et al. 2025 (DAPO), section 3.1.
     Differs: the mean is over tokens rather than time steps of an actor, and its count can span micro-batches
     and ranks.
@@ -173,10 +161,6 @@ def value_loss(
 
     Returns the scalar loss and statistics over the same denominator: `loss`, and `clipfrac` (share of tokens at
     which the clipped error is the larger).
-
-    Raises ValueError: wrong shapes or types, clip_range not positive, no token and no denominator,
-    denominator <= 0.
-
     Source: Schulman et al. 2017, eq. 9 (the squared error); Ziegler et al. 2019, released code (clipping, the
     half).
     """

@@ -16,9 +16,6 @@ def pair_weights(ranks: Tensor) -> Tensor:
 
     ranks (…, K) integer: 0 best, equal = tie (no pair), -1 = absent or unranked (no pair); returns (…, K, K)
     float32.
-
-    Raises ValueError: ranks not integers, without a K dimension, or below -1.
-
     Source: Ouyang et al. 2022, section 3.5 (all pairs of one ranking).
     Differs: ties are dropped; the paper does not say how it treats them.
     """
@@ -36,8 +33,6 @@ def pair_weights_from_pairs(pairs: Sequence[Sequence[int]], K: int) -> Tensor:
     pair_weights[i, j] = number of times that [i, j] is in pairs
 
     For judgements that do not form a weak order. Indices count from 0; returns (K, K) float32.
-
-    Raises ValueError: an entry that is not two different indices within 0…K-1.
     """
     weights = torch.zeros(K, K)
     for n, pair in enumerate(pairs):
@@ -55,8 +50,6 @@ def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[f
     Nothing is normalised here; ranking_loss normalises within a prompt. If two labelers disagree, both
     directions have weight. labelers: tensors of one shape (…, K, K),
     answers in one order.
-
-    Raises ValueError: no labeler, unequal shapes, or weights that are not one per labeler and at least 0.
     """
     if not labelers or any(weights.shape != labelers[0].shape for weights in labelers):
         shapes = [tuple(weights.shape) for weights in labelers]
@@ -98,10 +91,6 @@ def ranking_loss(
     by its weight (one per labeler): sums to reduce over batches and ranks `prompts`, `loss_sum`, `pairs`,
     `pairs_correct` (equal scores count half), `margin_sum` (of scores_ni - scores_nj); ready for this call
     `loss`, `accuracy`, `margin` (the last two NaN if a part of a batch has no pair).
-
-    Raises ValueError: wrong shapes or types, a bad weight, no pair and no denominator, denominator not
-    positive.
-
     Source: Ouyang et al. 2022, eq. 1; label_smoothing: Mitchell 2023 ("A note on DPO with noisy preferences"), eq. 3; target:
     Azar et al. 2023 (IPO), eq. 17.
     Differs: divides by the prompt's own number of pairs instead of C(K, 2), so that ties, K that varies, and

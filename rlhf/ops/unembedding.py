@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlhf.ops.fast import outer, plain_product
-from rlhf.ops.masked import computed_in
+from rlhf.ops.logprobs import entropy, token_logprobs
+from rlhf.ops.masked import computed_in, upcast
 
 # Elements of the logits per chunk: about a CPU's cache; on a GPU enough to use it fully.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**27
@@ -43,9 +45,6 @@ def unembedded_logprobs(
 
     hidden (N, D), weight (V, D), tokens (N,) int64. Returns (N,) float32, twice, or None for the entropy. Gradients flow
     from the log-probabilities to hidden and weight, and from the entropy only with entropy_gradient.
-
-    Raises ValueError: shapes that do not fit.
-
     Source: Radford et al. 2018, section 3.1; Shannon 1948, section 6.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or tokens.shape != hidden.shape[:1]:
@@ -53,9 +52,20 @@ def unembedded_logprobs(
             f"unembedded_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, tokens "
             f"{tuple(tokens.shape)}: give (N, D), (V, D) and (N,)"
         )
-    kind = _WithEntropy if with_entropy and entropy_gradient else _Unembedding
-    logp, entropies = kind.apply(hidden, weight, tokens, with_entropy)
-    return logp, entropies if with_entropy else None
+    if not (with_entropy and entropy_gradient):
+        logp, entropies = _Unembedding.apply(hidden, weight, tokens, with_entropy)
+        return logp, entropies if with_entropy else None
+    h, w = _as_multiplied(hidden, weight)
+    parts = [checkpoint(_measure, h[rows], w, tokens[rows], use_reentrant=False) for rows in _chunks(len(h), w)]
+    logp, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logp, entropies
+
+
+def _measure(h: Tensor, w: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of a chunk, by torch's own gradients."""
+    with torch.autocast(h.device.type, enabled=False):
+        logits = upcast(h) @ upcast(w).t()
+        return token_logprobs(logits, tokens), entropy(logits)
 
 
 class _Unembedding(torch.autograd.Function):
@@ -75,7 +85,10 @@ class _Unembedding(torch.autograd.Function):
         entropies = torch.zeros_like(logp)
         with torch.autocast(h.device.type, enabled=False):
             for rows in _chunks(count, w):
-                logits, p, log_sum = _shifted(h[rows], factor)
+                logits = unembed(h[rows], factor)
+                logits -= logits.amax(-1, keepdim=True)
+                p = torch.softmax(logits, -1)
+                log_sum = -p.amax(-1).log()  # the largest probability is one over the sum, and never 0
                 logp[rows] = logits.gather(-1, tokens[rows, None])[:, 0] - log_sum
                 if kept is not None:
                     _store(kept[rows], p, tokens[rows])
@@ -106,42 +119,6 @@ class _Unembedding(torch.autograd.Function):
                     d_weight -= outer(p, scaled[rows])
             if d_weight is not None and _is_exact(h):
                 d_weight.index_add_(0, tokens, scaled.to(d_weight.dtype))
-        return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
-
-
-class _WithEntropy(torch.autograd.Function):
-    """As `_Unembedding`, if the entropy has a gradient too: d H / d logits_v = -p_v (log p_v + H).
-
-    Logits are computed again for the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        h, w = _as_multiplied(hidden, weight)
-        logp, entropies = unembedded_logprobs(h, w, tokens, with_entropy)
-        ctx.save_for_backward(h, w, tokens, entropies)
-        ctx.kinds = hidden.dtype, weight.dtype
-        return logp, entropies  # type: ignore[return-value]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: Any, d_logp: Tensor, d_entropies: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        h, w, tokens, entropies = ctx.saved_tensors
-        factor = unembedding_factor(w)
-        d_hidden, d_weight = _gradients(ctx, h, w)
-        with torch.autocast(h.device.type, enabled=False):
-            for rows in _chunks(len(h), w):
-                logits, p, log_sum = _shifted(h[rows], factor)
-                logits += (entropies[rows] - log_sum)[:, None]  # log p + H
-                d_logits = p * (-d_entropies[rows, None] * logits)
-                d_logits -= _less_one_hot(p, tokens[rows]) * d_logp[rows, None]
-                d_logits = d_logits.to(h.dtype)
-                if d_hidden is not None:
-                    d_hidden[rows] = plain_product(d_logits, w.t())
-                if d_weight is not None:
-                    d_weight += outer(d_logits, h[rows])
         return None if d_hidden is None else d_hidden.to(ctx.kinds[0]), d_weight, None, None
 
 
@@ -195,14 +172,6 @@ def _as_multiplied(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the precision of the products: autocast's if it is on, else the hidden states'."""
     kind = computed_in(hidden)
     return hidden.to(kind), weight.to(kind)
-
-
-def _shifted(hidden: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (N, V) shifted to a maximum of 0, their softmax, and log sum_v exp(logits) (N,); all float32."""
-    logits = unembed(hidden, factor)
-    logits -= logits.amax(-1, keepdim=True)
-    p = torch.softmax(logits, -1)
-    return logits, p, -p.amax(-1).log()  # the largest probability is one over the sum, and never 0
 
 
 def _is_exact(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 Adds up the closed forms of `shapes`, `formulas` and `scaling` as the stages use them.
 """
 
+from bisect import bisect_left
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.errors import UserError
 from rlhf.planning import formulas, scaling
-from rlhf.planning.shapes import Shape, make_shape, read_shape
+from rlhf.planning.formulas import Shape, make_shape, read_shape
 from rlhf.system.memory import GB, SCORING_BYTES
 
 PHASES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
@@ -177,7 +178,7 @@ def room(config: PlanConfig) -> float:
 
 
 def fewest_gpus(config: PlanConfig) -> int | None:
-    """The least number of GPUs on which every stage fits; None if 16384 are too few.
+    """The least number of GPUs on which every stage fits; None if MAX_GPUS are too few.
 
     Two GPUs can need more memory per GPU than one (communication buffers); from two on, more GPUs never need more per GPU.
     """
@@ -189,11 +190,7 @@ def fewest_gpus(config: PlanConfig) -> int | None:
         return 1
     if not fits(MAX_GPUS):
         return None
-    low, high = 1, MAX_GPUS  # low does not fit, high does
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    return 2 + bisect_left(range(2, MAX_GPUS), True, key=fits)
 
 
 def suggest(config: PlanConfig) -> list[str]:
@@ -243,15 +240,18 @@ def peak_tflops(config: PlanConfig) -> float:
     return config.peak_tflops or formulas.PEAK_TFLOPS["A100"][config.dtype != "bf16"]
 
 
+def used_flops(config: PlanConfig) -> float:
+    """Operations per second of one GPU at the stated MFU."""
+    return config.mfu * 1e12 * peak_tflops(config)
+
+
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     """FLOPs and hours of pretraining and of PPO by phase, at the stated MFU; decoding by the roofline."""
     shape, context, longest = planned_shape(config), block_tokens(config), longest_row(config)
-    flops_a_gpu = config.mfu * 1e12 * peak_tflops(config)
-    speed = config.gpus * flops_a_gpu
+    speed = config.gpus * used_flops(config)
     pretrain = formulas.TRAINING_PASSES * formulas.shape_flops(shape, pretraining_tokens(config), context)
 
     answer = min(longest - 1, config.rollout.max_new_tokens)
-    prompt = longest - answer
     updates = config.ppo.episodes // config.ppo.episodes_per_update
     episodes = updates * config.ppo.episodes_per_update
     tokens, answers = float(episodes * longest), float(episodes * answer)
@@ -265,10 +265,8 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     rollout = episodes * formulas.shape_flops(shape, longest, (longest + 1) / 2, logits=answer)
     share = -(-config.ppo.episodes_per_update // config.gpus)
     rows = min(config.rollout.batch_size, share)
-    weights = formulas.ELEMENT[config.dtype] * shape.language_model
-    cache = formulas.kv_cache_bytes(shape, rows, longest, config.dtype)
-    rates = {"flops": flops_a_gpu, "bandwidth": config.bandwidth_gb * GB}
-    decode = formulas.decode_seconds(shape, rows, prompt, answer, weights, cache, **rates)
+    rates = {"flops": used_flops(config), "bandwidth": config.bandwidth_gb * GB}
+    decode = formulas.decode_seconds(shape, rows, longest - answer, answer, config.dtype, **rates)
     computed = {"pretrain": pretrain, "ppo score": score, "ppo update": update}
     times = {name: {"flops": flops, "hours": flops / speed / 3600} for name, flops in computed.items()}
     times["ppo rollout"] = {"flops": rollout, "hours": updates * -(-share // rows) * decode / 3600}
@@ -309,14 +307,9 @@ def make_served(config: PlanConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"served_tokens": served, "loss": loss}
     for name, (size, text) in rows.items():
         train, use = 6 * size * text, 2 * size * served
-        hours = (train + use) / (config.mfu * 1e12 * peak_tflops(config)) / 3600
-        found[name] = {
-            "parameters": size,
-            "tokens": text,
-            "train_flops": train,
-            "served_flops": use,
-            "gpu_hours": hours,
-        }
+        hours = (train + use) / used_flops(config) / 3600
+        flops = {"train_flops": train, "served_flops": use, "gpu_hours": hours}
+        found[name] = {"parameters": size, "tokens": text} | flops
         kwh = hours * (config.gpu_watts or 0.0) / 1000
         if config.gpu_watts is not None:
             found[name]["kwh"] = kwh

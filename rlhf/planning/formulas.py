@@ -1,10 +1,15 @@
-"""Operations and bytes as closed formulas of sizes, for `rlhf plan`, the memory budget of a stage and the MFU that training logs.
+"""Parameters, operations and bytes of a GPT as closed formulas of its sizes, for `rlhf plan`, the memory budget of a stage and the
+MFU that training logs. Nothing is built; `tests/planning` compares the counts with the model itself on the meta device.
 
 A multiply-add counts as two operations. Bytes are those on one GPU; not counted: the CUDA context, the allocator's
 fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
 """
 
-from rlhf.planning.shapes import Shape
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from rlhf.config.model import ModelConfig, default_mlp_width
 
 # Bytes per parameter: weights and gradients in the precision of forward and backward, and AdamW's states (in mixed
 # precision also its float32 weights). Source: Rajbhandari et al. 2020, section 3.1.
@@ -26,16 +31,100 @@ PEAK_TFLOPS = {
 }
 
 
+# --- parameters ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shape(ModelConfig):
+    """A `ModelConfig` with every default resolved, the vocabulary, and the parameters of each part."""
+
+    n_kv_head: int = 0
+    head_dim: int = 0
+    mlp_width: int = 0
+    vocab_size: int = 50257
+    more: int = 0  # parameters of an adopted model that the formula does not count
+
+    def __post_init__(self) -> None:
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.width // self.n_head
+        self.mlp_width = self.mlp_width or default_mlp_width(self.mlp, self.width)
+        self.swiglu, bias = self.mlp == "swiglu", int(self.bias)
+        self.query_width, self.kv_width = self.n_head * self.head_dim, self.n_kv_head * self.head_dim  # of one layer
+        self.rotated = self.query_width + self.kv_width if self.positions == "rotary" else 0
+        self.hidden_units = self.mlp_width * (4 if self.swiglu else 2)  # of one MLP, with what its activation makes
+        self.embedding = self.vocab_size * self.width  # also the size of the unembedding
+
+        # One block with one MLP: what multiplies a token, its biases, its norms.
+        width, joint, up = self.width, self.query_width + 2 * self.kv_width, self.mlp_width * (2 if self.swiglu else 1)
+        mlp = width * (up + self.mlp_width)
+        self.block_matrices = width * (joint + self.query_width) + mlp
+        biases = bias * (joint + width + up + width)
+        norm = width * (2 if self.norm == "layernorm" and self.bias else 1)
+        norms = (1 if self.block == "one_norm" else 2) * norm + (2 * self.head_dim if self.qk_norm else 0)
+        self.block_size = self.block_matrices + biases + norms
+
+        # Layers with several MLPs, of which a token uses one.
+        layers = self.n_layer // self.expert_every if self.experts else 0
+        self.routers = layers * self.experts * width
+        more_experts = layers * (self.experts - 1) * (mlp + bias * (up + width))
+        self.linear_layers = self.n_layer * (self.block_matrices + biases) + self.routers + more_experts
+
+        positions = self.context_length * width if self.positions == "learned" else 0
+        last = norm if self.block != "post" else 0
+        self.trunk = self.embedding + positions + self.n_layer * norms + self.linear_layers + last + self.more
+        self.language_model = self.trunk + (0 if self.tie_word_embeddings else self.embedding)  # policy, reference
+        self.scalar_model = self.trunk + width + 1  # reward model, critic: a head with one bias
+
+
+def make_shape(model: ModelConfig, vocab_size: int) -> Shape:
+    """The shape that `rlhf.model.gpt.GPTConfig` would have."""
+    return Shape(**asdict(model), vocab_size=vocab_size)
+
+
+@lru_cache(maxsize=8)
+def read_shape(source: str) -> Shape:
+    """The shape of a pretrained model, from its configuration alone. Raises: UserError if it is not such a model."""
+    from rlhf.model.checkpoint import UNSTATED_CONTEXT, read_checkpoint
+
+    checkpoint = read_checkpoint(source)
+    shape = shape_of_config(checkpoint.config, checkpoint.context or UNSTATED_CONTEXT)
+    return replace(shape, more=checkpoint.parameters - shape.language_model)
+
+
+def shape_of_config(config: Any, context: int = 0) -> Shape:
+    """The shape that a configuration of ours or of transformers states; parameters that it does not are not counted."""
+    if config.model_type == "rlhf_gpt":
+        named = {field.name: getattr(config, field.name) for field in fields(Shape) if hasattr(config, field.name)}
+        return Shape(**named)
+    heads = config.num_attention_heads
+    hidden_units = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+    gated = getattr(config, "hidden_act", None) in ("silu", "swiglu", "gelu_pytorch_tanh")
+    return Shape(
+        n_layer=config.num_hidden_layers,
+        n_head=heads,
+        n_kv_head=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or 0,
+        width=config.hidden_size,
+        mlp_width=next(filter(None, hidden_units), 4 * config.hidden_size),
+        context_length=context,
+        positions="rotary",
+        norm="rmsnorm" if gated else "layernorm",
+        mlp="swiglu" if gated else "gelu",
+        bias=False,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        vocab_size=config.vocab_size,
+    )
+
+
 # --- operations ---------------------------------------------------------------------------------------------
 
 
 def pass_flops(multiplied: float, attention_width: float, tokens: float, context: float) -> float:
-    """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions.
+    """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions: per token 2 N, N the weights
+    that multiply, and 4 n_layer D context for attention, D the width of the queries.
 
-    2 N per token, N the weights that multiply, and 4 n_layer D context per token for attention, D the width of the queries.
-    multiplied: the sum of N over the tokens; attention_width: n_layer D. Banded layers count as dense ones, because they are
-    computed so. Operations that checkpointing repeats are not counted, by the definition of MFU.
-
+    multiplied: the sum of N over the tokens; attention_width: n_layer D. Banded layers count as dense ones, as they are
+    computed. What checkpointing repeats is not counted, by the definition of MFU.
     Source: Kaplan et al. 2020, table 1 and equation 2.2; Chowdhery et al. 2022, appendix B.
     """
     return 2.0 * multiplied + 4.0 * attention_width * context * tokens
@@ -54,27 +143,16 @@ def shape_flops(
 
 
 def decode_seconds(
-    shape: Shape,
-    rows: int,
-    prompt: int,
-    answer: int,
-    weight_bytes: float,
-    cache_bytes: float,
-    *,
-    flops: float,
-    bandwidth: float,
+    shape: Shape, rows: int, prompt: int, answer: int, dtype: str, *, flops: float, bandwidth: float
 ) -> float:
-    """Seconds in which one GPU samples one batch of `rows` responses.
+    """Seconds in which one GPU of `flops` operations and `bandwidth` bytes per second samples one batch of `rows` responses.
 
-    The prompt runs at `flops` operations per second; each of the `answer` steps then takes as long as its operations or as
-    reading the weights and the cache (half full on average beyond the prompt), whichever is longer. cache_bytes: of the
-    full cache; bandwidth: bytes per second.
-
-    Source: Pope et al. 2022, section 2 (the roofline of a decoding step).
+    Each of the `answer` steps takes as long as its operations or as reading the weights and the cache (half full on average
+    beyond the prompt), whichever is longer. Source: Pope et al. 2022, section 2 (the roofline of a decoding step).
     """
     prefill = shape_flops(shape, rows * prompt, prompt, logits=rows) / flops
     middle = prompt + answer / 2
-    read = (weight_bytes + cache_bytes * middle / (prompt + answer)) / bandwidth
+    read = (ELEMENT[dtype] * shape.language_model + kv_cache_bytes(shape, rows, middle, dtype)) / bandwidth
     return prefill + answer * max(read, shape_flops(shape, rows, middle) / flops)
 
 
@@ -90,15 +168,12 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 
 
 def model_state_bytes(
-    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False, persistent: int = 0
+    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False
 ) -> dict[str, int]:
     """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
-    ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too; a share
-    that does not divide is rounded up. With offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 only the
-    gathered ones; the rest of this rank's share is `host`. persistent: parameters in tensors below DeepSpeed's
-    persistence threshold, which ZeRO-3 keeps whole on every rank in addition to its share.
-
+    ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too. With offload,
+    ZeRO-2 keeps only the weights on the device and ZeRO-3 only the gathered ones; the rest is `host`.
     Source: Rajbhandari et al. 2020, section 5 and figure 1; Ren et al. 2021 (ZeRO-Offload), section 3.
     Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates. Without ZeRO, bf16 is
     autocast's: the 2 bytes of `weights` are its casts, and gradients are those of the float32 weights, 4 bytes.
@@ -110,7 +185,7 @@ def model_state_bytes(
     if zero == 0:
         gradients = ELEMENT["fp32"]
     held = {
-        "weights": weights * (share + persistent if zero == 3 else parameters),
+        "weights": weights * (share if zero == 3 else parameters),
         "gradients": gradients * (share if zero >= 2 else parameters),
         "optimizer": optimizer * (share if zero >= 1 else parameters),
     }
@@ -120,10 +195,9 @@ def model_state_bytes(
 
 
 def frozen_bytes(parameters: int, linear: int, world: int, zero: int, dtype: str) -> int:
-    """Bytes of a frozen model's weights on one rank: the reference or the reward model, divided under ZeRO-3 only.
+    """Bytes of a frozen model's weights on one rank, divided under ZeRO-3 only.
 
-    linear: how many of the parameters are in linear layers. Without ZeRO bf16 is autocast's, and embeddings and norms stay
-    in float32, as the policy's do; under ZeRO everything is in bf16.
+    linear: of the parameters those in linear layers; without ZeRO, the others stay in float32 in bf16 too.
     """
     if zero == 0:
         return ELEMENT[dtype] * linear + ELEMENT["fp32"] * (parameters - linear)
@@ -136,10 +210,8 @@ def gathered_bytes(shape: Shape, dtype: str) -> int:
 
 
 def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int) -> int:
-    """Bytes of communication buffers on one rank.
-
-    Data-parallel training without ZeRO sums all gradients, in float32, into new tensors; ZeRO has a bucket to reduce and, in
-    ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements. ZeRO-2 fills a second one while it sums the first.
+    """Bytes of communication buffers on one rank: without ZeRO all gradients in float32; with it a bucket to reduce and, in ZeRO-1
+    and 2, one to gather the new weights, each of at most `bucket` elements. ZeRO-2 fills a second one while it sums the first.
     """
     if world == 1 and zero == 0:
         return 0
@@ -152,46 +224,35 @@ def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool
     """Bytes per token that one block keeps for its backward pass, with rows of `tokens` tokens.
 
     With multi-head attention, GELU, 4 D hidden units, learned positions, dropout and 16 bits it is the paper's
-    D (34 + 5 H T / D); fused attention drops the T term and keeps a float32 log-sum per head and token. Rotary
-    positions add the rotated queries and keys, since the values keep the whole projection alive; SwiGLU keeps gate, up,
-    silu(gate) and the product; RMSNorm written with elementary operations keeps its output before the scale too.
-
+    D (34 + 5 H T / D); fused attention keeps a float32 log-sum per head and token in place of the T term. Rotary positions add
+    the rotated queries and keys; SwiGLU keeps gate, up, silu(gate) and the product; RMSNorm its output before the scale too.
     Source: Korthikanti et al. 2022, section 4.1, equation 1 and the list above it.
     Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only if dropout > 0.
     """
     width, element = shape.width, ELEMENT[dtype]
     rate = shape.dropout if dropout is None else dropout
-    projection = shape.query_width + 2 * shape.kv_width
-    rotated = shape.query_width + shape.kv_width if shape.positions == "rotary" else 0
-    mlp = shape.mlp_width * (4 if shape.swiglu else 2)
+    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.rotated
     norms = 2 * width * (2 if shape.norm == "layernorm" else 3)  # input and output of both
-    elements = norms + projection + rotated + shape.query_width + mlp
+    elements = norms + attention + shape.hidden_units
     statistics = 2 * 4 * (2 if shape.norm == "layernorm" else 1)
     masks = 2 * width if rate > 0 else 0
     probabilities = shape.n_head * tokens * (element + (1 + element if rate > 0 else 0))
-    attention = 4 * shape.n_head if fused else probabilities
-    return element * elements + statistics + masks + attention
+    return element * elements + statistics + masks + (4 * shape.n_head if fused else probabilities)
 
 
 def working_bytes(shape: Shape, dtype: str) -> int:
-    """Peak bytes per token of a block if nothing is kept for a backward pass.
-
-    Besides the residual stream and its norm: the attention's projection, rotated copy and output, or the MLP's hidden units.
+    """Peak bytes per token of a block if nothing is kept for a backward pass: the residual stream, its norm, and the attention's
+    projection, rotated copy and output, or the MLP's hidden units.
     """
-    projection = 2 * shape.query_width + 2 * shape.kv_width
-    rotated = shape.query_width + shape.kv_width if shape.positions == "rotary" else 0
-    mlp = shape.mlp_width * (4 if shape.swiglu else 2)
-    return ELEMENT[dtype] * (2 * shape.width + max(projection + rotated, mlp))
+    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.rotated
+    return ELEMENT[dtype] * (2 * shape.width + max(attention, shape.hidden_units))
 
 
 def activation_bytes(
     shape: Shape, rows: int, tokens: int, dtype: str, *, checkpointing: bool, fused: bool, dropout: float | None = None
 ) -> int:
-    """Bytes that the trunk keeps for the backward pass of (rows, tokens).
-
-    With checkpointing: every block's input, and one complete block while it is recomputed.
-
-    Source: Korthikanti et al. 2022, sections 4.1 and 5.
+    """Bytes that the trunk keeps for the backward pass of (rows, tokens); with checkpointing every block's input, and one complete
+    block while it is recomputed. Source: Korthikanti et al. 2022, sections 4.1 and 5.
     """
     block = block_activation_bytes(shape, tokens, dtype, fused=fused, dropout=dropout)
     entry = ELEMENT[dtype] * shape.width
@@ -201,10 +262,8 @@ def activation_bytes(
 
 
 def logit_bytes(tokens: int, vocab_size: int) -> int:
-    """Peak bytes of a cross-entropy's backward pass, 12 per logit of a chunk.
-
-    bfloat16: the logits, their float32 log-softmax, its gradient, and that in bfloat16 (2 + 4 + 4 + 2); float32: the
-    logits, the log-softmax and its gradient (4 + 4 + 4).
+    """Peak bytes of a cross-entropy's backward pass, 12 per logit of a chunk: in bfloat16 the logits, their float32 log-softmax, its
+    gradient, and that in bfloat16 (2 + 4 + 4 + 2); in float32 the first three (4 + 4 + 4).
     """
     return 12 * min(tokens * vocab_size, GPU_CHUNK)
 
@@ -226,6 +285,6 @@ def sampling_logit_bytes(rows: int, vocab_size: int, dtype: str) -> int:
     return rows * vocab_size * (ELEMENT[dtype] + 4 * 4)
 
 
-def kv_cache_bytes(shape: Shape, rows: int, tokens: int, dtype: str) -> int:
+def kv_cache_bytes(shape: Shape, rows: int, tokens: float, dtype: str) -> int:
     """Bytes of keys and values of (rows, tokens) over all layers: 2 n_layer kv_width per token (Pope et al. 2022, 3.3)."""
-    return 2 * shape.n_layer * shape.kv_width * rows * tokens * ELEMENT[dtype]
+    return round(2 * shape.n_layer * shape.kv_width * rows * tokens * ELEMENT[dtype])

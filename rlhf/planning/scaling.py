@@ -52,7 +52,6 @@ class LossLaw:
     @property
     def frontier(self) -> Frontier:
         """Where the loss is least under 6 N D = C: N_opt = G (C/6)^a,  G = (alpha A / (beta B))^(1/(alpha + beta)).
-
         Source: Hoffmann et al. 2022, equation 4.
         """
         log_g = (math.log(self.alpha) + self.log_a - math.log(self.beta) - self.log_b) / (self.alpha + self.beta)

@@ -21,8 +21,7 @@ from rlhf.data.corpus import PackedCorpus, make_collator
 from rlhf.data.encoding import fitting_prompts, row_limit
 from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
-from rlhf.engines.local import Samples
-from rlhf.engines.sampling import SamplingEngine
+from rlhf.engines.choosing import Samples, SamplingEngine
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.interface import Episodes, lm

@@ -101,9 +101,9 @@ def add_times(
     whole, rows = ranks.sum(rollout.lengths.sum()), ranks.sum(len(rollout.lengths))
     passes = sums.state().get("optim/steps", [0.0])[0] / config.ppo.minibatches
     models = [m for source in frozen if isinstance(m := getattr(source, "model", None), nn.Module)]
-    flops = update_flops(
-        model.policy, model.critic, models, whole, whole / rows, passes=passes, with_policy=with_policy
-    )
+    critic = [] if model.critic is None else [model.critic]
+    trained = [model.policy, *critic] if with_policy else critic
+    flops = update_flops([model.policy, *critic, *models], trained, whole, whole / rows, passes)
     for name, value in usage_metrics(config, engine.device, flops, total, ranks.count).items():
         sums.add(name, value)
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
-from rlhf.engines.likely import before_responses, response_logprobs, unpacked
 from rlhf.errors import UserError
+from rlhf.model.fused_loss import NextToken, before_responses, response_logprobs, unpacked
 from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
 from rlhf.model.interface import lm
 from rlhf.model.linear import hold_frozen
@@ -21,7 +21,6 @@ from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, share_weights
 from rlhf.training.divided import load_lm, load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
-from rlhf.training.next_token import NextToken
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import check_tokenizer, checkpoint_activations
 

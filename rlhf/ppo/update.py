@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.config import Config
 from rlhf.config.stages import PpoConfig
 from rlhf.model.batching import by_length
-from rlhf.ops.kl import AdaptiveKL, FixedKL, kl_loss
+from rlhf.ops.kl import FixedKL, kl_loss
 from rlhf.ops.masked import wide
 from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks
@@ -33,7 +33,7 @@ class State:
     """What an update changes; checkpoints contain it."""
 
     engine: Engine  # policy and critic with their optimizer; the average of the policy's weights
-    kl: FixedKL | AdaptiveKL
+    kl: FixedKL
     tokens: int = 0  # response tokens sampled so far
 
 

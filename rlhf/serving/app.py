@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from fastapi import APIRouter, Body, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
 from rlhf.data.records import Message, RankedResponse, Ranking
-from rlhf.engines.likely import judge_tokens
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
 from rlhf.serving.managing import Rounds, Staff, make_manage_router, make_round_router
 from rlhf.serving.models import Completion, ModelThread
@@ -47,6 +47,21 @@ class ShadingRequest(Strict):
     reference: Id | None = None
     messages: Messages
     token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
+
+
+@torch.no_grad()
+def judge_tokens(
+    policy: Any, reference: Any, prompt: list[int], response: list[int]
+) -> tuple[list[float], list[float]]:
+    """Per token of a response log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position."""
+
+    def logprobs(model: Any) -> torch.Tensor:
+        tokens = torch.tensor([prompt + response], device=next(model.parameters()).device)
+        return model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+
+    logp, logp_ref = logprobs(policy), logprobs(reference)
+    chosen = logp.gather(-1, torch.tensor(response, device=logp.device)[:, None])[:, 0]
+    return chosen.tolist(), (logp.exp() * (logp - logp_ref)).sum(-1).clamp(min=0).tolist()
 
 
 def make_app(

@@ -25,8 +25,8 @@ from rlhf.config.precision import inference
 from rlhf.config.setting import LEAST_TEMPERATURE
 from rlhf.data.chat_template import end_ids
 from rlhf.engines.choosing import Choice
-from rlhf.engines.native import packed
 from rlhf.engines.running import Response, RunningBatch, TextStream
+from rlhf.engines.sampling import packed
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen
 from rlhf.serving.security import RefusedError

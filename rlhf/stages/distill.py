@@ -25,10 +25,9 @@ from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import draw_divided
 from rlhf.model.fused_loss import before_labels, in_chunks
-from rlhf.model.heads import every_block
+from rlhf.model.heads import keep_every
 from rlhf.model.interface import lm
-from rlhf.ops.distill import hidden_cosine, soft_cross_entropy
-from rlhf.ops.logprobs import token_logprobs
+from rlhf.ops.logprobs import hidden_cosine, soft_cross_entropy, token_logprobs
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
@@ -52,7 +51,7 @@ def run(config: Config) -> None:
         device, settings = set_up(config), config.distill
         folder = stage_folder(config, settings.teacher) / "model"
         tokenizer, teacher = load_tokenizer(folder), load_frozen(config, folder, device)
-        student = every_block(load_policy(folder, dropout=0.0), settings.every)
+        student = keep_every(load_policy(folder, dropout=0.0), settings.every)
         sizes = {"parameters": student.num_parameters(), "teacher_parameters": teacher.num_parameters()}
         stage.say("student of {parameters:,} parameters, teacher of {teacher_parameters:,}".format(**sizes))
 
@@ -113,10 +112,6 @@ class Student(nn.Module):
     def __init__(self, model: Any, settings: DistillConfig):
         super().__init__()
         self.model, self.settings = model, settings
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
 
     def forward(
         self, tokens: Tensor, kept: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor

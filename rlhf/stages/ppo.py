@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_responses
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.engines.sampling import SamplingEngine, make_sampler
+from rlhf.engines.choosing import SamplingEngine
+from rlhf.engines.sampling import make_sampler
 from rlhf.gold.truth import Truth, make_truth
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.gae import OF_GROUPS
@@ -62,8 +63,8 @@ from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_output
 from rlhf.training.engine import Engine
 from rlhf.training.loop import open_loop
-from rlhf.training.memory import set_budget
 from rlhf.training.setup import set_up
+from rlhf.training.usage import set_budget
 
 MOST_CUT = 0.2  # a larger share of responses without an end is warned of
 ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of ppo.reference, by (tokens, starts, mask)
@@ -308,7 +309,7 @@ def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, floa
     return ranks.merge(sums).reduce(), rows
 
 
-def make_kl(config: Config) -> FixedKL | AdaptiveKL:
+def make_kl(config: Config) -> FixedKL:
     kl = config.kl
     return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(init=kl.coef, target=kl.target, horizon=kl.horizon)
 

@@ -23,9 +23,9 @@ from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
 from rlhf.model.batching import by_length, scoring_tokens
 from rlhf.model.blocks import limited_experts
-from rlhf.model.fused_loss import IGNORED
+from rlhf.model.fused_loss import IGNORED, NextToken
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.model.interface import context_of, lm
+from rlhf.model.interface import lm
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import progress
@@ -37,8 +37,7 @@ from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
-from rlhf.training.next_token import NextToken
-from rlhf.training.optim import MuonAdamW, decay_groups, inverse_sqrt_schedule, warmed_up
+from rlhf.training.optim import MuonAdamW, decay_groups, inverse_sqrt_schedule, make_schedule
 from rlhf.training.setup import checkpoint_activations, set_up
 
 if TYPE_CHECKING:
@@ -60,7 +59,8 @@ def run(config: Config) -> None:
             save_output(adopted.model, adopted.tokenizer, stage)
             return stage.finish({"parameters": sum(p.numel() for p in adopted.model.parameters())})
         model = make_model(config, tokenizer) if adopted is None else adopted.model
-        length = min(context_of(model, tokenizer), config.pretrain.global_batch_tokens)  # of a block
+        context = lm(model).context or tokenizer.model_max_length
+        length = min(context, config.pretrain.global_batch_tokens)  # of a block
         check_continuation(config, model, length)
 
         # 2. Pack the documents into full blocks
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
                 rows = config.pretrain.global_batch_tokens // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
                 objective = make_objective(config, engine, blocks)
-                batches, schedule = Batches(cast(Any, blocks), rows, order), make_schedule(config, steps)
+                batches, schedule = Batches(cast(Any, blocks), rows, order), pretrain_schedule(config, steps)
                 train(loop, batches, objective, schedule, largest=blocks[0])
             save_output(model, tokenizer, stage)
 
@@ -191,14 +191,13 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
     return GPTForCausalLM(shape)
 
 
-def make_schedule(config: Config, steps: int) -> Callable[[int], float]:
+def pretrain_schedule(config: Config, steps: int) -> Callable[[int], float]:
     """The factor on the learning rate by step, of a training of `steps` steps."""
     settings = config.pretrain
     warmup = settings.warmup_tokens // settings.global_batch_tokens
     if settings.schedule == "inverse_sqrt":
         return lambda step: inverse_sqrt_schedule(step, warmup)
-    decay = round(settings.decay_fraction * steps)
-    return lambda step: warmed_up(settings, step, decay, warmup)
+    return make_schedule(settings, round(settings.decay_fraction * steps), warmup)
 
 
 def make_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dict[str, Tensor]]:

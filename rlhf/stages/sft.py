@@ -27,7 +27,7 @@ from rlhf.data.encoding import TokenRow, encode_demonstrations, labels_of, row_l
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
-from rlhf.model.fused_loss import IGNORED
+from rlhf.model.fused_loss import IGNORED, NextToken
 from rlhf.model.interface import lm
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
@@ -38,7 +38,6 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, put, tra
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop
-from rlhf.training.next_token import NextToken
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
 

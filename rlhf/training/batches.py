@@ -22,8 +22,8 @@ from rlhf.runs.stage import Stage
 from rlhf.system.memory import used_bytes
 from rlhf.training.engine import Engine
 from rlhf.training.loop import TrainingLoop, open_loop
-from rlhf.training.memory import set_budget
 from rlhf.training.optim import make_schedule
+from rlhf.training.usage import set_budget
 
 T = TypeVar("T")
 LINES = 20  # of metrics, at least, if there are as many steps
@@ -106,10 +106,8 @@ class Objective(Generic[T]):
         return max(map(self.tokens, part), default=0) * len(part)
 
     def micro_batches(self, items: Sequence[T], tokens: int | None, rank: int, ranks: int) -> list[list[int]]:
-        """One rank's micro-batches of a batch, by `by_length`: indices of its items.
-
-        Every rank has the same number of micro-batches, so that all take part in the same exchanges; a rank that has fewer
-        gets empty ones.
+        """One rank's micro-batches of a batch, by `by_length`: indices of its items. Every rank has the same number, so that all take part
+        in the same exchanges; a rank that has fewer gets empty ones.
         """
         lengths, rows = [self._length(item) for item in items], [len(self.rows(item)) for item in items]
         order = sorted(range(len(items)), key=lengths.__getitem__)
@@ -204,7 +202,6 @@ def train(
     last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
     evaluate: the held-out figures, the loss among them, at the steps of `looks`, which may end training; then the module has the
     best weights.
-
     Raises: UserError if there is nothing to evaluate on.
     """
     look_every = looks and looks.eval_every

@@ -20,7 +20,6 @@ class Ema:
     weights are averaged, because an average of rounded weights would not move by less than the rounding.
 
     rank, ranks: under ZeRO each rank averages its slice of every weight; by default all of it.
-
     Differs: the paper does not say what its average starts from. The correction of Kingma & Ba 2015, section 3, matters
     only in runs shorter than about 1 / (1 - decay) steps, whose average would otherwise be mostly the SFT model.
     """

@@ -27,9 +27,9 @@ from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, round_frozen
 from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect_alone
-from rlhf.training.cpu_check import check_gradients
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
+from rlhf.training.setup import check_gradients
 from rlhf.training.state import PlainState, State, ZeroState, gathered, group_numbers, is_partitioned
 
 

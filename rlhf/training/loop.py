@@ -28,7 +28,7 @@ from rlhf.system.processes import on_first_rank, rank
 from rlhf.training.engine import Engine, NonFinite
 from rlhf.training.setup import open_tracker
 from rlhf.training.state import put_random_state, read_state, write_checkpoint
-from rlhf.training.usage import training_flops, usage_metrics
+from rlhf.training.usage import update_flops, usage_metrics
 
 
 class TrainingLoop:
@@ -69,7 +69,6 @@ class TrainingLoop:
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to take; after each a checkpoint, if one is due.
-
         Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint.
         """
         self.bar.started = time.monotonic()  # what came before took no step
@@ -142,7 +141,7 @@ class TrainingLoop:
         seconds = max(1e-9, now - self.logged_at)
         tokens, rows = self.tokens - self.logged["tokens"], self.rows - self.logged["rows"]
         metrics |= {"time/tokens_per_s": tokens / seconds, "time/samples_per_s": rows / seconds}
-        flops = training_flops(self.engine.module, tokens, tokens / max(1, rows))
+        flops = update_flops([], [self.engine.module], tokens, tokens / max(1, rows), passes=1)
         metrics |= usage_metrics(self.stage.config, self.engine.device, flops, seconds, self.ranks.count)
         self.tracker.log(metrics, step=step, tokens=self.tokens, **progressed)
         self.sums, self.logged_at, self.logged = Sums(), now, {"tokens": self.tokens, "rows": self.rows}
@@ -152,7 +151,6 @@ class TrainingLoop:
 @contextlib.contextmanager
 def open_loop(stage: Stage, engine: Engine, total: int, unit: str = "step") -> Iterator[TrainingLoop]:
     """The loop of a stage of `total` steps, from its newest checkpoint on, with its tracker and its progress bar.
-
     Raises: UserError if a loss or a gradient is not finite; the batch is saved.
     """
     resume = newest_checkpoint(stage)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf.config.stages import OptimizerConfig, WarmupConfig
+from rlhf.config.stages import OptimizerConfig
 
 
 def shape_of(parameter: Any) -> torch.Size:
@@ -29,14 +29,12 @@ def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.
     return DeepSpeedCPUAdam(groups, weight_decay=0.0, adamw_mode=True)
 
 
-def make_schedule(settings: WarmupConfig, steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate by the number of steps taken: linear warm-up, then the schedule."""
-    warmup = math.ceil(settings.warmup_fraction * steps)
-    return lambda step: warmed_up(settings, step, steps, warmup)
-
-
-def warmed_up(settings: OptimizerConfig, step: int, steps: int, warmup: int) -> float:
-    return (step + 1) / warmup if step < warmup else fallen(settings, step - warmup, steps - warmup)
+def make_schedule(settings: Any, steps: int, warmup: int | None = None) -> Callable[[int], float]:
+    """The factor on the learning rate by the number of steps taken: linear warm-up over `warmup` steps, else settings.warmup_fraction,
+    then the schedule until step `steps`.
+    """
+    warmup = math.ceil(settings.warmup_fraction * steps) if warmup is None else warmup
+    return lambda step: (step + 1) / warmup if step < warmup else fallen(settings, step - warmup, steps - warmup)
 
 
 def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:

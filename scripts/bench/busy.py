@@ -30,6 +30,7 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
     import torch.distributed as dist
 
     from rlhf.model import GPTConfig, GPTForCausalLM
+    from rlhf.model.fused_loss import NextToken
     from rlhf.ops.fast import adapting_threads, keep_freed_memory
 
     keep_freed_memory()
@@ -38,13 +39,13 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=1024, n_layer=4, n_head=4, width=128, context_length=WIDTH)).train()
-    parameters = list(model.parameters())
+    loss, parameters = NextToken(model), list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     rows = torch.randint(2, 1024, (ROWS // processes, WIDTH))
 
     def step() -> None:
         for part in rows.chunk(2):
-            (model(input_ids=part, labels=part, use_cache=False, skip_logits=True).loss / 2).backward()
+            (loss(part, part[:, 1:].numel(), input_ids=part) / 2).backward()
         if processes > 1:
             flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
             dist.all_reduce(flat)

@@ -54,12 +54,13 @@ def plain_loss(model: Any, rows: Any) -> Any:
 
 
 def ours(spec: Spec, turns: Turns, parts: int | None = None) -> None:
+    from rlhf.model.fused_loss import NextToken
     from rlhf.ops.fast import keep_freed_memory
 
     keep_freed_memory()
 
     def loss_of(model: Any, rows: Any) -> Any:
-        return model(input_ids=rows, labels=rows, use_cache=False, skip_logits=True).loss
+        return NextToken(model)(rows, rows[:, 1:].numel(), input_ids=rows)
 
     parts = parts or (2 if spec["device"] == "cpu" else 1)
     train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, loss_of, parts)

@@ -80,13 +80,13 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.config.compose import compose_config
+    from rlhf.model.fused_loss import NextToken
     from rlhf.ops.fast import keep_freed_memory
     from rlhf.runs.metric_table import Sums
     from rlhf.runs.stage import open_stage
     from rlhf.stages import sft
     from rlhf.training.batches import Batches, accelerate_order, train_step
     from rlhf.training.engine import make_engine
-    from rlhf.training.next_token import NextToken
     from rlhf.training.optim import decay_groups
     from rlhf.training.setup import be_quiet
 
@@ -118,8 +118,8 @@ def ours_bare(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.model.batching import by_length
+    from rlhf.model.fused_loss import NextToken
     from rlhf.ops.fast import keep_freed_memory
-    from rlhf.training.next_token import NextToken
 
     def loss_of(model: Any, tokens: Any, labels: Any, lengths: Any) -> Any:
         loss, count, parts = NextToken(model), int((labels[:, 1:] != IGNORED).sum()), []

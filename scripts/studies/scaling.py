@@ -23,8 +23,8 @@ from harness import Cell, Figure, draw, make_cells, mean_interval, parse, read, 
 
 from rlhf.config.compose import compose_config
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.planning.formulas import make_shape
 from rlhf.planning.scaling import LossLaw
-from rlhf.planning.shapes import make_shape
 
 BUDGETS, WIDTHS = (1e11, 3e11, 9e11, 2.7e12), (32, 64, 96, 128)
 RESAMPLES = 500

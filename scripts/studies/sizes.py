@@ -51,7 +51,7 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     """{policy: its answer to each prompt}; of a cell with PPO-ptx only that one."""
     import rlhf
     from rlhf.data.chat_template import end_ids
-    from rlhf.engines.local import Sampling
+    from rlhf.engines.choosing import Sampling
     from rlhf.engines.sampling import sampler_for
     from rlhf.evaluation.policies import draw_answers
 

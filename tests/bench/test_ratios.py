@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from rlhf.cpu.products import by_torch_alone
-from rlhf.engines.choosing import Choice, make_uniforms
-from rlhf.engines.local import Sampling
+from rlhf.engines.choosing import Choice, Sampling, make_uniforms
 from rlhf.engines.sampling import GenerateEngine, sample
 from rlhf.model import GPTForCausalLM
 from tests.presets import preset

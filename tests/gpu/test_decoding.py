@@ -8,8 +8,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 
 from rlhf.engines import decoder
-from rlhf.engines.choosing import Choice
-from rlhf.engines.local import Sampling
+from rlhf.engines.choosing import Choice, Sampling
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampling import sample, sampler_for
 from rlhf.model import GPTForCausalLM
@@ -99,7 +98,7 @@ def test_one_run_records_few_graphs_and_waits_once_in_eight_tokens():
     assert recorded <= 4  # powers of two up to 8 rows, one block of columns
     assert after["captures"] == 0 and after["replays"] >= 11
     stepping = Counter(gpu.log.sync_places) - waits
-    per_step = sum(n for place, n in stepping.items() if "native.py" in place or "drop" in place or "step" in place)
+    per_step = sum(n for place, n in stepping.items() if "sampling.py" in place or "drop" in place or "step" in place)
     assert per_step <= 5, stepping  # one look in 12 steps, with up to five waits if it drops rows
     launched = after["kernels"] / SETTINGS["max_new_tokens"]
     assert launched < 60, launched  # choosing a token; the model's own operations are in the replays

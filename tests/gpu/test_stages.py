@@ -6,6 +6,7 @@ from transformers import Trainer  # noqa: F401  imported before a GPU is there
 
 from rlhf.cli import module_of
 from rlhf.config.compose import compose_config
+from rlhf.model.fused_loss import NextToken
 from rlhf.ppo import update
 from rlhf.stages import ppo  # noqa: F401  imported before a function that it imports is replaced
 from tests.gpu.pretended import Pretended
@@ -82,11 +83,11 @@ def test_packed_rows_have_the_loss_of_separate_documents(kind, version):
     model = make(kind).train()
     tokens = torch.randint(1, 64, (3, 40), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(15), torch.arange(25)])[None].expand(3, -1)
-    given = {"labels": tokens, "position_ids": positions, "use_cache": False, "skip_logits": True}
-    wanted = model(input_ids=tokens, **given).loss
+    given, loss = {"labels": tokens, "position_ids": positions, "input_ids": tokens}, NextToken(model)
+    wanted = loss(**given, denominator=tokens[:, 1:].numel())
     with Pretended(version) as gpu, torch.autocast("cuda", torch.bfloat16):
-        on_gpu = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-        found = model.to("cuda")(input_ids=tokens.to("cuda"), **on_gpu).loss
+        on_gpu = {name: x.to("cuda") for name, x in given.items()}
+        found = loss.to("cuda")(**on_gpu, denominator=tokens[:, 1:].numel())
         found.backward()
         assert gpu.log.kernels["varlen_attn"] == 2
         assert abs(float(found) - float(wanted)) < 0.02

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from rlhf.engines.likely import response_logprobs
 from rlhf.model import GPTForCausalLM, RewardModel
 from rlhf.model.batching import choose_groups, join, right_pad
+from rlhf.model.fused_loss import response_logprobs
 from tests.presets import preset
 
 ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]

@@ -48,7 +48,7 @@ def test_padding_order_and_dropout_change_no_score(model):
     turned = score_texts(model, PROMPTS[::-1], RESPONSES[::-1], ENDED[::-1])
     assert torch.allclose(turned.flip(0), together, atol=1e-6)
     model.train()
-    inputs = model.collate([model.encode(p, r, e) for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)])
+    inputs = model.collate([model.encoder.encode(p, r, e) for p, r, e in zip(PROMPTS, RESPONSES, ENDED, strict=True)])
     assert torch.allclose(model(**inputs), together, atol=1e-6), "every dropout is 0"
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
@@ -85,20 +85,20 @@ def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     if model.encoder.limit is None:
         model.encoder = model.encoder.within(40)
     assert model.encoder.limit == 40
-    row = model.encode(user("coal " * 100), "red")
+    row = model.encoder.encode(user("coal " * 100), "red")
     assert len(row) == 40
     assert torch.isfinite(score(model, [row])).all()
-    whole, open_end = (model.encode(PROMPTS[0], "red", e).ids for e in (True, False))
+    whole, open_end = (model.encoder.encode(PROMPTS[0], "red", e).ids for e in (True, False))
     assert len(whole) == len(open_end) + 1, "whether the author ended is seen"
     model.encoder.limit = limit = 24
     tokenizer = model.tokenizer
-    row = model.encode(user("coal " + "what colour is the sky ? " * 20 + "snow dog"), "red white")
+    row = model.encoder.encode(user("coal " + "what colour is the sky ? " * 20 + "snow dog"), "red white")
     text = tokenizer.decode(row.ids)
     assert len(row) == limit and "snow dog" in text and "red white" in text and "coal" not in text
-    full = model.encode(user("dog"), "red")
+    full = model.encoder.encode(user("dog"), "red")
     kept = [i for i in full.ids if i in set(tokenizer.all_special_ids)]
     assert [i for i in row.ids if i in set(tokenizer.all_special_ids)] == kept, "every special token stays"
-    long = model.encode(user("what colour is the sky ? snow"), "red " * 60 + "white")
+    long = model.encoder.encode(user("what colour is the sky ? snow"), "red " * 60 + "white")
     assert len(long) == limit and "snow" in tokenizer.decode(long.ids)
     assert "white" not in tokenizer.decode(long.ids), "the response loses its end"
     assert long.ids.count(kept[-1]) <= kept.count(kept[-1])

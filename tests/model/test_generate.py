@@ -9,11 +9,11 @@ import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.cpu.products import by_torch_alone
-from rlhf.engines import decoder, native
+from rlhf.engines import decoder, sampling
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
-from rlhf.engines.likely import response_logprobs
 from rlhf.engines.sampling import sample
 from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.model.fused_loss import response_logprobs
 from tests.presets import preset
 
 VOCAB, NEW, PAD = 40, 12, 0
@@ -295,7 +295,7 @@ def test_a_lasting_cache_gives_the_same_samples(kind, monkeypatch):
     model, settings = make(kind), {"max_new_tokens": 20, "eos_token_id": [20, 22, 23, 25, 27, 33], "pad_token_id": PAD}
     prompts = [p[:5] for p in PROMPTS] * 6
     wanted = sample(model, prompts, **settings)
-    monkeypatch.setattr(native, "on_gpu", lambda model: True)
+    monkeypatch.setattr(sampling, "on_gpu", lambda model: True)
     with by_torch_alone():  # as on a GPU
         found = sample(model, prompts, **settings)
     assert found.responses == wanted.responses

@@ -13,7 +13,6 @@ from torch import Tensor
 from rlhf.cpu import kernels
 from rlhf.cpu.kernels import BLOCK, attend, invert
 from rlhf.engines.choosing import Choice, choose_tokens
-from rlhf.engines.decoder import Seen
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler named cc")
 
@@ -22,14 +21,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
-    """`attend` in float64, one token and head at a time, after keys and values are stored."""
+def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """`attend` in float64, one row and head at a time, after keys and values are stored."""
     group = q.shape[1] // keys.shape[1]
     y = torch.zeros(q.shape, dtype=torch.float64)
-    for n, (row, leading) in enumerate(zip(seen.row.tolist(), seen.leading.tolist(), strict=True)):
-        columns = [*range(leading), *seen.tail]
+    for n, length in enumerate(lengths.tolist()):
         for h in range(q.shape[1]):
-            k, v = keys[row, h // group, columns].double(), values[row, h // group, columns].double()
+            k, v = (side[n, h // group, : length + 1].double() for side in (keys, values))
             y[n, h] = ((k @ q[n, h].double()) / math.sqrt(q.shape[2])).softmax(-1) @ v
     return y.flatten(1)
 
@@ -47,26 +45,13 @@ def test_attention_is_that_of_float64(width, heads, key_heads, columns):
     before = [side.clone() for side in cache]
     q = 3 * normal(rows, heads, width)
     k, v = normal(rows, key_heads, width, seed=4), normal(rows, key_heads, width, seed=5)
-    leading = torch.tensor([1, 2, columns // 2, columns - 1, 1])
-    seen = Seen(torch.arange(rows), torch.full((rows,), columns - 1), leading, range(columns - 1, columns))
-    y = attend((q, k, v), cache, *seen)
+    lengths = torch.tensor([0, 1, columns // 2, columns - 1, columns])
+    y = attend((q, k, v), cache, lengths)
     for side, old, new in zip(cache, before, (k, v), strict=True):
-        assert torch.equal(side[:, :, columns - 1], new)
-        old[:, :, columns - 1] = new
-        assert torch.equal(side, old), "only the new column changes"
-    assert (y - attend_exactly(q, *cache, seen)).abs().max() < 4e-6, "float32 rounds scores of ten by 1e-6"
-
-
-@needs_compiler
-def test_several_tokens_of_a_row_see_those_before_them():
-    """A prompt of four tokens in row 2 and one new token in row 0, together."""
-    cache = (normal(3, 2, 20, 32, seed=1), normal(3, 2, 20, 32, seed=2))
-    q, k, v = normal(5, 4, 32), normal(5, 2, 32, seed=4), normal(5, 2, 32, seed=5)
-    place = torch.tensor([0, 1, 2, 3, 11])
-    seen = Seen(torch.tensor([2, 2, 2, 2, 0]), place, place + 1, range(0))
-    y = attend((q, k, v), cache, *seen)
-    assert torch.equal(cache[0][2, :, :4], k[:4].transpose(0, 1)) and torch.equal(cache[1][0, :, 11], v[4])
-    assert (y - attend_exactly(q, *cache, seen)).abs().max() < 2e-6
+        assert torch.equal(side[torch.arange(rows), :, lengths], new)
+        old[torch.arange(rows), :, lengths] = new
+        assert torch.equal(side, old), "only the new columns change"
+    assert (y - attend_exactly(q, *cache, lengths)).abs().max() < 4e-6, "float32 rounds scores of ten by 1e-6"
 
 
 @needs_compiler
@@ -75,11 +60,11 @@ def test_strided_operands_and_large_scores():
     q, k, v = qkv.split((4, 4, 4), dim=1)
     whole = normal(2, 9, 4, 30, 32)
     cache = (whole[0, :6], whole[1, :6])
-    seen = Seen(torch.arange(6), torch.full((6,), 7), torch.full((6,), 8), range(0))
-    y = attend((q, k, v), cache, *seen)
-    assert (y - attend_exactly(q, *cache, seen)).abs().max() < 1e-4 * 40
+    lengths = torch.full((6,), 7)
+    y = attend((q, k, v), cache, lengths)
+    assert (y - attend_exactly(q, *cache, lengths)).abs().max() < 1e-4 * 40
     turned = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(attend((turned, k, v), cache, *seen), y)
+    assert torch.equal(attend((turned, k, v), cache, lengths), y)
 
 
 # -------------------------------------------------------------------------------------------- drawn tokens
@@ -127,11 +112,11 @@ def test_older_processors_compute_the_same(flags, tmp_path, monkeypatch):
     """Other sizes of vectors differ only in the order of sums."""
     cache = (normal(5, 2, 150, 48, seed=1), normal(5, 2, 150, 48, seed=2))
     qkv = (3 * normal(5, 6, 48), normal(5, 2, 48, seed=4), normal(5, 2, 48, seed=5))
-    seen = Seen(torch.arange(5), torch.full((5,), 140), torch.tensor([1, 2, 70, 139, 1]), range(140, 141))
+    lengths = torch.tensor([0, 1, 70, 139, 140])
     logits = 3 * normal(9, 1003)
 
     def results() -> list[Tensor]:
-        return [attend(qkv, cache, *seen), *invert(logits, torch.linspace(0, 0.99, 9), 1.1)]
+        return [attend(qkv, cache, lengths), *invert(logits, torch.linspace(0, 0.99, 9), 1.1)]
 
     native = results()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -5,16 +5,16 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhf.commands.next_tokens import likeliest
 from rlhf.engines.choosing import Choice
-from rlhf.engines.likely import likeliest, response_logprobs
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampling import sample
+from rlhf.model.fused_loss import NextToken, response_logprobs
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.heads import LabelModel, RewardModel
 from rlhf.ops import unembedding
 from rlhf.ppo.models import ActorCritic
 from rlhf.stages.sft import response_loss
-from rlhf.training.next_token import NextToken
 from tests.presets import preset
 
 ROWS, LONG, VOCAB = 16, 96, 5000

@@ -5,6 +5,7 @@ import torch
 
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.blocks import SwitchMLP, compute_balance, limited_experts
+from rlhf.model.fused_loss import NextToken
 from rlhf.model.linear import Float32Linear
 
 SIZES = {"vocab_size": 61, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32, "experts": 4}
@@ -72,29 +73,33 @@ def test_balance_by_hand():
     assert compute_balance(probs, probs.argmax(-1)).item() == pytest.approx(1.0666667, abs=1e-6)
 
 
-@pytest.mark.parametrize("skip_logits", [False, True])
-def test_a_batch_in_parts_has_the_balance_loss_of_the_whole(skip_logits):
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_in_parts_has_the_balance_loss_of_the_whole(fused):
     model, tokens = make_model(balance_coef=0.5), torch.randint(0, 61, (4, 12))
     labels = tokens.clone()
     labels[0, :4] = -100
     count = int((labels[:, 1:] != -100).sum())
-    plain = model(tokens, labels=labels, skip_logits=skip_logits).loss
+
+    def loss(rows: slice) -> torch.Tensor:
+        if fused:
+            return NextToken(model)(labels[rows], count, input_ids=tokens[rows])
+        return model(tokens[rows], labels=labels[rows], num_items_in_batch=count).loss
+
+    every = slice(None)
+    plain = loss(every)
     with limited_experts(model):
-        whole = model(tokens, labels=labels, skip_logits=skip_logits).loss
-        parts = [
-            model(tokens[i : i + 2], labels=labels[i : i + 2], skip_logits=skip_logits, num_items_in_batch=count).loss
-            for i in (0, 2)
-        ]
+        whole = loss(every)
+        parts = [loss(slice(i, i + 2)) for i in (0, 2)]
         balances = model.model.layers[1].mlp.balance
     assert balances is not None and balances.shape == (2,)
     assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-6)
     assert 0.3 < whole.item() - plain.item() < 2.5  # 0.5 times 1 to 4, and what the dropped tokens change
-    assert model(tokens, labels=labels, skip_logits=skip_logits).loss.item() == plain.item()
+    assert loss(every).item() == plain.item()
 
 
 def test_every_expert_has_a_gradient_and_the_router_learns():
     model, tokens = make_model(experts=16), torch.randint(0, 61, (1, 4))
-    model(tokens, labels=tokens, skip_logits=True).loss.backward()
+    NextToken(model)(tokens, input_ids=tokens).backward()
     switch = model.model.layers[1].mlp
     assert isinstance(switch, SwitchMLP) and not isinstance(model.model.layers[0].mlp, SwitchMLP)
     used = [bool(expert.up.weight.grad.abs().sum() > 0) for expert in switch.experts]

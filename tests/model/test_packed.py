@@ -5,8 +5,7 @@ import torch
 
 from rlhf.cpu import products
 from rlhf.cpu.products import by_torch_alone
-from rlhf.engines.native import packed
-from rlhf.engines.sampling import sample
+from rlhf.engines.sampling import packed, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.linear import products_cast
 

@@ -12,13 +12,13 @@ from transformers import GenerationConfig
 from rlhf.data.chat_template import encode_prompt, end_ids
 from rlhf.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from rlhf.engines.choosing import Choice
-from rlhf.engines.likely import response_logprobs
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import read_checkpoint
+from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.interface import lm
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import make_checkpoint
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
             adopt(tmp_path, say=lambda _: None)
         assert "\n" not in str(error.value)
 
-    refuse("weights are missing: config.json says", num_hidden_layers=3)
+    refuse("weights are missing from the file", num_hidden_layers=3)
     refuse(r"config.json says vocab_size=50,000,000, the files have", vocab_size=50_000_000, hidden_size=32)
     refuse("weights", hidden_size=16)
     refuse("weights", intermediate_size=24)

@@ -7,9 +7,8 @@ import torch
 
 from rlhf.cpu import kernels, products
 from rlhf.engines.choosing import Choice
-from rlhf.engines.native import packed
 from rlhf.engines.running import Response, RunningBatch
-from rlhf.engines.sampling import sample
+from rlhf.engines.sampling import packed, sample
 from rlhf.model import GPTForCausalLM
 from tests.model.test_generate import ALL, make
 from tests.presets import preset

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from rlhf.ops.distill import soft_cross_entropy
+from rlhf.ops.logprobs import soft_cross_entropy
 
 from .. import oracles
 

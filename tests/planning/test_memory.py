@@ -11,8 +11,7 @@ from rlhf.config import DEEPSPEED, Config
 from rlhf.config.model import ModelConfig
 from rlhf.ops import unembedding
 from rlhf.planning import formulas
-from rlhf.planning.formulas import model_state_bytes
-from rlhf.planning.shapes import make_shape
+from rlhf.planning.formulas import make_shape, model_state_bytes
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 135.0), (1, 31.4), (2, 16.6), (3, 1.9)])

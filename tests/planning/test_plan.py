@@ -15,7 +15,7 @@ from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import formulas
 from rlhf.planning.estimates import PHASES, fewest_gpus, largest, make_plan, make_times, room, stage_bytes
-from rlhf.planning.shapes import make_shape
+from rlhf.planning.formulas import make_shape
 
 
 def planned(*overrides: str) -> PlanConfig:
@@ -152,9 +152,9 @@ def test_flops_and_hours_by_hand():
     assert formulas.TRAINING_PASSES * formulas.shape_flops(shape, 1, 16) == 3 * 4256
     # a prompt of 1 and an answer of 2: tokens see 1, 2 and 3 positions; 2 tokens go through the unembedding
     assert formulas.shape_flops(shape, 3, 2, logits=2) == 3 * 3072 + 4 * 2 * 8 * (1 + 2 + 3) + 2 * 160
-    # reading 100 bytes of weights and half of... (4 + 3) / 10 of 20 bytes of cache at 1 byte a second, 6 times
-    slow = formulas.decode_seconds(shape, 1, 4, 6, 100, 20, flops=1e12, bandwidth=1.0)
-    assert slow == pytest.approx(6 * 114, abs=1e-6)
+    # at 1 byte a second, 6 times: the weights, and keys and values of 2 layers of width 8 and 4 + 3 tokens on average
+    slow = formulas.decode_seconds(shape, 1, 4, 6, "fp32", flops=1e12, bandwidth=1.0)
+    assert slow == pytest.approx(6 * (4 * shape.language_model + 4 * 2 * 2 * 8 * 7), abs=1e-6)
 
 
 def test_pretraining_time_is_6nd_over_the_machine():

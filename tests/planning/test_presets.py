@@ -11,7 +11,7 @@ from rlhf.config import PlanConfig, compose
 from rlhf.config.model import ModelConfig, shape_of
 from rlhf.planning import formulas
 from rlhf.planning.estimates import make_times
-from rlhf.planning.shapes import make_shape
+from rlhf.planning.formulas import make_shape
 
 # Preset: parameters that its paper prints. GPT-1's is in Radford et al. 2019, table 2; GPT-3: Brown et al. 2020, table 2.1;
 # PaLM: Chowdhery et al. 2022, table 1; LLaMA: Touvron et al. 2023, table 2; Llama 2: its published size names; Gopher: Rae et

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf.engines.sampling import SamplingEngine, make_sampler
+from rlhf.engines.choosing import SamplingEngine
+from rlhf.engines.sampling import make_sampler
 from rlhf.gold.truth import make_truth
 from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update

@@ -1,5 +1,6 @@
 """Distillation: the student's blocks, the stage's loss by hand, and the stage on the gold world."""
 
+import copy
 import json
 import math
 
@@ -10,7 +11,7 @@ from rlhf.config.stages import DistillConfig
 from rlhf.evaluation.policies import models_of
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.gpt_config import GPTConfig
-from rlhf.model.heads import every_block
+from rlhf.model.heads import keep_every
 from rlhf.runs.metric_table import Sums
 from rlhf.stages.distill import Student, make_objective
 from rlhf.stages.sft import make_rows
@@ -34,7 +35,7 @@ def make_model(seed: int, **shape) -> GPTForCausalLM:
 
 def test_the_student_is_every_second_block_of_the_teacher():
     teacher = make_model(0)
-    student = every_block(teacher, 2)
+    student = keep_every(copy.deepcopy(teacher), 2)
     tokens = torch.tensor([[1, 2, 3, 4]])
     x, rope = teacher.model.embed(teacher.model.embed_tokens(tokens), torch.arange(4)[None])
     for number in (0, 2):

@@ -107,7 +107,7 @@ def stage_words(run: Run, *more: str) -> list[str]:
 
 NOT_FINITE = """
 import sys
-from rlhf.training.next_token import NextToken
+from rlhf.model.fused_loss import NextToken
 forward = NextToken.forward
 NextToken.forward = lambda self, *given, **named: forward(self, *given, **named) * float("nan")
 from rlhf.cli import main; main(sys.argv[1:])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from rlhf.config.compose import compose_config
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
+from rlhf.model.fused_loss import NextToken
 from rlhf.model.heads import RewardModel
 from rlhf.model.linear import merged, product_weights
 from rlhf.runs.checkpoints import checkpoints
@@ -157,7 +158,7 @@ def test_every_kind_of_block_trains_and_decodes_with_adapters(kind):
     assert {name.rpartition(".lora_")[0] for name in trained} == linear
     for p in trained.values():
         torch.nn.init.normal_(p, 0.0, 0.3)
-    model(TOKENS % 40, labels=TOKENS % 40, skip_logits=True).loss.backward()
+    NextToken(model)(TOKENS % 40, input_ids=TOKENS % 40).backward()
     assert all(p.grad is not None for p in trained.values())
     out = sample(model, [[5, 6, 7], [8]], max_new_tokens=8, eos_token_id=None, pad_token_id=0, greedy=True)
     with torch.no_grad():

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rlhf.commands.next_tokens import run
+from rlhf.commands.next_tokens import document_tokens, likeliest, run, show
 from rlhf.data.tokenizer import encode_text, load_tokenizer
-from rlhf.engines.likely import document_tokens, likeliest, show
 from rlhf.training.setup import load_policy
 
 TEXT = "The colour of <|end|> the"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rlhf.engines.likely import response_logprobs
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
+from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.interface import Episodes
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.invariants import TOLERANCE, Checked, check_first_minibatch

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rlhf.data.chat_template import decode_response, response_text
-from rlhf.engines.local import Samples
+from rlhf.engines.choosing import Samples
 from rlhf.errors import UserError
 from rlhf.gold.truth import judge
 from rlhf.gold.world import task_from_metadata

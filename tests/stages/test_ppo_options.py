@@ -11,8 +11,8 @@ from torch import nn
 
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
-from rlhf.engines.likely import response_logprobs
 from rlhf.errors import UserError
+from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import CombinedReward, adjust_scores

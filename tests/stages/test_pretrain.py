@@ -8,21 +8,21 @@ import torch
 from rlhf.config.compose import compose_config, conf_dir
 from rlhf.data.corpus import PackedCorpus
 from rlhf.engines.sampling import sample
-from rlhf.planning.shapes import make_shape
+from rlhf.planning.formulas import make_shape
 from rlhf.runs.run_files import read_jsonl
-from rlhf.stages.pretrain import make_schedule
+from rlhf.stages.pretrain import pretrain_schedule
 
 from .test_resume import assert_same_weights, interrupt
 
 
 def test_the_schedules_of_the_papers():
     settings = ["pretrain.global_batch_tokens=1024", "pretrain.warmup_tokens=102_400"]  # 100 steps
-    gpt3 = make_schedule(compose_config([*settings, "pretrain.decay_fraction=0.8"]), 1000)
+    gpt3 = pretrain_schedule(compose_config([*settings, "pretrain.decay_fraction=0.8"]), 1000)
     # half of the cosine from step 100 to 800 is at 450: 0.1 + 0.9 / 2
     assert [gpt3(step) for step in (0, 49, 100, 450, 800, 999)] == pytest.approx([0.01, 0.5, 1.0, 0.55, 0.1, 0.1])
-    gpt1 = make_schedule(compose_config([*settings, "pretrain.final_lr_fraction=0"]), 1000)
+    gpt1 = pretrain_schedule(compose_config([*settings, "pretrain.final_lr_fraction=0"]), 1000)
     assert [gpt1(step) for step in (100, 550, 1000)] == pytest.approx([1.0, 0.5, 0.0])
-    transformer = make_schedule(compose_config([*settings, "pretrain.schedule=inverse_sqrt"]), 1000)
+    transformer = pretrain_schedule(compose_config([*settings, "pretrain.schedule=inverse_sqrt"]), 1000)
     assert [transformer(step) for step in (0, 99, 399, 999)] == pytest.approx([0.01, 1.0, 0.5, math.sqrt(0.1)])
 
 

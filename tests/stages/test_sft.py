@@ -11,12 +11,12 @@ from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
+from rlhf.model.fused_loss import NextToken
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.folders import read_stage
 from rlhf.runs.metric_table import Sums
 from rlhf.stages import sft
 from rlhf.training.engine import make_engine
-from rlhf.training.next_token import NextToken
 from rlhf.training.setup import load_policy
 from tests.oracles import row_logprobs
 

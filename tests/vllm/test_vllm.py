@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.config import Config
-from rlhf.engines.likely import response_logprobs
-from rlhf.engines.local import Samples, Sampling
+from rlhf.engines.choosing import Samples, Sampling
 from rlhf.engines.sampling import sampler_for
 from rlhf.engines.vllm import VllmEngine
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
+from rlhf.model.fused_loss import response_logprobs
 from rlhf.runs.run_files import read_json, read_jsonl
 from rlhf.stages import ppo
 from rlhf.training.adapters import add_adapters
