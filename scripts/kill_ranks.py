@@ -31,7 +31,7 @@ from rlhf.system.files import write_json
 PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
 WAYS = {
     "reward zero2": ("reward", "deepspeed=zero2"), "ppo zero2": ("ppo", "deepspeed=zero2"),
-    "ppo zero2 lora": ("ppo", "deepspeed=zero2", "lora.rank=4"),  # adapters do not go with ZeRO-3
+    "ppo zero2 lora": ("ppo", "deepspeed=zero2", "lora.rank=4"), "ppo zero3 lora": ("ppo", "deepspeed=zero3", "lora.rank=4"),
     "reward zero3": ("reward", "deepspeed=zero3"), "ppo zero3": ("ppo", "deepspeed=zero3"),
     "ppo vllm": ("ppo", "rollout.engine=vllm"), "ppo vllm lora": ("ppo", "rollout.engine=vllm", "lora.rank=4"),
 }  # fmt: skip

@@ -207,7 +207,6 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
         (shares and {config.ppo.policy, config.ppo.reference} != {"sft"}, "lora.share_trunk=true: the models share the SFT "
          "model's weights: leave out ppo.policy and ppo.reference"),
         (shares and sharded, f"lora.share_trunk=true: does not go with deepspeed={zero}: use deepspeed=none"),
-        (slices and lora.rank, f"lora.rank={lora.rank}: adapters do not go with deepspeed={zero}: use zero2"),
         (slices and reward.model is not None, f"reward.model={reward.model}: a text classifier does not go with "
          f"deepspeed={zero}: use zero2"),
         (command in ("pretrain", "pipeline") and sharded and config.pretrain.optimizer == "muon", "pretrain.optimizer=muon: "

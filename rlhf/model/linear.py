@@ -47,24 +47,30 @@ def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
     return model
 
 
-@torch.no_grad()
 def round_frozen(model: nn.Module) -> None:
     """Hold the frozen weights of a model's linear layers in bfloat16, to which autocast would cast them at every forward.
 
-    A merged model is written from a rounded weight's `exact`: the float32 weight in the host's memory, or None if rounding lost
-    nothing. On a CPU, where keeping both would take more memory, weights that would lose something stay in float32.
+    On a CPU, where keeping both would take more memory, weights that would lose something stay in float32.
     """
     for p in product_weights(model):
         if p.requires_grad or p.dtype != torch.float32:
             continue
-        rounded = p.data.to(torch.bfloat16)
-        lossless = rounded.float().equal(p.data)
-        if lossless or p.is_cuda:
-            p.exact, p.data = None if lossless else p.data.cpu(), rounded  # type: ignore[attr-defined]
+        if p.is_cuda or p.data.to(torch.bfloat16).float().equal(p.data):
+            hold_rounded(p)
+
+
+@torch.no_grad()
+def hold_rounded(p: Any, keep: bool = True) -> None:
+    """Hold a weight in bfloat16. A merged model is written from its `exact`: the float32 weight in the host's memory, or None if
+    rounding lost nothing, or without `keep`.
+    """
+    rounded = p.data.to(torch.bfloat16)
+    p.exact = p.data.cpu() if keep and not rounded.float().equal(p.data) else None
+    p.data = rounded
 
 
 def exact_weight(p: Tensor) -> Tensor:
-    """A copy of a weight on the CPU, as it was before `round_frozen`."""
+    """A copy of a weight on the CPU, as it was before `hold_rounded`."""
     if not hasattr(p, "exact"):
         return p.detach().to("cpu", copy=True)
     return p.detach().float().cpu() if p.exact is None else p.exact.clone()

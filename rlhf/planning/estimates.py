@@ -92,7 +92,9 @@ def trained_and_frozen(config: PlanConfig, stage: str) -> tuple[int, list[tuple[
     trained = adapters * (1 + own) + (head if critic else 0)
     if config.lora.share_trunk:  # one copy of the weights; each reward model has its adapters
         return trained, [language] + [(adapters + head, adapters)] * reward_models(config)
-    return trained, [language] + [scalar] * (own + reward_models(config))
+    # the reference is the policy without its adapters, but under ZeRO-3 a model of its own
+    references = 1 + config.deepspeed.startswith("zero3")
+    return trained, [language] * references + [scalar] * (own + reward_models(config))
 
 
 def row_bytes(config: PlanConfig, stage: str) -> int:
@@ -196,15 +198,14 @@ def fewest_gpus(config: PlanConfig) -> int | None:
 def suggest(config: PlanConfig) -> list[str]:
     """Overrides that fit and that the checks accept: on the same GPUs those that cost least speed, in full and with adapters; else the
     fewest GPUs.
-
-    Adapters under ZeRO need float32 (`add_adapters`).
     """
-    names = [n for n in DEEPSPEED if n == "none" or not config.lora.rank or config.dtype == "fp32"]
     recomputing = (True,) if config.gradient_checkpointing else (False, True)
-    as_given = [replace(config, deepspeed=n, gradient_checkpointing=c) for c in recomputing for n in names]
+    as_given = [replace(config, deepspeed=n, gradient_checkpointing=c) for c in recomputing for n in DEEPSPEED]
     as_given.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
     loras = [replace(config.lora, rank=config.lora.rank or 16, share_trunk=share) for share in (False, True)]
-    adapted = [replace(config, deepspeed="none", gradient_checkpointing=c, lora=x) for x in loras for c in recomputing]
+    ways = [(x, n, c) for n in DEEPSPEED for x in loras for c in recomputing]
+    adapted = [replace(config, deepspeed=n, gradient_checkpointing=c, lora=x) for x, n, c in ways]
+    adapted.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])
     found = [
         next((one for one in ladder if largest(one)[1] <= room(one) and accepted(one)), None)
         for ladder in (as_given, adapted)

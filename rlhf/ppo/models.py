@@ -18,7 +18,7 @@ from rlhf.runs.folders import policy_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
 from rlhf.system.processes import Ranks
-from rlhf.training.adapters import add_adapters, share_weights
+from rlhf.training.adapters import add_adapters, are_shared, share_weights
 from rlhf.training.divided import load_lm, load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
 from rlhf.training.optim import decay_groups
@@ -135,13 +135,13 @@ def load_models(
         else:
             source.model = shard_frozen(config, source.model, device)
     scale_values = settings.score_by_token and not end_ids(tokenizer)
-    shares = config.lora.rank and folder == reference_folder
-    frozen = share_weights(policy).requires_grad_(False) if shares else None
-    add_adapters(policy, config, folder, device)
+    shared = are_shared(config) and folder == reference_folder
+    frozen = share_weights(policy).requires_grad_(False) if shared else None
+    add_adapters(policy, config, folder)
     if config.lora.rank and critic is not None and not settings.shared_critic:
         from_reward = reward_model is not None and settings.critic == "reward"
         base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
-        add_adapters(critic, config, base, device)
+        add_adapters(critic, config, base)
     engine = make_actor_critic_engine(config, ActorCritic(policy, critic, scale_values), device)
     if frozen is not None:
         reference: nn.Module = Reference(frozen).to(device)

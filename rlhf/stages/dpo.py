@@ -37,7 +37,7 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
-from rlhf.training.adapters import add_adapters, save_output, share_weights
+from rlhf.training.adapters import add_adapters, are_shared, save_output, share_weights
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine, shard_frozen
@@ -64,7 +64,7 @@ def run(config: Config) -> None:
         # 2. The SFT model, and a second one as the frozen reference
         model = load_lm(config, folder, device)
         reference = load_reference(config, model, folder, device)
-        add_adapters(model, config, folder, device)
+        add_adapters(model, config, folder)
         checkpoint_activations(config, model)
         settings, pad = config.dpo, tokenizer.pad_token_id
         groups = decay_groups(model, settings)
@@ -84,8 +84,8 @@ def run(config: Config) -> None:
 
 
 def load_reference(config: Config, model: Any, folder: Path, device: torch.device) -> Any:
-    """The frozen SFT model: on the policy's own weights if only adapters train."""
-    if config.lora.rank:
+    """The frozen SFT model."""
+    if are_shared(config):
         return Reference(share_weights(model).requires_grad_(False))
     return shard_frozen(config, Reference(load_lm(config, folder, device).requires_grad_(False)), device)
 

@@ -92,7 +92,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
         # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
-        add_adapters(model, config, folder, device)
+        add_adapters(model, config, folder)
         settings = config.reward
         engine = make_engine(config, model, decay_groups(model, settings), device, max_grad_norm=settings.max_grad_norm)
         later = config.round.later_reward_epochs

@@ -82,7 +82,7 @@ def run(config: Config) -> None:
             raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")
 
         # 2. Train: all weights, or with lora.rank low-rank adapters on them
-        add_adapters(model, config, base, device)
+        add_adapters(model, config, base)
 
         def evaluate() -> dict[str, float]:
             with inference(config, device):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
-from rlhf.config.precision import wants_bfloat16
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
 from rlhf.model.linear import adapted_layers, merged
@@ -31,21 +30,16 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's
 PREFIX = "base_model.model."  # prefix of each name in PEFT's file
 
 
-def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -> None:
+def add_adapters(model: Any, config: Config, base: Path) -> None:
     """Put adapters on every linear layer of a model's trunk, or on lora.target_modules, and freeze the rest except heads.
 
     The unembedding counts as trunk: it is frozen and has no adapter. Adapters that the model already has are kept and frozen.
     With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file names.
 
-    Raises: UserError if PEFT is not installed, or the adapters would be added to weights in bfloat16.
+    Raises: UserError if PEFT is not installed.
     """
     if not config.lora.rank:
         return
-    if zero_stage(config) and wants_bfloat16(config, device):
-        raise UserError(
-            f"lora.rank={config.lora.rank}: with deepspeed={config.deepspeed} adapters would be added to weights rounded to "
-            "bfloat16: use deepspeed=none, or precision=float32"
-        )
     peft = import_peft()
     settings = peft.LoraConfig(
         r=config.lora.rank,
@@ -60,6 +54,11 @@ def add_adapters(model: Any, config: Config, base: Path, device: torch.device) -
     heads = {id(p) for p in heads_of(model).values()}
     for name, p in model.named_parameters():
         p.requires_grad_(f".{TRAINED}." in name if ".lora_" in name else id(p) in heads)
+
+
+def are_shared(config: Config) -> bool:
+    """Whether a policy's frozen weights also serve the reference: not under ZeRO-3, where only the policy's engine gathers them."""
+    return config.lora.rank > 0 and zero_stage(config) < 3
 
 
 def import_peft() -> Any:

@@ -20,6 +20,7 @@ from rlhf.config.precision import wants_bfloat16
 from rlhf.model.checkpoint import CHOSEN_HERE, LAYER, check_finite, check_weights, read_config, stored_tensors
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.heads import LayerMix, RewardConfig, RewardModel, ScalarHead, first_blocks
+from rlhf.model.linear import hold_rounded
 from rlhf.ops.fast import return_freed_memory
 from rlhf.system.processes import is_first
 from rlhf.training.engine import deepspeed_settings, import_deepspeed, zero_stage
@@ -111,18 +112,19 @@ def _divided(
         if not where[p]:
             continue
         divides = p.numel() >= LEAST
-        weight = torch.empty(p.shape, dtype=torch.bfloat16 if divides and wants_bfloat16(config, device) else p.dtype)
+        rounds = divides and wants_bfloat16(config, device)
+        whole = nn.Parameter(torch.empty(p.shape, dtype=torch.bfloat16 if rounds else p.dtype))
         if is_first() or not divides:
             # opened for this weight alone: an open file keeps everything that was read from it in memory
             with safe_open(folder / there[where[p][0]][2], "pt") as file:
-                weight.copy_(file.get_tensor(where[p][0]))
-            check_finite({alike[0]: weight}, str(folder))
-        whole = nn.Parameter(weight)
+                whole.data = file.get_tensor(where[p][0]).to(p.dtype)
+            check_finite({alike[0]: whole}, str(folder))
+            if rounds:
+                hold_rounded(whole, keep=bool(config.lora.rank))
         for name in alike:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, whole)
         if divides:
-            deepspeed.zero.Init(module=nn.ParameterList([whole]), config_dict_or_path=settings, dtype=weight.dtype)
-            del weight  # or the next one is made beside it
+            deepspeed.zero.Init(module=nn.ParameterList([whole]), config_dict_or_path=settings, dtype=whole.dtype)
             return_freed_memory()  # slices in between would keep it from being used again
     return model.eval()

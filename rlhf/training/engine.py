@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
-from rlhf.model.linear import hold_frozen, round_frozen
+from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
 from rlhf.system.files import read_json
-from rlhf.system.processes import Ranks, connect_alone
+from rlhf.system.processes import Ranks, connect_alone, is_first
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
 from rlhf.training.setup import check_gradients
@@ -232,6 +232,11 @@ class ZeroEngine(Engine):
             self.empty_copy = copy.deepcopy(sampled, nothing).eval()
             # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
+        for p in module.parameters() if self.bfloat16 else ():
+            if not p.requires_grad and not is_partitioned(
+                p
+            ):  # DeepSpeed would cast it without keeping what is written later
+                hold_rounded(p, keep=is_first())
         if stage == 3 and self.bfloat16:
             cast_weights(module)
         group_of = group_numbers(module, optimizer.param_groups)
@@ -322,6 +327,8 @@ def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.
         cast_weights(module)
     if zero_stage(config) < 3:
         return module
+    for p in module.parameters():
+        vars(p).pop("exact", None)  # of `hold_rounded`, for weights that are written
     settings = deepspeed_settings(config, bfloat16=wants_bfloat16(config, device))
     settings["zero_optimization"].pop("offload_optimizer", None)
     return import_deepspeed(device).initialize(model=module, config=settings, dist_init_required=False)[0]

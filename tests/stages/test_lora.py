@@ -83,7 +83,7 @@ def test_dropout_is_on_the_adapters_input_and_never_in_ppo(gold_run, copy_until)
     for dropout, alike in ((0.0, True), (0.5, False)):
         config = gold_run.config(*LORA, f"lora.dropout={dropout}")
         model = gold_run.policy()
-        add_adapters(model, config, Path("base"), torch.device("cpu"))
+        add_adapters(model, config, Path("base"))
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.data.normal_()
@@ -136,7 +136,7 @@ def test_other_architectures_have_adapters_on_their_trunk(gold_run, kind):
     sizes |= {} if kind == "gpt2" else {"intermediate_size": 64}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
     plain = AutoModelForCausalLM.from_config(model.config).eval()
-    add_adapters(model, gold_run.config(*LORA), Path("base"), torch.device("cpu"))
+    add_adapters(model, gold_run.config(*LORA), Path("base"))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     assert trained and all(".lora_" in name for name, _ in trained)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_every_kind_of_block_trains_and_decodes_with_adapters(kind):
     with torch.no_grad():
         before = model(TOKENS % 40).logits
     linear = {n for n, m in model.model.named_modules(prefix="model") if isinstance(m, torch.nn.Linear)}
-    add_adapters(model, config, Path("base"), torch.device("cpu"))
+    add_adapters(model, config, Path("base"))
     assert torch.equal(model(TOKENS % 40).logits, before)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {name.rpartition(".lora_")[0] for name in trained} == linear
@@ -223,7 +223,7 @@ def test_frozen_weights_are_held_in_the_precision_of_training(gold_run):
     [first, second, *_] = product_weights(policy)
     first.data = first.data.bfloat16().float()
     original = {name.replace(".base_layer", ""): t.clone() for name, t in policy.state_dict().items()}
-    add_adapters(policy, config, folder, torch.device("cpu"))
+    add_adapters(policy, config, folder)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = policy(TOKENS, use_cache=False).logits
     make_engine(config, policy, decay_groups(policy, config.sft), torch.device("cpu"))

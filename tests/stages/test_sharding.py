@@ -25,8 +25,9 @@ SETTINGS = {
     "sft": ["sft.epochs=1", "sft.batch_size=90", "sft.micro_batch_size=16", "sft.dropout=0"],
 }
 SHARDING = "sharding.persistence_threshold=0"
-OVERLAP = {"zero2": ["sharding.overlap=true"]}
+OVERLAP = dict.fromkeys(("zero2", "zero3"), ["sharding.overlap=true"])
 CUT_AT = 3
+ADAPTERS = ["lora.rank=2", "lora.alpha=8", "sft.lr=1e-2"]
 RESUMED = (("pretrain", "zero3"), ("sft", "zero2"))
 # Of the bytes that a process holds: <deepspeed>:<precision>:<persistence threshold>. In the second some tensors stay whole.
 HELD = ("zero1:fp32:0", "zero3:bf16:20000")
@@ -82,7 +83,7 @@ def single(gold_run, tmp_path_factory) -> dict[str, Run]:
 def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], dict[tuple[str, str], Any]]:
     """What QUICK names by two processes, some cut off after step 3 and resumed; and what a process then held.
 
-    ("held", case) is what `measure_state` measured.
+    ("held", case) is what `measure_state` measured. ("adapters", precision) is SFT of adapters under ZeRO-3.
     ("pretrain", "left") is cut off under ZeRO-3 and left so.
     """
     folder = tmp_path_factory.mktemp("two")
@@ -95,6 +96,10 @@ def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, str], Run], di
         for saves in (CUT_AT, 0) if (stage, way) in RESUMED else (0,):
             jobs.append(job(run, stage, saves, f"deepspeed={way}", *OVERLAP.get(way, [])))
             keys.append((stage, way))
+    for precision in ("float32", "bfloat16"):
+        run = runs["adapters", precision] = gold_run.copy(folder, "sft", f"adapters-{precision}")
+        jobs.append(job(run, "sft", 0, *ADAPTERS, "deepspeed=zero3", f"precision={precision}"))
+        keys.append(("adapters", precision))
     return runs, dict(zip(keys, launch(folder / "held.json", 2, jobs), strict=True))
 
 
@@ -111,6 +116,28 @@ def test_two_processes_equal_one(single, launched, stage, way):
     runs, held = launched
     tolerance = 1e-5 if (stage, way) in RESUMED else 1e-4
     assert_equal_and_sharded(single[stage], runs[stage, way], stage, way, held[stage, way], tolerance)
+
+
+def test_adapters_under_zero3_equal_one_process(gold_run, launched, tmp_path):
+    one = gold_run.copy(tmp_path, "sft", "one")
+    one.stage("sft", *SETTINGS["sft"], *ADAPTERS)
+    assert_same(one, launched[0]["adapters", "float32"], "sft", 1e-4)
+
+
+def test_a_model_trained_in_bfloat16_is_written_from_exact_weights(gold_run, launched):
+    """The base's float32 weights with the adapters added, although ZeRO trains beside weights that bfloat16 has rounded."""
+    run = launched[0]["adapters", "bfloat16"]
+    base, written = weights(gold_run, "pretrain"), weights(run, "sft")
+    adapters = load_file(run.folder / "sft" / "adapters" / "adapter_model.safetensors")
+    losses = [[loss for loss, _ in metrics(launched[0]["adapters", kind], "sft")] for kind in ("bfloat16", "float32")]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)  # bfloat16 has 8 bits: products near 10 are in steps of 1/16
+    assert all(weight.norm() > 0.01 for name, weight in adapters.items() if "lora_B" in name)
+    assert base.keys() == written.keys() and len(adapters) > 8
+    for name, weight in base.items():
+        low, high = (adapters.get(f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight") for part in "AB")
+        change = torch.zeros(()) if low is None else 4 * (high @ low)
+        assert torch.allclose(written[name], weight + change, rtol=0, atol=1e-6), name
+        assert "norm" in name or not torch.equal(weight.bfloat16().float(), weight)
 
 
 @pytest.mark.long

@@ -141,7 +141,7 @@ def test_weights_must_be_loaded_again_after_sleep(engine: VllmEngine, policy: An
 
 def test_adapters_are_merged_while_weights_are_sent(config: Config, policy: Any) -> None:
     config.lora.rank = 4
-    add_adapters(policy, config, Path("base"), torch.device("cpu"))
+    add_adapters(policy, config, Path("base"))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, p in policy.named_parameters():
