@@ -390,15 +390,9 @@ def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
         bounds = f"length alone {figures['length_baseline']:.3f}, labelers' agreement {known}"
         error = f"calibration error {figures['calibration_error']:.3f}"
         lines.append(f"accuracy {show(accuracy)} on {accuracy['n']:,} held-out pairs; {bounds}; {error}")
-    for row in known_flips(audit)[:3]:
-        bought = f"buys {show(row['gain'], 2)} deviations for {row['nats']['value']:.1f} nats"
-        lines.append(f"attack {row['name']}: flips {show(row['flips'])} of {row['flips']['n']} pairs, {bought}")
-    if (mean := mean_flips(audit)) is not None:
-        lines.append(f"the attacks flip {mean:.3f} of the pairs on average")
-    if audit.best_of:
-        first, last = audit.best_of[0], audit.best_of[-1]
-        gain = last["score"]["value"] - first["score"]["value"]
-        lines.append(f"best of {last['n']} samples: {gain:+.2f} deviations at up to {last['kl']:.1f} nats")
+    if flips := known_flips(audit):
+        worst = f"{flips[0]['name']} the most, {show(flips[0]['flips'])}"
+        lines.append(f"the attacks flip {mean_flips(audit):.3f} of the pairs on average, {worst}")
     ceiling = "" if verdict.ceiling is None else f" of {verdict.ceiling} (kl.ceiling={verdict.ceiling})"
     labels = f": {'; '.join(verdict.labels)}" if verdict.labels else ""
     hidden = len(verdict.reasons) - SHOWN

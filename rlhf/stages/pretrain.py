@@ -61,7 +61,12 @@ def run(config: Config) -> None:
         model = make_model(config, tokenizer) if adopted is None else adopted.model
         context = lm(model).context or tokenizer.model_max_length
         length = min(context, config.pretrain.global_batch_tokens)  # of a block
-        check_continuation(config, model, length)
+        broken, problem = batch_relation(config, length, f"the model's context of {length} tokens, or less than it")
+        if broken:
+            raise UserError(problem)
+        if config.pretrain.isolate_documents and not lm(model).native:
+            remedy = "leave it out, or use model.native=true"
+            raise UserError(f"pretrain.isolate_documents: transformers' class does not keep documents apart: {remedy}")
 
         # 2. Pack the documents into full blocks
         corpus = load_or_pack(stage, tokenizer, length)
@@ -109,16 +114,6 @@ def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast")
     if stage.writes:
         write_json(stage.folder / "adopted.json", adopted.record)
     return adopted
-
-
-def check_continuation(config: Config, model: Any, length: int) -> None:
-    """Raises: UserError for a batch that is not whole blocks, and for settings that an adopted model does not support."""
-    broken, problem = batch_relation(config, length, f"the model's context of {length} tokens, or less than it")
-    if broken:
-        raise UserError(problem)
-    if config.pretrain.isolate_documents and not lm(model).native:
-        remedy = "leave it out, or use model.native=true"
-        raise UserError(f"pretrain.isolate_documents: transformers' class does not keep documents apart: {remedy}")
 
 
 def training_steps(config: Config) -> int:
