@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -228,8 +228,9 @@ def compare_scored(
 # --- people ----------------------------------------------------------------------------------------------------------
 
 
-# Two policies, a prompt, and 1 if the first one's response is better, 1/2 for a tie, else 0.
-Verdict = tuple[tuple[str, str], str, float]
+Told = Mapping[
+    tuple[int, int], float
+]  # by the places of two responses: 1 if the first is better, 1/2 for a tie, else 0
 Points = dict[tuple[str, str], dict[str, float]]  # by pair of policies and prompt: how often the first beats the second
 
 
@@ -241,7 +242,7 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
     records, _ = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)
     people = [r for r in records if r.ranking is not None or r.pairs is not None or r.ratings]
     names = policy_names(records)
-    if not (points := mean_points(verdicts(people, names))):
+    if not (points := mean_points(map(said_of, people), people, names)):
         wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
         raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
     held_out = held_out_labelers(config, records) & {str(record.labeler) for record in people}
@@ -251,7 +252,7 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
         groups["held-out labelers"] = [record for record in people if record.labeler in held_out]
     figures: Figures = {name: people_figures(group, names) for name, group in groups.items() if group}
     if config.evaluate.labels_model is not None:
-        judged = mean_points(scored(config, records, names, device))
+        judged = mean_points(*score_tasks(config, records, device), names)
         figures["corrected"] = [
             {"pair": list(pair), **prediction_powered(by_prompt, judged.get(pair, {}))}
             for pair, by_prompt in points.items()
@@ -276,7 +277,7 @@ def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Fig
         "agreement": pairwise_agreement(rankings),
         "win_rates": [
             {"pair": list(pair), "win_rate": interval(list(by_prompt.values()), share=True)}
-            for pair, by_prompt in mean_points(verdicts(rankings, names)).items()
+            for pair, by_prompt in mean_points(map(said_of, rankings), rankings, names).items()
         ],
         "policies": {
             name: {what: interval(list(map(fmean, of.values())), share=what != "rating") for what, of in row.items()}
@@ -292,42 +293,35 @@ def policy_names(records: Iterable[Ranking]) -> dict[str, str]:
     return {p: p if short.count(name) > 1 else name for p, name in zip(policies, short, strict=True)}
 
 
-def verdicts(rankings: Iterable[Ranking], names: Mapping[str, str]) -> Iterator[Verdict]:
-    """The verdicts of people on each two responses that they both ranked."""
-    for record in rankings:
-        ordered, ranks = record.pair_list(), record.ranks() if record.pairs is None else []
-        told = {pair: 1.0 for pair in ordered} | {(j, i): 0.0 for i, j in ordered}
-        places = itertools.permutations(range(len(ranks)), 2)
-        told |= {(i, j): 0.5 for i, j in places if ranks[i] == ranks[j] >= 0}
-        yield from compared(record, names, told)
+def mean_points(told: Iterable[Told], records: Iterable[Ranking], names: Mapping[str, str]) -> Points:
+    """The means of what is told of each record's responses of different policies, for the policy whose name comes first."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for record, points in zip(records, told, strict=True):
+        policies = [names.get(response.policy or "") for response in record.responses]
+        for (i, j), point in points.items():
+            if (a := policies[i]) is not None and (b := policies[j]) is not None and a < b:
+                found.setdefault((a, b), {}).setdefault(prompt_key(record.prompt), []).append(point)
+    return {pair: {key: fmean(row) for key, row in by.items()} for pair, by in sorted(found.items())}
 
 
-def compared(record: Ranking, names: Mapping[str, str], told: Mapping[tuple[int, int], float]) -> Iterator[Verdict]:
-    """What is told of two responses by place, if they are of different policies: for the policy whose name comes first."""
-    policies = [names.get(response.policy or "") for response in record.responses]
-    for (i, j), point in told.items():
-        if (a := policies[i]) is not None and (b := policies[j]) is not None and a < b:
-            yield (a, b), prompt_key(record.prompt), point
+def said_of(record: Ranking) -> Told:
+    """What a labeler says of each two responses that are both ranked."""
+    ordered, ranks = record.pair_list(), record.ranks() if record.pairs is None else []
+    places = itertools.permutations(range(len(ranks)), 2)
+    ties = {(i, j): 0.5 for i, j in places if ranks[i] == ranks[j] >= 0}
+    return {pair: 1.0 for pair in ordered} | {(j, i): 0.0 for i, j in ordered} | ties
 
 
-def scored(
-    config: Config, records: Sequence[Ranking], names: Mapping[str, str], device: torch.device
-) -> Iterator[Verdict]:
-    """As `verdicts`, by the scores of evaluate.labels_model on every task once, labelled or not."""
+def score_tasks(config: Config, records: Sequence[Ranking], device: torch.device) -> tuple[list[Told], list[Ranking]]:
+    """What the scores of evaluate.labels_model say of every task once, labelled or not; and the tasks, of those that fit the model."""
     _, model, encode = load_judge(config, config.evaluate.labels_model, "evaluate.labels_model", device)
     items, tasks = [], {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
     for record in tasks.values():
         answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
         if (encoded := encode(record.prompt, answers)) is not None:
             items.append(Item(record.id, *encoded, record))
-    for item, scores in zip(items, score_each(model, items), strict=True):
-        places = itertools.permutations(range(len(scores)), 2)
-        assert item.record is not None
-        yield from compared(item.record, names, {(i, j): win(scores[i], scores[j]) for i, j in places})
-
-
-def mean_points(told: Iterable[Verdict]) -> Points:
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for pair, key, point in told:
-        found.setdefault(pair, {}).setdefault(key, []).append(point)
-    return {pair: {key: fmean(row) for key, row in by.items()} for pair, by in sorted(found.items())}
+    told: list[Told] = [
+        {(i, j): win(scores[i], scores[j]) for i, j in itertools.permutations(range(len(scores)), 2)}
+        for scores in score_each(model, items)
+    ]
+    return told, [item.record for item in items if item.record]
