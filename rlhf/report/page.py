@@ -134,22 +134,12 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
 
 def compare_runs(folders: Sequence[Path]) -> list[str]:
     """A table as lines of text: the main numbers of each run, of the evaluation if all runs have one."""
+    import pandas as pd
+
     runs = [read_run(folder) for folder in folders]
     evaluated = all(run.results for run in runs)
     tiles = [{tile.title: tile.value for tile in make_overview(run, evaluated)["tiles"]} for run in runs]
-    titles = list(dict.fromkeys(title for of_run in tiles for title in of_run))
-    rows = [
-        ["run", *titles],
-        *([run.name, *(of_run.get(t, "–") for t in titles)] for run, of_run in zip(runs, tiles, strict=True)),
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    lines = pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
     return [*lines, f"side by side: rlhf report run={','.join(run.name for run in runs)}"]
 
 
