@@ -3,8 +3,8 @@
     python scripts/report_screenshots.py runs/demo/report.html shots/ axe=axe.min.js
 
 Needs Chromium on the machine and the package playwright. Writes <name>-<light|dark>-<wide|phone>.png. Fails if the page prints
-to the console, opens a dialog, requests anything but itself, is wider than the screen, cuts a table at 1280 pixels, has a switch that does
-not work, or, with `axe=` the file of npm's package axe-core, breaks one of its rules.
+to the console, opens a dialog, requests anything but itself, is wider than the screen, cuts a table at 1280 pixels, or, with
+`axe=` the file of npm's package axe-core, breaks one of its rules.
 """
 
 import shutil
