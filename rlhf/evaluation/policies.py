@@ -153,7 +153,7 @@ def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: to
     with progress(len(models) * len(asked.prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy, prompts, ends = load_frozen(config, folder, device), asked.prompts, end_ids(tokenizer)
-            read = response_text
+            read: Callable[[Any, list[int]], str] = response_text
             if name == "base_prompted" and truth is not None:
                 texts: list[Any] = [truth.base_text(record) for record in asked.records]
                 prompts, ends, read = encode_texts(tokenizer, texts), [tokenizer.bos_token_id], text_after_name
@@ -239,8 +239,10 @@ def score_divided(reward: Reward, given: Responses, records: Sequence[PromptReco
     """`score_by` of a policy's samples, the prompts divided among the processes. The reward's models must be whole on each."""
 
     def score_mine(mine: Sequence[int]) -> Scores:
-        parts = [[column[i] for i in mine] for column in (records, given.prompts, given.samples)]
-        return score_by(reward, *parts) if mine else []
+        if not mine:
+            return []
+        asked, answers = [given.prompts[i] for i in mine], [given.samples[i] for i in mine]
+        return score_by(reward, [records[i] for i in mine], asked, answers)
 
     return divide(len(records), score_mine)
 
