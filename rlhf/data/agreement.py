@@ -163,9 +163,6 @@ def _verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
             yield tie[0], tie[1], 0
 
 
-# --- the figures -----------------------------------------------------------------------------------------------------
-
-
 def _couples(said: "pd.DataFrame") -> "pd.DataFrame":
     """What two people said of each slot that both judged: value_a of person_a < person_b, and value_b."""
     few = said[said.groupby(_SLOT).cumcount() < MAX_LABELERS]

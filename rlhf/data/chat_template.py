@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from rlhf.data.splits import common_beginning
 from rlhf.data.tokenizer import encode_rendered, encode_texts
 from rlhf.errors import UserError
 
@@ -22,9 +23,6 @@ PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rend
 CONTEXT = "context"  # key of an assistant's turn that is not to be learned
 ENDS = "end_token_ids"  # the field of tokenizer_config.json that lists the end tokens
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-# ------------------------------------------------------------------------------------------------ text to ids
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -93,9 +91,6 @@ def _piecewise(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
     return ids
 
 
-# ---------------------------------------------------------------------------------------------- turns to text
-
-
 def _turns(prompt: Any) -> list[Turn]:
     """Messages with keys or attributes `role` and `content`; a string is one user turn."""
     if isinstance(prompt, str):
@@ -148,9 +143,6 @@ def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], 
     return [[{**turn, "content": marks.put(turn["content"])} for turn in chat] for chat in chats], marks
 
 
-# -------------------------------------------------------------------------------------------------- end tokens
-
-
 def end_ids(tokenizer: Any) -> list[int]:
     """The tokens that end a response, the one that training uses first; empty for a completion."""
     kept = tokenizer.init_kwargs.get(ENDS)
@@ -171,9 +163,6 @@ def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) 
     return next((f.end() for f in marks.special.finditer(text, start, stop) if marks.ids[f[0]] in ends), None)
 
 
-# -------------------------------------------------------------------------------------------------- completion
-
-
 def use_completion(tokenizer: Any) -> None:
     """Make prompts and responses raw text. If the tokenizer adds a BOS to every text, prompts begin with it."""
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -183,9 +172,6 @@ def use_completion(tokenizer: Any) -> None:
 
 def is_completion(tokenizer: Any) -> bool:
     return str(tokenizer.chat_template).endswith(COMPLETION)
-
-
-# ------------------------------------------------------------------------------------------------------ public
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
@@ -230,7 +216,7 @@ def encode_dialogue(
     for i, start, stop in zip(answers, cuts[::2], cuts[1::2], strict=True):
         if CONTEXT in turns[i]:
             continue
-        first, end = _common(whole, start), _common(whole, stop)
+        first, end = (len(common_beginning([whole, cut])) for cut in (start, stop))
         mask[first:end] = [True] * (end - first)
     ends = end_ids(tokenizer)
     if last and ends and (not whole or whole[-1] not in ends):
@@ -250,11 +236,6 @@ def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[
     last = {**turns[-1], "content": turns[-1]["content"].rstrip() + marks.probe}
     text, _ = marks.around(_render(tokenizer, [*turns[:-1], last], False)[0])
     return _encode_rendered(tokenizer, [text], marks)[0]
-
-
-def _common(whole: list[int], part: list[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
 
 
 def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: _Marks) -> tuple[int, int]:

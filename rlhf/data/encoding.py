@@ -11,6 +11,7 @@ from rlhf.config.setting import listed
 from rlhf.data.chat_template import encode_dialogue, encode_prompt, encode_prompts, encode_response, encode_responses
 from rlhf.data.formats.shapes import is_learned
 from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking
+from rlhf.data.splits import common_beginning
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def encode_prompt_within(
         return ids, True
     # the template's text around a message: the common beginning and end with another message
     other = encode_prompt(tokenizer, [{"role": turns[-1].role, "content": ""}])
-    head = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
+    head = len(common_beginning([ids, other]))
     if room <= len(other):
         return None
     return [*ids[:head], *ids[len(ids) - (room - head) :]], True

@@ -82,8 +82,6 @@ class Importer:
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects = create(folder / "rejects.jsonl")
 
-    # --- reading ---
-
     def run(self, sources: list[Source]) -> dict[str, Any]:
         """Import the sources; returns the report, which is written too.
 
@@ -212,8 +210,6 @@ class Importer:
                 for row in {one.at: one.row for one in members}.values():
                     self._reject(reject_row(info.name, row, error.field, said))
 
-    # --- splitting and the report ---
-
     def _divide(self, kind: str) -> dict[str, int]:
         """Move the records of a kind to one file per split; returns the number of each."""
         source, files, counts = self.folder / "unsplit" / f"{kind}.jsonl", dict[str, TextIO](), dict.fromkeys(SPLITS, 0)
@@ -281,9 +277,6 @@ def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
     return replaced, [check for check in checks if _names(check) not in replaced]
 
 
-# --- joining judgements ----------------------------------------------------------------------------------------------
-
-
 def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     """One labeler's judgements of one item, pairwise or of some responses, as one ranking; `pairs` if no weak order fits.
 
@@ -327,9 +320,6 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
             "metadata": shared | {"judgements": alone} | ties,
         }
     )
-
-
-# --- the reports: no times and no paths of their own files, so that importing twice writes the same bytes -----------------
 
 
 def summarise(kept: Sequence[Facts]) -> dict[str, Any]:

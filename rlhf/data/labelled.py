@@ -106,25 +106,26 @@ def classes_of(examples: list[Example], columns: Columns) -> list[str]:
 
     Raises: UserError if there is only one label, or one that is not a choice, or rows have different numbers of choices.
     """
-    first = examples[0]
-    odd = next((example for example in examples if len(example.rows) != len(first.rows)), None)
-    if columns.choices and odd is not None:
-        came = f"{odd.where}: has {len(odd.rows)} choices, {first.where} has {len(first.rows)}"
-        raise UserError(f"{came}: want as many in each row")
-    if columns.choices and len(first.rows) < 2:
-        raise UserError("classify.choices gives one choice: name a column for each, or one that holds lists")
     labels = sorted({example.label for example in examples})
     if len(labels) < 2:
         raise UserError(f"classify.label={columns.label}: every row has the label {labels[0]!r}: want two or more")
     if not columns.choices:
         return labels
-    count = len(first.rows)
+    count = len(examples[0].rows)
+    if count < 2:
+        raise UserError("classify.choices gives one choice: name a column for each, or one that holds lists")
     lowest = 1 if str(count) in labels and "0" not in labels else 0
     classes = [str(lowest + i) for i in range(count)]
-    odd = next((example for example in examples if example.label not in classes), None)
-    if odd is not None:
-        wanted = f"want the right choice's text, its column's name, or its number from {classes[0]} to {classes[-1]}"
-        raise UserError(f"{odd.where}: {columns.label} is {odd.label!r}: {wanted}")
+    for one in examples:
+        if len(one.rows) != count:
+            raise UserError(
+                f"{one.where}: has {len(one.rows)} choices, the first row has {count}: want as many in each row"
+            )
+        if one.label not in classes:
+            wanted = (
+                f"want the right choice's text, its column's name, or its number from {classes[0]} to {classes[-1]}"
+            )
+            raise UserError(f"{one.where}: {columns.label} is {one.label!r}: {wanted}")
     return classes
 
 

@@ -95,9 +95,6 @@ def _read_hub(name: str) -> Iterator[Row]:
         yield Row(number, dict(row), number)
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
-
-
 class Converted(NamedTuple):
     """What became of one row: records, or a reject."""
 
@@ -165,9 +162,6 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
         came = one_line(f"{type(error).__name__}: {error}", 60)
         problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
     return Converted(row, [], reject_row(name, row, *problem))
-
-
-# --- what stages read ------------------------------------------------------------------------------------------------
 
 
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[FileInfo]]:

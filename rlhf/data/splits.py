@@ -22,14 +22,11 @@ KEY_LETTERS = PREFIX_CHARACTERS * 3 // 4  # of a split key
 SPLITS = ("train", "dev", "test")
 LARGE_SHARE, LEAST_SHARING = 0.05, 10  # a beginning that more prompts share is no reason to keep them together
 _NO_LETTER = re.compile(r"[\W_]+")
-_NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
 
 
 def _normal(form: str, text: str) -> str:
-    """A Unicode normal form. A run of accents or signs is cut to 1000, since sorting accents takes time that grows with the
-    square of their number.
-    """
+    """A Unicode normal form. A run of accents is cut to 1000, since sorting them takes time that grows with the square."""
     return unicodedata.normalize(form, text if text.isascii() else _MARKS.sub(r"\1", text))  # type: ignore[arg-type]
 
 
@@ -53,8 +50,6 @@ def conversation(prompt: "str | Sequence[Message]") -> str:
 
 def _letters(text: str) -> str:
     """Only letters and digits, in one case and one Unicode form, without accents."""
-    if text.isascii():
-        return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
     text = _normal("NFKD", text).upper().casefold()
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 
@@ -72,15 +67,14 @@ def split_key(prompt: "str | Sequence[Message]", shared: Sequence[str] = ()) -> 
     return letters[:KEY_LETTERS]
 
 
-def _common_beginning(texts: Sequence[str]) -> str:
+def common_beginning(texts: Sequence[Any]) -> Any:
+    """With what all of several texts (or lists) begin."""
     least, most = min(texts), max(texts)
     return least[: next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))]
 
 
 def shared_beginnings(prompts: "Iterable[str | Sequence[Message]]") -> tuple[str, ...]:
-    """The beginnings that more than LARGE_SHARE of the distinct prompts share, such as a preamble or solved examples, as letters
-    and digits; one is searched for after the other was removed.
-    """
+    """The beginnings that more than LARGE_SHARE of the distinct prompts share, such as a preamble, as letters and digits."""
     texts, found = sorted({_letters(conversation(prompt)) for prompt in prompts}), list[str]()
     least = max(LEAST_SHARING - 1, LARGE_SHARE * len(texts))
     while True:
@@ -88,7 +82,7 @@ def shared_beginnings(prompts: "Iterable[str | Sequence[Message]]") -> tuple[str
         for text in texts:
             if len(text) >= KEY_LETTERS:
                 sharing[text[:KEY_LETTERS]].append(text)
-        large = [_common_beginning(group) for group in sharing.values() if len(group) > least]
+        large = [common_beginning(group) for group in sharing.values() if len(group) > least]
         if not large:
             return tuple(found)
         found += large
@@ -114,22 +108,14 @@ def uniform(key: str, seed: int) -> float:
 
 
 def choose(u: float, fractions: Mapping[str, float]) -> str:
-    """The split at u in [0, 1): `fractions` maps split names to shares that add up to 1.
-
-    Raises: ValueError if the shares are negative or do not add up to 1.
-    """
-    if min(fractions.values()) < 0 or abs(sum(fractions.values()) - 1) > 1e-6:
-        raise ValueError(f"split shares are {dict(fractions)}: want shares of at least 0 that add up to 1")
+    """The split at u in [0, 1): `fractions` maps split names to shares that add up to 1."""
     names = [name for name, share in fractions.items() if share > 0]
     ends = accumulate(fractions[name] for name in names)
     return next((name for name, end in zip(names[:-1], ends, strict=False) if u < end), names[-1])
 
 
 def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str, float]) -> str:
-    """The split of a text such as a group's key, by its `prompt_key`.
-
-    Raises: ValueError if the shares are negative or do not add up to 1.
-    """
+    """The split of a text such as a group's key, by its `prompt_key`."""
     return choose(uniform(prompt_key(text), seed), fractions)
 
 

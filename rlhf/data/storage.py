@@ -40,9 +40,6 @@ def to_line(record: Record) -> str:
     return text + "\n"
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
-
-
 def create(path: Path) -> TextIO:
     """A new file of lines, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +62,6 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     manifest = {"rlhf_import": VERSION, "status": status, **about, "files": hashes}
     write_json(folder / MANIFEST, manifest)
     sync_folder(folder)
-
-
-# --- the manifest and reading ---------------------------------------------------------------------------------------
 
 
 class _File(Schema):

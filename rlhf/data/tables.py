@@ -39,9 +39,6 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
     return names
 
 
-# --- CSV -----------------------------------------------------------------------------------------------------------
-
-
 def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row | Reject]:
     """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
     columns.
@@ -110,9 +107,6 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iter
             yield Row(line, {key: cell or None for key, cell in zip(header, cells, strict=True)}, number, raw)
 
 
-# --- typed cells ----------------------------------------------------------------------------------------------------
-
-
 def plain(value: Any) -> Any:
     """A row as JSON values: other kinds, such as times, become text; NaN, which means an empty cell, becomes None."""
 
@@ -152,9 +146,6 @@ def read_columns(path: Path, name: str) -> Iterator[Row | Reject]:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
         where = f"{name}: damaged .parquet file after row {number}"
         raise UserError(f"{where} ({one_line(error, 200)}): copy or download it again") from error
-
-
-# --- spreadsheets ---------------------------------------------------------------------------------------------------
 
 
 def _measure(file: IO[bytes]) -> int:

@@ -125,14 +125,6 @@ def make_labelers(noise: float = NOISE) -> list[Labeler]:
     ]
 
 
-def make_held_out_labelers(count: int = 2, noise: float = NOISE) -> list[Labeler]:
-    """Up to two more, whose rankings are not used in training: a plain one, with little weight on courtesy, and a formal one."""
-    return [
-        Labeler("labeler-6", TASTE | {"correct": 3.8, "polite": 0.7, "brief": 2.0}, 0.0, -0.2, noise),
-        Labeler("labeler-7", TASTE | {"correct": 4.2, "polite": 2.0, "ended": 1.6, "brief": 0.4}, 0.01, 0.2, noise),
-    ][:count]
-
-
 def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[tuple[Judged, str]]]) -> float:
     """The share of pairs of answers to one prompt on which two different labelers agree, on average.
 
@@ -270,8 +262,11 @@ class Requests:
         return make_labelers(noise)
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
-        """Further labelers, whose rankings are not used in training."""
-        return make_held_out_labelers(count, noise)
+        """Further labelers, whose rankings are not used in training: a plain one, with little weight on courtesy, and a formal one."""
+        return [
+            Labeler("labeler-6", TASTE | {"correct": 3.8, "polite": 0.7, "brief": 2.0}, 0.0, -0.2, noise),
+            Labeler("labeler-7", TASTE | {"correct": 4.2, "polite": 2.0, "ended": 1.6, "brief": 0.4}, 0.01, 0.2, noise),
+        ][:count]
 
     def base_text(self, record: PromptRecord) -> str | None:
         """The beginning of a text like those that the base was pretrained on, which asks for an answer; None if there is none."""

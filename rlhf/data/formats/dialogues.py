@@ -3,8 +3,8 @@ judgements of their last answers: hh, trl, pairs, choices (several chosen and se
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
+from collections.abc import Iterator
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -31,6 +31,7 @@ from rlhf.data.formats.shapes import (
     response_of,
     with_system,
 )
+from rlhf.data.splits import common_beginning
 
 Made = Iterator[dict[str, Any]]
 _INPUTS = ("input", "context")  # Dolly's name for the input is context
@@ -148,10 +149,6 @@ def prompt_turns(prompt: Any) -> Any:
     return prompt
 
 
-def _shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(a, b, strict=False)))
-
-
 def from_hh(row: Values) -> Made:
     """One ranking with K = 2: response "a" is the chosen one, or the first text, whose higher score wins.
 
@@ -164,7 +161,7 @@ def from_hh(row: Values) -> Made:
     fits = is_list(texts, str) and len(texts) == 2 and all(map(is_dialogue, texts))
     require(fits, field, texts, 'two dialogues that begin with "Human:"')
     first, second = map(_hh_text, texts)
-    at = first.rfind(_ASSISTANT, 0, _shared_length(first, second))
+    at = common_beginning([first, second]).rfind(_ASSISTANT)
     answers = [text[at + len(_ASSISTANT) :] for text in (first, second)]
     if at < 0 or any(_HUMAN in answer for answer in answers):
         raise BadRow(field, "the two dialogues part before the last answer: want the same dialogue up to it")
@@ -188,13 +185,14 @@ def is_prompt_alone(row: Values) -> bool:
 
 def _split_messages(chosen: Turns, rejected: Turns) -> tuple[Turns, list[dict[str, Any]]]:
     """The turns that both share, and the answer's turn of each; an equal last turn is still an answer."""
-    shared = _shared_length(*([(one["role"], one["content"]) for one in turns[:-1]] for turns in (chosen, rejected)))
+    said = [[(one["role"], one["content"]) for one in turns[:-1]] for turns in (chosen, rejected)]
+    shared = len(common_beginning(said))
     return chosen[:shared], [one_answer(chosen[shared:], "chosen"), one_answer(rejected[shared:], "rejected")]
 
 
 def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
     """An implicit prompt: what both strings share, up to the last white space that leaves both an answer."""
-    at = _shared_length(chosen.rstrip()[:-1], rejected.rstrip()[:-1])
+    at = len(common_beginning([chosen.rstrip()[:-1], rejected.rstrip()[:-1]]))
     while at > 0 and not chosen[at - 1].isspace():
         at -= 1
     if not chosen[:at].strip():
