@@ -118,41 +118,28 @@ def test_dpo_only_and_its_evaluation(ways):
     assert results["policy"] == "dpo" and set(results["kl"]) == {"dpo"} and "best_of_n" not in results
 
 
-def test_an_sft_checkpoint_of_trl_and_its_adapters(ways):
-    """What its trainer writes: a model's folder, or adapters beside a tokenizer, which are merged into their model."""
+def test_adapters_of_trls_sft_are_merged_into_their_model(ways):
     import datasets
     import peft
     import trl
 
-    rows = [{"prompt": f"Say {i} words.", "completion": f" word {i}"} for i in range(8)]
-    plain = {
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "max_steps": 2,
-        "learning_rate": 0.05,
-        "save_strategy": "no",
-    }
-    for name, adapters in (
-        ("trl", None),
-        ("adapted", peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")),
-    ):
-        arguments = trl.SFTConfig(output_dir=str(ways.folder / name), per_device_train_batch_size=4, **plain)
-        data = datasets.Dataset.from_list(rows)
-        trainer = trl.SFTTrainer(str(ways.folder / "hf"), arguments, train_dataset=data, peft_config=adapters)
-        trainer.train()
-        trainer.save_model()
-        words = ["data.comparisons=labels.csv", f"model.pretrained={ways.folder / name}", "stages=dpo"]
-        assert ways("pipeline", f"from-{name}", *words) == ["tokenizer", "pretrain", "sft", "dpo"]
-        found = load_policy(ways.folder / "runs" / f"from-{name}" / "sft" / "model")
-        model = trainer.model.merge_and_unload() if adapters else trainer.model
-        with torch.no_grad():
-            theirs, ours = model(torch.arange(5, 25)[None]).logits, found(torch.arange(5, 25)[None]).logits
-            before = AutoModelForCausalLM.from_pretrained(ways.folder / "hf")(torch.arange(5, 25)[None]).logits
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-        assert (before - theirs).abs().max() > 0.01
-        record = read_json(ways.folder / "runs" / f"from-{name}" / "pretrain" / "adopted.json")
-        assert ("adapter_model.safetensors" in record["sha256"]) == bool(adapters)
+    rows = datasets.Dataset.from_list([{"prompt": f"Say {i} words.", "completion": f" word {i}"} for i in range(8)])
+    plain = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 2, "learning_rate": 0.05}
+    arguments = trl.SFTConfig(str(ways.folder / "trl"), per_device_train_batch_size=4, save_strategy="no", **plain)
+    adapters = peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = trl.SFTTrainer(str(ways.folder / "hf"), arguments, train_dataset=rows, peft_config=adapters)
+    trainer.train()
+    trainer.save_model()
+    words = ["data.comparisons=labels.csv", f"model.pretrained={ways.folder / 'trl'}", "stages=dpo"]
+    assert ways("pipeline", "from-trl", *words) == ["tokenizer", "pretrain", "sft", "dpo"]
+    models = [trainer.model.merge_and_unload(), load_policy(ways.folder / "runs" / "from-trl" / "sft" / "model")]
+    models.append(AutoModelForCausalLM.from_pretrained(ways.folder / "hf"))
+    with torch.no_grad():
+        theirs, ours, before = (model(torch.arange(5, 25)[None]).logits for model in models)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert (before - theirs).abs().max() > 0.01
+    record = read_json(ways.folder / "runs" / "from-trl" / "pretrain" / "adopted.json")
+    assert "adapter_model.safetensors" in record["sha256"]
 
 
 def test_demonstrations_only_end_with_sft(ways, capsys):
@@ -171,17 +158,16 @@ def test_a_finished_reward_model(first):
     assert first.record("taken", "ppo")["data"]["reward:first"] == first.record("first", "reward")["hash"]
 
 
-@pytest.mark.parametrize("policy", ["dpo", "rejection"])
-def test_ppo_starts_from_another_policy(first, policy):
-    words = ["data.comparisons=labels.csv", f"ppo.policy={policy}", "rejection.prompts=9"]
+def test_ppo_starts_from_another_policy(first):
+    words = ["data.comparisons=labels.csv", "ppo.policy=dpo"]
     words += [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft", "reward")]
-    assert first("pipeline", f"on-{policy}", *words) == [policy, "ppo", "evaluate"]
-    record = first.record(f"on-{policy}", "ppo")
-    assert record["parents"][policy] == first.record(f"on-{policy}", policy)["hash"]
-    lines = (first.folder / "runs" / f"on-{policy}" / "ppo" / "metrics.jsonl").read_text().splitlines()
+    assert first("pipeline", "on-dpo", *words) == ["dpo", "ppo", "evaluate"]
+    record = first.record("on-dpo", "ppo")
+    assert record["parents"]["dpo"] == first.record("on-dpo", "dpo")["hash"]
+    lines = (first.folder / "runs" / "on-dpo" / "ppo" / "metrics.jsonl").read_text().splitlines()
     kl = next(row["objective/kl"] for row in map(json.loads, lines) if "objective/kl" in row)
     assert abs(kl) > 1e-4  # of the first rollout to SFT, from which it did not start
-    assert first.results(f"on-{policy}")["baselines"].keys() == {policy}
+    assert first.results("on-dpo")["baselines"].keys() == {"dpo"}
 
 
 def test_a_finished_stage_is_continued_as_a_new_one(first):
