@@ -89,23 +89,11 @@ def test_every_setting_accepts_its_default_and_refuses_what_no_setting_of_its_ty
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["reward.max_grad_norm=-1"], "reward.max_grad_norm=-1.0: want more than 0"),
         (["pretrain.beta1=2"], "pretrain.beta1=2.0: want 0 or more and less than 1"),
-        (["ppo.lr=1e300"], "ppo.lr=1e+300: want more than 0 and at most 10"),
-        (["model.mlp_width=0"], "model.mlp_width=0: want 1 or more, or null"),
         (["model.n_kv_head=5"], "model.n_kv_head=5: want a divisor of model.n_head=12"),
         (["kl.target=inf"], "kl.target=inf: want more than 0, finite, or null"),
-        (["data.held_out=0"], "data.held_out=0.0: want more than 0 and less than 1"),
-        (["seed=-1"], "seed=-1: want 0 to 4294967295"),
         (["ppo.rewards=5"], "ppo.rewards=5: want a name or a list of names, or null"),
-        (["ppo.reward_weights=[abc]"], "ppo.reward_weights=['abc']: want a number or a list of numbers, or null"),
-        (["data.corpus=5"], "data.corpus=5: want a file, a folder or a hub id, or a list of these, or null"),
         (["data.encoding=utf-88"], "data.encoding=utf-88: want an encoding that Python knows, such as utf-8"),
-        (
-            ["data.demonstrations=''"],
-            "data.demonstrations='': is empty (an unset shell variable?): want a file, a folder or a hub id, "
-            "or a list of these, or null",
-        ),
         (
             ["reward.labeler_weights={anna: -1}"],
             "reward.labeler_weights={'anna': -1}: want a weight of 0 or more by name, as '{anna: 2, ben: 0.5}', or null",

@@ -121,13 +121,10 @@ def test_a_damaged_import_is_refused(folder):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ('"files": {"a": 3}', "files.a: got 3"),
         ('"files": {}', "files"),
         ('"files": {"../x": {"sha256": "' + "0" * 64 + '", "bytes": 1}}', "files"),
         ('"files": {"a": {"sha256": "x", "bytes": 1}}', "files"),
-        ('"files"', "Expecting"),
         ('"files": ' + '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
-        ('"files": []', "files: got"),
     ],
 )
 def test_a_manifest_of_another_shape_is_refused_in_one_line(folder, part, message):

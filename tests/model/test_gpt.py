@@ -1,15 +1,13 @@
 """The GPT against transformers' classes, and against itself padded, packed, cached and reloaded."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel, attention
-from rlhf.model.attention import SHORT, Attention, attend
+from rlhf.model import GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model.attention import SHORT, attend
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
@@ -161,44 +159,6 @@ def test_cache_equals_no_cache(kind):
         cache = output.past_key_values
         parts.append(output.logits)
     assert close(torch.cat(parts, 1)[mask.bool()], expected[mask.bool()])
-
-
-def attend_by_document(q, k, v, starts, _starts, longest, _longest, window_size):
-    """What the GPU's kernel for variable lengths computes: each document by itself, no further back than the window."""
-    assert window_size[1] == 0 and longest == int(starts.diff().max()) and starts.dtype == torch.int32
-    bounds = starts.tolist()
-    parts = []
-    for begin, end in pairwise(bounds):
-        own = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v)]
-        near = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
-        if window_size[0] >= 0:
-            near = near.triu(-window_size[0])
-        parts.append(F.scaled_dot_product_attention(*own, attn_mask=near)[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "banded"])
-def test_documents_of_packed_rows_need_no_mask_where_a_kernel_takes_them(kind, monkeypatch):
-    model, tokens = make(kind, width=32), random_tokens(2, 12)
-    positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
-    by_mask, masks = model(tokens, position_ids=positions).logits, []
-    monkeypatch.setattr(attention, "has_varlen", lambda x: True)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_document)
-    monkeypatch.setattr(Attention, "forward", recording(Attention.forward, masks))
-    assert close(model(tokens, position_ids=positions).logits, by_mask)
-    assert all(mask.starts.tolist() == [0, 5, 12, 24] for mask in masks) and masks
-    masks.clear()
-    model(tokens, position_ids=positions[1:])  # one document per row
-    assert masks and all(mask is None or kind == "banded" for mask in masks)
-
-
-def recording(forward, masks):
-    def recorded(self, x, rope, mask, cache, kept=None):
-        masks.append(mask)
-        return forward(self, x, rope, mask, cache, kept)
-
-    return recorded
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import threading
 
 import httpx
@@ -17,7 +16,6 @@ from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import Checks, LabelFile, RankingRequest
-from rlhf.serving.managing import warnings_of
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
 from tests.serving.conftest import SECRETS, access, make_labelling, tasks
@@ -346,25 +344,6 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
     assert report["cleaning"]["gold_accuracy"] == 0
-
-
-def test_haste_and_a_liking_for_a_place_are_said(tmp_path):
-    rng = random.Random(0)
-
-    def rankings(seconds, places):
-        for task in tasks(40):
-            order = rng.sample("abc", 3)
-            best = order[places] if places is not None else rng.choice(order)
-            ranking = [[best], [name for name in "abc" if name != best]]
-            text = [one.model_copy(update={"text": "word " * 100}) for one in task.responses]
-            yield task.model_copy(
-                update={"ranking": ranking, "seconds": seconds, "responses": text, "metadata": {"order": order}}
-            )
-
-    assert warnings_of(list(rankings(60.0, None))) == []
-    assert warnings_of(list(rankings(6.0, None))) == ["3000 words a minute"]
-    assert warnings_of(list(rankings(60.0, 0))) == ["the response shown first wins 100%"]
-    assert warnings_of(list(rankings(60.0, 2))[:19]) == []
 
 
 def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):

@@ -8,14 +8,10 @@ import torch
 from torch import nn
 
 from rlhf.commands import chat, generate, sample
-from rlhf.config.precision import inference
 from rlhf.data.reading import load_prompts
-from rlhf.data.tokenizer import load_tokenizer
-from rlhf.model.classifier import load_reward_model
 from rlhf.model.gpt import ResidualLinear
 from rlhf.model.heads import ScalarHead
-from rlhf.stages import evaluate, label, rejection, reward
-from rlhf.training.setup import load_frozen
+from rlhf.stages import label
 
 HALF = ["precision=bfloat16", "device=cpu", "rollout.max_new_tokens=6", "rollout.batch_size=64"]
 CPU = torch.device("cpu")
@@ -51,25 +47,6 @@ def test_label(copy_until, seen, monkeypatch):
     monkeypatch.setattr(label, "choose_prompts", lambda config, choose=label.choose_prompts: choose(config)[:4])
     copy_until("label").stage("label", *HALF)
     assert_half(seen, scored=False)
-
-
-def test_rejection(copy_until, seen):
-    run = copy_until("evaluate")
-    config = run.config(*HALF, "rollout.max_new_tokens=24", "rejection.prompts=8", "rejection.samples=4")
-    folder = run.folder / "sft" / "model"
-    with evaluate.open_stage(config, "rejection") as stage:
-        policy = load_frozen(config, folder, CPU)
-        rejection.choose(config, stage, policy, load_tokenizer(folder), CPU)
-    assert_half(seen, scored=True)
-
-
-def test_calibration_of_the_reward_model(gold_run, seen):
-    config = gold_run.config(*HALF, "reward.calibration_samples=8")
-    model = load_reward_model(gold_run.folder / "reward" / "model", CPU)
-    records, written = gold_run.comparisons()[:40], reward.training_demonstrations(config)
-    with inference(config, CPU):
-        reward.calibrate(config, model, gold_run.tokenizer(), records, written, CPU)
-    assert_half(seen, scored=True)
 
 
 def test_commands_that_answer(gold_run, seen, tmp_path):
