@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple, TextIO
 
 from rlhf.config import Config
@@ -23,8 +22,6 @@ from rlhf.system.terminal import printable, say, write
 # seconds from one stage to the next.
 PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
 RATE_POINTS = 20  # over which the speed is measured
-MARKS = {"complete": "●", "running": "◐", "stopped": "✕"}
-BARS = "▁▂▃▄▅▆▇█"
 
 
 class StageState(NamedTuple):
@@ -41,15 +38,15 @@ class StageState(NamedTuple):
         return int(number_at(self.files.record, "steps") or 0) or None
 
     @property
-    def curves(self) -> list[tuple[str, list[float]]]:
-        """(label, values over time): the first and a held-out curve of each chart that has a label for `rlhf watch`."""
-        curves = []
+    def figures(self) -> list[str]:
+        """The newest values of each chart that has a label for `rlhf watch`: of its first curve and of a held-out one."""
+        figures = []
         for chart in (chart for chart in CHARTS.get(self.title.rpartition("/")[2], ()) if chart.watch):
             for i, (metric, word) in enumerate(chart.expand(self.files.points)[:2]):
                 if i == 0 or metric.startswith("eval/"):
                     label = chart.watch if i == 0 else f"{chart.watch} {word}"
-                    curves.append((label, self.files.points[metric][1]))
-        return curves
+                    figures.append(f"{label} {format_figure(self.files.points[metric][1][-1])}")
+        return figures
 
     def __str__(self) -> str:
         parts, total, step = [f"{self.title}: {self.status}"], self.total, int(self.files.last_step)
@@ -60,7 +57,7 @@ class StageState(NamedTuple):
             parts += [f"{format_seconds((total - step) * seconds / steps)} left"] if steps > 0 else []
         if self.status == "complete" and (taken := number_at(self.files.record, "seconds")) is not None:
             parts.append(format_seconds(taken))
-        return "  ".join([*parts, *(f"{label} {format_figure(values[-1])}" for label, values in self.curves)])
+        return "  ".join([*parts, *self.figures])
 
 
 def look(run: Path) -> list[StageState]:
@@ -78,31 +75,6 @@ def look(run: Path) -> list[StageState]:
     return stages
 
 
-def draw_screen(run: Path, stages: list[StageState], width: int) -> list[str]:
-    """The live view: the stages, and of the current one its state, a bar and a small curve per figure."""
-    if not stages:
-        return [f"{run.name}  nothing has started"[:width]]
-    stage = next((one for one in reversed(stages) if one.status == "running"), stages[-1])
-    lines = [f"{run.name}  {' → '.join(f'{MARKS[one.status]} {one.title}' for one in stages)}", str(stage)]
-    if stage.total is not None:
-        room = max(10, min(60, width - 4))
-        done = round(room * min(1.0, stage.files.last_step / stage.total))
-        lines.append("━" * done + "─" * (room - done))
-    for label, values in stage.curves:
-        ends = f"  {format_figure(values[0])} → {format_figure(values[-1])}"
-        if len(values) > 1:
-            lines.append(f"{label:<15} {sparkline(values, max(10, min(48, width - 17 - len(ends))))}{ends}")
-    return [printable(text)[:width] for text in lines]
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """A curve of at most `width` characters, each the mean of a stretch."""
-    width = min(width, len(values))
-    means = [fmean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
-    low, span = min(means), max(means) - min(means) or 1.0
-    return "".join(BARS[min(len(BARS) - 1, int(len(BARS) * (mean - low) / span))] for mean in means)
-
-
 def run(config: Config) -> None:
     """Show the state of the run until it ends. Raises: UserError if there is no such run, or if it stopped."""
     folder = run_folder(config)
@@ -116,7 +88,7 @@ def run(config: Config) -> None:
 
 
 def follow(run: Path, every: float, wait: bool, out: TextIO, live: bool, patience: float = PATIENCE) -> None:
-    """Redraws a small screen, or prints a line when a stage begins or ends and every PLAIN_INTERVAL seconds.
+    """Draws a line per stage again and again, or prints one when a stage begins or ends and every PLAIN_INTERVAL seconds.
 
     Raises: UserError if the run is incomplete and no process has worked on it for `patience` seconds.
     """
@@ -124,7 +96,8 @@ def follow(run: Path, every: float, wait: bool, out: TextIO, live: bool, patienc
     while True:
         stages, now = look(run), time.monotonic()
         if live:
-            lines = draw_screen(run, stages, max(20, shutil.get_terminal_size().columns))
+            width = shutil.get_terminal_size().columns
+            lines = [printable(stage)[:width] for stage in stages] or [f"{run.name}: nothing has started"[:width]]
             up = f"\x1b[{height}A" if height else ""
             write(up + "".join(f"\x1b[2K{text}\n" for text in lines) + "\x1b[0J", out)
             height = len(lines)
