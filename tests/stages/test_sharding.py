@@ -25,7 +25,7 @@ SETTINGS = {
     "sft": ["sft.epochs=1", "sft.batch_size=90", "sft.micro_batch_size=16", "sft.dropout=0"],
 }
 SHARDING = "sharding.persistence_threshold=0"
-OVERLAP = dict.fromkeys(("zero2", "zero3"), ["sharding.overlap=true"])
+OVERLAP = {name: ["sharding.overlap=true"] for name in ("zero2", "zero3")}
 CUT_AT = 3
 ADAPTERS = ["lora.rank=2", "lora.alpha=8", "sft.lr=1e-2"]
 RESUMED = (("pretrain", "zero3"), ("sft", "zero2"))
