@@ -192,7 +192,7 @@ ROWS = (
         several_processes=True,
         settings=(*OF_MODELS, "evaluate", "rate.safety", "rollout.max_new_tokens", *SCORES, *REWARD_SOURCES, *PROMPTS,
                   "data.held_out_labelers", "gold.labeler_noise"),
-        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model", "data.corpus", "data.encoding",
+        reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model", "data.encoding",
                *(f"classify.{key}" for key in ("data", "test", "text", "second", "choices", "label", "both_orders", "held_out",
                                                "examples"))),
     ),

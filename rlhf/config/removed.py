@@ -10,6 +10,7 @@ _MODEL = (
 # A row of a whole group of settings has the group's name.
 SETTINGS: dict[str, str] = {
     "evaluate.instructions": "use evaluate.benchmarks=[ifeval], lm-eval's task of checked instructions",
+    "evaluate.overlap": "`rlhf corpus path=<corpus> evaluation=<prompts> out=…` finds what they share, and cuts it out",
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
     "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",

@@ -263,7 +263,6 @@ class EvaluateConfig:
     labels: Any = setting(None, "people's rankings of several policies' responses: wins, ratings, flags", kind="paths")
     labels_model: str | None = setting(None, "a run, folder or classifier that judges all tasks of evaluate.labels too")
     shots: Any = setting(None, "numbers of solved examples of classify.data in a prompt, as [0,1,2]", kind="counts")
-    overlap: bool = setting(False, "look for the test prompts and examples in data.corpus (n-grams)")
     models: Any = setting(None, "stages that shots and benchmarks measure; none: from SFT on", kind="names")
     benchmarks: Any = setting(None, "tasks of lm-eval", kind="names")
     benchmark_tasks: str | None = setting(None, "folder of further tasks (lm-eval's YAML, code runs)")
@@ -279,7 +278,7 @@ class EvaluateConfig:
     @property
     def turned_on(self) -> list[str]:
         """The evaluations besides the stage's own that are asked for; they run on one process."""
-        names = ("pairs", "labels", "benchmarks", "shots", "overlap", "judge")
+        names = ("pairs", "labels", "benchmarks", "shots", "judge")
         return [name for name in names if getattr(self, name)]
 
 

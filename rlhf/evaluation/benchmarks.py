@@ -1,5 +1,5 @@
-"""Labelled tasks (the settings classify.*) with examples in the prompt (`evaluate.shots`), lm-eval's benchmarks on the models of a run
-(`evaluate.benchmarks`), and prompts that occur in the pretraining text (`evaluate.overlap`).
+"""Labelled tasks (the settings classify.*) with examples in the prompt (`evaluate.shots`), and lm-eval's benchmarks on the models of a
+run (`evaluate.benchmarks`).
 
 Benchmarks come with lm-eval, or from a folder of YAML files. A task of a folder may name Python functions, which are run: give
 only a folder that you trust.
@@ -7,33 +7,26 @@ only a folder that you trust.
 
 import math
 import random
-import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
-from rlhf.data.corpus import iterate_documents
 from rlhf.data.encoding import row_limit
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
-from rlhf.data.reading import load_prompts
-from rlhf.data.splits import conversation
 from rlhf.data.tokenizer import encode_texts, separator_id
 from rlhf.errors import UserError, reason_of
 from rlhf.evaluation.policies import load_stage, models_of
 from rlhf.evaluation.scoring import pair_nats
-from rlhf.evaluation.statistics import Figures, figure, flatten, ngrams, split_like, wilson
+from rlhf.evaluation.statistics import Figures, figure, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.run_files import is_figure
-from rlhf.runs.sources import data_source, in_split, need_source
 from rlhf.system.files import sha256_file
 from rlhf.system.terminal import say
 
@@ -261,65 +254,3 @@ def differences(models: dict[str, Figures]) -> Figures:
                 rows[task] = figure(ours["value"] - base["value"], half, ours["n"])
         by_pair[f"{name} - {first}"] = rows
     return by_pair
-
-
-# --- overlap with the pretraining text -----------------------------------------------------------------------------
-
-LEAST, MOST, NEAR = 8, 13, 0.7
-SHOWN = 5  # number of listed n-grams, those in most prompts
-
-
-def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-def find_overlap(prompts: dict[str, str], documents: Iterable[str]) -> Figures:
-    """Overlap of the prompts, {name: text}, with the documents: of word n-grams, without case and punctuation.
-
-    contaminated: the share of prompts of which an n-gram occurs in the text; near_duplicates: of which at least 70% do. n is
-    the 5th percentile of the prompts' lengths, at least 8 and at most 13 words; prompts of fewer words are counted, not checked.
-
-    Source: Brown et al. 2020, appendix C (n-grams and their n); Chowdhery et al. 2022, section 8 (70%).
-    """
-    words = {name: words_of(text) for name, text in prompts.items()}
-    shortest = np.percentile(list(map(len, words.values())), 5, method="lower")
-    n = int(np.clip(shortest, LEAST, MOST))
-    checked = {name: set(grams) for name, of_prompt in words.items() if (grams := ngrams(of_prompt, n))}
-    wanted = set(flatten(checked.values()))
-    begins = {gram[:2] for gram in wanted}  # looked up first: few positions of a text begin an n-gram
-    shared: set[tuple[str, ...]] = set()
-    for text in map(words_of, documents):
-        places = (i for i in range(len(text) - n + 1) if (text[i], text[i + 1]) in begins)
-        shared |= wanted & {tuple(text[i : i + n]) for i in places}
-    shares = {name: len(grams & shared) / len(grams) for name, grams in checked.items()}
-    hits = Counter(flatten(grams & shared for grams in checked.values()))
-    near = sorted(name for name, share in shares.items() if share >= NEAR)
-    return {
-        "n": n,
-        "prompts": len(prompts),
-        "too_short": len(prompts) - len(checked),
-        "contaminated": wilson(sum(share > 0 for share in shares.values()), len(checked)) if checked else None,
-        "near_duplicates": wilson(len(near), len(checked)) if checked else None,
-        "near_duplicate_prompts": near,
-        "ngrams": [{"text": " ".join(gram), "prompts": count} for gram, count in hits.most_common(SHOWN)],
-    }
-
-
-def evaluate_overlap(config: Config, device: torch.device) -> Figures:
-    """{"test prompts" and, with classify.data, the task: `find_overlap` with data.corpus}."""
-    sets: dict[str, dict[str, str]] = {}
-    if (source := data_source(config, "prompts")) is not None:
-        records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-        test = in_split(config, records, "test")
-        sets["test prompts"] = {record.id: conversation(record.prompt) for record in test}
-    if config.classify.data is not None:
-        held_out = load_task(config, columns_of(config), run_folder(config) / "evaluations")[1]
-        sets[str(config.classify.data)] = {example.where: "\n".join(example.rows[0]) for example in held_out}
-    sets = {name: prompts for name, prompts in sets.items() if prompts}
-    if not sets:
-        remedy = "give the run's data.prompts or experiment=…, raise data.test, or name a task with classify.data"
-        raise UserError(f"evaluate.overlap: no test prompts and no classify.data: {remedy}")
-    corpus = need_source(config, "corpus")
-    return {
-        name: find_overlap(prompts, iterate_documents(corpus, config.data.encoding)) for name, prompts in sets.items()
-    }

@@ -28,7 +28,6 @@ MODELS = ("base", "sft", "ppo", *BASELINES)
 TITLES = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO", "ci95": "95% interval"}
 EVALUATIONS = {  # the settings evaluate.<name>
     "pairs": "The reward model on preference files",
-    "overlap": "Overlap with the pretraining text",
     "judge": "Judged by an endpoint",
     "shots": "In-context learning",
     "benchmarks": "Benchmarks (lm-eval)",

@@ -16,7 +16,7 @@ from rlhf.data.records import PromptRecord, shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
-from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_overlap, evaluate_shots
+from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_shots
 from rlhf.evaluation.best_of import evaluate_best_of
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, evaluate_people
 from rlhf.evaluation.policies import ByPolicy, Responses, interval_of, mean_of
@@ -49,7 +49,6 @@ EVALUATIONS: dict[str, Callable[..., Figures]] = {
     "labels": evaluate_people,
     "benchmarks": evaluate_benchmarks,
     "shots": evaluate_shots,
-    "overlap": evaluate_overlap,
     "judge": compare_by_endpoint,
 }
 
