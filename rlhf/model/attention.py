@@ -208,13 +208,12 @@ def make_attention_mask(
     length = x.shape[1]
     keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     fresh = keys == length  # a first call: the keys are those of the queries
-    can_look = not torch.compiler.is_compiling()  # reading a tensor's value would break the graph
-    if attention_mask is not None and can_look and _is_harmless(attention_mask, fresh):
+    if attention_mask is not None and _is_harmless(attention_mask, fresh):
         attention_mask = None
-    segments = _segments(position_ids, can_look) if fresh and length > 1 else None
+    segments = _segments(position_ids) if fresh and length > 1 else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
-    if segments is not None and attention_mask is None and varlen and can_look and has_varlen(x):
+    if segments is not None and attention_mask is None and varlen and has_varlen(x):
         return make_documents(segments.expand(x.shape[:2]))
     query = torch.arange(length, device=x.device)[:, None] + past  # (T, 1)
     key = torch.arange(keys, device=x.device)
@@ -266,12 +265,12 @@ def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
     return bool(attention_mask.all())
 
 
-def _segments(position_ids: Tensor | None, can_look: bool) -> Tensor | None:
+def _segments(position_ids: Tensor | None) -> Tensor | None:
     """Number of the example (B or 1, T) that each token belongs to; None if every row has one example."""
     if position_ids is None:
         return None
     starts = position_ids[:, 1:] < position_ids[:, :-1]
     starts = starts | (position_ids[:, 1:] == 0)
-    if can_look and not bool(starts.any()):
+    if not bool(starts.any()):
         return None
     return F.pad(starts.long().cumsum(-1), (1, 0))

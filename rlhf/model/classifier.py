@@ -6,6 +6,7 @@ It is an `AutoModelForSequenceClassification` with one label.
 import inspect
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ def render_prompt(messages: Sequence[Message]) -> str:
 
 
 class TextEncoder:
-    """Makes rows of at most `limit` tokens (None: no limit) with any transformers tokenizer."""
+    """Makes rows of at most `limit` tokens with any transformers tokenizer."""
 
-    def __init__(self, tokenizer: Any, limit: int | None):
+    def __init__(self, tokenizer: Any, limit: float = math.inf):
         self.tokenizer, self.limit = tokenizer, limit
         self.cut = 0  # rows that were too long
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
@@ -69,7 +70,7 @@ class TextEncoder:
 
     def within(self, limit: int) -> "TextEncoder":
         """The same with rows of at most `limit` tokens."""
-        return TextEncoder(self.tokenizer, limit if self.limit is None else min(limit, self.limit))
+        return TextEncoder(self.tokenizer, min(limit, self.limit))
 
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """One row. If it is too long, the oldest turns are dropped, then the beginning of the last one; a response that
@@ -78,9 +79,10 @@ class TextEncoder:
         """
         messages = list(prompt)
         row = self._row(messages, response, ended)
-        self.cut += self.limit is not None and len(row) > self.limit
-        while self.limit is not None and (over := len(row) - self.limit) > 0:
-            spare = self.count(render_prompt(messages)) - self.limit // LEAST_PROMPT
+        self.cut += len(row) > self.limit
+        while len(row) > self.limit:
+            limit = int(self.limit)
+            over, spare = len(row) - limit, self.count(render_prompt(messages)) - limit // LEAST_PROMPT
             if spare > 0:
                 messages = self._shorten(messages, min(over, spare))
             elif ended:
@@ -88,7 +90,7 @@ class TextEncoder:
             elif response:
                 response = self._cut(response, max(0, self.count(response) - over), keep_start=True)
             else:
-                return TextRow(row.ids[-self.limit :], row.types[-self.limit :])
+                return TextRow(row.ids[-limit:], row.types[-limit:])
             row = self._row(messages, response, ended)
         return row
 
@@ -302,8 +304,8 @@ def _read_network(source: str, config: Any, tokenizer: Any, **keywords: Any) -> 
     return network
 
 
-def position_limit(network: nn.Module, tokenizer: Any) -> int | None:
-    """The longest input in tokens, or None if positions are relative and the tokenizer states no limit."""
+def position_limit(network: nn.Module, tokenizer: Any) -> float:
+    """The longest input in tokens; endless if positions are relative and the tokenizer states no limit."""
     config: Any = network.config
     limits = [n for n in (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")) if n]
     if tokenizer.model_max_length < 10**9:
@@ -311,4 +313,4 @@ def position_limit(network: nn.Module, tokenizer: Any) -> int | None:
     for name, module in network.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             limits.append(module.num_embeddings - module.padding_idx - 1)  # RoBERTa's positions start after the pad id
-    return min((n for n in limits if n > 0), default=None)
+    return min((n for n in limits if n > 0), default=math.inf)

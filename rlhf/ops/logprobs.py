@@ -33,7 +33,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
             "give (…, V) and (…)"
         )
     parts = zip(_split(logits), _split(tokens[..., None], logits), strict=True)
-    return _join([_logprobs(upcast(part), chosen) for part, chosen in parts])
+    # in float32, so that the gradient onehot - p is rounded only once, at the end
+    wide = ((upcast(part), chosen) for part, chosen in parts)
+    return _join([x.gather(-1, chosen).squeeze(-1) - x.logsumexp(-1) for x, chosen in wide])
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -74,11 +76,6 @@ def _entropy(logits: Tensor) -> Tensor:
     logp = logits - logits.logsumexp(-1, keepdim=True)
     p = logp.exp()
     return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # 0 log 0 = 0; the product alone would be NaN at -inf
-
-
-def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """(…) of logits (…, V) in float32 and tokens (…, 1), so that the gradient onehot - p is rounded only once, at the end."""
-    return logits.gather(-1, tokens).squeeze(-1) - logits.logsumexp(-1)
 
 
 def _split(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:

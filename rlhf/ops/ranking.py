@@ -42,27 +42,13 @@ def pair_weights_from_pairs(pairs: Sequence[Sequence[int]], K: int) -> Tensor:
     return weights
 
 
-def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[float] | None = None) -> Tensor:
-    """Add several labelers' weights on the same answers.
+def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[float]) -> Tensor:
+    """Add several labelers' weights on the same answers: sum_l labeler_weights[l] * labelers[l].
 
-    combined = sum_l labeler_weights[l] * labelers[l]        labeler_weights: 1 each unless given
-
-    Nothing is normalised here; ranking_loss normalises within a prompt. If two labelers disagree, both
-    directions have weight. labelers: tensors of one shape (…, K, K),
-    answers in one order.
+    Nothing is normalised here; ranking_loss normalises within a prompt. If two labelers disagree, both directions have weight.
+    labelers: tensors of one shape (…, K, K), answers in one order.
     """
-    if not labelers or any(weights.shape != labelers[0].shape for weights in labelers):
-        shapes = [tuple(weights.shape) for weights in labelers]
-        raise ValueError(f"combine_pair_weights: got shapes {shapes}: give at least one labeler, all of one shape")
-    if labeler_weights is None:
-        labeler_weights = [1.0] * len(labelers)
-    if len(labeler_weights) != len(labelers) or not all(weight >= 0 for weight in labeler_weights):
-        raise ValueError(
-            f"combine_pair_weights: labeler_weights is {list(labeler_weights)} for {len(labelers)} labelers: "
-            "give one per labeler, 0 or more"
-        )
-    weighted = [weight * upcast(one) for weight, one in zip(labeler_weights, labelers, strict=True)]
-    return torch.stack(weighted).sum(0)
+    return torch.stack([w * upcast(one) for w, one in zip(labeler_weights, labelers, strict=True)]).sum(0)
 
 
 def ranking_loss(

@@ -35,7 +35,6 @@ def add_adapters(model: Any, config: Config, base: Path) -> None:
 
     The unembedding counts as trunk: it is frozen and has no adapter. Adapters that the model already has are kept and frozen.
     With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file names.
-
     Raises: UserError if PEFT is not installed.
     """
     if not config.lora.rank:

@@ -134,7 +134,6 @@ class Engine:
 
         factors: on the learning rates, by part if parts differ. A part that is not named is idle: it has no gradient and
         takes no step. Returns the norms before clipping: optim/grad_norm and, without ZeRO, optim/<part>_grad_norm.
-
         Raises: NonFinite on every rank, before the step, if a loss or a gradient of any rank is not finite.
         """
         factors = factors if isinstance(factors, Mapping) else dict.fromkeys(self.parts, factors)
@@ -416,7 +415,6 @@ DECIDED_HERE = {
 
 def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
     """Our settings of DeepSpeed with those of a user's JSON; "auto" stands for ours.
-
     Raises: UserError that names all settings of the file that ours decide otherwise.
     """
     given, conflicts = read_json(Path(path)), list[str]()

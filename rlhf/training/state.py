@@ -98,7 +98,6 @@ def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor
 
 def save_model_checked(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor]) -> None:
     """Write a model folder from gathered weights and read it back.
-
     Raises: UserError if a file differs from the gathered weights.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -247,35 +247,13 @@ def get_autocast_dtype(device_type):
     return REAL_DTYPE("cpu" if device_type == "cuda" else device_type)
 
 
-def varlen_211(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
-):
-    """torch 2.11's signature: without enable_gqa, which came with 2.12."""
-    return varlen_212(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size, scale=scale)
-
-
-def varlen_212(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-    seqused_k=None,
-    block_table=None,
-    num_splits=None,
-):
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    """What torch 2.11 and later take: enable_gqa came with 2.12."""
     if not query.dtype == key.dtype == value.dtype or query.dtype.itemsize != 2:
         raise PretendError(f"varlen_attn: {query.dtype}, {key.dtype}, {value.dtype}: want one half precision")
     if cu_seq_q.dtype != torch.int32:
         raise PretendError("varlen_attn: cu_seq_q must be int32")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+    if query.shape[1] != key.shape[1]:
         raise ValueError("Expect query and key/value to have the same number of heads")
     kernels = Pretended.current.kernels
     kernels.quiet += 1
@@ -290,9 +268,7 @@ def varlen_212(
                 see = see & (j >= i - window_size[0])
             see = see.to(query.device)
             with Autocast("cuda", enabled=False):
-                parts.append(
-                    F.scaled_dot_product_attention(q, k, v, attn_mask=see, enable_gqa=enable_gqa)[0].transpose(0, 1)
-                )
+                parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=see)[0].transpose(0, 1))
         out = torch.cat(parts)
     finally:
         kernels.quiet -= 1
@@ -311,12 +287,11 @@ class Pretended(contextlib.ExitStack):
 
     current = None
 
-    def __init__(self, torch_version="2.11", strict_mask=True):
+    def __init__(self, strict_mask=True):
         super().__init__()
         self.where, self.log = Where(), Log()
         self.kernels = Kernels(self.where, self.log)
         self.functions = Functions(self.where, self.log, self.kernels, strict_mask)
-        self.varlen = varlen_211 if torch_version == "2.11" else varlen_212
 
     def __enter__(self):
         super().__enter__()
@@ -364,7 +339,7 @@ class Pretended(contextlib.ExitStack):
         self.enter_context(mock.patch.object(torch.amp, "autocast", Autocast))
         self.enter_context(mock.patch.object(torch.amp, "is_autocast_available", lambda d: True))
         varlen = importlib.import_module("torch.nn.attention.varlen")
-        self.enter_context(mock.patch.object(varlen, "varlen_attn", self.varlen))
+        self.enter_context(mock.patch.object(varlen, "varlen_attn", varlen_attn))
         import torch.utils.checkpoint as checkpoint
 
         # its check reads devices while the function mode is off

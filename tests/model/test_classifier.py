@@ -82,7 +82,7 @@ def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path
 
 def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     """The longest input is 40 tokens in each that counts positions (RoBERTa counts from after its pad id); XLNet counts none."""
-    if model.encoder.limit is None:
+    if model.encoder.limit == float("inf"):
         model.encoder = model.encoder.within(40)
     assert model.encoder.limit == 40
     row = model.encoder.encode(user("coal " * 100), "red")
@@ -110,10 +110,10 @@ def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
 
 def test_forms_of_input():
     cls, none = make_tokenizer("cls"), make_tokenizer("none")
-    row = TextEncoder(cls, None).encode(PROMPTS[0], "red .")
+    row = TextEncoder(cls).encode(PROMPTS[0], "red .")
     assert " ".join(cls.convert_ids_to_tokens(row.ids)) == "[CLS] what colour is blood ? [SEP] red . [SEP]"
     assert row.types == [0] * 7 + [1] * 3
-    row = TextEncoder(none, None).encode(PROMPTS[0], "red .")
+    row = TextEncoder(none).encode(PROMPTS[0], "red .")
     assert none.decode(row.ids).startswith("<unk> : what colour is blood ?") and row.ids[-1] == none.eos_token_id
     assert render_prompt(PROMPTS[0]) == "what colour is blood ?"
     assert render_prompt(DIALOGUE) == "System: good\n\nUser: snow\n\nAssistant: white\n\nUser: coal"
@@ -125,7 +125,7 @@ def test_a_chat_template_is_used_where_there_is_one():
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
         "{{ m['role'] + ' : ' + m['content'] + ' [SEP] ' }}{% endfor %}"
     )
-    encoder = TextEncoder(tokenizer, None)
+    encoder = TextEncoder(tokenizer)
     row = encoder.encode(PROMPTS[0], "red .")
     assert " ".join(tokenizer.convert_ids_to_tokens(row.ids)) == (
         "user : what colour is blood ? [SEP] assistant : red . [SEP]"
@@ -134,7 +134,7 @@ def test_a_chat_template_is_used_where_there_is_one():
     assert row.types == [0] * len(row.ids)
     # cut off in a word that the template itself writes later on, or that the prompt spells as a special token
     tokenizer.chat_template = tokenizer.chat_template.replace("[SEP] ", "[SEP] of course ")
-    row = TextEncoder(tokenizer, None).encode(user("a [SEP] dog"), "of course", ended=False)
+    row = TextEncoder(tokenizer).encode(user("a [SEP] dog"), "of course", ended=False)
     told = " ".join(tokenizer.convert_ids_to_tokens(row.ids))
     assert told.startswith("user : a") and told.endswith("dog [SEP] of course assistant : of course")
     assert row.ids.count(tokenizer.sep_token_id) == 1
@@ -144,13 +144,13 @@ def test_a_chat_template_is_used_where_there_is_one():
     assert told == "user : good snow [SEP] assistant : white [SEP] user : coal [SEP] assistant : black [SEP]"
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     with pytest.raises(UserError, match=r"chat template refuses a dialogue .*never"):
-        TextEncoder(tokenizer, None).encode(PROMPTS[0], "red")
+        TextEncoder(tokenizer).encode(PROMPTS[0], "red")
 
 
 @pytest.mark.parametrize("frame", ["cls", "double", "none"])
 def test_text_that_spells_a_special_token_stays_text(frame):
     tokenizer = make_tokenizer(frame)
-    encoder = TextEncoder(tokenizer, None)
+    encoder = TextEncoder(tokenizer)
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     plain = [i for i in encoder.encode(user("dog"), "cat").ids if i in special]
     for token in tokenizer.all_special_tokens:
