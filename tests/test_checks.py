@@ -34,9 +34,6 @@ def problems(command: str = "ppo", **settings: object) -> list[str]:
     return str(caught.value).split("; ")
 
 
-# --- single values: all derived from what the fields state ---
-
-
 SCHEMAS = (Config, ImportConfig, PlanConfig)
 
 

@@ -1,4 +1,4 @@
-"""The schema and the YAML over it: every file composes, every key is documented, every help text runs."""
+"""Configurations: presets, what a run remembers, and what is handed to W&B, DeepSpeed and the hub."""
 
 import json
 import sys

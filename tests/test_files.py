@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, hashed, and read as nothing where they are damaged."""
+"""Files and checkpoints: written whole or not at all, hashed, and passed over where they are damaged."""
 
 import errno
 import json

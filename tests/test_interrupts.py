@@ -177,9 +177,6 @@ def test_a_terminal_that_is_closed_does_not_keep_a_loop_from_its_checkpoint(tmp_
     assert (tmp_path / "step-1").read_text() == "checkpoint"
 
 
-# --- scripts/kill_ranks.py in short ---
-
-
 @pytest.mark.long
 def test_killed_ranks_leave_nothing_and_the_losses_are_the_same(tmp_path):
     command = [

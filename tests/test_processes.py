@@ -21,9 +21,6 @@ from .snippet import run_two
 HOME = Path(rlhf.__file__).parent
 
 
-# --- two processes -------------------------------------------------------------------------------------------------
-
-
 # Process 0 starts a program and kills itself or the launcher.
 KILLS = """
 import multiprocessing, os, signal, subprocess, sys, time

@@ -149,8 +149,6 @@ def test_a_shared_trunk_gives_logprobs_and_values_in_one_forward(rollout, models
     assert torch.allclose(values, model(*where, with_policy=False)[2], atol=1e-5)
 
 
-# --- placement, by hand --------------------------------------------------------------------------------------------
-
 # Two rows of prompts of 3 and 1 tokens, responses of 2 and 3:
 #   row 0: p p p a b .      a is chosen at position 2, b at 3
 #   row 1: p a b c . .      a is chosen at position 0, b at 1, c at 2
@@ -205,9 +203,6 @@ def test_logprob_of_a_token_is_read_one_token_earlier():
     # 1/2 log 2 + 28 * 1/56 log 56 at every response token
     wanted = 0.5 * (torch.tensor(2.0).log() + torch.tensor(56.0).log())
     assert torch.allclose(spread, torch.where(MASK, wanted, 0.0), atol=1e-6)
-
-
-# --- the sampler in bfloat16 ---------------------------------------------------------------------------------------
 
 
 def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> Rollout:

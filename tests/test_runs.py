@@ -30,9 +30,6 @@ def config(tmp_path) -> Config:
     return Config(run="demo", runs_dir=str(tmp_path / "runs"))
 
 
-# --- checkpoints of a stage ---
-
-
 def test_a_complete_stage_keeps_what_was_asked_for(config):
     wanted = changed(config, checkpoints__keep_best=1, checkpoints__keep_every=2)
     with open_stage(wanted, "tokenizer") as stage:
@@ -42,9 +39,6 @@ def test_a_complete_stage_keeps_what_was_asked_for(config):
     assert [p.name for p in checkpoints(stage.checkpoints)] == ["step-1", "step-2"]
     record = runs.check_output(stage.folder)
     assert record["files"] == {}, "checkpoints are no output"
-
-
-# --- settings ---
 
 
 def test_identity_settings_exist_in_the_schema_and_cover_what_trains():
@@ -64,9 +58,6 @@ def test_a_setting_newer_than_a_record_counts_as_its_default(config):
     assert misfit(config, "tokenizer", record, {}, {}) is None
     with open_stage(config, "tokenizer") as stage:
         assert stage.resumed
-
-
-# --- a stage's life ---
 
 
 def test_a_stage_from_beginning_to_end(config, capsys):
@@ -231,9 +222,6 @@ def test_two_processes_do_not_work_on_one_stage(config):
         run_stage(changed(config, run=run), "tokenizer")  # the lock is gone
 
 
-# --- disks that fail ---
-
-
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")
 
 
@@ -251,9 +239,6 @@ def test_a_disk_that_fills_while_a_stage_writes_and_a_file_that_cannot_be_read(c
     with pytest.raises(kind, match=told), open_stage(config, "tokenizer"):
         raise raised
     run_stage(config, "tokenizer")
-
-
-# --- `rlhf clean` ---
 
 
 @pytest.fixture

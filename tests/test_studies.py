@@ -124,9 +124,6 @@ def test_the_lstm_has_the_size_of_the_transformer_and_sees_no_later_token(tmp_pa
     assert torch.equal(a[:, :7], b[:, :7]) and not torch.allclose(a[:, 7:], b[:, 7:])
 
 
-# --- figures -------------------------------------------------------------------------------------------------------
-
-
 def test_intervals_over_seeds_by_hand():
     # mean 2, standard deviation 1, error 1/sqrt 3, t(.975, 2) = 4.302653
     found = S["harness"].mean_interval([1.0, 2.0, 3.0])
@@ -134,9 +131,6 @@ def test_intervals_over_seeds_by_hand():
     assert found["ci95"] == pytest.approx([2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)], abs=1e-5)
     assert S["harness"].mean_interval([1.0])["ci95"] is None
     assert S["harness"].show(S["harness"].within({"mean": 0.9, "ci95": [0.7, 1.1]}), 2) == "0.90 [0.70, 1.00]"
-
-
-# --- fits ----------------------------------------------------------------------------------------------------------
 
 
 def made_up(law: LossLaw, noise: float = 0.0) -> list:
@@ -174,9 +168,6 @@ def test_an_outlier_does_not_move_the_fit_and_the_bootstrap_covers_the_truth():
     curve = S["fitting"].fit_parabola([1e3, 1e4, 1e5], [2.0, 1.0, 2.0])
     assert curve.minimum == pytest.approx(1e4) and np.polyval(curve, np.log(1e4)) == pytest.approx(1.0)
     assert S["fitting"].fit_parabola([1e3, 1e4, 1e5], [1.0, 2.0, 1.0]).minimum is None
-
-
-# --- best-of-n and the best policy of the same KL, as weights of the same samples -----------------------------------
 
 
 def test_best_of_two_and_the_optimum_by_hand():

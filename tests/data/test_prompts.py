@@ -1,3 +1,5 @@
+"""Prompts: cut to the context, with every answer of a dialogue learned; splits and samples of them."""
+
 import json
 from collections import Counter
 from dataclasses import replace

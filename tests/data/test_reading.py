@@ -1,5 +1,4 @@
-"""Files as rows: a bad line is a reject and the next one is read; a damaged array, workbook or Parquet file is refused
-with its place."""
+"""Files as rows: a bad line is a reject, a damaged file is refused with its place; which files a setting names."""
 
 import datetime
 import gzip
@@ -36,9 +35,6 @@ def read(tmp_path):
 def values(rows):
     assert all(isinstance(row, Row) for row in rows), rows
     return [row.value for row in rows]
-
-
-# --- JSON ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,9 +97,6 @@ def test_an_array_that_is_too_deep_or_too_long_is_refused(read, monkeypatch):
         read('[{"a": 1}, {"a": 2}]', "a.json")
 
 
-# --- CSV -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "name", "note"),
     [
@@ -146,8 +139,6 @@ def test_encodings_and_packed_files(read):
         with pytest.raises(UserError, match=r"damaged \.(gz|zst) file"):
             read(packed[:-9], name)
 
-
-# --- typed cells -----------------------------------------------------------------------------------------------------
 
 DAY = datetime.datetime(2026, 5, 1, 10)
 TYPED = pa.table({"n": [1, None], "x": [float("nan"), 0.5], "t": [DAY, None], "l": [[{"a": "é"}], []]})
@@ -196,8 +187,6 @@ def test_a_spreadsheet_that_is_damaged_or_too_large_is_refused(tmp_path, read, m
     with pytest.raises(UserError, match=r"a sheet spans 17,179,869,184 cells, above 20,000,000: delete"):
         read(None, "far.xlsx")
 
-
-# --- Which files a setting names ---
 
 PAIRS = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"prompt": "Who?", "chosen": "I.", "rejected": "U."}]
 

@@ -1,4 +1,4 @@
-"""The gold world's files: no held-out request in training text, and the same text from the same seed."""
+"""The gold world: text, requests and conversations, of which no held-out one occurs in training text."""
 
 import itertools
 import json
@@ -67,9 +67,6 @@ def test_prompts_of_every_split_with_the_truth_about_each():
         assert split_of(task.core, 0, SPLITS) == row["metadata"]["split"]
 
 
-# --- the sample files under data/ ---
-
-
 def test_the_sample_files_are_in_the_import_format():
     demonstrations, _ = load_demonstrations(str(SAMPLES / "demonstrations.jsonl"))
     comparisons, _ = load_comparisons(str(SAMPLES / "comparisons.jsonl"))
@@ -116,8 +113,6 @@ def test_splits_are_disjoint_and_stay_when_another_one_grows():
     assert other != few[:5]
 
 
-# --- The world ---
-
 TURNS = {kind: share for kind, (_, share, _) in SCRIPTS.items()}
 
 
@@ -152,8 +147,6 @@ def test_splits_share_no_core_and_greetings_do_not_move_one():
     greeted = [task for task in held_out if task.prompt != task.core]
     assert greeted and all(split_of(task.core, 1, SPLITS) == "dev" for task in greeted)
 
-
-# --- Conversations ---
 
 RIGHT = ("good", "plain", "rude", "rambling")
 
@@ -219,9 +212,6 @@ def test_the_word_by_hand():
     refusal = "I cannot say it because it is a secret."
     assert judge(secret, refusal)["total"] == pytest.approx(0.91, abs=1e-9)
     assert judge(allowed, refusal)["total"] == pytest.approx(0.36, abs=1e-9)
-
-
-# --- the files of the world ---
 
 
 def test_no_held_out_conversation_occurs_in_training_text():

@@ -1,4 +1,4 @@
-"""The gold judge, against every template of every speaker and against answers scored by hand."""
+"""The gold judge, and the labelers who rank by its score with noise."""
 
 import random
 

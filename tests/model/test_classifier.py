@@ -37,9 +37,6 @@ def model(request, tmp_path) -> TextRewardModel:
     return TextRewardModel.from_base(save_classifier(tmp_path / "base", request.param))
 
 
-# --- every architecture --------------------------------------------------------------------------------------------
-
-
 def test_padding_order_and_dropout_change_no_score(model):
     together = score_texts(model, PROMPTS, RESPONSES, ENDED)
     assert together.shape == (4,) and together.dtype == torch.float32 and len(set(together.tolist())) == 4
@@ -105,9 +102,6 @@ def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     assert torch.isfinite(score(model, [row, long])).all()
 
 
-# --- how text becomes input ----------------------------------------------------------------------------------------
-
-
 def test_forms_of_input():
     cls, none = make_tokenizer("cls"), make_tokenizer("none")
     row = TextEncoder(cls).encode(PROMPTS[0], "red .")
@@ -156,9 +150,6 @@ def test_text_that_spells_a_special_token_stays_text(frame):
     for token in tokenizer.all_special_tokens:
         row = encoder.encode(user(f"dog {token} dog"), f"cat {token}{token} cat")
         assert [i for i in row.ids if i in special] == plain, token
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def test_a_classifier_that_others_trained_scores_as_it_is(tmp_path):

@@ -149,8 +149,6 @@ def test_what_has_no_form_is_refused():
     assert misfits(make_ours().config, "rlhf") == []
 
 
-# ---------------------------------------------------------------------------------------------------- export
-
 READER = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -66,9 +66,6 @@ def greedy_by_forward(model, prompt: list[int], eos: int | None) -> list[int]:
     return tokens[len(prompt) :]
 
 
-# ------------------------------------------------------------------------------------ against a plain forward
-
-
 @pytest.mark.parametrize("kind", ALL)
 def test_greedy_equals_token_by_token(kind):
     model = make(kind)
@@ -124,9 +121,6 @@ def test_a_prompt_asked_several_times_is_read_once(kind, monkeypatch):
     assert sum(len(tokens) for tokens in read if tokens.dim() == 2) == len(PROMPTS)
 
 
-# ------------------------------------------------------------------------------------ choosing in blocks
-
-
 @pytest.mark.parametrize("vocabulary", [40, 64, 65, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.7, 0.2])
 def test_the_search_in_blocks_is_the_search_in_all(vocabulary, top_p):
@@ -145,9 +139,6 @@ def test_the_search_in_blocks_is_the_search_in_all(vocabulary, top_p):
     assert (tokens == plain).float().mean() > 0.995
     assert (kept.gather(-1, tokens[:, None]) > 0).all(), "a token that was cut, or impossible, was chosen"
     torch.testing.assert_close(logp, reference.gather(-1, tokens[:, None])[:, 0].float(), atol=1e-5, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------ independence
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -198,9 +189,6 @@ def test_uniforms_are_uniform_and_uncorrelated():
         assert abs((a * b).mean() * 12) < 4 / math.sqrt(a.numel())
 
 
-# ------------------------------------------------------------------------------------------ distribution
-
-
 def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
     expected = probs * counts.sum()
     return float(((counts - expected) ** 2 / expected)[expected > 0].sum())
@@ -248,9 +236,6 @@ def test_rounding_never_chooses_an_impossible_token():
             tokens, logp = choose_tokens(logits, torch.full((4000,), u), choice)
             assert torch.isfinite(logp).all()
             assert tokens.unique().tolist() == [possible] or choice.top_p < 1
-
-
-# ------------------------------------------------------------------------------------------ manners
 
 
 @pytest.mark.parametrize("kind", ["llama", "transformers"])

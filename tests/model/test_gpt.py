@@ -58,9 +58,6 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------- transformers as oracle
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_logits_equal_transformers(pair, side):
@@ -99,9 +96,6 @@ def test_loss_and_gradient_equal_transformers(pair):
     assert close(ours.lm_head.weight.grad, theirs.lm_head.weight.grad)
 
 
-# ------------------------------------------------------------------------------------------------------ shape
-
-
 def test_initialisation():
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=500, n_layer=8, n_head=4, width=128, context_length=16))
@@ -111,9 +105,6 @@ def test_initialisation():
     for projection in (block.attention.out, block.mlp.down):  # 0.02 / sqrt(2 * 8) = 0.005
         assert projection.weight.std().item() == pytest.approx(0.005, rel=0.025)
     assert block.mlp.up.bias.abs().max() == 0 and (block.norm_1.weight == 1).all()
-
-
-# ---------------------------------------------------------------------------------------- padding and packing
 
 
 @torch.no_grad()
@@ -141,9 +132,6 @@ def test_padding_side_and_amount_change_nothing(kind):
         logits = model(padded, attention_mask=mask).logits
         assert torch.isfinite(logits).all()
         assert close(logits[:, left : left + 9], expected)
-
-
-# -------------------------------------------------------------------------------------- cache, generate, save
 
 
 @torch.no_grad()
@@ -189,9 +177,6 @@ def test_save_and_load(kind, tmp_path):
     assert again.generation_config.eos_token_id == 1 or again.config.eos_token_id == 1
 
 
-# --------------------------------------------------------------------------------------------------- training
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [40, SHORT])
 def test_attention_in_bfloat16_is_float64s_to_rounding(length, masked):
@@ -214,8 +199,6 @@ def test_attention_in_bfloat16_is_float64s_to_rounding(length, masked):
         for got, wanted in zip(rounded, exact, strict=True):
             assert (got - wanted).abs().max() < 0.04 * wanted.abs().max()
 
-
-# --- the tokens that are asked for ---------------------------------------------------------------------------------
 
 KEPT = torch.tensor([2, 3, 4, 12 + 7, 24 + 0, 24 + 11])  # of three rows of 12, by row * 12 + position
 

@@ -32,9 +32,6 @@ def attend_exactly(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> 
     return y.flatten(1)
 
 
-# ----------------------------------------------------------------------------------------------- attention
-
-
 @needs_compiler
 @pytest.mark.parametrize("width", [16, 48, 160, 256])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
@@ -65,9 +62,6 @@ def test_strided_operands_and_large_scores():
     assert (y - attend_exactly(q, *cache, lengths)).abs().max() < 1e-4 * 40
     turned = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(attend((turned, k, v), cache, lengths), y)
-
-
-# -------------------------------------------------------------------------------------------- drawn tokens
 
 
 @needs_compiler
@@ -102,9 +96,6 @@ def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_log_prob():
     assert tokens.ge(0).all() and tokens.lt(100).all() and logprobs.isnan().tolist() == [False, True, False]
 
 
-# ------------------------------------------------------------------------------------------- sizes of vectors
-
-
 @needs_compiler
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are those of x86")
 @pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx2"]], ids=["at most AVX2", "at most AVX"])
@@ -124,9 +115,6 @@ def test_older_processors_compute_the_same(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_load", lambda: other)
     for a, b in zip(results(), native, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
-
-
-# --------------------------------------------------------------------------------------- compiling, or not
 
 
 Loads = Callable[..., bool]

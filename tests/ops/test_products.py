@@ -49,9 +49,6 @@ def test_values_and_gradients_are_torchs(rows, with_bias, monkeypatch):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-5 * theirs.abs().max().item())
 
 
-# --- What the tests of rlhf/ops test is what training computes ---
-
-
 def test_every_public_function_is_used_by_the_package():
     """Each name is loaded somewhere in rlhf outside its own definition."""
     package = Path(rlhf.ops.__file__).parent.parent

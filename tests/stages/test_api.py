@@ -1,4 +1,4 @@
-"""`rlhf.load`: the example in docs/api.md runs, the numbers are those of the stages, and importing stays light."""
+"""From Python: `rlhf.load` and `rlhf.Run` give the numbers of the stages, and importing stays light."""
 
 import json
 import re

@@ -52,9 +52,6 @@ def test_an_attack_by_hand(name, wanted):
     assert ATTACKS[name].make("What sees Anna?", "It is red. It is big.", MATERIAL, random.Random(0)) in wanted
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def audited(gold_run):
     folder = gold_run.folder
@@ -127,9 +124,6 @@ def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     assert found["empty"]["nats"]["value"] == pytest.approx(sum(nothing) / len(pairs), abs=1e-3)
 
 
-# --- the verdict -----------------------------------------------------------------------------------------------------
-
-
 def figure(value: float, low: float, high: float, n: int = 500) -> dict:
     return {"value": value, "ci95": [low, high], "n": n}
 
@@ -185,9 +179,6 @@ def test_the_documented_rules_are_those_of_the_code():
     table = page.split("| if | then |\n", 1)[1].split("\n\n", 1)[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
     assert rows == [[when, decision] for when, decision in RULES.items()]
-
-
-# --- the stage -------------------------------------------------------------------------------------------------------
 
 
 def test_the_stage_writes_its_audit(gold_run):

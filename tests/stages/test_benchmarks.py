@@ -1,4 +1,4 @@
-"""`evaluate.benchmarks`: a local task of lm-eval on a stage's model, against a plain forward."""
+"""Evaluations: a local task of lm-eval, best-of-n, and a reward model on preference files."""
 
 import importlib.util
 import json
@@ -98,9 +98,6 @@ def test_figures_of_lm_evals_results_by_hand():
     }
 
 
-# --- Best-of-n by hand, its curve, and what is built on it ---
-
-
 def test_expected_best_by_hand():
     proxy, gold = [3.0, 1.0, 2.0], [10.0, 0.0, 4.0]
     # pairs by proxy: {3,1} -> 10, {3,2} -> 10, {1,2} -> 4: mean 8
@@ -147,9 +144,6 @@ def test_kl_of_best_of_n_by_hand():
     assert best_of_n_kl(1) == 0.0
     assert best_of_n_kl(2) == pytest.approx(0.193147, abs=1e-6)  # log 2 - 1/2
     assert best_of_n_kl(16) == pytest.approx(1.835089, abs=1e-6)  # 2.772589 - 15/16
-
-
-# --- `evaluate.pairs` ---
 
 
 def row(prompt: str, chosen: int, rejected: int, subset: str) -> Item:

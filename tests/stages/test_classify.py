@@ -43,9 +43,6 @@ def write_csv(path, rows):
     return str(path)
 
 
-# --- input transformations -----------------------------------------------------------------------------------------
-
-
 def rows_of(tmp_path, tokenizer, columns, row):
     path = tmp_path / "task.jsonl"
     path.write_text(json.dumps(row) + "\n")
@@ -78,9 +75,6 @@ def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):
     rows = [{"t": "x", "one": "red", "two": "blue", "y": y} for y in (1, 2, 2)]
     examples = load_examples("classify.data", write_csv(tmp_path / "b.csv", rows), columns, "utf-8")
     assert classes_of(examples, columns) == ["1", "2"], "from 1, since 2 occurs and 0 does not"
-
-
-# --- the loss ------------------------------------------------------------------------------------------------------
 
 
 def nats_of(lm, row):
@@ -139,9 +133,6 @@ def test_both_orders_give_one_answer_and_choices_their_own(base):
     assert torch.allclose(first, torch.stack(scores).softmax(0), atol=1e-5)
 
 
-# --- transfer ------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_transferred(base):
     lm = base[1]
     for layers in (0, 1, 2):
@@ -155,9 +146,6 @@ def test_what_is_transferred(base):
     assert transfer(lm, None) is lm
     with pytest.raises(UserError, match=r"classify.layers=3: the base has 2"):
         transfer(lm, 3)
-
-
-# --- the stage -----------------------------------------------------------------------------------------------------
 
 
 def run_of(gold_run, tmp_path, name) -> Run:
@@ -184,12 +172,6 @@ def test_a_resumed_run_equals_an_undisturbed_one(gold_run, tmp_path):
     assert read_stage(folder)["summary"]["accuracy"] == results["accuracy"]["value"]
     page = make_page([read_run(whole.folder)])
     assert "Labelled task" in page and "closed_qa" in page and "classify" in page
-
-
-# --- mistakes ------------------------------------------------------------------------------------------------------
-
-
-# --- the gold tasks, and figures -----------------------------------------------------------------------------------
 
 
 def test_a_text_is_either_trained_on_or_held_out():

@@ -70,9 +70,6 @@ def test_rankings_rollouts_and_samples_hold_all_turns(dialogue_run):
             assert shown.count("User: ") == users(record.prompt) and shown.endswith(record.prompt[-1].content)
 
 
-# --- generate-and-rate ---
-
-
 def test_a_rating_row_teaches_the_rating_alone(dialogue_run):
     config, tokenizer = dialogue_run.config(), dialogue_run.tokenizer()
     rankings = [r for r in dialogue_run.comparisons() if r.metadata["split"] == "train"]

@@ -35,9 +35,6 @@ def rate_is_sound(rate: dict) -> bool:
     return 0 <= rate["value"] <= 1 and low <= rate["value"] <= high and rate["n"] > 0
 
 
-# --- what is written -----------------------------------------------------------------------------------------------
-
-
 def test_every_stage_leaves_a_complete_record(gold_run):
     for stage in GOLD_STAGES:
         folder = gold_run.folder / stage
@@ -115,9 +112,6 @@ def test_first_update_of_ppo_starts_at_the_sft_model(gold_run):
     assert last["progress/episodes"] == 192
 
 
-# --- what was learned ----------------------------------------------------------------------------------------------
-
-
 def test_pretraining_beats_the_unigram_model(gold_run):
     """Fewer bits per byte than the frequencies of the held-out tokens themselves give."""
     corpus = PackedCorpus.load(gold_run.folder / "pretrain" / "corpus")
@@ -139,9 +133,6 @@ def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
     rows = encode_demonstrations(load_demonstrations(str(path))[0], tokenizer, 128)
     base, sft = (response_loss(gold_run.policy(stage), rows, 0) for stage in ("pretrain", "sft"))
     assert sft < base - 0.5, f"{sft} nats per token, the base has {base}"
-
-
-# --- what can be done with it --------------------------------------------------------------------------------------
 
 
 def test_chat_answers_one_message(gold_run, capsys):

@@ -1,4 +1,4 @@
-"""`rlhf import` against its promises: hostile rows, names and folders, and partial imports."""
+"""`rlhf import` against its promises: hostile rows, names and folders, partial imports, kills and full disks."""
 
 import json
 import os
@@ -26,8 +26,6 @@ from rlhf.stages import evaluate, label, reward
 from .imports import PROMPT, RANKING, bytes_of, imported, refused, rejects_of, run, write
 
 DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}  # its id is its place
-
-# --- hostile rows ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,9 +116,6 @@ def test_a_packed_file_cannot_fill_the_memory(tmp_path):
     assert path.stat().st_size < 25_000 and 50_000 < peak < 400_000, f"{peak} kB for a line that is not even held"
 
 
-# --- hostile names and folders ---------------------------------------------------------------------------------------
-
-
 def test_a_name_that_is_no_utf8(tmp_path, capsys):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -145,9 +140,6 @@ def test_what_others_own_is_never_replaced(tmp_path, capsys):
     code, _, err = imported(capsys, f"path={path}", f"out={tmp_path / 'link'}", "overwrite=true")
     assert code == 2 and "is a link, so it is not replaced" in err and (tmp_path / "real" / "dataset.json").exists()
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
-
-
-# --- partial imports -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -190,9 +182,6 @@ def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(p
 def partial_hashes(config: Config, stage: str):
     """What a stage does first of all, before it trains."""
     return lambda: hash_sources(config, stage)
-
-
-# --- `rlhf import` that is killed, locked out or stopped by a full disk ---
 
 
 def start(*arguments: str, **more) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: which one trains what, with torch's own two as oracle. Its state across a restart: test_resume.py."""
+"""Optimizers, with torch's own two as oracle; gradients on an Apple GPU; whole weights and their folder."""
 
 import json
 
@@ -108,9 +108,6 @@ def test_every_stage_trains_by_its_own_settings_of_the_optimizer(copy_until, mon
     assert steps >= 3 and rates[-1] == pytest.approx(lr * (1 - 0.5 * (steps - 1) / steps))
 
 
-# --- device=mps ---
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -159,9 +156,6 @@ def test_a_wrong_gradient_ends_the_stage_before_the_first_step():
 def test_a_machine_without_one_is_told():
     with pytest.raises(UserError, match="torch sees no Apple GPU here"):
         choose_device(compose_config(["device=mps"]))
-
-
-# --- Whole weights of a plain module, and a folder that is read back ---
 
 
 @pytest.fixture

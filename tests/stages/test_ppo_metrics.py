@@ -134,9 +134,6 @@ def seen(trainer) -> Seen:
     return found
 
 
-# --- the same numbers, slowly --------------------------------------------------------------------------------------
-
-
 def forward_alone(trainer: Trainer, tokens: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (A, V) and values (A,) in float64 before each response token of one row, without padding."""
     policy, critic = trainer.actor_critic.policy, trainer.actor_critic.critic
@@ -188,9 +185,6 @@ def judged(trainer: Trainer, records: list[Any], rollout: Rollout, name: str) ->
 def norm(module: nn.Module) -> float:
     """Of all gradients as one vector, in float64."""
     return math.sqrt(sum(float(np.square(p.grad.double().numpy()).sum()) for p in module.parameters()))
-
-
-# --- what each metric should be ------------------------------------------------------------------------------------
 
 
 def rollout_wanted(seen: Seen) -> dict[str, float]:

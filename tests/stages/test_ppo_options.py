@@ -60,9 +60,6 @@ def gradients(trainer: Trainer, shift: float = 0.1) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in trainer.engine.module.named_parameters() if p.grad is not None}
 
 
-# --- what the critic is --------------------------------------------------------------------------------------------
-
-
 def test_the_critic_starts_from_what_is_asked_for(open_trainer, gold_run):
     sft = load_policy(gold_run.folder / "sft" / "model").base_model.state_dict()
     reward = RewardModel.from_pretrained(str(gold_run.folder / "reward" / "model")).trunk.state_dict()
@@ -155,9 +152,6 @@ def test_scores_without_calibration_are_the_heads_own(open_trainer):
     assert gain != 1.0 and torch.allclose(gain * (raw - shift), calibrated, atol=1e-4)
 
 
-# --- how far it goes -----------------------------------------------------------------------------------------------
-
-
 def test_the_run_ends_above_the_ceiling_and_keeps_the_policy(copy_until, capsys):
     run = copy_until("ppo")
     settings = [*SMALL, "ppo.episodes=320", "ppo.lr=5e-3", "kl.coef=0", "kl.ceiling=0.5", "ppo.eval_every=100"]
@@ -206,9 +200,6 @@ def test_the_look_at_held_out_prompts_is_at_the_average(open_trainer):
             trainer.engine.ema = ema
     assert averaged["objective/kl"] == alone["objective/kl"], "training goes on from the weights themselves"
     assert averaged["eval/dev/kl"] == at_average["eval/dev/kl"] != alone["eval/dev/kl"]
-
-
-# --- PPO-ptx, average, adapters, memory ----------------------------------------------------------------------------
 
 
 def test_the_penalty_in_the_loss_is_k2(open_trainer):
@@ -273,9 +264,6 @@ def test_the_model_is_the_average_and_the_last_weights_stand_beside_it(copy_unti
     assert max(moved) > 1e-3 and 0.65 * sum(moved) < sum(followed) < 0.9 * sum(moved)
 
 
-# --- what pays --------------------------------------------------------------------------------------------------------
-
-
 def pays_two(prompts, responses, metadata):
     return [2.0] * len(responses)
 
@@ -304,9 +292,6 @@ def test_a_reward_that_is_not_finite_stops_the_run_before_any_step(open_trainer)
             trainer.update()
         assert all(value.equal(before[name]) for name, value in trainer.engine.module.named_parameters())
         assert (trainer.stage.folder / "offending_batch.safetensors").exists()
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
 ALL_AT_ONCE = [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing=true"]

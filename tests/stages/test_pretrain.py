@@ -46,8 +46,6 @@ def test_a_mixture_by_weight_resumes_to_the_same_weights(gold_run, tmp_path, cap
     assert_same_weights(whole.folder / "pretrain", stopped.folder / "pretrain", "model/model.safetensors")
 
 
-# --- the blocks of GPT-1, GPT-3, PaLM, LLaMA and the Switch Transformer, in a few steps of each stage ----------------------------
-
 TWINS = {
     "gpt1-tiny": {"block": "post", "positions": "learned"},
     "gpt3-tiny": {"window": 32, "block": "pre"},

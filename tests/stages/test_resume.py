@@ -1,4 +1,4 @@
-"""A stage that is interrupted right after a checkpoint and run again gives what an undisturbed run gives."""
+"""A stage that is interrupted and run again gives what an undisturbed run gives; training ends early with its best weights."""
 
 import pytest
 from safetensors.torch import load_file
@@ -108,8 +108,6 @@ def test_a_damaged_checkpoint_is_passed_over(copy_until, undisturbed, capsys):
     assert str(newest) in told and "1" in told.split("resuming from", 1)[1].splitlines()[0]
     assert_same_weights(whole.folder / "sft", broken.folder / "sft", "model/model.safetensors")
 
-
-# --- Evaluations during SFT and reward modelling, and training that ends when they no longer improve ---
 
 # By step 2, 4, 6, 8: the second is the best, and two worse ones follow.
 LOSSES = [3.0, 2.0, 2.5, 2.25]

@@ -55,12 +55,6 @@ def make_ranking(
     return Ranking.model_validate(told | {"responses": responses, "ranking": ranking})
 
 
-# --- items ---------------------------------------------------------------------------------------------------------
-
-
-# --- batches -------------------------------------------------------------------------------------------------------
-
-
 def blank_items(counts: list[int]) -> list[Item]:
     return [Item(str(i), [[1] * (3 + i)] * k, [1] * k) for i, k in enumerate(counts)]
 
@@ -156,9 +150,6 @@ def nats(model: RewardModel, item: Item, better: int, worse: int) -> float:
     return math.log1p(math.exp(low - high))
 
 
-# --- learning ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("red_is_better", [True, False])
 def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, red_is_better):
     """Answers that say "red" are the better or the worse ones; no untrained model orders unseen ones rightly both ways."""
@@ -212,9 +203,6 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
     drawn = sample(gold_run.policy(), prompts, max_new_tokens=24, seed=0, keys=keys, **ids)
     found = [score(prompt, response) for prompt, response in zip(prompts, drawn.responses, strict=True)]
     assert torch.tensor(found).std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
-
-
-# --- the stage -----------------------------------------------------------------------------------------------------
 
 
 def write_rankings(source: Path, target: Path, keep) -> str:

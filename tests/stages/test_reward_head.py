@@ -1,4 +1,4 @@
-"""reward.fit_head: the head alone, on the frozen trunk, before other training."""
+"""The head fitted on the frozen trunk, and K = 2 against TRL's RewardTrainer on a network with the same weights."""
 
 import random
 from typing import Any
@@ -89,8 +89,6 @@ def test_the_head_of_the_features_is_the_score(gold_run, read_tokens):
         from_features = model.head(features[0].float()).squeeze(-1)
     torch.testing.assert_close(from_features, scores, rtol=1e-5, atol=1e-6)
 
-
-# --- K = 2 against TRL's RewardTrainer ---
 
 PAD, END = 0, 1
 

@@ -86,9 +86,6 @@ def test_intervals_of_shares_stay_within_0_and_1(parts):
     assert 0 <= low <= found["value"] <= high <= 1
 
 
-# --- the regression ------------------------------------------------------------------------------------------------
-
-
 def test_weights_by_hand_and_a_column_that_never_varies_has_none():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, 3)) * [1.0, 5.0, 0.2] + [0.0, 3.0, 1.0]
@@ -124,9 +121,6 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
     )
     assert all(row["weight"] == row["true"] for row in found["parts"].values())
     assert set(found["parts"]) == set(WEIGHTS) and any(row["weight"] is not None for row in found["parts"].values())
-
-
-# --- what evaluation writes ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""PPO with several reward models: a whole stage with two of them, and models of other tokenizers are refused."""
+"""What pays in PPO: several reward models, classifiers of others, and classifiers trained here."""
 
 import json
 import random
@@ -94,8 +94,6 @@ def test_a_finished_classifier_pays_without_a_reward_stage(gold_run, copy_until,
             assert plain(torch.tensor([row.ids]), token_type_ids=kinds).logits.item() == pytest.approx(score, abs=1e-5)
     assert own is None and len(set(paid.tolist())) == 3
 
-
-# --- Text classifiers with tokenizers of their own in the stages ---
 
 CPU = torch.device("cpu")
 FILLERS = ["Snow is white.", "Coal is black.", "A dog barks.", "Of course.", "That depends."]

@@ -148,8 +148,6 @@ def test_rounds_share_the_prompts_evenly(gold_run):
     assert rounds[1].parents.sft == "gold" and rounds[1].parents.reward is None
 
 
-# --- who ranks what: held-out labelers change nothing for the others -------------------------------------------------------
-
 TRAINED = {labeler.name for labeler in make_labelers()}
 
 

@@ -1,4 +1,4 @@
-"""The table of names: complete, well-formed, and sums that join over batches and ranks."""
+"""Names of metrics, sums that join over batches and ranks, and the progress line."""
 
 import io
 import math

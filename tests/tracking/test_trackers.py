@@ -109,9 +109,6 @@ def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:
         tracker(tmp_path, "wandbb")
 
 
-# --- the thread ---------------------------------------------------------------------------------------------
-
-
 class Recorder:
     """A sink that notes its calls; a name in `fails` raises."""
 

@@ -1,4 +1,4 @@
-"""W&B: the offline file read back record by record, a resume over two folders, and servers that misbehave."""
+"""W&B: its offline file, keys and resumed runs, and the dashboard's charts."""
 
 import json
 import os
@@ -138,8 +138,6 @@ def test_online_without_a_key_asks_for_none(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, **pipes)  # type: ignore[call-overload]
     assert done.stdout.strip() == "offline", done.stderr
 
-
-# --- The dashboard ---
 
 # Logged, and in no panel on purpose.
 NOT_SHOWN = {

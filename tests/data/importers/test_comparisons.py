@@ -1,4 +1,4 @@
-"""Formats that judge several answers, or one: what each good row becomes, and what is said of each kind of bad one."""
+"""What each good row of the public formats becomes: comparisons, pairs, and demonstrations."""
 
 import gzip
 import json

@@ -28,9 +28,6 @@ def convert(row: dict[str, Any]) -> list[Ranking]:
     return [Ranking.model_validate(values) for values in made]
 
 
-# --- the round trip --------------------------------------------------------------------------------------------------
-
-
 def meant(folder: Path) -> dict[tuple[str, str], dict[frozenset[str], str | None]]:
     """{(item, labeler): {pair of ids: the better one, None where equal}}, from what the labelers wrote down."""
     found: dict[tuple[str, str], dict[frozenset[str], str | None]] = {}
@@ -111,9 +108,6 @@ def test_a_circle_of_pairs_is_a_reject_spelled_out(tmp_path, imported):
     assert len(rejects) == 3 and all("a over b over c over a" in one["message"] for one in rejects) and not records
 
 
-# --- other projects --------------------------------------------------------------------------------------------------
-
-
 def test_ratings_flags_and_a_choice_between_two():
     rows = rows_of(FIXTURES / "ratings" / "export.json")
     first, second, third = (convert(row) for row in rows[:3])
@@ -130,8 +124,6 @@ def test_ratings_flags_and_a_choice_between_two():
     with pytest.raises(BadRow, match="got 2 that were skipped or left empty, want a judgement"):
         convert(rows[3])
 
-
-# --- one annotation --------------------------------------------------------------------------------------------------
 
 TWO = {"prompt": "Which?", "answer1": "One.", "answer2": "Two."}
 MANY = {"prompt": "Which?", "responses": [{"id": n, "body": n.upper()} for n in "abc"]}
@@ -199,9 +191,6 @@ def test_the_keys_of_a_foreign_task(data, ids):
     [record] = convert({"data": data, "annotations": []})
     assert record.prompt[-1].content == "Q"
     assert [(r.id, r.text) for r in record.responses] == list(zip(ids, "xyz", strict=False))
-
-
-# --- what cannot be read ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Message trees, and flat messages: every set of ranked siblings is one ranking."""
+"""Message trees and flat messages, of which every set of ranked siblings is one ranking; Argilla's exports."""
 
 import copy
 import gzip
@@ -107,8 +107,6 @@ def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, pac
     assert info[0].format == "oasst_messages" and sum(file.rows for file in info) == 2
     assert plain(records) == plain(wanted)
 
-
-# --- Argilla's exports ---
 
 TWO = {"prompt": "Hi", "response-1": "a", "response-2": "b"}
 THREE = TWO | {"response-3": "c"}

@@ -1,4 +1,4 @@
-"""Every row shape is recognised, and no row of any shape breaks a format."""
+"""Every row shape is recognised, a bad row says what is wrong, and no row of any shape breaks a format."""
 
 import copy
 import json
@@ -147,8 +147,6 @@ def test_the_wrong_format_is_refused_with_what_it_looks_like(write_jsonl):
     with pytest.raises(UserError, match=r"data.format=nope: no such format: want auto, alpaca, .*hh, .*native"):
         load_all(write_jsonl([ALPACA]), "nope")
 
-
-# --- Bad rows of every format beside a good one ---
 
 TOOL = [says("human", "Hi"), says("tool", "x"), says("gpt", "y")]
 NATIVE = {"kind": "prompt", "prompt": "Hi"}

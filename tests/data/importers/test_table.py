@@ -43,9 +43,6 @@ def judged(*words, k=2, **more):
 A, B, TIE = [["a"], ["b"]], [["b"], ["a"]], [["a", "b"]]
 
 
-# --- winners ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -106,9 +103,6 @@ def test_labelers_side_by_side():
     assert made[0].metadata == {} and made[3].metadata == {"y": None}  # nothing that was read is lost
 
 
-# --- other judgements ------------------------------------------------------------------------------------------------
-
-
 def test_ranked_columns_and_lists():
     row = {"q": "?", "best": "1st", "mid": "", "last": "3rd"}
     [made] = convert([row], prompt="q", ranked=["best", "mid", "last"])
@@ -148,9 +142,6 @@ def test_responses_and_scores_in_lists():
     assert "want a list, or one column per response" in problem({"q": "?", "r": "x"}, prompt="q", responses="r")
 
 
-# --- prompts, demonstrations, tasks ----------------------------------------------------------------------------------
-
-
 def test_kinds_without_judgement():
     row = {"q": " Hi ", "a": "1st", "b": "2nd", "who": "u", "by": "l", "n": 5}
     [prompt] = convert([row], prompt="q", user="who", id="n", labeler="by")
@@ -182,9 +173,6 @@ def test_paths():
         assert convert([row], prompt=path, response="r")[0].prompt[0].content == text
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
 def test_a_column_that_is_not_there_names_its_neighbours():
     rows = [{"question": "?", "answers": [{"text": "x"}], "Response A": "x", "response_b": "y"}]
     with pytest.raises(UserError) as caught:
@@ -194,9 +182,6 @@ def test_a_column_that_is_not_there_names_its_neighbours():
         "columns.responses=response a: t.csv has no such column (did you mean 'response_b'?); "
         "columns.responses=answer.0.text: t.csv has no such column (did you mean 'answers'?)"
     )
-
-
-# --- the import as a whole -------------------------------------------------------------------------------------------
 
 
 def test_import_looks_at_the_column_before_the_first_row(tmp_path, imported):
