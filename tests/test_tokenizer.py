@@ -14,8 +14,8 @@ from rlhf.data.tokenizer import (
     END,
     ROLES,
     SPECIAL_TOKENS,
-    encode_rendered,
     encode_text,
+    encode_texts,
     load_tokenizer,
     token_byte_lengths,
     tokenizer_hash,
@@ -156,7 +156,7 @@ def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():
 
 def test_threads_encode_text_and_rendered_text_at_once():
     text, rendered = f"a{END}b" * 500, f"{ROLES['user']}Hi{END}"
-    as_text, with_tokens = encode_text(TOKENIZER, text), encode_rendered(TOKENIZER, [rendered])
+    as_text, with_tokens = encode_text(TOKENIZER, text), encode_texts(TOKENIZER, [rendered], special=True)
     stop, wrong = threading.Event(), []
 
     def encode() -> None:
@@ -168,12 +168,12 @@ def test_threads_encode_text_and_rendered_text_at_once():
     for thread in threads:
         thread.start()
     for _ in range(2000):
-        if encode_rendered(TOKENIZER, [rendered]) != with_tokens:
+        if encode_texts(TOKENIZER, [rendered], special=True) != with_tokens:
             wrong.append("rendered")
     stop.set()
     for thread in threads:
         thread.join()
-    assert not wrong and encode_rendered(TOKENIZER, [rendered]) == with_tokens
+    assert not wrong and encode_texts(TOKENIZER, [rendered], special=True) == with_tokens
 
 
 def test_the_byte_pair_example_of_the_textbooks():

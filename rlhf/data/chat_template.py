@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf.data.splits import common_beginning
-from rlhf.data.tokenizer import encode_rendered, encode_texts
+from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
 
 Turn = dict[str, Any]
@@ -23,12 +23,6 @@ PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rend
 CONTEXT = "context"  # key of an assistant's turn that is not to be learned
 ENDS = "end_token_ids"  # the field of tokenizer_config.json that lists the end tokens
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Spelling and id of every special token."""
-    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
 @dataclass(slots=True)
@@ -54,7 +48,8 @@ class _Marks:
 
 
 def _make_marks(tokenizer: Any, texts: Sequence[str] = ()) -> _Marks:
-    ids = special_tokens(tokenizer)
+    ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     spellings = sorted((s for s in ids if len(s) > 1), key=len, reverse=True)
     used = set().union(*map(set, texts))
     unused = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
@@ -63,7 +58,7 @@ def _make_marks(tokenizer: Any, texts: Sequence[str] = ()) -> _Marks:
 
 def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
     """Ids of rendered text; special tokens are recognised except marked ones. No BOS is added: the template writes it."""
-    plain = encode_rendered(tokenizer, [text for text in texts if marks.mark not in text])
+    plain = encode_texts(tokenizer, [text for text in texts if marks.mark not in text], special=True)
     rest = iter(plain)
     return [_encode_marked(tokenizer, text, marks) if marks.mark in text else next(rest) for text in texts]
 
@@ -73,9 +68,9 @@ def _encode_marked(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
     tokenizers begin every text with a space), a space breaks the spelling instead.
     """
     unlike = text.replace(marks.mark, "x")
-    if _piecewise(tokenizer, unlike, marks) == encode_rendered(tokenizer, [unlike])[0]:
+    if _piecewise(tokenizer, unlike, marks) == encode_texts(tokenizer, [unlike], special=True)[0]:
         return _piecewise(tokenizer, text, marks)
-    return encode_rendered(tokenizer, [text.replace(marks.mark, " ")])[0]
+    return encode_texts(tokenizer, [text.replace(marks.mark, " ")], special=True)[0]
 
 
 def _piecewise(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
@@ -278,7 +273,9 @@ def _frame(tokenizer: Any, _: str) -> _Frame:
     before = before[len(prompt) :] if before.startswith(prompt) else ""
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
-    whole, first, second = encode_rendered(tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"])
+    whole, first, second = encode_texts(
+        tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"], special=True
+    )
     # a completion follows texts other than the probe's word
     alone = is_completion(tokenizer) or whole == first + second
     return _Frame(prompt, before, after, plain == spaced, end is not None, alone)
@@ -293,7 +290,7 @@ def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -
     if frame.alone:
         encoded = _encode_rendered(tokenizer, pieces, marks)
     else:
-        first = len(encode_rendered(tokenizer, [frame.prompt])[0])
+        first = len(encode_texts(tokenizer, [frame.prompt], special=True)[0])
         encoded = [ids[first:] for ids in _encode_rendered(tokenizer, [frame.prompt + p for p in pieces], marks)]
     missing = [] if frame.ended or not ended else end_ids(tokenizer)[:1]
     return [ids + missing for ids in encoded]

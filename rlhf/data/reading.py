@@ -137,20 +137,19 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
         values = list(chosen.convert(row.value))
         if not values:
             raise BadRow("", f"got a row that gives no record, want {chosen.wants}")
-        given = row.value.get("id")
-        named = isinstance(given, str) and bool(given)
+        given = row.value["id"] if isinstance(row.value.get("id"), str) else ""
         records: list[Record] = []
         for i, fields in enumerate(values):
             kind = fields.get("kind")
             if not isinstance(kind, str) or kind not in KINDS:
                 raise BadRow("kind", f"got {shown(kind)}, want {', '.join(KINDS)}")
             if fields.get("id") is None:
-                own = given if named else f"{stem}:{row.number}"
+                own = given or f"{stem}:{row.number}"
                 fields = fields | {"id": own + (f".{i}" if len(values) > 1 else "")}
-                if named and isinstance(metadata := fields.get("metadata"), dict):
+                if given and isinstance(metadata := fields.get("metadata"), dict):
                     fields["metadata"] = {key: value for key, value in metadata.items() if key != "id"}
             records.append(KINDS[kind].model_validate(fields))
-        return Converted(row, records, own_id=named or all(fields.get("id") is not None for fields in values))
+        return Converted(row, records, own_id=bool(given) or all(fields.get("id") is not None for fields in values))
     except BadRow as error:
         problem = error.field, error.message
     except ValidationError as error:

@@ -100,21 +100,14 @@ def _train(backend: Any, documents: Iterable[str], trainer: Any) -> None:
     done.result()
 
 
-def encode_texts(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
-    """Encode each text as ordinary text, in parallel: no special token is added, and none is recognised."""
-    return _encode(tokenizer, texts, as_text=True)
-
-
-def encode_rendered(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[list[int]]:
-    """Encode each text with the special tokens that are spelt in it, in parallel; none is added."""
-    return _encode(tokenizer, texts, as_text=False)
-
-
-def _encode(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], as_text: bool) -> list[list[int]]:
+def encode_texts(
+    tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], *, special: bool = False
+) -> list[list[int]]:
+    """Encode each text, in parallel; no special token is added, and those that are spelt in a text are recognised only if `special`."""
     backend = tokenizer.backend_tokenizer
     with _encoding:
         before = backend.encode_special_tokens
-        backend.encode_special_tokens = as_text  # the spelling of a special token is split like any other text
+        backend.encode_special_tokens = not special  # a spelling is split like any other text
         backend.no_truncation()  # an earlier padded or truncated call leaves its settings behind
         backend.no_padding()
         try:

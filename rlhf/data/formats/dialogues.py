@@ -82,7 +82,7 @@ def from_sharegpt(row: Values) -> Made:
     turns = with_system(row.get("system"), chat_turns(row.get("conversations"), "conversations"))
     rest = other_keys(row, "system", "conversations", *_JUDGED)
     if any(key in row for key in _JUDGED):
-        yield preference(turns, *(one_answer(row.get(key), key) for key in _JUDGED), rest)
+        yield preference(turns, (one_answer(row.get(key), key) for key in _JUDGED), rest)
     else:
         yield _dialogue(turns, "conversations", rest)
 
@@ -166,7 +166,7 @@ def from_hh(row: Values) -> Made:
     if at < 0 or any(_HUMAN in answer for answer in answers):
         raise BadRow(field, "the two dialogues part before the last answer: want the same dialogue up to it")
     rest = other_keys(row, *(("text",) if scored else _JUDGED))
-    made = preference(_hh_turns(first[:at]), *({"content": answer.strip()} for answer in answers), rest)
+    made = preference(_hh_turns(first[:at]), ({"content": answer.strip()} for answer in answers), rest)
     if scored:
         scores = {name: number(score, "score") for name, score in zip("ab", row["score"], strict=True)}
         made["ranking"] = ranking_of(scores, best="highest")
@@ -213,7 +213,7 @@ def from_trl(row: Values) -> Made:
             shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
             # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
             prompt = shared if shared or prompt is None else prompt
-        yield preference(prompt_turns(prompt), *answers, other_keys(row, "prompt", *_JUDGED))
+        yield preference(prompt_turns(prompt), answers, other_keys(row, "prompt", *_JUDGED))
     elif "completion" in row:
         answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
         if isinstance(answer, list):
@@ -248,7 +248,7 @@ def from_pairs(row: Values) -> Made:
     used = [*keys, "system", *(["input"] if keys[0] == "instruction" else [])]
     prompt = row[keys[0]] + (f"\n\n{row['input']}" if "input" in used and is_text(row.get("input")) else "")
     answers = ({"content": require_text(row, key)} for key in keys[1:])
-    yield preference(with_system(row.get("system"), prompt), *answers, other_keys(row, *used))
+    yield preference(with_system(row.get("system"), prompt), answers, other_keys(row, *used))
 
 
 def from_choices(row: Values) -> Made:

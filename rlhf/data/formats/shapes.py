@@ -210,9 +210,9 @@ def fits_scale(ratings: Mapping[str, float]) -> bool:
     return all(1 <= rating <= 7 for rating in ratings.values())
 
 
-def preference(prompt: Any, better: Values, worse: Values, metadata: dict[str, Any]) -> dict[str, Any]:
+def preference(prompt: Any, answers: Iterable[Values], metadata: dict[str, Any]) -> dict[str, Any]:
     """A ranking of two answers, each given as its turn: "a" is the better one."""
-    responses = [response_of("a", better), response_of("b", worse)]
+    responses = [response_of(name, turn) for name, turn in zip("ab", answers, strict=True)]
     return {
         "kind": "ranking",
         "prompt": prompt,

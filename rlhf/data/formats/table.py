@@ -246,7 +246,7 @@ class ColumnMap:
         paths = self.of("prompt")
         first = as_json(value_at(row, paths[0]))
         if len(paths) == 1 and (chat := _chat(first)):
-            turns = chat_turns(chat, paths[0])
+            turns: Any = chat_turns(chat, paths[0])
         else:
             texts = [_text(value, path) for path in paths if (value := value_at(row, path)) is not None]
             turns = texts[0] if len(texts) == 1 else "\n\n".join(text.strip() for text in texts if text.strip())
