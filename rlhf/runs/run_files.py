@@ -6,7 +6,6 @@ Also the report's formats of numbers and untrusted text, and the final figures o
 import contextlib
 import json
 import os
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +19,7 @@ from rlhf.runs.folders import Kind, read_record, stage_folder, under_way
 from rlhf.runs.metric_table import TABLES, find
 from rlhf.runs.progress import format_seconds
 from rlhf.system.files import read_json
-from rlhf.system.terminal import say
+from rlhf.system.terminal import printable, say
 
 if TYPE_CHECKING:
     from rlhf.runs.trackers import Tracker
@@ -256,14 +255,8 @@ def with_interval(tree: Any) -> tuple[float | None, float | None, float | None]:
 def visible(text: object, limit: int = TEXT_LIMIT) -> str:
     """Untrusted text with an escape for every character that hides, reorders or breaks text, cut to `limit`."""
     full = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
-    shown = "".join(f"⟨U+{ord(c):04X}⟩" if _misleads(c) else c for c in full[:limit])
+    shown = printable(full[:limit], keep="\n\t\u200c\u200d")  # the last two join letters and emoji
     return shown + (f" … ({len(full) - limit:,} more characters)" if len(full) > limit else "")
-
-
-def _misleads(c: str) -> bool:
-    if unicodedata.category(c) in ("Cc", "Cs"):
-        return c not in "\n\t"
-    return 0x202A <= ord(c) <= 0x202E or 0x2066 <= ord(c) <= 0x2069  # overrides of the text's direction
 
 
 def prompt_text(prompt: object) -> str:

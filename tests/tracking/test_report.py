@@ -170,7 +170,7 @@ def test_model_output_stays_text_on_a_small_page_that_fetches_nothing(complete: 
     run, text = complete
     assert "<script" not in text and "<img" not in text
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in text
-    assert "p ⟨U+202E⟩ ⟨U+0007⟩" in text
+    assert "p \\u202e \\x07" in text
     assert text.replace("http://evil.example", "").count("http") == 1  # the http-equiv of the policy
     assert len(text.encode()) < 1_000_000
     assert write_report(run).read_text(encoding="utf-8") == text
@@ -228,7 +228,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
         '{"responses": {"ppo": null}, "prompt": [{"role": "user", "content": "hi \\ud800"}], "gold": 3}\n'
     )
     text = page_of(tmp_path)
-    assert "0 of 6 stages complete" in text and "user: hi ⟨U+D800⟩" in text
+    assert "0 of 6 stages complete" in text and "user: hi \\ud800" in text
 
 
 def test_every_figure_of_a_file_is_in_a_table() -> None:
@@ -299,7 +299,7 @@ def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
     write_lines(folder / "samples.jsonl", [row, row | {"step": 1, "kl_tokens": [1.0]}])
     text = page_of(tmp_path)
     assert '<span title="+0.01 nats"> hello</span><span class="u3" title="+0.60 nats">&lt;script&gt;</span>' in text
-    assert '<span class="d5" title="-2.50 nats">⟨U+202E⟩</span><span>&lt;/div&gt;</span>' in text
+    assert '<span class="d5" title="-2.50 nats">\\u202e</span><span>&lt;/div&gt;</span>' in text
     assert "Shaded by what each token adds to the KL" in text
     looks = {0.0: "", 0.049: "", 0.05: "u1", -0.05: "d1", 0.5: "u3", -1.99: "d4", 2.0: "u5", math.nan: "", "x": ""}
     assert {kl: shade(kl) for kl in looks} == looks
