@@ -5,6 +5,7 @@ everything that the responses depend on: `model`, `model_hash`, `seed`, `tempera
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,45 +53,51 @@ def is_ours(path: Path) -> bool:
         return {"responses", "model_hash"} <= (parse_line(file.readline()) or {}).keys()
 
 
-def fit_records(
-    config: Config, folder: Path, records: list[PromptRecord], temperature: float, greedy: bool = False
-) -> tuple[Any, list[tuple[PromptRecord, list[int], bool]], dict[str, Any]]:
-    """A policy's tokenizer; the prompts that fit its context, with their tokens and whether they were cut; and how they are answered."""
+def answer_prompts(
+    config: Config, command: str, folder: Path, records: list[PromptRecord], count: int, key: tuple[str, ...] = ()
+) -> Iterator[tuple[PromptRecord, bool, list[Any], dict[str, Any]]]:
+    """Each prompt that fits a policy's context, whether it was cut, `count` answers by the command's settings, and how they were drawn.
+
+    key: makes policies independent. `rlhf sample` leaves out prompts that were cut: a labeler would judge an answer to what the model
+    had seen only in part.
+    """
     from rlhf.data.encoding import fitting_prompts
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.evaluation.policies import room_for
+    from rlhf.engines.sampling import make_sampler
+    from rlhf.evaluation.policies import draw_in_turn, room_for
+    from rlhf.training.setup import load_frozen, set_up
 
-    tokenizer = load_tokenizer(folder / "model")
+    device, tokenizer, settings = set_up(config), load_tokenizer(folder / "model"), getattr(config, command)
     length, room = room_for(tokenizer.model_max_length, config.rollout.max_new_tokens)
-    asked = list(fitting_prompts(tokenizer, records, room))
-    return tokenizer, asked, {"temperature": temperature, "greedy": greedy, "max_new_tokens": length}
+    fitting = fitting_prompts(tokenizer, records, room)
+    to_label = command == "sample"
+    asked = [(record, ids, cut) for record, ids, cut in fitting if not (to_label and cut)]
+    how = {"temperature": settings.temperature, "greedy": getattr(settings, "greedy", False), "max_new_tokens": length}
+    engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
+    keyed = [(ids, (command, r.id if to_label else prompt_key(r.prompt), *key)) for r, ids, _ in asked]
+    with progress(len(asked), command, unit="prompt") as bar, inference(config, device):
+        for (record, _, cut), answers in zip(asked, draw_in_turn(engine, tokenizer, keyed, count), strict=True):
+            yield record, cut, answers, how
+            bar.update()
 
 
 def answer_file(
     config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str], out: Path
 ) -> list[str]:
     """Answer every prompt that fits; returns what was done. Raises: UserError if none fits."""
-    from rlhf.engines.sampling import make_sampler
-    from rlhf.evaluation.policies import draw_in_turn
-    from rlhf.training.setup import load_frozen, set_up
-
-    settings, device = config.generate, set_up(config)
-    tokenizer, asked, how = fit_records(config, folder, records, settings.temperature, settings.greedy)
-    if not asked:
-        raise UserError(f"generate: none of {len(records)} prompts fits {tokenizer.model_max_length} tokens")
-    engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
-    prompts = [(ids, ("generate", prompt_key(record.prompt))) for record, ids, _ in asked]
-    with out.open("wb") as file, progress(len(asked), "generate", unit="prompt") as bar, inference(config, device):
-        drawn = draw_in_turn(engine, tokenizer, prompts, settings.samples)
-        for (record, _, cut), answers in zip(asked, drawn, strict=True):
+    settings, cuts = config.generate, []
+    with out.open("wb") as file:
+        for record, cut, answers, how in answer_prompts(config, "generate", folder, records, settings.samples):
             prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
             row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
             row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
             if settings.logprobs:
                 row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
             file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
-            bar.update()
-    left, shortened = len(records) - len(asked), sum(cut for _, _, cut in asked)
-    notes = [f"{len(asked):,} prompts with {settings.samples} responses each"]
-    notes += [f"{shortened} prompts cut from the left to fit"] if shortened else []
+            cuts.append(cut)
+    if not cuts:
+        raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
+    notes = [f"{len(cuts):,} prompts with {settings.samples} responses each"]
+    notes += [f"{sum(cuts)} prompts cut from the left to fit"] if any(cuts) else []
+    left = len(records) - len(cuts)
     return notes + ([f"{left} left out: they cannot fit the context"] if left else [])

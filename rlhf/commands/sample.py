@@ -10,17 +10,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rlhf.commands.generate import fit_records
+from rlhf.commands.generate import answer_prompts
 from rlhf.config import Config
 from rlhf.config.commands import SampleConfig
-from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking, first_repeat, shown_prompt
 from rlhf.data.splits import prompt_key, uniform
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, read_record, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.progress import progress
 from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts, reward_folder
 from rlhf.system.files import check_replaceable, held, replaced, sha256_file, write_json, write_jsonl
 from rlhf.system.terminal import say
@@ -194,7 +192,10 @@ def draw_tasks(
     """
     alone = len(policies) == 1
     count = config.sample.responses + SPARE if alone else 1
-    drawn = [draw(config, folder, prompts, count, () if alone else (name,)) for name, folder in policies]
+    drawn = []
+    for name, folder in policies:
+        answered = answer_prompts(config, "sample", folder, prompts, count, () if alone else (name,))
+        drawn.append({id(record): answers for record, _, answers, _ in answered})
     tasks: list[Ranking] = []
     seen: dict[str, int] = {}
     whole = [record for record in prompts if all(id(record) in answers for answers in drawn)]
@@ -221,31 +222,6 @@ def draw_tasks(
             task = Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata)
             tasks.append(shuffle_responses(task, config.seed))
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
-
-
-def draw(
-    config: Config, folder: Path, prompts: list[PromptRecord], count: int, key: tuple[str, ...]
-) -> dict[int, list[Any]]:
-    """`count` answers of one policy to each prompt that fits its context, by its record's id(). key: makes policies independent."""
-    from rlhf.engines.sampling import make_sampler
-    from rlhf.evaluation.policies import draw_in_turn
-    from rlhf.training.setup import load_frozen, set_up
-
-    device = set_up(config)
-    tokenizer, asked, how = fit_records(config, folder, prompts, config.sample.temperature)
-    # A prompt that was cut is left out: a labeler would judge an answer to what the model had seen only in part.
-    whole = [(record, ids) for record, ids, cut in asked if not cut]
-    keyed = [(ids, ("sample", record.id, *key)) for record, ids in whole]
-    engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
-    answers: dict[int, list[Any]] = {}
-    with progress(len(whole), "sample", unit="prompt") as bar, inference(config, device):
-        for (record, _), row in zip(whole, draw_in_turn(engine, tokenizer, keyed, count), strict=True):
-            answers[id(record)] = row
-            bar.update()
-    return answers
-
-
-# --- labelling tasks: rankings whose `ranking` is None, with the responses as a labeler will see them ---------------------
 
 
 def shuffle_responses(task: Ranking, seed: int) -> Ranking:

@@ -101,7 +101,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         ]  # fmt: skip
     if context is not None:
         yield batch_relation(config, context, f"model.context_length={context}")
-    yield from _training_relations(config, command)
+    yield from _training_relations(config)
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):
@@ -123,13 +123,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
 
 
-def _training_relations(config: Config, command: str) -> Iterator[Row]:
-    for key in ("name", "group", "tags") + (("entity",) if command != "dashboard" else ()):
-        value, kind = getattr(config.tracking, key), config.tracking.kind
-        yield (
-            value and kind != "wandb",
-            f"tracking.{key}={value}: is for W&B, and tracking={kind}: want tracking=wandb, or null",
-        )
+def _training_relations(config: Config) -> Iterator[Row]:
     for name in TRAINED:
         settings = getattr(config, name)
         known = settings_in(settings.__class__)
