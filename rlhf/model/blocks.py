@@ -176,9 +176,7 @@ class PostNormBlock(Block):
 
 
 class ParallelBlock(Block):
-    """GPT-NeoX: x + attention(norm_1 x) + mlp(norm_2 x).
-    Source: Black et al. 2022, section 2.1.2.
-    """
+    """GPT-NeoX: x + attention(norm_1 x) + mlp(norm_2 x). Source: Black et al. 2022, section 2.1.2."""
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         return x + self.dropout(attended) + self.dropout(self.mlp(self.norm_2(x)))
