@@ -125,7 +125,8 @@ class GPTConfig(PreTrainedConfig):
         return self.experts > 0 and (layer + 1) % self.expert_every == 0
 
 
-# The types of the fields, strictly.
-TYPES: Any = create_model("GPTConfig", __config__=ConfigDict(strict=True), **{
-    name: (kind | None if getattr(GPTConfig, name) is None else kind, ...) for name, kind in GPTConfig.__annotations__.items()
-})  # fmt: skip
+FIELDS: dict[str, Any] = {
+    name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)
+    for name, kind in GPTConfig.__annotations__.items()
+}
+TYPES: Any = create_model("GPTConfig", __config__=ConfigDict(strict=True), **FIELDS)

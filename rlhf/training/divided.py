@@ -59,10 +59,10 @@ def reward_model_on(config: Config, folder: Path, device: torch.device, layers: 
         with init_empty_weights(include_buffers=False):
             whole = _lm(described)
         prefix, trunk = f"{whole.base_model_prefix}.", whole.base_model
-        cut = isinstance(layers, int)
-        described = RewardConfig(trunk=first_blocks(trunk, layers) if cut else described, mix=layers == "mix")
+        cut = first_blocks(trunk, layers) if isinstance(layers, int) else None
+        described = RewardConfig(trunk=described if cut is None else cut, mix=layers == "mix")
         stored = lambda name: name.replace("trunk.", prefix, 1)  # noqa: E731
-        model = _divided(config, described, partial(RewardModel, described), folder, device, stored, not cut)
+        model = _divided(config, described, partial(RewardModel, described), folder, device, stored, cut is None)
         if model is not None:
             model.head = ScalarHead(described.trunk.hidden_size).initialise()
             model.mix = LayerMix(described.trunk.num_hidden_layers + 1) if described.mix else None

@@ -61,7 +61,5 @@ def test_every_kind_of_mask_is_narrowed():
         [True, True, False],
         [False, False, True],
     ]
-    added = torch.zeros(1, 1, 3, 3)
-    assert narrow(added, 1, 3, 0, cpu)[0, 0, 2].tolist() == [-torch.inf, -torch.inf, 0.0]
     documents = Documents(torch.tensor([0, 3, 5], dtype=torch.int32), 3)
     assert narrow(documents, 2, 5, 0, cpu) == documents._replace(window=2)
