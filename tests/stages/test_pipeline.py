@@ -61,10 +61,11 @@ def test_second_call_skips_everything_without_torch(whole, monkeypatch):
         "heavy = {'torch', 'transformers', 'trl', 'datasets', 'wandb', 'matplotlib'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    started, command = time.monotonic(), [sys.executable, "-c", script, "pipeline", *whole.words()]
+    before_it, command = os.times(), [sys.executable, "-c", script, "pipeline", *whole.words()]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 5
+    spent = os.times()
+    assert sum(spent[2:4]) - sum(before_it[2:4]) < 5, "seconds of the processor, whatever else runs"
     skipped = [line for line in done.stdout.splitlines() if line.endswith("complete, skipped")]
     assert skipped == [f"{stage}: complete, skipped" for stage in GOLD_STAGES]
     assert "win rate of PPO over SFT by the gold judge" in done.stdout and "report.html" in done.stdout
