@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Reject, Source, open_bytes, resolve_sources
+from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Source, open_bytes, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
@@ -79,7 +79,7 @@ def _text_documents(path: Path, encoding: str) -> Iterator[str]:
 
 def _row_documents(source: Source) -> Iterator[str]:
     for row in read_rows(source):
-        if isinstance(row, Reject):
+        if row.problem:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -30,13 +30,10 @@ from rlhf.data.inputs import (
     MAX_RECORD_BYTES,
     ROW_SUFFIXES,
     FileInfo,
-    Reject,
     Row,
     Source,
     has_suffix,
     open_bytes,
-    reject_row,
-    row_bytes,
 )
 from rlhf.data.reading import read
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
@@ -78,7 +75,7 @@ class Importer:
         self.files: list[dict[str, Any]] = []  # per file: its format, why, and its counts
         self.reject_count = 0
         # by file and message: the first reject, and their number
-        self.first_rejects: dict[tuple[str, str], tuple[Reject, int]] = {}
+        self.first_rejects: dict[tuple[str, str], tuple[Row, int]] = {}
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects = create(folder / "rejects.jsonl")
 
@@ -121,9 +118,9 @@ class Importer:
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
-        for row, records, reject, own_id in read(source, chosen, info, "format"):
-            if source.path is None and isinstance(row, Row):
-                digest.update(row_bytes(row))
+        for row, records, own_id in read(source, chosen, info, "format"):
+            if source.path is None:
+                digest.update(row.original())
             result = REJECTED
             if info.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
                 result, records = FILTERED, []
@@ -133,14 +130,14 @@ class Importer:
             try:
                 checked = [self._check(record, info.format) for record in records]
             except BadRow as error:
-                checked, reject = [], reject_row(source.name, cast(Row, row), error.field, error.message)
+                checked, row = [], row.refused(error.field, error.message)
             for record, stored in checked:
                 if info.joins and isinstance(record, Ranking) and _item_of(record) is not None:
-                    pending.append(_Judgement(len(results), cast(Row, row), record, own_id))
+                    pending.append(_Judgement(len(results), row, record, own_id))
                 else:
                     result = min(result, self._take(record, stored, own_id, info))
-            if reject is not None:
-                self._reject(reject)
+            if row.problem:
+                self._reject(row)
             results.append(result)
             if len(results) % 100 == 0:
                 self.progress(done + info.position())
@@ -184,12 +181,12 @@ class Importer:
             self.agreement.add(record)
         return KEPT
 
-    def _reject(self, reject: Reject) -> None:
-        self._rejects.write(reject_line(reject))
+    def _reject(self, row: Row) -> None:
+        self._rejects.write(reject_line(row))
         self.reject_count += 1
-        key = reject.file, reject.message
+        key = row.file, row.problem
         if key in self.first_rejects or len(self.first_rejects) < SHOWN_REJECTS:
-            first, count = self.first_rejects.get(key, (reject, 0))
+            first, count = self.first_rejects.get(key, (row, 0))
             self.first_rejects[key] = first, count + 1
 
     def _join(self, pending: list[_Judgement], results: bytearray, info: FileInfo) -> None:
@@ -208,7 +205,7 @@ class Importer:
                 message = error.message.removeprefix(f"{error.field}: ")
                 said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
                 for row in {one.at: one.row for one in members}.values():
-                    self._reject(reject_row(info.name, row, error.field, said))
+                    self._reject(row.refused(error.field, said))
 
     def _divide(self, kind: str) -> dict[str, int]:
         """Move the records of a kind to one file per split; returns the number of each."""
@@ -356,18 +353,18 @@ def versions() -> dict[str, str]:
     return ours | {name: importlib.metadata.version(name) for name in ("pydantic", "pyarrow", "datasets")}
 
 
-def reject_line(reject: Reject) -> str:
+def reject_line(row: Row) -> str:
     """A line of rejects.jsonl: the place, what is wrong, and the row, cut to KEPT_BYTES."""
-    entry: dict[str, Any] = {name: getattr(reject, name) for name in ("file", "line", "number", "field", "message")}
-    if reject.raw is not None:
-        kept = reject.raw[:KEPT_BYTES]
-        cut = len(kept) < len(reject.raw)
-        try:
-            entry["original"] = kept.decode("utf-8", "ignore" if cut else "strict")
-        except UnicodeDecodeError:
-            entry["base64"] = base64.b64encode(kept).decode("ascii")
-        if cut:
-            entry["bytes"] = len(reject.raw)
+    entry: dict[str, Any] = {name: getattr(row, name) for name in ("file", "line", "number", "field")}
+    entry["message"], raw = row.problem, row.original()
+    kept = raw[:KEPT_BYTES]
+    cut = len(kept) < len(raw)
+    try:
+        entry["original"] = kept.decode("utf-8", "ignore" if cut else "strict")
+    except UnicodeDecodeError:
+        entry["base64"] = base64.b64encode(kept).decode("ascii")
+    if cut:
+        entry["bytes"] = len(raw)
     text = json.dumps(entry, ensure_ascii=False)
     # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes
     return text.encode("utf-8", "backslashreplace").decode() + "\n"

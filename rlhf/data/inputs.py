@@ -83,38 +83,27 @@ def is_import(folder: Path) -> bool:
 
 
 class Row(NamedTuple):
-    """One object: the line where it begins, and its ordinal from 1 (in arrays, and in tables without lines, both are the ordinal)."""
-
-    line: int
-    value: dict[str, Any]
-    number: int
-    raw: bytes | None = None  # as in the file; None: `value` as JSON
-
-
-@dataclass(frozen=True, slots=True)
-class Reject:
-    """A row that is not a record: its place, the wrong field, a message `got …, want …`, and its bytes."""
+    """A row of a file: an object, or a reject if it has a problem."""
 
     file: str
-    line: int
-    field: str
-    message: str
-    number: int = 0
-    raw: bytes | None = None
+    line: int  # where it begins; in arrays, and in tables without lines, the ordinal
+    number: int  # its ordinal from 1
+    value: dict[str, Any]
+    raw: bytes | None = None  # as in the file; None: `value` as JSON
+    problem: str = ""  # why it is a reject: `got …, want …`
+    field: str = ""  # the wrong one
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.message}"
+        return f"{self.file}:{self.line}: {self.problem}"
 
+    def refused(self, field: str, problem: str) -> "Row":
+        return self._replace(field=field, problem=problem)
 
-def reject_row(name: str, row: Row, field: str, message: str) -> Reject:
-    return Reject(name, row.line, field, message, row.number, row_bytes(row))
-
-
-def row_bytes(row: Row) -> bytes:
-    """A row's bytes in its file, or its JSON if it comes from no line."""
-    if row.raw is not None:
-        return row.raw
-    return json.dumps(row.value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
+    def original(self) -> bytes:
+        """The bytes in its file, or its JSON if it comes from no line."""
+        if self.raw is not None:
+            return self.raw
+        return json.dumps(self.value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
 
 
 @dataclass(slots=True)
@@ -271,7 +260,7 @@ def _problem_of(value: Any, text: str) -> str:
     return "got a lone surrogate (half of a character), want text that UTF-8 can hold"
 
 
-def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
+def read_lines(file: IO[bytes], name: str) -> Iterator[Row]:
     """The objects of a file with one per line; blank lines are skipped. The reject of a line that is too long has its beginning."""
     number = 0
     while line := file.readline(MAX_RECORD_BYTES):
@@ -280,13 +269,13 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
             while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
             problem = f"got a longer line, want one of at most {MAX_RECORD_BYTES >> 20} MB"
-            yield Reject(name, number, "", problem, number, line[: 1 << 20])
+            yield Row(name, number, number, {}, line[: 1 << 20], problem)
             continue
         line = line.rstrip(b"\r\n")
         text = line.decode("utf-8", "surrogateescape").strip(" \t")
         if not text:
             continue
-        value: Any = None
+        value: Any = {}
         try:
             value = _DECODER.decode(text)
             problem = _problem_of(value, text)
@@ -296,10 +285,10 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
             problem = _problem_of({"": text}, text) or f"not JSON ({error}): want one object per line"
         except ValueError as error:
             problem = str(error)
-        yield Reject(name, number, "", one_line(problem), number, line) if problem else Row(number, value, number, line)
+        yield Row(name, number, number, value, line, one_line(problem))
 
 
-def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
+def read_values(file: IO[bytes], name: str) -> Iterator[Row]:
     """The items of a JSON array, or a single object. Raises: UserError if the file is damaged, or larger than MAX_ARRAY_BYTES."""
     content = file.read(MAX_ARRAY_BYTES + 1)
     if len(content) > MAX_ARRAY_BYTES:
@@ -314,6 +303,4 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row | Reject]:
         reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
         raise UserError(f"{name}: damaged JSON ({reason}): correct it or download it again") from error
     for number, value in enumerate(items if isinstance(items, list) else [items], start=1):
-        row = Row(number, value, number)
-        problem = _problem_of(value, json.dumps(value))
-        yield reject_row(name, row, "", problem) if problem else row
+        yield Row(name, number, number, value, problem=_problem_of(value, json.dumps(value)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.config.compose import nearest
 from rlhf.data.formats.table import MISSING, lookup
-from rlhf.data.inputs import RECORD_SUFFIXES, FileInfo, Reject, Row, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, FileInfo, Row, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
@@ -50,7 +50,7 @@ class Example:
 def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -> list[Example]:
     """Every row of the sources as an example. Raises: UserError for a row without one of the columns, or with an empty one."""
     examples = [
-        _example(source.name, row, columns)
+        _example(row, columns)
         for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting)
         for row in read_rows(source, FileInfo(source.name, encoding))
     ]
@@ -59,10 +59,10 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
     return examples
 
 
-def _example(name: str, row: Row | Reject, columns: Columns) -> Example:
-    if isinstance(row, Reject):
+def _example(row: Row, columns: Columns) -> Example:
+    if row.problem:
         raise UserError(f"{row}: repair or remove this row")
-    where, cells_of_row = f"{name}:{row.line}", row.value
+    where, cells_of_row = f"{row.file}:{row.line}", row.value
 
     def cell(setting: str, path: str) -> Any:
         value = lookup(cells_of_row, path)

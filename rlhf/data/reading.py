@@ -1,6 +1,6 @@
 """Files as records: the rows of a source, its format, and one validated record after another.
 
-A row is an object under its keys or its header's names. A bad line of a line-based file is a Reject, and reading goes on;
+A row is an object under its keys or its header's names. A bad line of a line-based file is a reject, and reading goes on;
 a damaged array or table ends with a UserError that names the place.
 """
 
@@ -19,7 +19,6 @@ from rlhf.data.inputs import (
     RECORD_SUFFIXES,
     ROW_SUFFIXES,
     FileInfo,
-    Reject,
     Row,
     Source,
     has_suffix,
@@ -28,7 +27,6 @@ from rlhf.data.inputs import (
     printable_path,
     read_lines,
     read_values,
-    reject_row,
     resolve_sources,
 )
 from rlhf.data.records import (
@@ -52,7 +50,7 @@ HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
 _SHOWN_PROBLEMS = 5
 
 
-def read_rows(source: Source, info: FileInfo | None = None) -> Iterator[Row | Reject]:
+def read_rows(source: Source, info: FileInfo | None = None) -> Iterator[Row]:
     """The rows of a file or a hub data set. Raises: UserError if the source as a whole cannot be read."""
     info = info or FileInfo(source.name)
     path, name = source.path, source.name
@@ -92,15 +90,14 @@ def _read_hub(name: str) -> Iterator[Row]:
             + hub_remedy(error, f"datasets/{name}", otherwise)
         ) from error
     for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
-        yield Row(number, dict(row), number)
+        yield Row(name, number, number, dict(row))
 
 
 class Converted(NamedTuple):
-    """What became of one row: records, or a reject."""
+    """What became of one row, a reject if it has a problem."""
 
-    row: Row | Reject
+    row: Row
     records: list[Record]
-    reject: Reject | None = None
     own_id: bool = False  # whether the file gives the records' ids
 
 
@@ -111,7 +108,7 @@ def read(source: Source, format: Format | None, info: FileInfo, setting: str = "
     """
     rows = read_rows(source, info)
     head = list(islice(rows, HEAD_ROWS))
-    values = [row.value for row in head if isinstance(row, Row)]
+    values = [row.value for row in head if not row.problem]
     if not values:
         raise UserError(str(head[0]) if head else f"{source.name}: the file is empty: want rows of a known format")
     chosen, info.why = choose_format(source.name, values, format, setting)
@@ -119,16 +116,13 @@ def read(source: Source, format: Format | None, info: FileInfo, setting: str = "
     if chosen.prepare is not None:
         chosen = chosen.prepare(source.name, values)
         info.why = "; ".join(filter(None, [info.why, info.note, chosen.note]))
-    every: Iterable[Row | Reject] = chain(head, rows)
+    every: Iterable[Row] = chain(head, rows)
     stem = printable_path(source.path.name) if source.path else source.name
-    for row in every if chosen.gather is None else chosen.gather(every, source.name):
-        if isinstance(row, Reject):
-            yield Converted(row, [], row)
-        else:
-            yield convert_row(row, chosen, source.name, stem)
+    for row in every if chosen.gather is None else chosen.gather(every):
+        yield Converted(row, []) if row.problem else convert_row(row, chosen, stem)
 
 
-def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
+def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
     """The validated records of one row. A record without an id gets the row's, else `<file>:<number>`; of several with `.<i>`.
 
     An id of the row that is a number means nothing outside its file, so it stays in the metadata.
@@ -149,7 +143,7 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
                 if given and isinstance(metadata := fields.get("metadata"), dict):
                     fields["metadata"] = {key: value for key, value in metadata.items() if key != "id"}
             records.append(KINDS[kind].model_validate(fields))
-        return Converted(row, records, own_id=bool(given) or all(fields.get("id") is not None for fields in values))
+        return Converted(row, records, bool(given) or all(fields.get("id") is not None for fields in values))
     except BadRow as error:
         problem = error.field, error.message
     except ValidationError as error:
@@ -160,7 +154,7 @@ def convert_row(row: Row, chosen: Format, name: str, stem: str) -> Converted:
     except Exception as error:  # an unexpected shape must not stop the other rows
         came = one_line(f"{type(error).__name__}: {error}", 60)
         problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
-    return Converted(row, [], reject_row(name, row, *problem))
+    return Converted(row.refused(*problem), [])
 
 
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[FileInfo]]:
@@ -171,7 +165,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     """
     files: list[FileInfo] = []
     records: list[Record] = []
-    rejects: list[Reject] = []
+    rejects: list[Row] = []
     for source in resolve_sources(sources, RECORD_SUFFIXES, imports=True):
         about = FileInfo(source.name)
         files.append(about)
@@ -184,7 +178,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         else:
             rows = list(read(source, find_format(format, "data.format"), about))
             about.rows = len(rows)
-            rejects += [one.reject for one in rows if one.reject]
+            rejects += [one.row for one in rows if one.row.problem]
             counting = without_replaced(record for one in rows for record in one.records)
             made = [record for record in counting if check_of(record) is None]
             if about.joins:

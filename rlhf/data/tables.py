@@ -15,7 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.inputs import MAX_RECORD_BYTES, FileInfo, Reject, Row, open_bytes
+from rlhf.data.inputs import MAX_RECORD_BYTES, FileInfo, Row, open_bytes
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.system.terminal import one_line
@@ -39,7 +39,7 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
     return names
 
 
-def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row | Reject]:
+def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row]:
     """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
     columns.
 
@@ -60,7 +60,7 @@ def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row | Re
         raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, …") from error
 
 
-def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iterator[Row | Reject]:
+def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iterator[Row]:
     name, first = info.name, text.readline(MAX_RECORD_BYTES)
     delimiter = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
     info.note = f"columns divided by {_DELIMITERS[delimiter]}"
@@ -100,11 +100,8 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iter
         number += 1
         if not problem and len(cells) != len(header):
             problem = f"got {len(cells)} cells, want {len(header)} as in the header: quote cells with the delimiter"
-        raw = whole.encode("utf-8", "surrogateescape")
-        if problem:
-            yield Reject(name, line, "", problem, number, raw)
-        else:
-            yield Row(line, {key: cell or None for key, cell in zip(header, cells, strict=True)}, number, raw)
+        value = {key: cell or None for key, cell in zip(header, cells, strict=False)}
+        yield Row(name, line, number, value, whole.encode("utf-8", "surrogateescape"), problem)
 
 
 def plain(value: Any) -> Any:
@@ -123,7 +120,7 @@ def _constant(name: str) -> None:
         raise ValueError("got an infinite number, want a finite one")
 
 
-def read_columns(path: Path, name: str) -> Iterator[Row | Reject]:
+def read_columns(path: Path, name: str) -> Iterator[Row]:
     """The rows of a Parquet file, a few at a time. Raises: UserError if the file is damaged."""
     import pyarrow
     from pyarrow import parquet
@@ -140,9 +137,9 @@ def read_columns(path: Path, name: str) -> Iterator[Row | Reject]:
                 for row in batch.to_pylist():
                     number += 1
                     try:
-                        yield Row(number, plain(row), number)
+                        yield Row(name, number, number, plain(row))
                     except (ValueError, RecursionError) as error:
-                        yield Reject(name, number, "", one_line(error), number)
+                        yield Row(name, number, number, {}, problem=one_line(error))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
         where = f"{name}: damaged .parquet file after row {number}"
         raise UserError(f"{where} ({one_line(error, 200)}): copy or download it again") from error
@@ -192,7 +189,7 @@ def read_sheet(path: Path, info: FileInfo) -> Iterator[Row]:
             if chosen not in names:
                 raise UserError(f"sheet={chosen}: {name} has no such sheet: it has {', '.join(names) or 'none'}")
             info.note = f'sheet "{chosen}" of {len(names)}'
-            yield from _sheet_rows(book.get_sheet_by_name(chosen), f'{name}, sheet "{chosen}"')
+            yield from _sheet_rows(book.get_sheet_by_name(chosen), name, f'{name}, sheet "{chosen}"')
     except (UserError, GeneratorExit):
         raise
     except BaseException as error:
@@ -205,7 +202,7 @@ def read_sheet(path: Path, info: FileInfo) -> Iterator[Row]:
         ) from error
 
 
-def _sheet_rows(sheet: Any, place: str) -> Iterator[Row]:
+def _sheet_rows(sheet: Any, name: str, place: str) -> Iterator[Row]:
     """The rows with the line that the program shows. Spreadsheets have one kind of number: whole ones become int."""
     header: list[str] = []
     number = 0
@@ -221,4 +218,4 @@ def _sheet_rows(sheet: Any, place: str) -> Iterator[Row]:
             raise UserError(f"{place}:{line}: a cell beyond the last column that has a name: name its column")
         number += 1
         row = zip(header, [*cells, *[None] * len(header)], strict=False)
-        yield Row(line, plain({key: None if cell == "" else cell for key, cell in row}), number)
+        yield Row(name, line, number, plain({key: None if cell == "" else cell for key, cell in row}))

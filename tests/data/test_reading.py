@@ -12,7 +12,7 @@ import zstandard
 from pyarrow import parquet
 
 from rlhf.data import inputs, tables
-from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, FileInfo, Reject, Row, Source, is_import, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, FileInfo, Source, is_import, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.storage import seal
 from rlhf.errors import UserError
@@ -33,7 +33,7 @@ def read(tmp_path):
 
 
 def values(rows):
-    assert all(isinstance(row, Row) for row in rows), rows
+    assert not any(row.problem for row in rows), rows
     return [row.value for row in rows]
 
 
@@ -54,13 +54,13 @@ def values(rows):
 def test_a_bad_line_is_a_reject_and_the_next_is_read(read, line, said):
     first, bad, last = read(b'\xef\xbb\xbf{"n": 1}\r\n\n' + line + b'\n{"n": 2}', "a.jsonl")
     assert (first.value, last.value, last.line) == ({"n": 1}, {"n": 2}, 4)
-    assert isinstance(bad, Reject) and said in bad.message and (bad.line, bad.raw) == (3, line)
+    assert said in bad.problem and (bad.line, bad.raw) == (3, line)
 
 
 def test_a_line_that_is_too_long_is_skipped(read, monkeypatch):
     monkeypatch.setattr(inputs, "MAX_RECORD_BYTES", 50)
     bad, good = read(b'{"a": "' + b"x" * 60 + b'"}\n{"n": 2}\n', "a.jsonl")
-    assert bad.message == "got a longer line, want one of at most 0 MB" and good.value == {"n": 2}
+    assert bad.problem == "got a longer line, want one of at most 0 MB" and good.value == {"n": 2}
     assert good.line == 2
 
 
@@ -69,11 +69,13 @@ def test_an_array_gives_its_objects_and_rejects_what_is_none(read, indent):
     items = [{"a": 1, "b": [0.5, None, {"c": "é"}]}, 3, "x", {"a": -2}]
     rows = read("\ufeff" + json.dumps(items, indent=indent), "a.json")
     assert [row.number for row in rows] == [1, 2, 3, 4] and values([rows[0], rows[3]]) == [items[0], items[3]]
-    assert [row.message for row in rows[1:3]] == ["got 3, want an object {…}", "got 'x', want an object {…}"]
+    assert [row.problem for row in rows[1:3]] == ["got 3, want an object {…}", "got 'x', want an object {…}"]
     assert read("[]", "a.json") == [] and read("", "a.json") == []
     [bad, good] = read(b'[{"a": "\xff"}, {"a": 2}]', "a.json")
     assert (
-        bad.message.startswith("byte 0xff is not UTF-8") and bad.raw == b'{"a": "\\udcff"}' and good.value == {"a": 2}
+        bad.problem.startswith("byte 0xff is not UTF-8")
+        and bad.original() == b'{"a": "\\udcff"}'
+        and good.value == {"a": 2}
     )
 
 
@@ -122,8 +124,8 @@ def test_delimiters(tmp_path, content, name, note):
 )
 def test_a_bad_record_is_a_reject_and_the_next_is_read(read, bad, said):
     rows = read(b'q,a\n"two\nlines",x\n' + bad + b"\n3,y\n\n4,z\n", "a.csv")
-    reject = next(row for row in rows if isinstance(row, Reject))
-    assert said in reject.message and (reject.line, reject.number, reject.raw.rstrip()) == (4, 2, bad)
+    reject = next(row for row in rows if row.problem)
+    assert said in reject.problem and (reject.line, reject.number, reject.raw.rstrip()) == (4, 2, bad)
     assert values([row for row in rows if row is not reject]) == [
         {"q": "two\nlines", "a": "x"}, {"q": "3", "a": "y"}, {"q": "4", "a": "z"},
     ]  # fmt: skip

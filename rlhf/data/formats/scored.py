@@ -22,7 +22,7 @@ from rlhf.data.formats.shapes import (
     require,
     require_text,
 )
-from rlhf.data.inputs import Reject, Row, reject_row
+from rlhf.data.inputs import Row
 from rlhf.data.records import join_judgements
 from rlhf.system.schemas import shown
 
@@ -234,18 +234,18 @@ def from_oasst(row: Values) -> Made:
 from_oasst_messages = from_oasst  # of the trees that `gather_oasst_messages` makes
 
 
-def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[Row | Reject]:
-    """The trees of a file's messages, which come in any order, and a Reject for each message whose tree is not whole."""
+def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
+    """The trees of a file's messages, which come in any order, and a reject for each message whose tree is not whole."""
     held: dict[str, Row] = {}
     below: dict[str | None, list[str]] = {}  # a message's replies; of None: first messages
     for row in rows:
-        if isinstance(row, Reject):
+        if row.problem:
             yield row
             continue
         key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
         if not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
             problem = f"message_id: got {shown(key)} in reply to {shown(parent)}, want texts, and each message once"
-            yield reject_row(name, row, "message_id", problem)
+            yield row.refused("message_id", problem)
             continue
         held[key] = row
         below.setdefault(parent, []).append(key)
@@ -263,8 +263,8 @@ def gather_oasst_messages(rows: Iterable[Row | Reject], name: str) -> Iterator[R
             for one in _OF_TREE:
                 node.pop(one, None)
             node["replies"] = [nodes[reply] for reply in below.get(key, [])]
-        yield Row(place.line, {**about, "prompt": nodes[root]}, place.number)
+        yield Row(place.file, place.line, place.number, {**about, "prompt": nodes[root]})
     for row in held.values():
         parent = shown(row.value.get("parent_id"))
         problem = f"parent_id: got {parent}, whose tree has no first message: add it, or remove this one"
-        yield reject_row(name, row, "parent_id", problem)
+        yield row.refused("parent_id", problem)

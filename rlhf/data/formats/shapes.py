@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.data.inputs import Reject, Row, is_deep
+from rlhf.data.inputs import Row, is_deep
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
@@ -43,8 +43,8 @@ class Format:
     # function checks only what would be read wrongly. Without an `id` the row's own is used, see `reading.convert_row`.
     convert: Callable[[Values], Iterable[dict[str, Any]]]
     joins: bool = False  # judgements with the same `metadata.item` become one ranking per labeler
-    # Rows of a whole file that belong together, as the rows that are converted; with the file's name, for messages.
-    gather: Callable[[Iterable[Row | Reject], str], Iterator[Row | Reject]] | None = None
+    # Rows of a whole file that belong together, as the rows that are converted.
+    gather: Callable[[Iterable[Row]], Iterator[Row]] | None = None
     # The format for one file, after a look at its name and first rows, if the columns' values matter.
     prepare: Callable[[str, Sequence[Values]], "Format"] | None = None
     note: str = ""  # how the file is read, after `prepare`

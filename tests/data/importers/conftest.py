@@ -30,9 +30,9 @@ def rejects(write_jsonl) -> Callable[..., list[tuple[str, str]]]:
         path = write_jsonl([good, bad])
         info = FileInfo(str(path))
         made = list(read(Source(str(path), path), None, info))
-        found = [one.reject for one in made if one.reject]
+        found = [one.row for one in made if one.row.problem]
         assert info.format == format and {reject.line for reject in found} == {2}
         assert any(one.records for one in made)
-        return [(reject.field, reject.message) for reject in found]
+        return [(reject.field, reject.problem) for reject in found]
 
     return run

@@ -20,16 +20,16 @@ def prepared(rows, words=None, **columns):
 def convert(rows, words=None, **columns):
     """The records of rows that are all good."""
     chosen = prepared(rows, words, **columns)
-    made = [convert_row(Row(i, row, i), chosen, "t.csv", "t.csv") for i, row in enumerate(rows, 1)]
-    assert not any(one.reject for one in made), made
+    made = [convert_row(Row("t.csv", i, i, row), chosen, "t.csv") for i, row in enumerate(rows, 1)]
+    assert not any(one.row.problem for one in made), made
     return [record for one in made for record in one.records]
 
 
 def problem(row, among=(), words=None, **columns):
     """What is said of one row that is bad."""
     chosen = prepared([row, *among], words, **columns)
-    made = convert_row(Row(1, row, 1), chosen, "t.csv", "t.csv")
-    return made.reject.message
+    made = convert_row(Row("t.csv", 1, 1, row), chosen, "t.csv")
+    return made.row.problem
 
 
 def judged(*words, k=2, **more):
