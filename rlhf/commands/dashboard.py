@@ -46,24 +46,10 @@ def make_workspace(project: str, entity: str) -> Any:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
-    def of_table(title: str, table: str, **axes: str) -> Any:
-        """A chart of a table that stages log, by W&B's preset for lines; axes: its columns."""
-        layout, query = wr.Layout(w=8, h=PANEL_HEIGHT), {"summaryTable": {"tableKey": table}}
-        how: Any = {"chart_name": "wandb/lineseries/v0", "chart_fields": axes, "chart_strings": {"title": title}}
-        return wr.CustomChart(query=query, layout=layout, **how)
-
-    tables = {
-        "ppo": [wr.WeavePanelSummaryTable(table_name="samples", layout=wr.Layout(w=COLUMNS, h=TABLE_HEIGHT))],
-        "reward": [
-            of_table(
-                "Calibration: wins against score gap", "calibration", step="gap", lineKey="curve", lineVal="share"
-            ),
-            of_table("Scores of SFT and PPO", "score_histogram", step="score", lineKey="model", lineVal="share"),
-        ],
-    }
+    samples = wr.WeavePanelSummaryTable(table_name="samples", layout=wr.Layout(w=COLUMNS, h=TABLE_HEIGHT))
     panels = {
         name: [line_plot(chart, X_AXES.get(stage, STEP_AXIS)) for chart in CHARTS[stage] if chart not in COST]
-        + tables.get(stage, [])
+        + ([samples] if stage == "ppo" else [])
         for stage, name in SECTIONS.items()
     }
     panels["Cost"] = [line_plot(chart, STEP_AXIS) for chart in COST]

@@ -393,9 +393,5 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
 }  # fmt: skip
 CHARTS["judge"] = CHARTS["reward"]
 
-# Tables that stages log, and their columns.
-TABLES = {
-    "samples": ("step", "id", "prompt", "response", "score", "kl", "length"),
-    "calibration": ("gap", "curve", "share", "n"),
-    "score_histogram": ("score", "model", "share"),
-}
+# Columns of the table of samples in W&B; parts of scores follow.
+SAMPLE_COLUMNS = ("step", "id", "prompt", "response", "score", "kl", "length")

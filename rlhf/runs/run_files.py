@@ -10,19 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import PARENTS, PIPELINE, STAGES
 from rlhf.runs.folders import Kind, read_record, stage_folder, under_way
-from rlhf.runs.metric_table import TABLES, find
+from rlhf.runs.metric_table import find
 from rlhf.runs.progress import format_seconds
 from rlhf.system.files import read_json
 from rlhf.system.terminal import printable, say
-
-if TYPE_CHECKING:
-    from rlhf.runs.trackers import Tracker
 
 TEXT_LIMIT = 1500
 
@@ -305,24 +302,11 @@ PLACES: dict[str, tuple[str, ...]] = {
 BINS = 24
 
 
-def log_results(
-    tracker: "Tracker", results: Mapping[str, Any], scores: Mapping[str, Sequence[Sequence[float]]]
-) -> None:
-    """Logs the figures under eval/, the calibration curve and the histograms of `scores`, {model: a list per prompt}."""
+def figures_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of results.json as metrics under eval/."""
     figures = {name: with_interval(entry_at(results, *place))[0] for name, place in PLACES.items()}
     figures |= {f"test/gold/{name}": number_at(value) for name, value in entries(results, "gold", "parts", "ppo")}
-    metrics = {f"eval/{name}": value for name, value in figures.items() if value is not None}
-    tracker.log(metrics, step=0)
-    curves = [
-        (row["gap"], curve, row[curve], row["n"])
-        for row in rows_of(results, "reward_model", "calibration")
-        for curve in ("predicted", "observed")
-    ]
-    tracker.table("calibration", TABLES["calibration"], curves)
-    flat = {model: [score for row in rows for score in row] for model, rows in scores.items()}
-    bins = [(middle, model, share) for model, rows in histogram(flat).items() for middle, share in rows]
-    tracker.table("score_histogram", TABLES["score_histogram"], bins)
-    tracker.summary(metrics)
+    return {f"eval/{name}": value for name, value in figures.items() if value is not None}
 
 
 def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[float, float]]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TextIO, get_args
 
 from rlhf.errors import UserError
-from rlhf.runs.metric_table import TABLES, X_AXES, check_names
+from rlhf.runs.metric_table import SAMPLE_COLUMNS, X_AXES, check_names
 from rlhf.runs.run_files import encode_line, truncate_jsonl
 
 logger = logging.getLogger(__name__)
@@ -115,18 +115,6 @@ class Tracker:
         if self._with_samples:
             self._write("samples.jsonl", full)
         self._show("samples", full, step)
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Shows a small table in W&B; on disk it belongs to the stage's own results."""
-        self._show("table", name, columns, rows)
-
-    def summary(self, values: Mapping[str, float]) -> None:
-        """Shows the stage's final numbers in W&B; on disk they belong to stage.json, which the stage writes.
-
-        Raises: ValueError if the table of metrics lacks a name.
-        """
-        check_names(values)
-        self._show("summary", {name: float(value) for name, value in values.items()})
 
     def finish(self, failed: bool = False) -> None:
         """Closes everything; a second call does nothing."""
@@ -245,7 +233,6 @@ class WandbRun:
     ) -> None:
         self._table: Any = None
         self._columns: list[str] = []
-        self._step = 0  # of the last line: a table is logged at the same step
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
         for place in ("DATA", "CACHE", "CONFIG"):  # the user's home may be read-only
@@ -266,7 +253,6 @@ class WandbRun:
         self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        self._step = step
         if step >= self._first_step:
             self._run.log(dict(row), step=step)
 
@@ -277,20 +263,11 @@ class WandbRun:
             return
         flat = [flatten_sample(row) for row in rows]
         if self._table is None:
-            self._columns = list(dict.fromkeys([*TABLES["samples"], *(name for row in flat for name in row)]))
+            self._columns = list(dict.fromkeys([*SAMPLE_COLUMNS, *(name for row in flat for name in row)]))
             self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
         for row in flat:
             self._table.add_data(*(row.get(name) for name in self._columns))
         self._run.log({"samples": self._table, "progress/step": step}, step=step)
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        import wandb
-
-        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-        self._run.log({name: table, "progress/step": self._step}, step=self._step)
-
-    def summary(self, values: Mapping[str, float]) -> None:
-        self._run.summary.update(dict(values))
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

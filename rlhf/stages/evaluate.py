@@ -36,7 +36,7 @@ from rlhf.runs.folders import (
     scores_by_own,
     stage_folder,
 )
-from rlhf.runs.run_files import log_results
+from rlhf.runs.run_files import figures_of
 from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
@@ -139,7 +139,7 @@ def run_stage(config: Config) -> None:
             results["judge"] = compare_policies(config, compared, asked, device)
         results |= policies.costs(config)
         with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
-            log_results(tracker, results, scores)
+            tracker.log(figures_of(results), step=0)
         results["seconds"]["evaluate"] = round(stage.elapsed(), 1)
         if stage.writes:
             write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)

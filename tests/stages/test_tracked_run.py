@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.runs.metric_table import TABLES, find
+from rlhf.runs.metric_table import find
 from rlhf.runs.run_files import read_jsonl
 from tests.stages.conftest import Run
-from tests.tracking.wandb_file import history_row, read_history, read_records, run_files
+from tests.tracking.wandb_file import read_history, read_records, run_files
 
 from ..tracking.test_wandb import NOT_SHOWN, panel_metrics
 
@@ -91,18 +91,6 @@ def test_the_tables_are_there(tracked: Run) -> None:
     named = ("step", "id", "prompt", "response")
     assert [[row[name] for name in named] for row in rows] == [[row[name] for name in named] for row in samples]
     assert [r["gold/total"] for r in rows] == pytest.approx([r["gold"]["total"] for r in samples])
-    path = wandb_file(tracked.folder / "evaluate")
-    shown = {}
-    for record in read_records(path):
-        if record.WhichOneof("record_type") == "history":
-            row = history_row(record)
-            for name in ("calibration", "score_histogram"):
-                if f"{name}.path" in row:
-                    shown[name] = json.loads((path.parent / "files" / row[f"{name}.path"]).read_text())
-    for name in ("calibration", "score_histogram"):
-        assert tuple(shown[name]["columns"]) == TABLES[name] and shown[name]["data"], name
-    results = tracked.results()
-    assert len(shown["calibration"]["data"]) == 2 * len(results["reward_model"]["calibration"])
 
 
 def test_panels_show_what_stages_log(gold_run: Run, tracked: Run) -> None:

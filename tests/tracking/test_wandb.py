@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf.commands.dashboard import SECTIONS, STEP_AXIS, make_workspace
-from rlhf.runs.metric_table import CHARTS, COST, METRICS, TABLES, X_AXES, metric_pattern
+from rlhf.runs.metric_table import CHARTS, COST, METRICS, X_AXES, metric_pattern
 from rlhf.runs.trackers import choose_mode, make_tracker
 from tests.tracking.wandb_file import read_history, read_records, run_files
 
@@ -58,8 +58,6 @@ def test_the_offline_file_holds_metrics_axes_tables_and_config(tmp_path: Path) -
     with tracker(tmp_path) as writer:
         writer.log({"objective/kl": 4.0}, step=1, episodes=64)
         writer.samples(1, sample(1))
-        writer.table("calibration", ["gap", "observed"], [[0.5, 0.6], [1.0, 0.7]])
-        writer.summary({"objective/kl": 4.0})
     (path,) = files(tmp_path)
     records = list(read_records(path))
     kinds = [record.WhichOneof("record_type") for record in records]
@@ -78,8 +76,6 @@ def test_the_offline_file_holds_metrics_axes_tables_and_config(tmp_path: Path) -
     parts = ["parts/reward_model", "gold/total"]
     assert table["columns"] == ["step", "id", "prompt", "response", "score", "kl", "length", *parts]
     assert table["data"][1] == [1, "p-1", "<b>Who?</b>", "answer 1", 0.5, 1.0, None, 0.75, 0.25]
-    levels = json.loads((path.parent / "files" / row["calibration.path"]).read_text())
-    assert levels["data"] == [[0.5, 0.6], [1.0, 0.7]]
     assert not list(tmp_path.glob("wandb/*/files/requirements.txt"))
 
 
@@ -168,7 +164,7 @@ def test_wandbs_own_objects_take_every_chart_and_table() -> None:
     assert plots["KL to the SFT model"].metric_regex == "^(objective/kl|objective/kl_k3|eval/[^/]+/kl)$"
     assert plots["KL coefficient"].y == ["objective/kl_coef"] and plots["KL coefficient"].x == "progress/episodes"
     assert plots["Reward against the root of KL"].x == "objective/sqrt_kl"
-    drawn = sum(chart not in COST for stage in SECTIONS for chart in CHARTS[stage]) + len(COST) + len(TABLES)
+    drawn = sum(chart not in COST for stage in SECTIONS for chart in CHARTS[stage]) + len(COST) + 1
     assert sum(len(section.panels) for section in workspace.sections) == drawn
     for section in workspace.sections:  # no panel covers another one
         places = [panel.layout for panel in section.panels]
