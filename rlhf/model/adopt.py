@@ -19,7 +19,6 @@ from rlhf.model.checkpoint import (
     WEIGHTS,
     Checkpoint,
     check_finite,
-    download,
     load_whole,
     read_checkpoint,
     weight_files,
@@ -27,7 +26,7 @@ from rlhf.model.checkpoint import (
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
-from rlhf.system.files import sha256_file
+from rlhf.system.files import download, sha256_file
 from rlhf.system.terminal import say
 
 Native = Literal["auto"] | bool
@@ -147,7 +146,7 @@ def load_weights(checkpoint: Checkpoint) -> Any:
     """
     for pattern in WEIGHTS if checkpoint.revision is not None else ():
         if not weight_files(checkpoint.folder):
-            download(checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
+            download("model.pretrained=", checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
     formats: dict[str, Any] = checkpoint.gguf or {"use_safetensors": safe}
     with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):

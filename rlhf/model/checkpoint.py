@@ -13,10 +13,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rlhf.errors import UserError, hub_remedy, reading
+from rlhf.errors import UserError, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
-from rlhf.system.files import check_regular, read_json
+from rlhf.system.files import check_regular, download, read_json
 from rlhf.system.schemas import INTEGERS, Finite, Schema, Size, check_value, read_checked
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -133,7 +133,7 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
         raise UserError(f"model.pretrained={source}: no such file or folder: give a hub id, a folder or a .gguf file")
     else:
         name, _, named_revision = source.partition("@")
-        folder = download(name, named_revision or None, DESCRIPTION)
+        folder = download("model.pretrained=", name, named_revision or None, DESCRIPTION)
         revision = folder.name  # the commit
     if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file():
         return _read_adapters(source, folder, revision)
@@ -161,7 +161,7 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
     """The model that adapters belong to, with them."""
     base = read_json(folder / ADAPTERS).get("base_model_name_or_path")
     if revision is not None:
-        download(source.partition("@")[0], revision, (ADAPTED,))
+        download("model.pretrained=", source.partition("@")[0], revision, (ADAPTED,))
     if not isinstance(base, str) or not (folder / ADAPTED).is_file():
         raise UserError(
             f"model.pretrained={source}: adapters without {ADAPTED} or their model's name: save them with PEFT"
@@ -171,18 +171,6 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
     except UserError as error:
         raise UserError(f"{folder / ADAPTERS}: base_model_name_or_path: {error}") from None
     return replace(checkpoint, adapters=folder)
-
-
-def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """The local copy of a hub repository's files."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except Exception as error:  # the library raises many kinds for missing, private or unreachable repositories
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        remedy = hub_remedy(error, name, "check the name and the connection, or give a local folder")
-        raise UserError(f"model.pretrained={name}: not readable from the hub ({reason}): {remedy}") from error
 
 
 def _read_config(source: str, folder: Path, gguf: str | None) -> Any:

@@ -17,10 +17,10 @@ from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompt
 from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
 from rlhf.data.storage import MANIFEST, check_whole, verify
-from rlhf.errors import UserError, hub_remedy
+from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, stage_folder
-from rlhf.system.files import read_json, sha256_file
+from rlhf.system.files import download, read_json, sha256_file
 from rlhf.system.plugins import is_address, is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
@@ -182,16 +182,8 @@ def hub_folder(name: str, setting: str) -> Path | None:
     """
     if not REPOSITORY.fullmatch(name) or Path(name.partition("/")[0]).exists():
         return None
-    from huggingface_hub import snapshot_download
-
     repository, _, revision = name.partition("@")
-    try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(CLASSIFIER_FILES)))
-    except Exception as error:  # the library raises many kinds of errors
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        remedy = hub_remedy(error, repository, "check the name and the connection, or give a folder")
-        unread = f"no such run or folder here, and not readable from the hub ({reason})"
-        raise UserError(f"{setting}: {name}: {unread}: {remedy}") from error
+    return download(f"{setting}: ", repository, revision or None, CLASSIFIER_FILES)
 
 
 def check_base(name: str, setting: str) -> None:

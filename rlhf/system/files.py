@@ -1,4 +1,4 @@
-"""Hashing files, and writing them completely or not at all, also on a full disk."""
+"""Hashing files, writing them completely or not at all, also on a full disk, and reading them from the hub."""
 
 import contextlib
 import errno
@@ -9,11 +9,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, hub_remedy
 from rlhf.system.terminal import say
 
 # Errors of a disk that is full or not writable.
@@ -248,3 +248,15 @@ def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserErr
     remedies |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), refused)
     remedy = remedies.get(error.errno or 0, f"check the disk and {setting}=…, then run the same command again")
     return UserError(f"{path}: cannot write: {error.strerror or error}: {remedy}")
+
+
+def download(setting: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The local copy of a hub repository's files. setting: what the message begins with. Raises: UserError if it cannot be read."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # the library raises many kinds for missing, private or unreachable repositories
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        remedy = hub_remedy(error, name, "check the name and the connection, or give a local folder")
+        raise UserError(f"{setting}{name}: not readable from the hub ({reason}): {remedy}") from error
