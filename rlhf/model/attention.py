@@ -5,7 +5,7 @@ parameters: rotary, which rotates queries and keys, and sinusoids, which are add
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,8 +87,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     if q.device.type == "cpu" and q.shape[2] < SHORT and q.requires_grad and (kind := computed_in(q)).itemsize < 4:
         with torch.autocast("cpu", enabled=False):
             return attend(q.float(), k.float(), v.float(), mask, dropout).to(kind)
-    causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
+    causal, groups = mask is None and q.shape[2] > 1, q.shape[1] // k.shape[1]
+    if groups > 1 and mask is not None and q.is_cuda:  # there the kernels that take masks take no groups
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class QKNorm(nn.Module):
@@ -139,42 +141,14 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: Cache | None, kept: Tensor | None = None
+        self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: Cache | None, kept: Tensor | None = None
     ) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))  # (B, H or KV, T, D/H)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.dropout if self.training else 0.0
-        y = mask.attend(q, k, v) if isinstance(mask, Documents) else attend(q, k, v, mask, dropout)
+        y = attend(q, k, v, mask, dropout)
         return self.out(select(y.transpose(1, 2).flatten(2), kept))  # (B, T, D) or (N, D)
-
-
-class Documents(NamedTuple):
-    """Where the documents of packed rows begin, for a variable-length kernel; a mask would have B T^2 entries."""
-
-    starts: Tensor  # (documents + 1,) int32: row * T + position of each one's first token; and B T
-    longest: int  # tokens of the longest one
-    window: int | None = None  # tokens that each token attends to, itself included; None: all before it
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention within each document, of q (B, H, T, D/H) and k, v (B, KV, T, D/H), in the precision of v."""
-        from torch.nn.attention.varlen import varlen_attn
-
-        if (copies := q.shape[1] // k.shape[1]) > 1:  # torch 2.11's kernel takes no groups
-            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        flat: Any = [x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v)]  # (B T, heads, D/H)
-        where: Any = (self.starts, self.starts, self.longest, self.longest)
-        y: Any = varlen_attn(*flat, *where, window_size=(-1 if self.window is None else self.window - 1, 0))
-        return y.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-
-
-Mask = Tensor | Documents
-
-
-def has_varlen(x: Tensor) -> bool:
-    """Whether torch has a variable-length attention kernel for x: in half precision, on recent GPUs."""
-    half = torch.is_autocast_enabled("cuda") or x.dtype.itemsize < 4
-    return x.is_cuda and half and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def make_positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past: int) -> Tensor:
@@ -190,17 +164,9 @@ def make_positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tenso
 
 
 def make_attention_mask(
-    x: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: Cache | None,
-    past: int,
-    varlen: bool = False,
-) -> Tensor | Documents | None:
-    """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain causal kernel is enough.
-
-    varlen: whether the heads fit a variable-length kernel; for packed rows without padding it needs only the documents.
-    """
+    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None, past: int
+) -> Tensor | None:
+    """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain causal kernel is enough."""
     if attention_mask is not None and attention_mask.dim() == 4:
         return (
             attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
@@ -213,8 +179,6 @@ def make_attention_mask(
     segments = _segments(position_ids) if fresh and length > 1 else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
-    if segments is not None and attention_mask is None and varlen and has_varlen(x):
-        return make_documents(segments.expand(x.shape[:2]))
     query = torch.arange(length, device=x.device)[:, None] + past  # (T, 1)
     key = torch.arange(keys, device=x.device)
     mask = (key <= query)[None]  # (1, T, keys)
@@ -226,21 +190,22 @@ def make_attention_mask(
     return mask[:, None]
 
 
-def as_bias(mask: Mask | None, x: Tensor) -> Mask | None:
-    """On a CPU in float32 a bool mask as what is added to the scores: torch would make that in each layer and keep it for backward."""
-    if not isinstance(mask, Tensor) or x.device.type != "cpu" or computed_in(x) != torch.float32:
+def as_bias(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A bool mask as what is added to the scores, which torch would make in each layer and keep for backward; on a CPU in half
+    precision, where short attention is computed in float32, the mask itself.
+    """
+    kind = computed_in(x)
+    if mask is None or (kind.itemsize < 4 and x.device.type == "cpu"):
         return mask
-    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    return torch.zeros_like(mask, dtype=kind).masked_fill_(~mask, -torch.inf)
 
 
-def narrow(mask: Mask | None, window: int, queries: int, past: int, device: torch.device) -> Mask | None:
+def narrow(mask: Tensor | None, window: int, queries: int, past: int, device: torch.device) -> Tensor | None:
     """The mask of a layer in which `queries` tokens after `past` cached ones attend to the last `window` keys.
 
     mask: of a layer that attends to all. Distances are between columns; they equal those between positions if padding is on
     one side and the examples of packed rows are complete.
     """
-    if isinstance(mask, Documents):
-        return mask._replace(window=window)
     keys = past + queries if mask is None else mask.shape[-1]
     if keys <= window:
         return mask
@@ -248,14 +213,6 @@ def narrow(mask: Mask | None, window: int, queries: int, past: int, device: torc
     key = torch.arange(keys, device=device)
     near = key > query - window
     return (near & (key <= query))[None, None] if mask is None else mask & near
-
-
-def make_documents(segments: Tensor) -> Documents:
-    """The documents of rows (B, T) of numbers that change where one begins."""
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    starts = F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=segments.numel())
-    return Documents(starts.to(torch.int32), int(starts.diff().max()))
 
 
 def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:

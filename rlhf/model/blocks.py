@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf.model.attention import Attention, Mask, Rope, select
+from rlhf.model.attention import Attention, Rope, select
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Float32Linear, Linear, ResidualLinear
 
@@ -145,7 +145,7 @@ class Block(GradientCheckpointingLayer):
         self,
         x: Tensor,
         rope: Rope | None = None,
-        mask: Mask | None = None,
+        mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         kept: Tensor | None = None,
     ) -> Tensor:

@@ -148,9 +148,7 @@ class GPTModel(GPTPreTrainedModel):
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        drops = self.training and self.config.dropout > 0
-        varlen = self.config.head_dim % 8 == 0 and not drops  # that kernel has no dropout
-        mask = make_attention_mask(x, attention_mask, position_ids, past_key_values, past, varlen)
+        mask = make_attention_mask(x, attention_mask, position_ids, past_key_values, past)
         window = self.config.window
         banded = None if window is None else as_bias(narrow(mask, window, x.shape[1], past, x.device), x)
         mask = as_bias(mask, x)

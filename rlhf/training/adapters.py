@@ -23,7 +23,7 @@ from rlhf.errors import UserError
 from rlhf.model.linear import adapted_layers, merged
 from rlhf.runs.stage import Stage
 from rlhf.training.engine import zero_stage
-from rlhf.training.state import gathered_state, save_model_checked
+from rlhf.training.state import gathered_state, save_model
 
 TRAINED = "default"  # the name of the trained adapters
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files
@@ -119,7 +119,7 @@ def heads_of(model: Any) -> dict[str, nn.Parameter]:
 def save_output(
     model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a folder of the stage, with merged adapters and the tokenizer, and read it back; also the adapters as PEFT saves them.
+    """Write a folder of the stage, with merged adapters and the tokenizer; also the adapters as PEFT saves them.
 
     average: weights that are written in place of the model's own. All ranks must call it.
     """
@@ -129,7 +129,7 @@ def save_output(
     state |= average or {}
     if any(adapted_layers(model)):
         save_adapters(model, state, stage.folder / ("adapters" if name == "model" else f"{name}_adapters"))
-    save_model_checked(model, stage.folder / name, dict(merged(model, state)))
+    save_model(model, stage.folder / name, dict(merged(model, state)))
     tokenizer.save_pretrained(str(stage.folder / name))
 
 

@@ -11,8 +11,6 @@ device=…; `Kernels` (TorchDispatchMode) checks and counts operations and tags 
 """
 
 import contextlib
-import importlib
-import itertools
 from unittest import mock
 
 import torch
@@ -247,35 +245,6 @@ def get_autocast_dtype(device_type):
     return REAL_DTYPE("cpu" if device_type == "cuda" else device_type)
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
-    """What torch 2.11 and later take: enable_gqa came with 2.12."""
-    if not query.dtype == key.dtype == value.dtype or query.dtype.itemsize != 2:
-        raise PretendError(f"varlen_attn: {query.dtype}, {key.dtype}, {value.dtype}: want one half precision")
-    if cu_seq_q.dtype != torch.int32:
-        raise PretendError("varlen_attn: cu_seq_q must be int32")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError("Expect query and key/value to have the same number of heads")
-    kernels = Pretended.current.kernels
-    kernels.quiet += 1
-    try:
-        parts = []
-        ends = cu_seq_q.tolist()
-        for a, b in itertools.pairwise(ends):
-            q, k, v = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
-            i, j = torch.arange(b - a)[:, None], torch.arange(b - a)
-            see = j <= i if window_size[1] == 0 else torch.ones(b - a, b - a, dtype=torch.bool)
-            if window_size[0] >= 0:
-                see = see & (j >= i - window_size[0])
-            see = see.to(query.device)
-            with Autocast("cuda", enabled=False):
-                parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=see)[0].transpose(0, 1))
-        out = torch.cat(parts)
-    finally:
-        kernels.quiet -= 1
-    kernels.log.kernels["varlen_attn"] += 1
-    return out
-
-
 class Stream:
     def __init__(self, *_, **__): ...
     def synchronize(self): ...
@@ -338,8 +307,6 @@ class Pretended(contextlib.ExitStack):
             self.enter_context(mock.patch.object(torch, name, value))
         self.enter_context(mock.patch.object(torch.amp, "autocast", Autocast))
         self.enter_context(mock.patch.object(torch.amp, "is_autocast_available", lambda d: True))
-        varlen = importlib.import_module("torch.nn.attention.varlen")
-        self.enter_context(mock.patch.object(varlen, "varlen_attn", varlen_attn))
         import torch.utils.checkpoint as checkpoint
 
         # its check reads devices while the function mode is off

@@ -69,7 +69,7 @@ def test_every_stage_runs_in_bfloat16_and_ppo_waits_little(tmp_path, monkeypatch
         with Pretended() as gpu:
             module_of(stage).run(compose_config([*GOLD, f"runs_dir={tmp_path}"]))
         logs[stage] = gpu.log
-    assert logs["pretrain"].kernels["varlen_attn"] > 0 and logs["ppo"].replays > 20
+    assert logs["ppo"].replays > 20
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert logs["ppo"].captures <= 3 and logs["evaluate"].captures <= 14
     # a micro-batch: two indices, a pair of widths, the places of response tokens for policy and critic; two micro-batches, and
@@ -84,10 +84,9 @@ def test_packed_rows_have_the_loss_of_separate_documents(kind):
     positions = torch.cat([torch.arange(15), torch.arange(25)])[None].expand(3, -1)
     given, loss = {"labels": tokens, "position_ids": positions, "input_ids": tokens}, NextToken(model)
     wanted = loss(**given, denominator=tokens[:, 1:].numel())
-    with Pretended() as gpu, torch.autocast("cuda", torch.bfloat16):
+    with Pretended(), torch.autocast("cuda", torch.bfloat16):
         on_gpu = {name: x.to("cuda") for name, x in given.items()}
         found = loss.to("cuda")(**on_gpu, denominator=tokens[:, 1:].numel())
         found.backward()
-        assert gpu.log.kernels["varlen_attn"] == 2
         assert abs(float(found) - float(wanted)) < 0.02
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

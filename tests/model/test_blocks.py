@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhf.model import GPTConfig
-from rlhf.model.attention import Attention, Documents, Sinusoids, narrow
+from rlhf.model.attention import Attention, Sinusoids, narrow
 from rlhf.model.blocks import OneNormBlock
 
 SIZES = {"vocab_size": 61, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32}
@@ -61,5 +61,3 @@ def test_every_kind_of_mask_is_narrowed():
         [True, True, False],
         [False, False, True],
     ]
-    documents = Documents(torch.tensor([0, 3, 5], dtype=torch.int32), 3)
-    assert narrow(documents, 2, 5, 0, cpu) == documents._replace(window=2)

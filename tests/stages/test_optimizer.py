@@ -179,14 +179,8 @@ def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model, monke
 def test_the_folder_states_the_type_of_its_weights(model, tmp_path):
     """As where bfloat16 weights are trained and their float32 masters are saved."""
     state = gather.gathered_state(model)
-    gather.save_model_checked(model.to(torch.bfloat16), tmp_path, state)
+    gather.save_model(model.to(torch.bfloat16), tmp_path, state)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.float32 and loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
-    for wrong, told in (
-        ({"model.norm.weight": state["model.norm.weight"] + 1}, "model.norm.weight differ after reading back"),
-        ({"more": torch.zeros(1)}, "more differ"),
-    ):
-        with pytest.raises(UserError, match=told):
-            gather.check_saved(tmp_path, state | wrong)
