@@ -29,7 +29,6 @@ from rlhf.data.formats.table import make_table_format
 from rlhf.data.inputs import (
     MAX_RECORD_BYTES,
     ROW_SUFFIXES,
-    FileInfo,
     Row,
     Source,
     has_suffix,
@@ -114,38 +113,38 @@ class Importer:
 
     def _import_file(self, source: Source, chosen: Format | None, done: int, replaced: set[_Name]) -> None:
         """Import one file; `replaced`: records that later ones replace. Raises: UserError if it cannot be read."""
-        info = FileInfo(source.name, self.config.encoding, self.config.sheet)
+        source.encoding, source.sheet = self.config.encoding, self.config.sheet
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         pending: list[_Judgement] = []
-        for row, records, own_id in read(source, chosen, info, "format"):
+        for row, records, own_id in read(source, chosen, "format"):
             if source.path is None:
                 digest.update(row.original())
             result = REJECTED
-            if info.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
+            if source.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
                 result, records = FILTERED, []
             if records and all(getattr(r, "labeler", None) in self.careless for r in records):
                 result, records = FILTERED, []
                 self.cleaner.counts["gold_accuracy"] += 1
             try:
-                checked = [self._check(record, info.format) for record in records]
+                checked = [self._check(record, source.format) for record in records]
             except BadRow as error:
                 checked, row = [], row.refused(error.field, error.message)
             for record, stored in checked:
-                if info.joins and isinstance(record, Ranking) and _item_of(record) is not None:
+                if source.joins and isinstance(record, Ranking) and _item_of(record) is not None:
                     pending.append(_Judgement(len(results), row, record, own_id))
                 else:
-                    result = min(result, self._take(record, stored, own_id, info))
+                    result = min(result, self._take(record, stored, own_id, source))
             if row.problem:
                 self._reject(row)
             results.append(result)
             if len(results) % 100 == 0:
-                self.progress(done + info.position())
-        self._join(pending, results, info)
+                self.progress(done + source.position())
+        self._join(pending, results, source)
         counts = {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
         sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
-        about = {"file": source.name, "format": info.format, "why": info.why, "counts": counts}
-        self.files.append(about | {"records": dict(sorted(info.records.items())), "sha256": sha256})
+        about = {"file": source.name, "format": source.format, "why": source.why, "counts": counts}
+        self.files.append(about | {"records": dict(sorted(source.records.items())), "sha256": sha256})
 
     def _check(self, record: Record, format: str | None) -> tuple[Record, str]:
         """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`.
@@ -163,7 +162,7 @@ class Importer:
         except ValueError as error:
             raise BadRow("metadata", str(error)) from error
 
-    def _take(self, record: Record, line: str, own_id: bool, info: FileInfo) -> int:
+    def _take(self, record: Record, line: str, own_id: bool, source: Source) -> int:
         """Clean a record, and write it if it is kept."""
         facts = facts_of(record, own_id, self.config.seed)
         result = self.cleaner.judge(facts)
@@ -176,7 +175,7 @@ class Importer:
             self._files[record.kind] = create(self.folder / "unsplit" / f"{record.kind}.jsonl")
         self._files[record.kind].write(line)
         self.kept.append(facts)
-        info.records[record.kind] += 1
+        source.records[record.kind] += 1
         if isinstance(record, Ranking):
             self.agreement.add(record)
         return KEPT
@@ -189,7 +188,7 @@ class Importer:
             first, count = self.first_rejects.get(key, (row, 0))
             self.first_rejects[key] = first, count + 1
 
-    def _join(self, pending: list[_Judgement], results: bytearray, info: FileInfo) -> None:
+    def _join(self, pending: list[_Judgement], results: bytearray, source: Source) -> None:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
         items: dict[tuple[str | None, str | None], list[_Judgement]] = {}
         for one in pending:
@@ -197,7 +196,7 @@ class Importer:
         for (item, labeler), members in items.items():
             try:
                 joined = join_rankings_of_item([one.record for one in members])
-                result = self._take(joined, to_line(joined), members[0].own_id, info)
+                result = self._take(joined, to_line(joined), members[0].own_id, source)
                 for one in members:
                     results[one.at] = min(results[one.at], result)
             except BadRow as error:

@@ -39,13 +39,23 @@ def printable_path(path: Path | str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Source:
-    """A file, the folder of a finished import, or a data set of the hub if `path` is None."""
+    """A file, the folder of a finished import, or a data set of the hub if `path` is None: how it is read, and what it holds."""
 
     name: str
     path: Path | None
     imported: bool = False
+    encoding: str = "utf-8"  # of CSV and TSV
+    sheet: str | None = None  # of a spreadsheet; none: the first one
+    note: str = ""  # the delimiter, or which of the sheets
+    format: str | None = None
+    joins: bool = False  # as of the format
+    why: str = ""  # how the format was recognised; "asked for" if the user named it
+    rows: int = 0
+    records: Counter[str] = field(default_factory=Counter)  # by kind
+    repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
+    file: IO[bytes] | None = field(default=None, repr=False)
 
     @property
     def is_text(self) -> bool:
@@ -55,6 +65,15 @@ class Source:
     def size(self) -> int:
         """Bytes on disk; 0 for a data set of the hub, and for a file that was removed meanwhile."""
         return self.path.stat().st_size if self.path and self.path.exists() else 0
+
+    def position(self) -> int:
+        """Bytes of the file on disk that were read; 0 for formats that are read as a whole."""
+        return 0 if self.file is None or self.file.closed else self.file.tell()
+
+    def __str__(self) -> str:
+        made = ", ".join(f"{count} {kind} records" for kind, count in sorted(self.records.items())) or "no record"
+        twice = "".join(f"; the id {shown(name)} {count} times" for name, count in self.repeats.most_common(1))
+        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}{twice}"
 
 
 def is_deep(value: Any) -> bool:
@@ -106,40 +125,14 @@ class Row(NamedTuple):
         return json.dumps(self.value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
 
 
-@dataclass(slots=True)
-class FileInfo:
-    """How one file is read, what it was recognised as, and the number of its records; as text in one line."""
-
-    name: str
-    encoding: str = "utf-8"  # of CSV and TSV
-    sheet: str | None = None  # of a spreadsheet; none: the first one
-    note: str = ""  # the delimiter, or which of the sheets
-    format: str | None = None
-    joins: bool = False  # as of the format
-    why: str = "no row could be read"  # how the format was recognised; "asked for" if the user named it
-    rows: int = 0
-    records: Counter[str] = field(default_factory=Counter)  # by kind
-    repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
-    file: IO[bytes] | None = field(default=None, repr=False)
-
-    def position(self) -> int:
-        """Bytes of the file on disk that were read; 0 for formats that are read as a whole."""
-        return 0 if self.file is None or self.file.closed else self.file.tell()
-
-    def __str__(self) -> str:
-        made = ", ".join(f"{count} {kind} records" for kind, count in sorted(self.records.items())) or "no record"
-        twice = "".join(f"; the id {shown(name)} {count} times" for name, count in self.repeats.most_common(1))
-        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}{twice}"
-
-
 @contextmanager
-def open_bytes(path: Path, info: FileInfo | None = None) -> Iterator[IO[bytes]]:
+def open_bytes(path: Path, source: Source | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, unpacked. Raises: UserError if it cannot be opened or, while it is read, is damaged."""
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as file:
-            if info is not None:
-                info.file = file
+            if source is not None:
+                source.file = file
             if suffix in _CODECS:
                 import pyarrow
 

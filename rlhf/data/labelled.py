@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.config.compose import nearest
 from rlhf.data.formats.table import MISSING, lookup
-from rlhf.data.inputs import RECORD_SUFFIXES, FileInfo, Row, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
@@ -49,11 +49,10 @@ class Example:
 
 def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -> list[Example]:
     """Every row of the sources as an example. Raises: UserError for a row without one of the columns, or with an empty one."""
-    examples = [
-        _example(row, columns)
-        for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting)
-        for row in read_rows(source, FileInfo(source.name, encoding))
-    ]
+    examples: list[Example] = []
+    for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting):
+        source.encoding = encoding
+        examples += [_example(row, columns) for row in read_rows(source)]
     if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")
     return examples

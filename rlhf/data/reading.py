@@ -18,7 +18,6 @@ from rlhf.data.formats import BadRow, Format, choose_format, find_format
 from rlhf.data.inputs import (
     RECORD_SUFFIXES,
     ROW_SUFFIXES,
-    FileInfo,
     Row,
     Source,
     has_suffix,
@@ -50,26 +49,25 @@ HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
 _SHOWN_PROBLEMS = 5
 
 
-def read_rows(source: Source, info: FileInfo | None = None) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[Row]:
     """The rows of a file or a hub data set. Raises: UserError if the source as a whole cannot be read."""
-    info = info or FileInfo(source.name)
     path, name = source.path, source.name
     if path is None:
         yield from _read_hub(name)
         return
     suffix = [s.lower() for s in path.suffixes if s.lower() not in (".gz", ".zst")][-1]
     if has_suffix(path, ROW_SUFFIXES):
-        with open_bytes(path, info) as file:
+        with open_bytes(path, source) as file:
             if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
                 file.read(3)
             as_lines = suffix == ".jsonl" or holds_lines(file.peek(1 << 16))  # type: ignore[attr-defined]
             yield from read_lines(file, name) if as_lines else read_values(file, name)
     elif suffix in (".csv", ".tsv"):
-        yield from read_delimited(path, suffix, info)
+        yield from read_delimited(path, suffix, source)
     elif suffix == ".parquet":
         yield from read_columns(path, name)
     else:
-        yield from read_sheet(path, info)
+        yield from read_sheet(path, source)
 
 
 def _read_hub(name: str) -> Iterator[Row]:
@@ -101,21 +99,21 @@ class Converted(NamedTuple):
     own_id: bool = False  # whether the file gives the records' ids
 
 
-def read(source: Source, format: Format | None, info: FileInfo, setting: str = "data.format") -> Iterator[Converted]:
-    """Every row of a source with its records; if `format` is None it is recognised. `info` gets the format and why.
+def read(source: Source, format: Format | None, setting: str = "data.format") -> Iterator[Converted]:
+    """Every row of a source with its records; if `format` is None it is recognised. `source` gets the format and why.
 
     Raises: UserError if the source as a whole cannot be read, has no row that can be, or is of no known format.
     """
-    rows = read_rows(source, info)
+    rows = read_rows(source)
     head = list(islice(rows, HEAD_ROWS))
     values = [row.value for row in head if not row.problem]
     if not values:
         raise UserError(str(head[0]) if head else f"{source.name}: the file is empty: want rows of a known format")
-    chosen, info.why = choose_format(source.name, values, format, setting)
-    info.format, info.joins = chosen.name, chosen.joins
+    chosen, source.why = choose_format(source.name, values, format, setting)
+    source.format, source.joins = chosen.name, chosen.joins
     if chosen.prepare is not None:
         chosen = chosen.prepare(source.name, values)
-        info.why = "; ".join(filter(None, [info.why, info.note, chosen.note]))
+        source.why = "; ".join(filter(None, [source.why, source.note, chosen.note]))
     every: Iterable[Row] = chain(head, rows)
     stem = printable_path(source.path.name) if source.path else source.name
     for row in every if chosen.gather is None else chosen.gather(every):
@@ -157,36 +155,34 @@ def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
     return Converted(row.refused(*problem), [])
 
 
-def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[FileInfo]]:
+def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[Source]]:
     """All records of the sources, of every kind, and what each file was; of finished imports with the split that was written there.
 
     Raises: UserError if a source cannot be read, if any row is bad (the message has the first five and their number), or if
     an import had too many rejects, unless `allow_partial`.
     """
-    files: list[FileInfo] = []
+    files = resolve_sources(sources, RECORD_SUFFIXES, imports=True)
     records: list[Record] = []
     rejects: list[Row] = []
-    for source in resolve_sources(sources, RECORD_SUFFIXES, imports=True):
-        about = FileInfo(source.name)
-        files.append(about)
+    for source in files:
         if source.imported:
             assert source.path is not None
             check_whole(source.path, verify(source.path), allow_partial)
-            about.format, about.why = "import", "written by rlhf import"
+            source.format, source.why = "import", "written by rlhf import"
             made = list(read_records(source.path))
-            about.rows = len(made)
+            source.rows = len(made)
         else:
-            rows = list(read(source, find_format(format, "data.format"), about))
-            about.rows = len(rows)
+            rows = list(read(source, find_format(format, "data.format")))
+            source.rows = len(rows)
             rejects += [one.row for one in rows if one.row.problem]
             counting = without_replaced(record for one in rows for record in one.records)
             made = [record for record in counting if check_of(record) is None]
-            if about.joins:
-                came = f"is of the format {about.format}, whose rows belong together"
+            if source.joins:
+                came = f"is of the format {source.format}, whose rows belong together"
                 raise UserError(f"{source.name}: {came}: give it to `rlhf import` first")
-        about.records.update(record.kind for record in made)
+        source.records.update(record.kind for record in made)
         named = Counter((record.kind, record.id, getattr(record, "labeler", None)) for record in made)
-        about.repeats.update({name: count for (_, name, _), count in named.items() if count > 1})
+        source.repeats.update({name: count for (_, name, _), count in named.items() if count > 1})
         records += [record.read_from(source.name) for record in made]
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
@@ -198,7 +194,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
 
 def load_kind(
     wanted: type[RecordType], sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[RecordType], list[FileInfo]]:
+) -> tuple[list[RecordType], list[Source]]:
     """The records of one kind in order, and what each file was, with the number of records of other kinds.
 
     Raises: UserError as `load_all`, and if there is no record of that kind.
@@ -217,7 +213,7 @@ load_demonstrations = partial(load_kind, Demonstration)
 
 def load_prompts(
     sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[PromptRecord], list[FileInfo]]:
+) -> tuple[list[PromptRecord], list[Source]]:
     """The distinct prompts of the sources, whose records may be of any kind.
 
     Raises: UserError if a source cannot be read, a row is bad or there is no record.

@@ -15,7 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.inputs import MAX_RECORD_BYTES, FileInfo, Row, open_bytes
+from rlhf.data.inputs import MAX_RECORD_BYTES, Row, Source, open_bytes
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.system.terminal import one_line
@@ -39,13 +39,13 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
     return names
 
 
-def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row]:
+def read_delimited(path: Path, suffix: str, source: Source) -> Iterator[Row]:
     """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
     columns.
 
     Raises: UserError if a quote never closes, and for a wrong header or encoding.
     """
-    name, encoding = info.name, info.encoding
+    name, encoding = source.name, source.encoding
     try:
         "\n".encode(encoding)  # refuses codecs that are not text encodings, such as base64
     except (LookupError, UnicodeError) as error:
@@ -53,17 +53,17 @@ def read_delimited(path: Path, suffix: str, info: FileInfo) -> Iterator[Row]:
     csv.field_size_limit(MAX_RECORD_BYTES)
     codec = "utf-8-sig" if encoding == "utf-8" else encoding
     try:
-        with open_bytes(path, info) as file:
+        with open_bytes(path, source) as file:
             text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
-            yield from _delimited_rows(text, suffix, info)
+            yield from _delimited_rows(text, suffix, source)
     except UnicodeError as error:
         raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, …") from error
 
 
-def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iterator[Row]:
-    name, first = info.name, text.readline(MAX_RECORD_BYTES)
+def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iterator[Row]:
+    name, first = source.name, text.readline(MAX_RECORD_BYTES)
     delimiter = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
-    info.note = f"columns divided by {_DELIMITERS[delimiter]}"
+    source.note = f"columns divided by {_DELIMITERS[delimiter]}"
     record: list[str] = []  # its lines
 
     def lines() -> Iterator[str]:
@@ -91,7 +91,9 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, info: FileInfo) -> Iter
         if not whole.strip("\r\n"):
             continue  # an empty line is no row
         if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
-            problem = f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not {info.encoding} text: set encoding=cp1252, utf-16, …"
+            problem = (
+                f"byte 0x{ord(wrong[0]) - 0xDC00:02x} is not {source.encoding} text: set encoding=cp1252, utf-16, …"
+            )
         if not header:
             if problem:
                 raise UserError(f"{name}:{line}: header: {problem}")
@@ -173,22 +175,22 @@ def _check_size(path: Path, name: str) -> None:
                     raise UserError(f"{name}: a sheet spans {span}: delete stray cells or export it as CSV")
 
 
-def read_sheet(path: Path, info: FileInfo) -> Iterator[Row]:
+def read_sheet(path: Path, source: Source) -> Iterator[Row]:
     """The rows of one sheet, the named or the first one, under its first row that is not empty.
 
     Raises: UserError if the file is none, is too large or protected, or has no such sheet.
     """
     from python_calamine import CalamineWorkbook
 
-    name = info.name
+    name = source.name
     try:
         _check_size(path, name)
         with CalamineWorkbook.from_path(str(path)) as book:
             names = list(book.sheet_names)
-            chosen = info.sheet if info.sheet is not None else names[0] if names else None
+            chosen = source.sheet if source.sheet is not None else names[0] if names else None
             if chosen not in names:
                 raise UserError(f"sheet={chosen}: {name} has no such sheet: it has {', '.join(names) or 'none'}")
-            info.note = f'sheet "{chosen}" of {len(names)}'
+            source.note = f'sheet "{chosen}" of {len(names)}'
             yield from _sheet_rows(book.get_sheet_by_name(chosen), name, f'{name}, sheet "{chosen}"')
     except (UserError, GeneratorExit):
         raise

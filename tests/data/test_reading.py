@@ -12,7 +12,7 @@ import zstandard
 from pyarrow import parquet
 
 from rlhf.data import inputs, tables
-from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, FileInfo, Source, is_import, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, is_import, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.storage import seal
 from rlhf.errors import UserError
@@ -27,7 +27,7 @@ def read(tmp_path):
         path = tmp_path / name
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return list(read_rows(Source(name, path), FileInfo(name, **more)))
+        return list(read_rows(Source(name, path, **more)))
 
     return run
 
@@ -109,9 +109,9 @@ def test_an_array_that_is_too_deep_or_too_long_is_refused(read, monkeypatch):
 )
 def test_delimiters(tmp_path, content, name, note):
     (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    how = FileInfo(name)
-    assert values(list(read_rows(Source(name, tmp_path / name), how))) == [{"q": "1, or 2", "a": None}]
-    assert how.note == note
+    source = Source(name, tmp_path / name)
+    assert values(list(read_rows(source))) == [{"q": "1, or 2", "a": None}]
+    assert source.note == note
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.inputs import FileInfo, Source
+from rlhf.data.inputs import Source
 from rlhf.data.reading import load_all, read
 from rlhf.data.records import Record
 
@@ -28,10 +28,10 @@ def rejects(write_jsonl) -> Callable[..., list[tuple[str, str]]]:
 
     def run(format: str, good: dict[str, Any], bad: dict[str, Any]) -> list[tuple[str, str]]:
         path = write_jsonl([good, bad])
-        info = FileInfo(str(path))
-        made = list(read(Source(str(path), path), None, info))
+        source = Source(str(path), path)
+        made = list(read(source, None))
         found = [one.row for one in made if one.row.problem]
-        assert info.format == format and {reject.line for reject in found} == {2}
+        assert source.format == format and {reject.line for reject in found} == {2}
         assert any(one.records for one in made)
         return [(reject.field, reject.problem) for reject in found]
 
