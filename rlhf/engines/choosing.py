@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.config.setting import LEAST_TEMPERATURE
 from rlhf.engines.decoder import Prompts, cached_in
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
-from rlhf.model.interface import lm
+from rlhf.model.interface import evaluating, lm
 from rlhf.model.linear import products_cast
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
@@ -239,18 +239,6 @@ def make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
     mask = torch.arange(longest, device=tokens.device) < lengths[:, None]
     responses = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return Samples(responses, logprobs[:, :longest].masked_fill(~mask, 0.0), mask, ended)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in eval mode; afterwards the modules that were in training mode are so again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def default_batch(model: Any, columns: int) -> int:

@@ -28,7 +28,6 @@ from rlhf.engines.choosing import (
     Sampling,
     SamplingEngine,
     check_sampling,
-    evaluating,
     hashed,
     make_samples,
 )
@@ -36,7 +35,7 @@ from rlhf.engines.decoder import Prompts
 from rlhf.errors import UserError
 from rlhf.model.convert import public_config, public_weights
 from rlhf.model.fused_loss import response_logprobs
-from rlhf.model.interface import lm
+from rlhf.model.interface import evaluating, lm
 from rlhf.system.processes import process_count
 
 # In one process, since the weights are handed over as an iterator; nothing listens on the network. No usage statistics.

@@ -8,11 +8,12 @@ on the class of a model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.model.batching import by_length, scoring_tokens
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 def unwrapped(model: Any) -> Any:
     """The model, or the model inside an engine."""
     return getattr(model, "module", model)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in eval mode; afterwards the modules that were in training mode are so again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def lm(model: Any) -> LanguageModel:
@@ -54,14 +67,11 @@ class LanguageModel:
         model = self.model
         if (known := getattr(model, "logits_are", None)) is not None:
             return known
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             tokens = torch.tensor([[0, 1, 2]], device=model.device)
             logits = model(input_ids=tokens, use_cache=False).logits.float()
             hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
             product = model.get_output_embeddings()(hidden)
-        model.train(was_training)
         made = {"product": product, "finished": self.finish(product)}
         same = (name for name, x in made.items() if torch.allclose(x.float(), logits, rtol=1e-4, atol=1e-5))
         model.logits_are = next(same, "own")
@@ -147,11 +157,9 @@ class RewardSource(Protocol):
 def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
     """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: a `RewardSource`, bare or inside an engine."""
     bare = unwrapped(model)
-    was_training, device = bare.training, next(bare.parameters()).device
-    bare.eval()
-    scores = torch.zeros(len(rows))
-    for group in by_length([len(row) for row in rows], bare.together, scoring_tokens(bare)):
-        batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
-        scores[group] = model(**batch, calibrated=calibrated).float().cpu()
-    bare.train(was_training)
+    scores, device = torch.zeros(len(rows)), next(bare.parameters()).device
+    with evaluating(bare):
+        for group in by_length([len(row) for row in rows], bare.together, scoring_tokens(bare)):
+            batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
+            scores[group] = model(**batch, calibrated=calibrated).float().cpu()
     return scores
