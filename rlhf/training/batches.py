@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
 from rlhf.config.stages import EvaluatedConfig
@@ -61,13 +60,7 @@ class Batches(Generic[T]):
 
 def accelerate_order(seed: int) -> Order:
     """accelerate's order of rows, which transformers' trainers use."""
-
-    def order(count: int, epoch: int) -> Sequence[int]:
-        sampler = SeedableRandomSampler(range(count), data_seed=seed)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    return order
+    return lambda count, epoch: torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
 def shuffled_order(seed: str) -> Order:
