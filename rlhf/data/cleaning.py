@@ -1,6 +1,5 @@
 """The facts of a record that cleaning and splitting use, and the steps of cleaning in order. Only hashes are kept."""
 
-import json
 import re
 from collections import Counter
 from math import comb
@@ -86,7 +85,7 @@ def identity_of(record: Record, own_id: bool) -> int:
             record.labeler,
             record.id if own_id and record.labeler is None else None,
         ]
-    return hash64(json.dumps(said))
+    return hash64(repr(said))
 
 
 def facts_of(record: Record, own_id: bool, seed: int) -> Facts:
