@@ -28,22 +28,19 @@ Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 # --- JSON Lines ---------------------------------------------------------------------------------------------
 
 
+def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The object of each line of a JSON Lines file, or None; a last line that is torn is left out, a missing file is empty."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                row = parse_line(line)
+                if row is not None or line.endswith("\n"):
+                    yield row
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; a torn or foreign line is skipped, a missing file is empty."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if (row := parse_line(line)) is not None:
-                yield row
-
-
-def count_unreadable(path: Path) -> int:
-    """Complete lines of a JSON Lines file without an object; a last one without a line end may be incomplete."""
-    if not path.is_file():
-        return 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return sum(line.endswith("\n") and parse_line(line) is None for line in lines)
+    """As `read_lines`, without lines that contain no object."""
+    return (row for row in read_lines(path) if row is not None)
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
@@ -69,15 +66,18 @@ def truncate_jsonl(path: Path, key: str, last: int) -> list[dict[str, Any]]:
     newest: list[dict[str, Any]] = []
     if not path.is_file():
         return newest
-    if lost := count_unreadable(path):
-        say(f"{path}: {lost} lines cannot be read and are left out: the curves have gaps there")
+    lost = 0
     temporary = path.with_name(path.name + ".kept")
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
-        for row in read_jsonl(path):
-            if isinstance(row.get(key), int) and row[key] <= last:
+        for row in read_lines(path):
+            if row is None:
+                lost += 1
+            elif isinstance(row.get(key), int) and row[key] <= last:
                 out.write(encode_line(row))
                 newest = [*(other for other in newest if other[key] == row[key]), row]
     os.replace(temporary, path)
+    if lost:
+        say(f"{path}: {lost} lines cannot be read and are left out: the curves have gaps there")
     return newest
 
 
@@ -165,7 +165,8 @@ def read_stage_files(folder: Path, name: str) -> StageFiles:
         return StageFiles(name, "not started")
     record, damage = read_what_is_there(folder / "stage.json", "stage")
     config = folder / "config.yaml"
-    rows = list(read_jsonl(folder / "metrics.jsonl"))
+    lines = list(read_lines(folder / "metrics.jsonl"))
+    rows = [row for row in lines if row is not None]
     steps = [step for row in rows if is_figure(step := row.get("progress/step"))]
     last = number_at(record, "steps") or float("inf")
     return StageFiles(
@@ -176,7 +177,7 @@ def read_stage_files(folder: Path, name: str) -> StageFiles:
         list(read_jsonl(folder / "samples.jsonl")),
         config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         sum(value is None for row in rows for value in row.values()),
-        count_unreadable(folder / "metrics.jsonl"),
+        len(lines) - len(rows),
         sum(step > last for step in steps) + sum(after < step for step, after in pairwise(steps)),
         damage,
     )
