@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,16 @@ def make_workspace(project: str, entity: str) -> Any:
         for stage, name in SECTIONS.items()
     }
     panels["Cost"] = [line_plot(chart, STEP_AXIS) for chart in COST]
+    for row in panels.values():  # in rows, as words in lines
+        x = y = 0
+        for panel in row:
+            if x + panel.layout.w > COLUMNS:
+                x, y = 0, y + PANEL_HEIGHT
+            panel.layout.x, panel.layout.y = x, y
+            x += panel.layout.w
     layout = ws.SectionLayoutSettings(columns=3, rows=3)
     sections = [
-        ws.Section(name=name, panels=in_rows(shown), is_open=i < 2, layout_settings=layout)
+        ws.Section(name=name, panels=shown, is_open=i < 2, layout_settings=layout)
         for i, (name, shown) in enumerate(panels.items())
     ]
     settings = ws.WorkspaceSettings(x_axis=STEP_AXIS, remove_legends_from_panels=False)
@@ -70,17 +76,6 @@ def line_plot(chart: Chart, x: str) -> Any:
     shown |= {"title": chart.title, "x": chart.x or x, "log_y": chart.log_y}
     layout = wr.Layout(w=12 if chart.half else 8, h=PANEL_HEIGHT)
     return wr.LinePlot(**shown, layout=layout, smoothing_factor=0.0, smoothing_show_original=True)
-
-
-def in_rows(panels: Sequence[Any]) -> list[Any]:
-    """The panels with their places in rows, like words in lines."""
-    x = y = 0
-    for panel in panels:
-        if x + panel.layout.w > COLUMNS:
-            x, y = 0, y + PANEL_HEIGHT
-        panel.layout.x, panel.layout.y = x, y
-        x += panel.layout.w
-    return list(panels)
 
 
 def send_within(seconds: float, place: dict[str, Any], known: str | None) -> str:

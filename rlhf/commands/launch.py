@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rlhf.system.exits import INTERRUPTED
-from rlhf.system.processes import launch_environment
+from rlhf.system.processes import LAUNCHER_VARIABLES
 from rlhf.system.terminal import say
 
 STOP_SECONDS = 60.0  # that the others have to stop, after one has stopped on a signal
@@ -115,9 +115,8 @@ def environments(processes: int, threads: int) -> list[dict[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {} if threads else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
-    return [
-        {**os.environ, **shared, **launch_environment(rank, processes, "127.0.0.1", port)} for rank in range(processes)
-    ]
+    places = [(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
+    return [{**os.environ, **shared, **dict(zip(LAUNCHER_VARIABLES, map(str, place), strict=True))} for place in places]
 
 
 def _wait(started: Sequence[BaseProcess]) -> int:

@@ -38,9 +38,9 @@ from rlhf.runs.folders import (
 )
 from rlhf.runs.remembered import text_of
 from rlhf.runs.sources import (
-    check_base,
     data_source,
     hash_sources,
+    hub_folder,
     kinds_read,
     read_comparisons,
     read_demonstrations,
@@ -137,8 +137,14 @@ def check_before(config: Config) -> None:
     for stage in stages:
         hash_sources(config, stage)  # raises if a file is missing
     for stage, base in (("reward", config.reward.model), ("judge", config.judge.model)):
-        if stage in stages and base is not None and not is_complete(stage_folder(config, stage)):
-            check_base(base, f"{stage}.model")
+        if stage not in stages or base is None or is_complete(stage_folder(config, stage)):
+            continue
+        if not (Path(base) / "config.json").is_file() and (
+            Path(base).exists() or hub_folder(base, stage + ".model") is None
+        ):
+            raise UserError(
+                f"{stage}.model: {base}: no folder of a model (with config.json), and no hub id: check the name"
+            )
     folder = run_folder(config)
     if not is_complete(folder / "reward"):  # a bad line of the user's data is reported now and not after pretraining
         from rlhf.data.encoding import check_labelers, names_of

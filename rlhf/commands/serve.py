@@ -120,7 +120,9 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     tasks = load_tasks(settings.tasks, folders[0])
     written = Path(settings.instructions) if settings.instructions else labels.with_name("instructions.txt")
     own = settings.instructions or written.is_file()
-    instructions = read_instructions(written) if own else default_instructions(tasks)
+    judged = any(len({response.policy for response in task.responses}) > 1 for task in tasks)  # not to be trained on
+    usual = INSTRUCTIONS.format(first=EVALUATION if judged else TRAINING)
+    instructions = read_instructions(written) if own else usual
     staff = Staff(labels.parent, names, address, written, instructions) if names else None
     if staff is not None:
         say(
@@ -145,12 +147,6 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
             )
         rounds = Rounds(config, folders[0], settings.pipeline)
     return thread, make_app(thread, access, labelling, instructions, staff, rounds), rounds
-
-
-def default_instructions(tasks: list[Any]) -> str:
-    """The text for labels to train on; for tasks with responses of several policies, which are judged, that of a final evaluation."""
-    judged = any(len({response.policy for response in task.responses}) > 1 for task in tasks)
-    return INSTRUCTIONS.format(first=EVALUATION if judged else TRAINING)
 
 
 def read_instructions(path: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import CorpusConfig, ImportConfig
-from rlhf.config.setting import get, listed, settings_in, wrong_values
+from rlhf.config.setting import get, listed, settings_in
 from rlhf.config.stages import FALLING, LoraConfig, RewardConfig
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, STAGES
@@ -23,7 +23,8 @@ OF_ADAPTERS = {key: settings_in(LoraConfig)[key].default for key in ("alpha", "t
 
 def check_config(config: Config | ImportConfig | CorpusConfig, command: str) -> None:
     """Raises: UserError that lists every setting that does not fit, with what was wanted."""
-    problems = wrong_values(config)
+    single = (stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items())
+    problems = [problem for problem in single if problem is not None]
     if not problems:  # relations are checked only if every single value is valid
         if isinstance(config, CorpusConfig):
             rows: Iterable[Row] = _places(config)

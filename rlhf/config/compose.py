@@ -26,11 +26,6 @@ def schema_of(command: str) -> Any:
     return SCHEMAS.get(command, Config)
 
 
-def config_name(command: str) -> str:
-    """The primary configuration of a command: conf/config.yaml, or its own file if it has its own schema."""
-    return command if command in SCHEMAS else "config"
-
-
 def conf_dir() -> Path:
     """The folder of YAML files: inside an installed package, next to it in a checkout."""
     inside = Path(__file__).parents[1] / "conf"
@@ -49,12 +44,13 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    register_schema(config_name(command))
+    name = command if command in SCHEMAS else "config"  # of the file under conf/
+    register_schema(name)
     running = GlobalHydra.instance().hydra  # of a caller that is a Hydra application
     GlobalHydra.instance().hydra = None
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"), without_hydras_groups():
-            composed = compose(config_name(command), overrides=overrides)
+            composed = compose(name, overrides=overrides)
         return to_settings(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(unknown_key(error, command) or first_line(error)) from None

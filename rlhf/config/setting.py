@@ -189,13 +189,6 @@ def settings_in(schema: Any, changes: str = RESULT) -> Mapping[str, Setting]:
     return settings
 
 
-def wrong_values(config: Any) -> list[str]:
-    """What is wrong with each single value of a configuration."""
-    schema: Any = type(config)
-    problems = [stated.problem(key, get(config, key)) for key, stated in settings_in(schema).items()]
-    return [problem for problem in problems if problem is not None]
-
-
 def get(config: Any, key: str) -> Any:
     """The value of a dotted key."""
     return functools.reduce(getattr, key.split("."), config)

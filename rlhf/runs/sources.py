@@ -186,12 +186,6 @@ def hub_folder(name: str, setting: str) -> Path | None:
     return download(f"{setting}: ", repository, revision or None, CLASSIFIER_FILES)
 
 
-def check_base(name: str, setting: str) -> None:
-    """Raises: UserError if a text model to train on is neither a folder nor readable from the hub."""
-    if not (Path(name) / "config.json").is_file() and (Path(name).exists() or hub_folder(name, setting) is None):
-        raise UserError(f"{setting}: {name}: no folder of a model (with config.json), and no hub id: check the name")
-
-
 def reward_model_folder(folder: Path) -> Path:
     """The model's folder in the result of `reward_folder`."""
     return folder / "model" if (folder / "stage.json").exists() else folder

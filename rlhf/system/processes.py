@@ -50,11 +50,6 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def local_rank() -> int:
-    """This process's number on its own machine, and that of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def is_first() -> bool:
     """Whether this process prints and writes for its launch."""
     return rank() == 0
@@ -67,12 +62,6 @@ def launch_problem() -> str | None:
         if not (value.isascii() and value.isdigit()):
             return f"{name}={value}: want a whole number, as torchrun sets it: unset it to run as one process"
     return None
-
-
-def launch_environment(number: int, processes: int, address: str, port: int) -> dict[str, str]:
-    """The variables of one of the processes of a launch on one machine."""
-    values = (number, processes, number, processes, address, port)
-    return dict(zip(LAUNCHER_VARIABLES, map(str, values), strict=True))
 
 
 def lost_another(error: Exception) -> bool:
@@ -88,7 +77,7 @@ def connect(device: "torch.device") -> None:
     if process_count() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
-        local = local_rank()
+        local = int(os.environ.get("LOCAL_RANK", "0"))  # the number of its GPU
         count = torch.cuda.device_count()
         if local >= count:
             raise UserError(
