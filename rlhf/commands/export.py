@@ -122,11 +122,13 @@ def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> st
     header += [f"base_model: {json.dumps(base)}"] if base is not None and "/" in base else []  # the hub knows no others
     record, what = records[stage], STAGES[stage].help
     about = f"{what[:1].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
+    data = [(name, *row) for name, made in records.items() for row in made["data"].items()]
+    rows = [f"| {name} | {cell(shown_name(what))} | `{digest}` |" for name, what, digest in data] or ["| none | | |"]
     parts = [
         ["---", *header, "---"],
         [f"# {one_line(record['run'])}: {stage}", "", about, "", f"    {loading}", *(f"\n{note}" for note in notes)],
         ["## Base model", "", *base_lines(adopted, licence)],
-        ["## Data", "", "| stage | what | sha256 |", "| --- | --- | --- |", *data_rows(records)],
+        ["## Data", "", "| stage | what | sha256 |", "| --- | --- | --- |", *rows],
         ["## Stages", "", *settings_lines(records)],
         ["## Results", "", *result_lines(config, stage, records)],
         ["## Not measured", "", *(f"- {text}" for text in NOT_MEASURED)],
@@ -142,21 +144,6 @@ def base_lines(adopted: dict[str, Any] | None, licence: str) -> list[str]:
         f"- licence: {one_line(licence or 'not stated')}",
     ]
     return lines + [f"- `{one_line(name)}` {digest}" for name, digest in adopted["sha256"].items()]
-
-
-def data_rows(records: dict[str, dict[str, Any]]) -> list[str]:
-    rows = [
-        f"| {name} | {cell(shown_name(what))} | `{digest}` |"
-        for name, r in records.items()
-        for what, digest in r["data"].items()
-    ]
-    rows += [
-        f"| {name} | {cell(file)}, written by the stage | `{records[name]['files'][file]}` |"
-        for name in records
-        for file in STAGES[name].gold_data.values()
-        if file in (records[name].get("files") or {})
-    ]
-    return rows or ["| none | | |"]
 
 
 def settings_lines(records: dict[str, dict[str, Any]]) -> list[str]:

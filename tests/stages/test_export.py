@@ -80,8 +80,6 @@ def test_the_card_says_what_the_records_say(gold_run, exported):
         assert f"### {stage}\n\nHash `{record['hash']}`" in card
         for key, value in record["settings"].items():
             assert f"\n    {key}={json.dumps(value)}" in card
-    world = read_stage(gold_run.folder / "world")["files"]
-    assert f"| world | demonstrations.jsonl, written by the stage | `{world['demonstrations.jsonl']}` |" in card
     results = read_json(gold_run.folder / "evaluate" / "results.json")
     found = results["gold"]["win_rate_vs_sft"]
     assert f"| gold.win_rate_vs_sft | {found['value']} | {found['ci95'][0]} to {found['ci95'][1]} |" in card
