@@ -5,6 +5,7 @@ A relation is one row: whether it is broken, and the message.
 
 import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rlhf.config import Config, PlanConfig
 from rlhf.config.commands import CorpusConfig, ImportConfig
@@ -23,7 +24,8 @@ OF_ADAPTERS = {key: settings_in(LoraConfig)[key].default for key in ("alpha", "t
 
 def check_config(config: Config | ImportConfig | CorpusConfig, command: str) -> None:
     """Raises: UserError that lists every setting that does not fit, with what was wanted."""
-    single = (stated.problem(key, get(config, key)) for key, stated in settings_in(type(config)).items())
+    schema: Any = type(config)
+    single = (stated.problem(key, get(config, key)) for key, stated in settings_in(schema).items())
     problems = [problem for problem in single if problem is not None]
     if not problems:  # relations are checked only if every single value is valid
         if isinstance(config, CorpusConfig):
