@@ -19,6 +19,8 @@ from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
+
 from rlhf.system.exits import INTERRUPTED
 from rlhf.system.processes import LAUNCHER_VARIABLES
 from rlhf.system.terminal import say
@@ -63,13 +65,15 @@ def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0
             process.kill()
             process.join()
             if code != 0 and process.pid is not None:
-                _end_group(process.pid)
+                _end_session(process.pid)
 
 
-def _end_group(group: int) -> None:
-    """Kill a rank's process group: the rank and what it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+def _end_session(session: int) -> None:
+    """Kill a rank and what it has started, such as a compiler, to which ninja gives a process group of its own."""
+    for pid in sorted(psutil.pids(), key=lambda pid: pid == session):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
 
 
 @cache
@@ -93,7 +97,7 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        _end_group(os.getpid())  # itself too
+        _end_session(os.getpid())  # itself too
 
     os.setsid()  # so that its own processes can be ended with it
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -113,18 +114,33 @@ def meet() -> "Store":
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopback[0])
     serves = mine == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun provides the store
-    listener, wait = None, timedelta(seconds=WAIT_SECONDS)
+    listener, deadline = None, time.monotonic() + WAIT_SECONDS
     try:
         if serves and is_loopback(address):  # torch's own listener would listen on every interface
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, port), family=family, backlog=4096).detach()
-        store = TCPStore(address, port, count, serves, wait, multi_tenant=True, master_listen_fd=listener)
+        while not serves:  # by short waits, between which a signal can end the process
+            try:
+                socket.create_connection((address, port), timeout=2).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        wait = timedelta(seconds=WAIT_SECONDS)
+        made = TCPStore(address, port, count, serves, wait, False, multi_tenant=True, master_listen_fd=listener)
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", made)
+        store.add("came", 1)
+        while (came := store.add("came", 0)) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{came} came")
+            time.sleep(0.05)
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{address}:{port}: the {count} processes of this launch did not meet there ({one_line(error, 200)}): start all of "
             f"them within {WAIT_SECONDS:.0f} s, choose another MASTER_PORT, or unset WORLD_SIZE to run as one"
         ) from error
-    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
 
 
 def is_loopback(address: str) -> bool:
