@@ -46,7 +46,9 @@ def take_in_labels(config: Config) -> None:
     """
     earlier, folder = earlier_run(config), run_folder(config)
     if earlier is None:
-        raise UserError("label: only the gold world and rounds above 1 have labels to take in: give data.comparisons")
+        raise UserError(
+            "label: only the gold world and rounds above 1 have labels to take in: use experiment=gold, or give data.comparisons"
+        )
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
         imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
         tasks = (read_record(folder / "sample" / "sample.json", "round") or {"counts": {}})["counts"].get("items", 0)

@@ -51,7 +51,7 @@ def test_it_finds_the_direction_that_made_the_rankings():
 
 def test_it_finds_the_layer_that_made_the_rankings():
     draw = torch.Generator().manual_seed(0)
-    features = torch.randn(3, 40, 4, 6, generator=draw, dtype=torch.float64)
+    features = torch.randn(3, 60, 4, 6, generator=draw, dtype=torch.float64)
     true = features[1] @ torch.tensor([1.0, -1.0, 0, 0, 0, 0], dtype=torch.float64)
     head, mix = ScalarHead(6), LayerMix(3)
     flat, items = features.flatten(1, 2), ranked_items(true, noise=0.5)

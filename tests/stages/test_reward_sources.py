@@ -86,7 +86,7 @@ def test_a_finished_classifier_pays_without_a_reward_stage(gold_run, copy_until,
     texts = ["red .", "a good dog , of course", ""]
     paid = reward(Episodes(records, [[]] * 3, [[]] * 3, texts, torch.ones(3, dtype=torch.bool)))
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    encode = TextRewardModel.from_pretrained(folder).encode
+    encode = TextRewardModel.from_pretrained(folder).encoder.encode
     for score, record, text in zip(paid.tolist(), records, texts, strict=True):
         with torch.no_grad():
             row = encode(record.prompt, text)
