@@ -91,7 +91,7 @@ def tables_of(title: str, tree: Any) -> Iterator[Table]:
         named = [(titled(key), value) for key, value in entries(tree) if key not in ELSEWHERE]
     if single := [[name, cell(value)] for name, value in named if value is not None and is_cell(value)]:
         yield Table(title, (), single)
-    groups: list[list[tuple[str, Any]]] = []  # of rows that have a column in common; alone what is no row
+    groups: list[list[tuple[str, Any]]] = []  # rows that share a column; others stand alone
     for name, value in named:
         if is_row(value) and (found := [group for group in groups if value.keys() & columns_of(group)]):
             found[0].append((name, value))
