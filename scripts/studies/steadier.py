@@ -1,4 +1,4 @@
-"""What makes PPO steadier if a quarter of the rankings are wrong? Ensembles, averages, bounds, two lambdas.
+"""What makes PPO steadier if a quarter of the rankings are wrong? Ensembles, averages, bounds, and the critic.
 
     python scripts/studies/steadier.py --out runs/steadier --seeds 0 1 2 3 4 --parents runs/seed-0 … runs/seed-4 experiment=gold threads=1
 
@@ -19,11 +19,15 @@ from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, 
 MODELS = 3
 WRONG = 0.25
 LEVELS = (1.0, 1.5)  # nats per sequence
-ARMS = ("one", "mean", "lower", "worst", "averaged", "bounded", "even", "two_lambdas")
+# Settings of arms that pay the first model's score as `one` does; the others are kinds of steadier_rewards.py
+CRITICS = {"one": (), "two_lambdas": ("ppo.advantages='{FUNCTIONS}:two_lambdas'",), "first_critic": ("ppo.critic_warmup_updates=3",),
+           "new_critic": ("ppo.critic=sft",)}  # fmt: skip
+ARMS = (*CRITICS, "mean", "lower", "worst", "averaged", "bounded", "even")
 FUNCTIONS = Path(__file__).with_name("steadier_rewards.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 REWARD = ("reward.audit=0", "reward.fit_head=true")  # one start for all heads, so that weights can be averaged
-PPO = ("ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null", "ppo.samples_every=100")
+PPO = ("ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null", "ppo.samples_every=100",
+       "checkpoints.every_seconds=0", "checkpoints.keep_every=4")  # fmt: skip
 
 
 def spoil(parent: Path, out: Path) -> Path:
@@ -102,9 +106,9 @@ def with_arm(cell: Cell, prepared: dict[str, Any]) -> Cell:
     ((command, *settings),) = cell.steps
     models, first = prepared["models"], str(Path(prepared["models"][0]).parent)
     sources = [f"'{first}'"]
-    if cell.name == "two_lambdas":
-        settings += [f"ppo.advantages='{FUNCTIONS}:two_lambdas'"]
-    elif cell.name != "one":
+    if cell.name in CRITICS:
+        settings += [text.format(FUNCTIONS=FUNCTIONS) for text in CRITICS[cell.name]]
+    else:
         sources += [f"'{FUNCTIONS}:reward'"]
         names = ",".join(f"'{folder}'" for folder in models)
         settings += [f"ppo.reward_parameters={{kind:{cell.name},models:[{names}],facts:'{prepared['facts']}'}}"]
@@ -116,8 +120,10 @@ def along(cell: Cell) -> list[dict[str, float]]:
     return [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "eval/dev/kl" in row]
 
 
-def figures(cell: Cell) -> dict[str, float]:
-    """The true reward at each level of KL (of the first crossing; none if it is not reached), and at the end."""
+def figures(cell: Cell, one: Cell) -> dict[str, float]:
+    """The true reward at each level of KL (of the first crossing; none if it is not reached), and at the end; and how many updates it
+    takes to 90% of what `one` gains of true reward in all of its updates.
+    """
     path = along(cell)
     kl, gold = ([row[f"eval/dev/{name}"] for row in path] for name in ("kl", "gold/total"))
     found = {"gold_end": gold[-1], "kl_end": kl[-1], "learned_end": path[-1]["eval/dev/scores"]}
@@ -126,6 +132,11 @@ def figures(cell: Cell) -> dict[str, float]:
         if after:
             share = (level - kl[after - 1]) / (kl[after] - kl[after - 1])
             found[f"gold_{level:g}"] = gold[after - 1] + share * (gold[after] - gold[after - 1])
+    first, *_, end = (row["eval/dev/gold/total"] for row in along(one))
+    wanted = first + 0.9 * (end - first)
+    reached = next((i for i, value in enumerate(gold) if value >= wanted), None)
+    if reached:
+        found["updates"] = reached - 1 + (wanted - gold[reached - 1]) / (gold[reached] - gold[reached - 1])
     return found | {"explained": path[-1].get("val/explained_var", float("nan"))}
 
 
@@ -137,17 +148,18 @@ def main() -> None:
     ]
     for seed in asked.seeds:  # seed by seed: what is done when time ends is paired
         run([cell for cell in cells if cell.seed == seed], asked.processes)
+    ones = {cell.seed: cell for cell in cells if cell.name == "one"}
     found = {
-        name: {cell.seed: figures(cell) for cell in cells if cell.name == name}
+        name: {cell.seed: figures(cell, ones[cell.seed]) for cell in cells if cell.name == name}
         for name in dict.fromkeys(c.name for c in cells)
     }
-    keys = [*(f"gold_{level:g}" for level in LEVELS), "gold_end", "kl_end", "learned_end", "explained"]
+    keys = [*(f"gold_{level:g}" for level in LEVELS), "gold_end", "kl_end", "learned_end", "updates", "explained"]
     table(
         ["arm", *keys], [[name, *(mean_of(by_seed.values(), key) for key in keys)] for name, by_seed in found.items()]
     )
     lines = []
     for name, by_seed in found.items():
-        if name != "one" and "one" in found:
+        if name != "one":
             pairs = [(row, found["one"][seed]) for seed, row in by_seed.items()]
             both = {k: [a[k] - b[k] for a, b in pairs if k in a and k in b] for k in keys}
             lines.append([name, *(show(mean_interval(d), sign="+") if d else "–" for d in both.values())])
