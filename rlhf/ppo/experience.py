@@ -50,7 +50,7 @@ class Rollout(NamedTuple):
     ended: Tensor  # (B,) bool, the response has its end token
     logp_sampled: Tensor  # (B, A) float32 nats, from the sampler; 0 outside the mask
     logp_old: Tensor  # (B, A) float32 nats, of the policy that sampled: see `score_responses`
-    logp_ref: Tensor  # (B, A) float32 nats, of the SFT model
+    logp_ref: Tensor  # (B, A) float32 nats, of ppo.reference, the SFT model by default
     values: Tensor  # (B, A) float32, before each response token was chosen
     scores: Tensor  # (B,) float32, from the reward
     token_scores: Tensor  # (B, A) float32, what each token earns of the score (ppo.score_by_token); else 0
@@ -73,7 +73,7 @@ class Experience(NamedTuple):
     rollout: Rollout
     scores: Tensor  # (B,) float32, clipped, and lowered if there is no end token
     rewards: Tensor  # (B, A) float32, KL penalty and score
-    # (B, A) float32, whitened unless the estimator compares groups; weighted if another engine sampled
+    # (B, A) float32, whitened unless the estimator compares groups; weighted by ppo.sampler_correction
     advantages: Tensor
     returns: Tensor  # (B, A) float32
 
@@ -127,8 +127,8 @@ def score_responses(
 ) -> Rollout:
     """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
 
-    engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the SFT model's
-    log-probs (B, A) of (tokens, prompt_lengths, mask). texts: the responses without their end tokens.
+    engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the log-probs
+    (B, A) of ppo.reference, by (tokens, prompt_lengths, mask). texts: the responses without their end tokens.
 
     Raises: NonFinite.
     """

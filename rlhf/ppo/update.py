@@ -107,7 +107,10 @@ def train_minibatch(
     with_policy: bool = True,
     check: bool = False,
 ) -> None:
-    """Gradients of one minibatch. chosen: this rank's rows of it. check: whether it is the policy's first."""
+    """Add up the gradients of one minibatch; `optimize` takes the step.
+
+    chosen: this rank's rows of it. check: whether it is the policy's first.
+    """
     engine, rollout = state.engine, experience.rollout
     model = engine.module
     tokens = max(1, int(engine.ranks.sum(rollout.response_mask[chosen].sum())))  # N
@@ -123,8 +126,8 @@ def train_minibatch(
     for number in range(max(1, int(engine.ranks.max(len(groups))))):
         # a rank with fewer micro-batches adds ones whose tokens do not count
         part = experience.rows(groups[number]) if number < len(groups) else experience.rows([0]).without_tokens()
-        for parts in passes:
-            loss = micro_batch_loss(config, part, tokens, parts, state, sums, checked)
+        for models in passes:
+            loss = micro_batch_loss(config, part, tokens, models, state, sums, checked)
             engine.backward(loss, part.rollout._asdict())
     if checked is not None:
         found = [part for of_rank in gather(checked) for part in of_rank]
@@ -136,19 +139,19 @@ def micro_batch_loss(
     config: Config,
     part: Experience,
     tokens: int,
-    passes: dict[str, bool],
+    models: dict[str, bool],
     state: State,
     sums: Sums,
     checked: list[Checked] | None,
 ) -> Tensor:
     """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`.
 
-    passes: which models run, arguments of `ActorCritic.evaluate`.
+    models: which of them run, arguments of `ActorCritic.evaluate`.
     """
     settings, rollout, mask = config.ppo, part.rollout, part.rollout.response_mask
     count = mask.sum()
     logp, entropies, values = state.engine(
-        rollout.tokens, rollout.prompt_lengths, mask, **passes, entropy_gradient=settings.entropy_coef > 0
+        rollout.tokens, rollout.prompt_lengths, mask, **models, entropy_gradient=settings.entropy_coef > 0
     )
     loss = torch.zeros((), device=mask.device)
     if values is not None:

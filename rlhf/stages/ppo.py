@@ -106,7 +106,7 @@ def run(config: Config) -> None:
                 held_out, rows = evaluate_held_out(parts, truth)
                 loop.tracker.samples(0, rows)
                 loop.tracker.log(held_out, step=0, episodes=0)
-            if loop.first < updates and not engine.sharded:  # ZeRO keeps gradients
+            if loop.done < updates and not engine.sharded:  # ZeRO keeps gradients
                 seconds, rollout = measure_update(parts)
                 if not loop.resumed:
                     say_lengths(config, tokenizer, rollout, stage.say)

@@ -157,14 +157,14 @@ def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: i
 def say_time(loop: TrainingLoop, batches: Batches[T], objective: Objective[T]) -> None:
     """Print how long the steps take, by a forward and backward of the first batch's largest micro-batch."""
     engine, ranks = loop.engine, loop.engine.ranks
-    if engine.sharded or loop.first == loop.total:
+    if engine.sharded or loop.done == loop.total:
         return
     parts = [
         [
             [batch[i] for i in group]
             for group in objective.micro_batches(batch, engine.most_tokens, ranks.rank, ranks.count)
         ]
-        for batch in itertools.islice(batches.after(loop.first), BATCHES_COUNTED)
+        for batch in itertools.islice(batches.after(loop.done), BATCHES_COUNTED)
     ]
     part = max(parts[0], key=objective.padded) or [batches.items[0]]  # of a rank that has none in this batch
     seconds = trial(engine, objective, part)
@@ -207,7 +207,7 @@ def train(
     set_budget(loop.stage, loop.engine, longest, together, lambda most: measure(loop.engine, objective, items, most))
     say_time(loop, batches, objective)
     every = loop.stage.config.tracking.log_every or min(10, max(1, loop.total // LINES))
-    for step, batch in zip(loop.steps(), batches.after(loop.first), strict=False):
+    for step, batch in zip(loop.steps(), batches.after(loop.done), strict=False):
         if not averages:
             loop.sums = Sums()
         train_step(loop.engine, batch, objective, loop.sums, factor(step - 1))

@@ -30,7 +30,7 @@ from rlhf.system.processes import Ranks, connect_alone, is_first
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
 from rlhf.training.setup import check_gradients
-from rlhf.training.state import PlainState, State, ZeroState, gathered, group_numbers, is_partitioned
+from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, group_numbers, is_partitioned
 
 
 class NonFinite(Exception):
@@ -42,7 +42,7 @@ class NonFinite(Exception):
 
 
 def check_finite(values: Mapping[str, Tensor | float], batch: Mapping[str, Tensor]) -> None:
-    """Invariant 8: a value that is not finite ends the stage before the optimizer step. Raises: NonFinite."""
+    """A value that is not finite ends the stage before the optimizer step. Raises: NonFinite."""
     finite = [torch.isfinite(torch.as_tensor(value)).all() for value in values.values()]
     bad = [name for name, good in zip(values, torch.stack(finite).tolist(), strict=True) if not good]
     if bad:
@@ -186,7 +186,7 @@ class Engine:
                 state |= {"ema": average, "ema_steps": {"steps": torch.tensor(self.ema.steps)}}
         return state
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: SavedState) -> None:
         """Restore the result of `state`."""
         self.whole_state.write({kind: tensors for kind, tensors in state.items() if not kind.startswith("ema")})
         if self.ema is not None:

@@ -32,7 +32,7 @@ from rlhf.training.usage import update_flops, usage_metrics
 
 
 class TrainingLoop:
-    """The steps of one stage; the first `first` of `total` were taken before this process started.
+    """The steps of one stage; the first `done` of `total` were taken before this process started.
 
     tokens: seen so far, over all ranks. notes: what else the stage's loop keeps in its checkpoints, as JSON. figure: of a step, for
     checkpoints.keep_best, higher is better. improved: whether a step has to have a checkpoint, since its held-out loss is the best.
@@ -41,7 +41,7 @@ class TrainingLoop:
     def __init__(self, stage: Stage, engine: Engine, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
         self.stage, self.engine, self.ranks, self.total = stage, engine, engine.ranks, total
         self.tracker, self.bar = tracker, bar
-        self.first, self.saved, self.tokens = 0, 0, 0
+        self.done, self.saved, self.tokens = 0, 0, 0
         self.writing = 0.0  # seconds that the last checkpoint took
         self.figure: float | None = None
         self.improved = False
@@ -51,7 +51,7 @@ class TrainingLoop:
             state, self.notes = read_state(resume)
             engine.restore(state)
             put_random_state(resume)
-            self.first = self.saved = checkpoint_step(resume)
+            self.done = self.saved = checkpoint_step(resume)
             self.tokens = self.notes.pop("tokens")
             sums = self.notes.pop("sums")
             if self.ranks.rank == 0:
@@ -65,7 +65,7 @@ class TrainingLoop:
 
     @property
     def resumed(self) -> bool:
-        return self.first > 0
+        return self.done > 0
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to take; after each a checkpoint, if one is due.
@@ -73,7 +73,7 @@ class TrainingLoop:
         """
         self.bar.started = time.monotonic()  # what came before took no step
         with finish_step(self.stage.name):
-            for step in range(self.first + 1, self.total + 1):
+            for step in range(self.done + 1, self.total + 1):
                 self.figure, self.improved = None, False
                 yield step
                 if self.threads is not None:
@@ -124,7 +124,7 @@ class TrainingLoop:
 
     def say_time(self, seconds: float, measured: str) -> None:
         """Print how long the steps take. seconds: of one of them, from what was `measured` here before the first."""
-        left, unit = self.total - self.first, self.bar.unit
+        left, unit = self.total - self.done, self.bar.unit
         time_left = format_seconds(left * self.ranks.max(seconds))
         self.stage.say(f"takes about {time_left} for {left:,} {unit}{'s' if left > 1 else ''}, by {measured}")
 

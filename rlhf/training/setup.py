@@ -146,7 +146,7 @@ def load_frozen(config: Config, folder: Path, device: torch.device) -> Any:
 
 
 def check_tokenizer(parent: Path, tokenizer: Any) -> None:
-    """Invariant 9. Raises: UserError if the model in a stage's folder was trained with another tokenizer."""
+    """Raises: UserError if the model in a stage's folder was trained with another tokenizer."""
     if tokenizer_hash(load_tokenizer(parent / "model")) != tokenizer_hash(tokenizer):
         raise UserError(
             f"{parent / 'model'}: its tokenizer or chat template is not that of this run: train {parent.name} again, "

@@ -107,7 +107,7 @@ def save_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor]
 
 FORM = 2  # of a checkpoint; raised when an older one can no longer be read
 # {"weights", "steps", and a tensor kind of the optimizer such as "exp_avg": {parameter's name: tensor}}
-State = Mapping[str, Mapping[str, Tensor]]
+SavedState = Mapping[str, Mapping[str, Tensor]]
 
 
 class Written(Schema):  # state.json
@@ -150,7 +150,7 @@ class PlainState:
                 yield name, p, kind, value
 
     @torch.no_grad()
-    def write(self, state: State) -> None:
+    def write(self, state: SavedState) -> None:
         put_weights(self.module, state["weights"])
         kinds = [kind for kind in state if kind not in ("weights", "steps")]
         on_device = steps_on_device(self.optimizer)
@@ -167,7 +167,7 @@ class PlainState:
 def write_checkpoint(
     stage: Stage,
     step: int,
-    state: State | None,
+    state: SavedState | None,
     notes: Mapping[str, Any],
     *,
     keep: CheckpointConfig,
@@ -189,7 +189,7 @@ def write_checkpoint(
         save_checkpoint(stage.checkpoints, step, write, keep, figure)
 
 
-def write_state(folder: Path, state: State, notes: Mapping[str, Any]) -> None:
+def write_state(folder: Path, state: SavedState, notes: Mapping[str, Any]) -> None:
     """Whole tensors as safetensors, the loop's own notes as JSON."""
     for name, tensors in state.items():
         save_file(dict(tensors), str(folder / f"{name}.safetensors"))
@@ -285,7 +285,7 @@ class ZeroState(PlainState):
                     yield name, p, kind, on_cpu(safe_get_full_optimizer_state(p, kind))
 
     @torch.no_grad()
-    def write(self, state: State) -> None:
+    def write(self, state: SavedState) -> None:
         """Write a whole state to the ranks' slices."""
         put_weights(self.module, state["weights"])
         self._make_moments()
