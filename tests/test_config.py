@@ -54,7 +54,8 @@ def test_every_yaml_composes_and_its_values_arrive(group, name):
     config = compose.compose_config([f"{group}={name}"])
     written, composed = read_yaml(group, name), leaves(asdict(config))
     assert written and written == {key: composed[key] for key in written}
-    for command in cli.COMMANDS:
+    encodes = config.model.attention == "bidirectional"  # what needs a policy refuses it
+    for command in ("tokenizer", "pretrain", "classify") if encodes else cli.COMMANDS:
         check_config(config, command)
 
 
@@ -90,7 +91,7 @@ def test_every_commands_help_runs(command, capsys):
             if key.rpartition(".")[0] == group.rstrip("."):
                 assert f"\n  {key}=" in out
     assert command in compose.SCHEMAS or (
-        "model=chinchilla | gopher" in out
+        "model=bert | bert-large" in out
         and "experiment=align | align-laptop | dialogue | gold | gold-dialogue | real" in out
     )
 

@@ -97,6 +97,8 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     if loaded.reads_text:
         form = "prompt and response as its tokenizer frames them"
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
+    if exported.class_name == "GPTForSequenceClassification":
+        notes.append("It loads after `import rlhf.model`: no class of transformers expresses this model.")
     if exported.offset:
         notes.append(
             f"score = logit {exported.offset:+.6g} (score_offset in config.json): {exported.class_name} has no bias for this "

@@ -12,7 +12,7 @@ from rlhf.config.commands import CorpusConfig, ImportConfig
 from rlhf.config.setting import get, listed, settings_in
 from rlhf.config.stages import FALLING, LoraConfig, RewardConfig
 from rlhf.errors import UserError
-from rlhf.recipe import BASELINES, STAGES
+from rlhf.recipe import BASELINES, STAGES, ancestors
 from rlhf.system.processes import process_count
 
 Row = tuple[object, str]
@@ -104,6 +104,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         ]  # fmt: skip
     if context is not None:
         yield batch_relation(config, context, f"model.context_length={context}")
+    yield from _encoder_relations(config, command)
     yield from _training_relations(config)
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
@@ -124,6 +125,23 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
             f"energy_price={config.energy_price}: no power is known: set gpu_watts too",
         )
         yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
+
+
+def _encoder_relations(config: Config, command: str) -> list[Row]:
+    needs_policy = command in ("pipeline", "plan", "sft") or "sft" in (ancestors(command) if command in STAGES else ())
+    model, isolated = config.model, config.pretrain.isolate_documents
+    encoder = model.attention == "bidirectional"
+    return [
+        (encoder and model.pretrained is not None, f"model.attention={model.attention}: model.pretrained={model.pretrained} has its "
+         "own attention: leave one of them out"),
+        (encoder and needs_policy, f"model.attention={model.attention}: {command} "
+         "needs a causal model: an encoder writes no text, and a value may not see later tokens: pretrain it in a run of its own, "
+         "and give its folder to reward.model or judge.model"),
+        (config.pretrain.pairs != "none" and not encoder, f"pretrain.pairs={config.pretrain.pairs}: is for an encoder: set "
+         "model.attention=bidirectional, or leave it out"),
+        (config.pretrain.pairs != "none" and isolated, f"pretrain.pairs={config.pretrain.pairs}: the halves of a block must see each "
+         "other: want pretrain.isolate_documents=false"),
+    ]  # fmt: skip
 
 
 def _training_relations(config: Config) -> Iterator[Row]:

@@ -7,6 +7,7 @@ from rlhf.config.setting import setting
 
 POSITIONS = ("learned", "rotary", "sinusoidal")
 BLOCKS = ("pre", "post", "parallel", "one_norm")
+ATTENTION = ("causal", "bidirectional")
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_erf", "relu", "swiglu")
 ADOPTION = ("pretrained", "native")  # the fields of ModelConfig that shape no model
@@ -25,6 +26,9 @@ class ModelConfig:
     width: int = setting(768, "width of the residual stream, a multiple of n_head if head_dim is not set", min=1)
     mlp_width: int | None = setting(None, "hidden units of the MLP; none: 4 x width, SwiGLU 8/3 x width", min=1)
     context_length: int = setting(1024, "tokens per row", min=1)
+    attention: str = setting(
+        "causal", "bidirectional: an encoder, pretrained on masked tokens, which writes no text", choices=ATTENTION
+    )
     positions: str = setting("learned", "position encoding", choices=POSITIONS)
     block: str = setting(
         "pre", "place of norms; parallel, one_norm: MLP beside attention, 2 norms or 1", choices=BLOCKS

@@ -9,6 +9,7 @@ from rlhf.config.setting import MAX_SEED, NOTHING, RESULT, ROUNDING, other_defau
 PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
 FALLING = ("cosine", "linear")  # schedules that end at final_lr_fraction
 SCHEDULES = (*FALLING, "constant")
+PAIRS = ("none", "next", "order")
 
 
 @dataclass(slots=True)
@@ -79,6 +80,9 @@ class PretrainConfig(OptimizerConfig):
     shuffle: bool = setting(True, "blocks in random order; false: in file order")
     isolate_documents: bool = setting(False, "no attention between documents in one block")
     eval_sequences: int = setting(256, "blocks used for the held-out loss", min=1)
+    pairs: str = setting(
+        "none", "encoder: learn too whether a block's halves follow each other, or their order", choices=PAIRS
+    )
 
 
 @dataclass(slots=True)

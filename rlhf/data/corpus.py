@@ -350,7 +350,7 @@ def make_collator(separator: int, isolate: bool):
     """Stack blocks; with `isolate`, add the positions that keep documents apart."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         if isolate:
             batch["position_ids"] = document_positions(batch["input_ids"], separator)
         return batch

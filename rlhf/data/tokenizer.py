@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PAD = "<|pad|>"
 SEPARATOR = "<|endoftext|>"  # between documents; also bos
 END = "<|end|>"  # of a turn; also eos
+MASK = "<|mask|>"  # of an encoder's tokenizer only, where pretraining adds it
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = [PAD, SEPARATOR, *ROLES.values(), END]  # ids 0..5 of a tokenizer trained here
 

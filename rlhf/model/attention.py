@@ -82,12 +82,12 @@ def select(x: Tensor, kept: Tensor | None) -> Tensor:
     return x if kept is None else x.flatten(0, 1).index_select(0, kept)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(D/H)) v (B, H, T, D/H) of q (B, H, T, D/H) and k, v (B, KV, keys, D/H); without a mask, causal."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool = True) -> Tensor:
+    """softmax(q k^T / sqrt(D/H)) v (B, H, T, D/H) of q (B, H, T, D/H) and k, v (B, KV, keys, D/H). causal: without a mask."""
     if q.device.type == "cpu" and q.shape[2] < SHORT and q.requires_grad and (kind := computed_in(q)).itemsize < 4:
         with torch.autocast("cpu", enabled=False):
-            return attend(q.float(), k.float(), v.float(), mask, dropout).to(kind)
-    causal, groups = mask is None and q.shape[2] > 1, q.shape[1] // k.shape[1]
+            return attend(q.float(), k.float(), v.float(), mask, dropout, causal).to(kind)
+    causal, groups = causal and mask is None and q.shape[2] > 1, q.shape[1] // k.shape[1]
     if groups > 1 and mask is not None and q.is_cuda:  # there the kernels that take masks take no groups
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=q.shape[1] != k.shape[1])
@@ -109,7 +109,7 @@ class QKNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v W_out, causal, with n_kv_head keys and values for n_head queries.
+    """softmax(q k^T / sqrt(head_dim)) v W_out, causal except in an encoder, with n_kv_head keys and values for n_head queries.
 
     Its mask limits a banded layer to the last `window` tokens (`GPTConfig.window_of`). Source: Vaswani et al. 2017,
     equation 1; Ainslie et al. 2023 (grouped queries), of which one key head is Shazeer 2019 (PaLM).
@@ -118,7 +118,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer, self.dropout = layer, config.dropout
-        self.window = config.window_of(layer)
+        self.window, self.causal = config.window_of(layer), config.causal
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim = config.head_dim
         qkv_width = (self.n_head + 2 * self.n_kv_head) * self.head_dim
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, dropout)
+        y = attend(q, k, v, mask, dropout, self.causal)
         return self.out(select(y.transpose(1, 2).flatten(2), kept))  # (B, T, D) or (N, D)
 
 
@@ -164,9 +164,14 @@ def make_positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tenso
 
 
 def make_attention_mask(
-    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None, past: int
+    x: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Cache | None,
+    past: int,
+    causal: bool = True,
 ) -> Tensor | None:
-    """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain causal kernel is enough."""
+    """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain kernel, causal or not, is enough."""
     if attention_mask is not None and attention_mask.dim() == 4:
         return (
             attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
@@ -174,14 +179,14 @@ def make_attention_mask(
     length = x.shape[1]
     keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     fresh = keys == length  # a first call: the keys are those of the queries
-    if attention_mask is not None and _is_harmless(attention_mask, fresh):
+    if attention_mask is not None and _is_harmless(attention_mask, fresh and causal):
         attention_mask = None
     segments = _segments(position_ids) if fresh and length > 1 else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
     query = torch.arange(length, device=x.device)[:, None] + past  # (T, 1)
     key = torch.arange(keys, device=x.device)
-    mask = (key <= query)[None]  # (1, T, keys)
+    mask = ((key <= query) | (not causal))[None]  # (1, T, keys)
     if segments is not None:
         mask = mask & (segments[:, :, None] == segments[:, None, :])
     if attention_mask is not None:
@@ -215,9 +220,9 @@ def narrow(mask: Tensor | None, window: int, queries: int, past: int, device: to
     return (near & (key <= query))[None, None] if mask is None else mask & near
 
 
-def _is_harmless(attention_mask: Tensor, fresh: bool) -> bool:
-    """Whether causality alone hides all padding: there is none, or it is on the right of a first call."""
-    if fresh:
+def _is_harmless(attention_mask: Tensor, hides_later: bool) -> bool:
+    """Whether there is no padding, or only on the right of a first call (`hides_later`), where causality hides it."""
+    if hides_later:
         return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
     return bool(attention_mask.all())
 

@@ -62,9 +62,11 @@ def scoring_tokens(model: Any) -> int:
 
 
 def joins_rows(model: Any) -> bool:
-    """Whether the rows of an item are joined where that saves time, as our GPT does on a CPU; windows count distances within a row."""
+    """Whether the rows of an item are joined where that saves time, as our GPT does on a CPU; windows count distances within a row,
+    and text classifiers read each row by itself.
+    """
     native = any(getattr(part, "native", False) and part.config.window is None for part in model.modules())
-    return native and not next(model.parameters()).is_cuda
+    return native and not getattr(model, "reads_text", False) and not next(model.parameters()).is_cuda
 
 
 HIDDEN_UNITS = ("intermediate_size", "ffn_dim", "n_inner")  # names of the MLP's width in transformers' configurations

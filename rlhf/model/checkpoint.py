@@ -183,7 +183,8 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
     more = {} if gguf is None else {"gguf_file": gguf}
     config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)
     classifier = next((kind for kind in config.architectures or [] if kind.endswith("Classification")), None)
-    if classifier or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
+    if classifier or masked or is_encoder(config):
         raise UserError(
             f"model.pretrained={source}: a {classifier or config.model_type} writes no text: give a causal language model, or "
             f"use this one as reward model: reward.model={source}"
@@ -195,6 +196,11 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether it is of our GPT with attention=bidirectional."""
+    return getattr(config, "attention", None) == "bidirectional"
 
 
 def count_parameters(source: str, config: Any) -> int:

@@ -49,7 +49,7 @@ def misfits(config: Any, form: str) -> list[str]:
     if form == OWN:
         return []
     architecture, wrong = ARCHITECTURES[form], []
-    for name, wanted in {"window": None, "experts": 0, **architecture.shape}.items():
+    for name, wanted in {"attention": "causal", "window": None, "experts": 0, **architecture.shape}.items():
         value = getattr(config, name)
         if value not in (wanted if isinstance(wanted, tuple) else (wanted,)):
             wrong.append(f"{name} is {value!r}, {form} has {wanted!r}")

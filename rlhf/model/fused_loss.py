@@ -1,4 +1,4 @@
-"""The next-token loss, and the log-probs of chosen tokens and of responses, without logits of all tokens."""
+"""The next-token loss, the masked-token loss, and the log-probs of chosen tokens and of responses, without logits of all tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.model.blocks import balance_loss
 from rlhf.model.interface import lm
-from rlhf.model.linear import Linear
+from rlhf.model.linear import Float32Linear, Linear
 from rlhf.ops.logprobs import entropy, token_logprobs
 from rlhf.ops.unembedding import unembedded_cross_entropy, unembedded_logprobs
 
@@ -49,12 +49,68 @@ class NextToken(nn.Module):
             hidden = model.base_model(**inputs, kept=before).last_hidden_state
         else:
             hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, before)
-        head = model.get_output_embeddings()
-        if known.logits_are == "product" and is_plain(head):
-            loss = unembedded_cross_entropy(hidden, head.weight, targets) / denominator
-        else:
-            loss = -chosen_logprobs(model, hidden, targets)[0].sum() / denominator
+        loss = summed_nats(model, hidden, targets) / denominator
         return loss + balance_loss(model, labels, IGNORED, denominator) if experts else loss
+
+
+def summed_nats(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """-sum of log P(targets (N,)) after hidden states (N, D), of a model whose logits are not its "own"."""
+    head = model.get_output_embeddings()
+    if lm(model).logits_are == "product" and is_plain(head):
+        return unembedded_cross_entropy(hidden, head.weight, targets)
+    return -chosen_logprobs(model, hidden, targets)[0].sum()
+
+
+class MaskedToken(nn.Module):
+    """The losses of an encoder in pretraining, as a module that an engine can train.
+
+    L = -sum over labels != -100 of log P(label_t | all tokens of the masked row), and logits of whether the row's halves belong
+    together, if `pairs`: W h + b of its last token. Source: Devlin et al. 2018, section 3.1.
+    Differs: no layer and no bias between the last hidden state and the tied unembedding; the pair is read at the last token,
+    where classifiers read, not at the first one through tanh.
+    """
+
+    def __init__(self, model: Any, pairs: bool):
+        super().__init__()
+        self.model, self.pair_head = model, Float32Linear(model.config.width, 2) if pairs else None
+
+    def forward(self, labels: Tensor, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """(nats () summed over the labels (B, T), logits (B, 2) or None); inputs: input_ids (B, T) and what else the model takes."""
+        counted = (labels != IGNORED).flatten().nonzero()[:, 0]
+        last = torch.arange(labels.shape[1] - 1, labels.numel(), labels.shape[1], device=labels.device)
+        kept = counted if self.pair_head is None else torch.cat((counted, last))
+        hidden = self.model.base_model(**inputs, use_cache=False, kept=kept).last_hidden_state
+        nats = summed_nats(self.model, hidden[: len(counted)], labels.flatten()[counted])
+        return nats, None if self.pair_head is None else self.pair_head(hidden[len(counted) :])
+
+
+def mask_tokens(tokens: Tensor, ordinary: Tensor, mask: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(masked tokens, labels), both (B, T), of tokens (B, T) int64 on the CPU: 15% of the ordinary tokens are chosen, at least one per row;
+    of these 80% become `mask`, 10% a random ordinary token, and 10% stay. Labels are -100 elsewhere.
+
+    ordinary (V,) bool: the tokens that are not special. Source: Devlin et al. 2018, section 3.1, task 1.
+    """
+    u = torch.rand(tokens.shape, generator=generator).masked_fill(~ordinary[tokens], 2.0)
+    chosen = (u < 0.15) | (u == u.amin(1, keepdim=True))
+    how = torch.rand(tokens.shape, generator=generator)
+    known = ordinary.nonzero()[:, 0]
+    drawn = known[torch.randint(len(known), tokens.shape, generator=generator)]
+    masked = torch.where(how < 0.8, mask, torch.where(how < 0.9, drawn, tokens))
+    return torch.where(chosen, masked, tokens), torch.where(chosen, tokens, IGNORED)
+
+
+def pair_halves(tokens: Tensor, others: Tensor | None, end: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(rows (B, T), labels (B,)): the halves of tokens (B, T), each with `end` as its last token; label 1 if they are as in the
+    text, 0 in half of the rows, whose halves change places or, with `others` (B, T), whose second half is that of another text.
+
+    Source: Devlin et al. 2018, section 3.1, task 2 (next sentence); Lan et al. 2019, section 3.1 (order).
+    Differs: segments are the halves of a packed block, so that no token is padding, and not of one document.
+    """
+    half, same = tokens.shape[1] // 2, torch.randint(2, (len(tokens),), generator=generator)
+    changed = tokens.roll(half, 1) if others is None else torch.cat((tokens[:, :half], others[:, half:]), 1)
+    rows = torch.where(same[:, None] == 1, tokens, changed)
+    rows[:, [half - 1, -1]] = end
+    return rows, same
 
 
 def before_labels(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -62,7 +63,8 @@ class GPTPreTrainedModel(PreTrainedModel):
         """
         trunk: Any = self.base_model
         # a window counts distances within the row
-        if len(tokens) > 1 and len(kept) and self.config.window is None and not tokens.is_cuda:
+        joins = self.config.window is None and self.config.causal
+        if joins and len(tokens) > 1 and len(kept) and not tokens.is_cuda:
             rows, positions = kept // tokens.shape[1], kept % tokens.shape[1]
             if (joined := join_rows(tokens, rows, positions, self.config.width)) is not None:
                 given = {"attention_mask": joined.mask, "position_ids": joined.positions}
@@ -104,13 +106,16 @@ class GPTModel(GPTPreTrainedModel):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.block == "post" else make_norm(config)
+        # as in BERT's released code; not in Vaswani et al. 2017 or Radford et al. 2018
+        normed = config.block == "post" and not config.causal
+        self.embed_norm = make_norm(config) if normed else nn.Identity()
         self.gradient_checkpointing = False
         self.post_init()
 
     def embed(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
         """First hidden state, and rotary factors if any, of embeddings x (B, T, D) at positions (…, T)."""
         rope = rotary_factors(positions, self.config, x.dtype) if self.embed_positions is None else None
-        return self.dropout(self.place(x, positions)), rope
+        return self.dropout(self.embed_norm(self.place(x, positions))), rope
 
     def place(self, x: Tensor, positions: Tensor) -> Tensor:
         """Embeddings x (…, D) plus those of their positions (…), if any; sinusoids are added to sqrt(D) x (Vaswani et al. 2017, 3.4)."""
@@ -138,17 +143,21 @@ class GPTModel(GPTPreTrainedModel):
         kept (N,) int64: row * T + position of each token whose last hidden state is needed; for the others the last block
         computes only keys and values. attention_mask (B, past + T), 1 = real token, padding on either side; without
         position_ids, positions count the real tokens. Where position_ids restart within a row (0, or lower than before), a new
-        example begins, which does not see the earlier ones. Right padding needs no mask, since no real token comes after it.
+        example begins, which does not see the earlier ones. Right padding needs no mask, since no real token comes after it; an encoder
+        takes pad tokens as padding unless one of the two is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("GPTModel.forward: give exactly one of input_ids and inputs_embeds")
+        causal, pad = self.config.causal, self.config.pad_token_id
+        if not causal and attention_mask is None and position_ids is None and input_ids is not None and pad is not None:
+            attention_mask = input_ids != pad
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:  # in training a cache would only copy keys and values
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and causal and not self.training
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        mask = make_attention_mask(x, attention_mask, position_ids, past_key_values, past)
+        mask = make_attention_mask(x, attention_mask, position_ids, past_key_values, past, causal)
         window = self.config.window
         banded = None if window is None else as_bias(narrow(mask, window, x.shape[1], past, x.device), x)
         mask = as_bias(mask, x)
@@ -227,3 +236,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
 
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
         return self.lm_head(self.hidden(tokens, kept))
+
+
+class GPTForSequenceClassification(GenericForSequenceClassification, GPTPreTrainedModel):
+    """The trunk with a linear layer on the state of the last token that is not the pad token."""

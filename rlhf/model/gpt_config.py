@@ -25,11 +25,11 @@ class GPTConfig(PreTrainedConfig):
     `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`, `mlp_width` None
     `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key
     head. `rotary_share` of each head's pairs of channels turn; `rotary_scaling`: see `rlhf.model.attention.scale_frequencies`.
-    `block`: where the norms are, see rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so
-    many tokens, themselves included; None: all layers to all. `experts`: the last of every `expert_every` layers have so
-    many MLPs, see rlhf/model/blocks.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
-    configuration fields of the architecture that the weights came from, which these do not express; export writes them
-    back.
+    `attention`: causal, or bidirectional in an encoder, whose tokens attend to all. `block`: where the norms are, see
+    rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so many tokens, themselves included; None: all
+    layers to all. `experts`: the last of every `expert_every` layers have so many MLPs, see rlhf/model/blocks.py, which also says
+    what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the configuration fields of the architecture that the weights
+    came from, which these do not express; export writes them back.
     Raises: ValueError when widths, heads and kinds do not fit together; every problem is in the one message.
     """
 
@@ -53,6 +53,7 @@ class GPTConfig(PreTrainedConfig):
     head_dim: int = None  # type: ignore[assignment]
     width: int = 768
     mlp_width: int = None  # type: ignore[assignment]
+    attention: str = "causal"
     positions: str = "learned"
     norm: str = "layernorm"
     mlp: str = "gelu"
@@ -108,11 +109,17 @@ class GPTConfig(PreTrainedConfig):
             yield f"rotary positions need an even number of turning channels per head, not {head_dim}"
         if self.n_head % self.n_kv_head:
             yield f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"
+        if not self.causal and (self.window is not None or self.experts):
+            yield "attention=bidirectional goes with neither window nor experts"
         if self.positions == "sinusoidal" and self.width % 2:
             yield f"sinusoidal positions need an even width, not {self.width}"
         scaling = self.rotary_scaling
         if scaling is not None and not all(scaling.get(name, 0) > 0 for name in SCALING):
             yield f"rotary_scaling={scaling} must have {', '.join(SCALING)}, each above 0"
+
+    @property
+    def causal(self) -> bool:
+        return self.attention == "causal"
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a layer attends to; None if all before it.

@@ -70,7 +70,7 @@ class Shape(ModelConfig):
         self.linear_layers = self.n_layer * (self.block_matrices + biases) + self.routers + more_experts
 
         positions = self.context_length * width if self.positions == "learned" else 0
-        last = norm if self.block != "post" else 0
+        last = norm if self.block != "post" or self.attention != "causal" else 0
         self.trunk = self.embedding + positions + self.n_layer * norms + self.linear_layers + last + self.more
         self.language_model = self.trunk + (0 if self.tie_word_embeddings else self.embedding)  # policy, reference
         self.scalar_model = self.trunk + width + 1  # reward model, critic: a head with one bias

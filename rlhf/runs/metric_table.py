@@ -44,7 +44,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("progress/episodes", "episodes", "-", "last", "global prompts or rollouts seen so far"),
     Metric("progress/tokens", "tokens", "-", "last", "global tokens seen so far"),
     # pretraining and SFT
-    Metric("pretrain/loss", _NATS_TOKEN, "tokens of full blocks", "mean", "next-token loss"),
+    Metric("pretrain/loss", _NATS_TOKEN, "tokens of full blocks; of an encoder the masked ones", "mean",
+           "next-token loss; of an encoder masked-token loss"),
+    Metric("pretrain/accuracy", _SHARE, "pairs of pretrain.pairs", "mean", "pairs whose label has the higher logit"),
     Metric("sft/loss", _NATS_TOKEN, "response tokens, end of turn included", "mean",
            "loss on the demonstrated response, with sft.lm_coef times that on the prompt"),
     # reward model
@@ -131,7 +133,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<split>/loss", "nats", "as the stage's own loss", "mean", "the stage's loss, held out"),
     Metric("eval/<split>/bpb", "bits per byte", "text tokens, no separators", "mean",
            "nats of text tokens over bytes of text, in bits, held out"),
-    Metric("eval/<split>/accuracy", _SHARE, "ordered pairs; examples", "mean",
+    Metric("eval/<split>/accuracy", _SHARE, "ordered pairs; examples; pairs of pretrain.pairs", "mean",
            "as reward/accuracy, dpo/accuracy or classify/accuracy, held out"),
     Metric("eval/<split>/macro_f1", _SHARE, "examples", "mean", "mean over classes of F1"),
     Metric("eval/<split>/margin", "score", _PAIRS, "mean", "as reward/margin or dpo/margin, held out"),
@@ -322,6 +324,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     "pretrain": (
         Chart("Loss", ("pretrain/loss=training", "eval/*/loss"), log_y=True, watch="loss"),
         Chart("Bits per byte", ("eval/*/bpb",), watch="bits per byte"),
+        Chart("Accuracy of pretrain.pairs", ("pretrain/accuracy=training", "eval/*/accuracy")),
         *TRAINING,
     ),
     "sft": (

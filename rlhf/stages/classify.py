@@ -18,9 +18,11 @@ from rlhf.config.precision import inference
 from rlhf.data.encoding import row_limit
 from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import UserError
 from rlhf.evaluation.benchmarks import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification, show
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
+from rlhf.model.checkpoint import is_encoder
 from rlhf.model.heads import LabelModel, transfer
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
@@ -52,7 +54,11 @@ def run(config: Config) -> None:
         # 1. The examples
         examples, held_out, classes = load_task(config, columns, stage.folder)
         base = stage_folder(config, "pretrain") / "model"
-        tokenizer, lm = load_tokenizer(base), load_policy(base)
+        tokenizer, lm = load_tokenizer(base), load_policy(base, encoder=True)
+        if is_encoder(lm.config) and settings.lm_coef:
+            raise UserError(
+                f"classify.lm_coef={settings.lm_coef}: {base} is an encoder, without a next-token loss: want 0"
+            )
         coded = [encode(stage, part, tokenizer, classes) for part in (examples, held_out)]
 
         # 2. The base, or its transferred part, with W_y
@@ -73,7 +79,7 @@ def run(config: Config) -> None:
             model.save_head(stage.model)
 
             # 4. Measure what was written
-            model = LabelModel.with_head(load_policy(stage.model), stage.model).to(device)
+            model = LabelModel.with_head(load_policy(stage.model, encoder=True), stage.model).to(device)
             with inference(config, device):
                 probabilities = predict(model, coded[1], pad, device)
             results = write_results(stage, held_out, [one.label for one in coded[1]], classes, probabilities)

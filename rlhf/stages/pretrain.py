@@ -1,14 +1,18 @@
-"""Step 0: the GPT from random weights, by next-token prediction on packed blocks; or a pretrained model, adopted.
+"""Step 0: the GPT from random weights, by next-token prediction on packed blocks; an encoder, by masked tokens; or a pretrained
+model, adopted.
 
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1).
 """
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import Config
@@ -18,12 +22,13 @@ from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.corpus import PackedCorpus, Part, iterate_documents, make_collator, mix_corpora, pack_corpus
-from rlhf.data.tokenizer import load_tokenizer, token_byte_lengths, tokenizer_hash
+from rlhf.data.tokenizer import MASK, load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
 from rlhf.model.batching import by_length, scoring_tokens
 from rlhf.model.blocks import limited_experts
-from rlhf.model.fused_loss import IGNORED, NextToken
+from rlhf.model.checkpoint import is_encoder
+from rlhf.model.fused_loss import IGNORED, MaskedToken, NextToken, mask_tokens, pair_halves
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.runs.folders import stage_folder
@@ -34,7 +39,7 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.processes import on_first_rank
 from rlhf.training.adapters import save_output
-from rlhf.training.batches import Batches, Objective, accelerate_order, put, train
+from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, decay_groups, inverse_sqrt_schedule, make_schedule
@@ -49,6 +54,8 @@ def run(config: Config) -> None:
     with open_stage(config, "pretrain", hash_sources(config, "pretrain")) as stage:
         device = set_up(config)
         tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
+        if config.model.attention == "bidirectional" and tokenizer.mask_token is None:
+            tokenizer.add_special_tokens({"mask_token": MASK})
 
         # 1. A GPT with random weights, or the model to adopt
         adopted = None if config.model.pretrained is None else adopt_model(stage, config.model.pretrained, tokenizer)
@@ -83,21 +90,33 @@ def run(config: Config) -> None:
 
         # 3. Train
         checkpoint_activations(config, model)
-        settings, trained = config.pretrain, NextToken(model.to(device))  # type: ignore[arg-type]
-        optimizer = decay_groups(model, settings) if settings.optimizer == "adamw" else MuonAdamW(model, settings)
+        settings, is_causal = config.pretrain, not is_encoder(model.config)
+        model.to(device)  # type: ignore[arg-type]
+        trained = NextToken(model) if is_causal else MaskedToken(model, settings.pairs != "none")
+        optimizer = decay_groups(trained, settings) if settings.optimizer == "adamw" else MuonAdamW(trained, settings)
         engine = make_engine(config, trained, optimizer, device, max_grad_norm=settings.max_grad_norm)
         with open_loop(stage, engine, steps) as loop:
             with limited_experts(model):
                 rows = config.pretrain.global_batch_tokens // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
-                objective = make_objective(config, engine, blocks)
-                batches, schedule = Batches(cast(Any, blocks), rows, order), pretrain_schedule(config, steps)
-                train(loop, batches, objective, schedule, largest=blocks[0])
+                if is_causal:
+                    batches, objective = Batches(cast(Any, blocks), rows, order), make_objective(config, engine, blocks)
+                else:
+                    batches = MaskedBatches(cast(Any, blocks), rows, order, Masking(config, tokenizer, blocks))
+                    objective = make_masked_objective(config, engine, blocks)
+                largest = next(batches.after(0))[0]
+                train(loop, batches, objective, pretrain_schedule(config, steps), largest=largest)
             save_output(model, tokenizer, stage)
 
             # 4. Held-out loss
             with inference(config, device):
-                summary = held_out_loss(config, model, corpus.blocks("heldout", length), tokenizer)
+                held_out = corpus.blocks("heldout", length)
+                if is_causal:
+                    summary = held_out_loss(config, model, held_out, tokenizer)
+                else:
+                    shown = [held_out[i] for i in range(min(len(held_out), settings.eval_sequences))]
+                    items = Masking(config, tokenizer, held_out)(shown, "heldout")
+                    summary = evaluate_items(engine, objective, items, "pretrain")
             loop.log_held_out(summary, "heldout")
         stage.finish(summary)
 
@@ -208,6 +227,67 @@ def make_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dic
 
     most = config.pretrain.micro_batch_sequences
     return Objective(lambda block: [block["input_ids"]], loss_of, most, count=lambda block: predicted)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Masks blocks; every draw is a function of `seed` and of what names the batch, so that a resumed run masks the same."""
+
+    config: Config
+    tokenizer: Any
+    blocks: Any  # those that second halves are drawn from
+
+    def __call__(self, batch: Sequence[dict[str, Tensor]], name: object) -> list[dict[str, Tensor]]:
+        """The blocks as {"input_ids", "labels"} and, with pretrain.pairs, {"pair", "weight"}, of which the latter is one over the batch."""
+        tokenizer, pairs = self.tokenizer, self.config.pretrain.pairs
+        generator = torch.Generator().manual_seed(random.Random(f"mask-{self.config.seed}-{name}").getrandbits(63))
+        tokens = torch.stack([block["input_ids"] for block in batch])
+        fields: dict[str, Tensor] = {}
+        if pairs != "none":
+            drawn = torch.randint(len(self.blocks), (len(batch),), generator=generator).tolist()
+            others = torch.stack([self.blocks[i]["input_ids"] for i in drawn]) if pairs == "next" else None
+            tokens, fields["pair"] = pair_halves(tokens, others, tokenizer.eos_token_id, generator)
+            fields["weight"] = torch.full((len(batch),), 1 / len(batch))
+        ordinary = torch.ones(len(tokenizer), dtype=torch.bool)
+        ordinary[tokenizer.all_special_ids] = False
+        fields["input_ids"], fields["labels"] = mask_tokens(tokens, ordinary, tokenizer.mask_token_id, generator)
+        return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+
+
+@dataclass(frozen=True)
+class MaskedBatches(Batches[dict[str, Tensor]]):
+    """Batches whose blocks are masked anew at every step."""
+
+    masking: Masking
+
+    def after(self, step: int) -> Iterator[list[dict[str, Tensor]]]:
+        for number, batch in enumerate(super().after(step), step):
+            yield self.masking(batch, number)
+
+
+def make_masked_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dict[str, Tensor]]:
+    """The mean loss per chosen token, plus with pretrain.pairs the mean cross-entropy per pair."""
+    collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
+
+    def loss_of(part: list[dict[str, Tensor]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = put(collate(part), engine.device)
+        pair, weight = batch.pop("pair", None), batch.pop("weight", None)
+        nats, logits = engine(**batch)
+        sums.add("pretrain/loss", nats.item(), sum(map(chosen, part)))
+        loss = nats / count
+        if pair is not None:
+            each = F.cross_entropy(logits, pair, reduction="none")
+            sums.add("pretrain/accuracy", (logits.argmax(-1) == pair).sum().item(), len(part))
+            loss = loss + (each * weight).sum()
+        return loss, batch
+
+    most = config.pretrain.micro_batch_sequences
+    return Objective(lambda block: [block["input_ids"]], loss_of, most, count=chosen)
+
+
+def chosen(block: dict[str, Tensor]) -> int:
+    """The number of a masked block's labels."""
+    return int((block["labels"] != IGNORED).sum())
 
 
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:

@@ -19,7 +19,7 @@ from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.errors import UserError
-from rlhf.model.checkpoint import load_whole, read_config
+from rlhf.model.checkpoint import is_encoder, load_whole, read_config
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.fast import keep_freed_memory
 from rlhf.runs.stage import Stage
@@ -112,23 +112,29 @@ def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
     )
 
 
-def load_policy(folder: Path, dropout: float | None = None) -> Any:
+def load_policy(folder: Path, dropout: float | None = None, encoder: bool = False) -> Any:
     """A causal LM from a stage's model folder, in float32, in eval mode.
 
-    dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have.
+    dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have. encoder: whether it may be one.
+    Raises: UserError if it cannot be read, or is an encoder and may not be.
     """
-    config, loader = read_policy_config(folder, dropout), transformers.AutoModelForCausalLM
+    config, loader = read_policy_config(folder, dropout, encoder), transformers.AutoModelForCausalLM
     model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)
     return model.eval()
 
 
-def read_policy_config(folder: Path, dropout: float | None = None) -> Any:
+def read_policy_config(folder: Path, dropout: float | None = None, encoder: bool = False) -> Any:
     """The configuration of `load_policy`'s model."""
     import rlhf.model  # noqa: F401 (registers our GPT with the Auto classes)
 
     be_quiet()
     what, remedy = f"{folder}: not a readable model", "run the stage that writes it again"
     config = read_config(str(folder), what, remedy, local_files_only=True)
+    if not encoder and is_encoder(config):
+        raise UserError(
+            f"{folder}: is an encoder (model.attention=bidirectional), which writes no text: want a causal model, or use this one as "
+            f"reward.model={folder}, judge.model={folder} or in `rlhf classify`"
+        )
     if dropout is not None and hasattr(config, "dropout"):
         config.dropout = dropout
     return config
