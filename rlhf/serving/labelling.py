@@ -1,7 +1,8 @@
 """Labelling: the file of labels, which task a labeler gets, and the routes of the page for it.
 
-Every task goes to `labels_per_prompt` labelers; nobody gets one twice, and nobody sees another's answer. A labeler who goes back
-answers the last task again: the new record replaces the old one, which stays in the file but no longer counts.
+Every task goes to `labels_per_prompt` labelers, or to those to whom the manager assigns it; nobody gets one twice, and nobody sees
+another's answer. A labeler who goes back answers the last task again: the new record replaces the old one, which stays in the file but
+no longer counts.
 
 Checks measure a labeler and train nothing: gold items, whose ranking is known, and tasks that come again.
 """
@@ -12,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +40,7 @@ from rlhf.system.files import disk_error, writing
 from rlhf.system.schemas import first_problem
 
 AGAIN = ".2"  # after the name of a task that comes again
-ASSIGNED_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
+OPEN_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
 MOST_COMPARISONS = 1000  # comparisons kept until they are judged
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
 STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
@@ -185,7 +186,8 @@ class Labelling:
         self.tasks = {task.id: task for task in tasks}
         self.lock = threading.Lock()
         self.checked: dict[str, dict[str, Ranking]] = {}  # by labeler and name of the check, the record that counts
-        self.assigned: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
+        self.current: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
+        self.assigned: dict[str, list[str]] = {}  # by task, the labelers whom the manager chose for it, if any
         self.comparisons: dict[str, Ranking] = {}
         # by task and labeler, the record that counts
         self.ranked: dict[str, dict[str, Ranking]] = {task: {} for task in self.tasks}
@@ -206,13 +208,14 @@ class Labelling:
     def next_task(self, labeler: str) -> Ranking | None:
         """The labeler's current task, or the next one; None if there is none left."""
         with self.lock:
-            current, _ = self.assigned.get(labeler, (None, 0.0))
+            current, _ = self.current.get(labeler, (None, 0.0))
             if current is not None and self._is_open(current, labeler):
                 return self._find(current)
-            name = next((name for name in self.tasks if self._is_open(name, labeler)), None)
+            first = sorted(self.tasks, key=lambda name: labeler not in self.assigned.get(name, ()))
+            name = next((name for name in first if self._is_open(name, labeler)), None)
             if name is not None:
                 name = self._next_check(labeler) or name
-                self.assigned[labeler] = (name, time.monotonic())
+                self.current[labeler] = (name, time.monotonic())
             return self._find(name or "")
 
     def _find(self, name: str) -> Ranking | None:
@@ -251,17 +254,22 @@ class Labelling:
         known = sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
         return len(first) < self.checks.first or known["right"] >= self.checks.least * known["pairs"]
 
+    def _is_wanted(self, name: str, labeler: str, done: Mapping[str, Record], expected: int = 0) -> bool:
+        """Whether a task still needs this labeler: it is assigned to the labeler, or to nobody and not done or expected by enough."""
+        chosen = self.assigned.get(name)
+        return labeler not in done and (labeler in chosen if chosen else len(done) + expected < self.per_prompt)
+
     def _is_open(self, name: str, labeler: str) -> bool:
-        """Whether a labeler may rank a task: not done by this labeler, and not done by or assigned to enough others."""
+        """Whether a labeler may rank a task now: it still needs this labeler after the answers of those who have it on screen."""
         if name not in self.tasks:
             before = self.ranked.get(name.removesuffix(AGAIN), {})
             return (name in self.checks.gold or labeler in before) and name not in self.checked.get(labeler, {})
         now, ranked = time.monotonic(), self.ranked[name]
         expected = sum(
-            task == name and other != labeler and now - since < ASSIGNED_SECONDS and other not in ranked
-            for other, (task, since) in self.assigned.items()
+            task == name and other != labeler and now - since < OPEN_SECONDS and other not in ranked
+            for other, (task, since) in self.current.items()
         )
-        return labeler not in ranked and len(ranked) + expected < self.per_prompt
+        return self._is_wanted(name, labeler, ranked, expected)
 
     def shown(self, task: Ranking, labeler: str) -> list[RankedResponse]:
         """A task's responses in the order in which a labeler sees them, drawn by (seed, task, labeler)."""
@@ -277,13 +285,10 @@ class Labelling:
         with self.lock:
             if stored := self.file.submissions.get(("ranking", labeler, verdict.submission)):
                 return stored
-            if (
-                {flag for of in verdict.flags.values() for flag in of}
-                - FLAGS.keys()
-                - {f"breaks_{rule}" for rule in self.rules}
-            ):
+            known_flags = FLAGS.keys() | {f"breaks_{rule}" for rule in self.rules}
+            if set[str]().union(*verdict.flags.values()) - known_flags:
                 raise RefusedError(400, "no such flag or rule", "flags")
-            task, longest = self.comparisons.get(name) if compared else self._find(name), ASSIGNED_SECONDS
+            task, longest = self.comparisons.get(name) if compared else self._find(name), OPEN_SECONDS
             if task is None or (compared and task.labeler != labeler):
                 raise RefusedError(404, "no such task or comparison, or it was judged", "name")
             more: dict[str, Any] = {"comparison": name}
@@ -291,10 +296,12 @@ class Labelling:
                 before = self.ranked.get(name, {}).get(labeler) or self.checked.get(labeler, {}).get(name)
                 # a task from before a restart of the server, or from long ago, may still be open
                 if before is None and (replaces is not None or not (decides or self._is_open(name, labeler))):
-                    raise RefusedError(409, "enough labelers have this task: load the next one", "name")
+                    raise RefusedError(
+                        409, "enough labelers have this task, or it is assigned to others: load the next one", "name"
+                    )
                 if before is not None and before.id != replaces:
                     raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")
-                current, since = self.assigned.get(labeler, ("", 0.0))
+                current, since = self.current.get(labeler, ("", 0.0))
                 longest = time.monotonic() - since if current == name else longest
                 more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
                 more |= {"replaces": replaces} if replaces else {}
@@ -333,7 +340,7 @@ class Labelling:
         """What a labeler has done and can still do. Agreement with others would give away their answers: it is not shown."""
         with self.lock:
             done = sum(labeler in by for by in self.ranked.values()) + len(self.checked.get(labeler, {}))
-            left = sum(labeler not in by and len(by) < self.per_prompt for by in self.ranked.values())
+            left = sum(self._is_wanted(name, labeler, by) for name, by in self.ranked.items())
         return {"done": done, "left": left}
 
     # ---------------------------------------------------------------------------- comparisons, demonstrations
@@ -349,7 +356,7 @@ class Labelling:
         """A task to whose prompt neither the labeler nor enough others have written a response."""
         with self.lock:
             written = self.demonstrated.items()
-            names = (name for name, by in written if labeler not in by and len(by) < self.per_prompt)
+            names = (name for name, by in written if self._is_wanted(name, labeler, by))
             return next((self.tasks[name] for name in names), None)
 
     def demonstrate(self, labeler: str, request: DemonstrationRequest) -> Demonstration:

@@ -47,10 +47,16 @@ class Changes(RootModel[dict[str, Change]]):
     """labelers.json, by name."""
 
 
-class Staff:
-    """The labelers of one server, who is paused, and their instructions; every change is on the disk before it is acknowledged.
+class Assigned(RootModel[dict[str, list[str]]]):
+    """assigned.json, names of labelers by task."""
 
-    labelers.txt and manager.txt contain links with secrets: only their owner may read them. labelers.json: what the page changed.
+
+class Staff:
+    """The labelers of one server, who is paused, what is assigned to whom, and their instructions; every change is on the disk
+    before it is acknowledged.
+
+    labelers.txt and manager.txt contain links with secrets: only their owner may read them. labelers.json and assigned.json: what the
+    page changed.
     """
 
     def __init__(self, folder: Path, names: list[str], address: str, instructions: Path, text: str):
@@ -62,6 +68,8 @@ class Staff:
         known = [name for name in dict.fromkeys([*names, *self.changes]) if self.changes.get(name) != "revoke"]
         self.secrets = labeler_secrets(folder / "labelers.txt", known, address)
         self.manager = labeler_secrets(folder / "manager.txt", [DECIDES], address)[DECIDES]
+        self.assigned: dict[str, list[str]] = {}
+        self.assign(read_checked(folder / "assigned.json", Assigned, "restore or remove it") or {})
 
     def change(self, name: str, do: str) -> str | None:
         """Add, revoke, pause or resume a labeler; returns the link of a new one. Raises: RefusedError, UserError."""
@@ -74,7 +82,16 @@ class Staff:
         self.secrets |= new
         if do == "revoke":
             del self.secrets[name]
+            self.assign({})
         return f"{self.address}#{new[name]}" if new else None
+
+    def assign(self, assigned: dict[str, list[str]]) -> None:
+        """Give tasks to these labelers only, or to all if there are none; who is no labeler any more is left out."""
+        before = self.assigned | assigned
+        now = {task: [name for name in names if name in self.secrets] for task, names in before.items()}
+        if now != self.assigned:
+            write_json(self.folder / "assigned.json", now)
+            self.assigned.update(now)
 
     def paused(self, name: str, labelling: Labelling) -> bool:
         """Whether a labeler gets no tasks: paused, or not qualified and not let in by the manager, who resumed the labelling."""
@@ -106,6 +123,7 @@ def labeler_secrets(path: Path, names: list[str], address: str, without: str | N
 def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
     """The routes of the manager's page; the guard lets nobody else reach them."""
     router = APIRouter(prefix="/api/manage")
+    labelling.assigned = staff.assigned
 
     @router.get("")
     def overview() -> dict[str, Any]:
@@ -130,12 +148,13 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
             row["last"] = max((r.created or "" for r in records), default="")
             people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
-        tasks: list[dict[str, Any]] = [
-            {"name": name, "labels": len(by.keys() - {DECIDES}), "decided": DECIDES in by, **clashes(by)}
-            for name, by in said.items() if by
-        ]  # fmt: skip
-        wanted = labelling.per_prompt * len(said)
-        done = sum(min(labelling.per_prompt, task["labels"]) for task in tasks)
+        tasks, done, wanted = list[dict[str, Any]](), 0, 0
+        for name, by_labeler in said.items():
+            to, labels = staff.assigned.get(name, []), len(by_labeler.keys() - {DECIDES})
+            task = {"name": name, "labels": labels, "assigned": to, "decided": DECIDES in by_labeler}
+            tasks.append(task | clashes(by_labeler))
+            wanted += len(to) or labelling.per_prompt
+            done += len(by_labeler.keys() & set(to)) if to else min(labelling.per_prompt, len(by_labeler))
         return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": staff.text}
 
     @router.get("/task")
@@ -154,7 +173,18 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
 
     @router.post("/labeler")
     def change_labeler(name: Annotated[str, Body(max_length=100)], do: Annotated[Change, Body()]) -> dict[str, Any]:
-        return {"link": staff.change(name, do)}
+        with labelling.lock:
+            return {"link": staff.change(name, do)}
+
+    @router.post("/assign")
+    def assign(
+        tasks: Annotated[list[str], Body(min_length=1)], labelers: Annotated[list[str], Body()]
+    ) -> dict[str, Any]:
+        if strangers := [*(set(tasks) - labelling.tasks.keys()), *(set(labelers) - staff.secrets.keys())]:
+            raise RefusedError(404, f"{strangers[0]!r} is no task or labeler")
+        with labelling.lock:
+            staff.assign(dict.fromkeys(tasks, labelers))
+        return {"saved": True}
 
     @router.post("/instructions")
     def change_instructions(
@@ -238,13 +268,8 @@ class Rounds:
         lines = said.decode("utf-8", "replace").replace("\r", "\n").strip().splitlines()
         stages = {stage: (read_stage(self.folder / stage) or {}).get("status", "waits") for stage in ROUND_STAGES}
         running = self.process is not None and code is None
-        return {
-            "run": self.name,
-            "running": running,
-            "code": code,
-            "last": lines[-1] if lines else "",
-            "stages": stages,
-        }
+        last = lines[-1] if lines else ""
+        return {"run": self.name, "running": running, "code": code, "last": last, "stages": stages}
 
     def effect(self) -> dict[str, Any] | None:
         """`compare_rounds`, made once per reward model; None before the reward models of two rounds are complete."""

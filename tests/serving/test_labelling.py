@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from contextlib import nullcontext
 
 import httpx
 import pytest
@@ -16,6 +17,8 @@ from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import Checks, LabelFile, RankingRequest
+from rlhf.serving.managing import Staff
+from rlhf.serving.models import ModelThread
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
 from tests.serving.conftest import SECRETS, access, make_labelling, tasks
@@ -344,6 +347,50 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
     assert report["cleaning"]["gold_accuracy"] == 0
+
+
+async def test_an_assigned_task_is_offered_to_those_labelers_only(tmp_path):
+    """Before other tasks, whatever labels_per_prompt; also after a restart; to all again once no labeler is left to it."""
+    names, thread = ["anna", "ben", "cleo"], ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
+
+    def start():
+        labelling = make_labelling(tmp_path / "labels.jsonl", count=4, per_prompt=1)
+        staff = Staff(tmp_path, names, "http://127.0.0.1/", tmp_path / "instructions.txt", "")
+        guard = make_app(thread, access(labelers=staff.secrets, manager=staff.manager), labelling, "", staff)
+        headers = {"authorization": f"Bearer {staff.manager}"}
+        boss = httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1", headers=headers)
+        return labelling, boss
+
+    def offered(name):
+        return getattr(labelling.next_task(name), "id", None)
+
+    labelling, boss = start()
+    assert offered("ben") == "t0"
+    for wrong in ({"tasks": ["t9"], "labelers": ["ben"]}, {"tasks": ["t3"], "labelers": ["zoe"]}):
+        assert (await boss.post("/api/manage/assign", json=wrong)).status_code == 404
+    for tasks_, to in ((["t0", "t1"], ["cleo"]), (["t3"], ["anna", "cleo"])):
+        assert (await boss.post("/api/manage/assign", json={"tasks": tasks_, "labelers": to})).status_code == 200
+    with pytest.raises(RefusedError, match="or it is assigned to others: load the next one"):
+        labelling.rank("ben", ranked("t0", "submission-b"))  # on ben's screen when it was assigned
+    assert offered("ben") == "t2" and labelling.progress("ben") == {"done": 0, "left": 1}
+    labelling.rank("anna", ranked(offered("anna"), "submission-a"))  # t3
+    assert [labelling.next_prompt(name).id for name in names] == ["t2", "t2", "t0"]
+    found = (await boss.get("/api/manage")).json()
+    assert [task["assigned"] for task in found["tasks"]] == [["cleo"], ["cleo"], [], ["anna", "cleo"]]
+    assert (found["done"], found["wanted"]) == (1, 5)  # of cleo's two, one of t2, two of t3
+    labelling.file.close()
+    labelling, boss = start()
+    assert (await boss.post("/api/manage/assign", json={"tasks": ["t1"], "labelers": []})).status_code == 200
+    for expected in ("t0", "t3"):  # t3 needs both, although labels_per_prompt is 1
+        assert offered("cleo") == expected
+        labelling.rank("cleo", ranked(expected, f"submission-{expected}"))
+    assert (offered("anna"), offered("ben")) == ("t1", "t2")
+    both = {"tasks": ["t1", "t2"], "labelers": ["cleo"]}
+    assert (await boss.post("/api/manage/assign", json=both)).status_code == 200
+    assert offered("anna") is None
+    await boss.post("/api/manage/labeler", json={"name": "cleo", "do": "revoke"})
+    assert offered("anna") == "t1"
+    thread.stop()
 
 
 def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_path):

@@ -231,7 +231,7 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     boss.get_by_text("2 of 8 labels").wait_for()
     cells = boss.locator("tbody").nth(0).locator("tr").nth(0).locator("td").all_inner_texts()
     assert cells[:2] == ["anna", "1"] and cells[3] == "33%"  # a over b is the one pair of three that both order alike
-    assert boss.locator("tbody").nth(1).locator("td").all_inner_texts()[:3] == ["t0", "2", "2 of 3"]
+    assert boss.locator("tbody").nth(1).locator("td").all_inner_texts()[1:5] == ["t0", "2", "2 of 3", "–"]
     boss.get_by_role("button", name="Open t0").click()  # a disagreement side by side, and the manager's decision
     boss.get_by_text("abc it is").wait_for()
     assert boss.get_by_text("1 > 2 > 3").count() == boss.get_by_text("3 > 1 > 2").count() == 1
@@ -261,6 +261,13 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     boss.get_by_role("button", name="Add a labeler").click()
     boss.get_by_text("The link of cleo").wait_for()
     assert staff.secrets["cleo"] in boss.get_by_text("The link of cleo").inner_text()
+    boss.get_by_label("Mark t1", exact=True).check()
+    boss.get_by_label("Mark t3", exact=True).click(modifiers=["Shift"])
+    boss.get_by_label("Mark t2", exact=True).uncheck()
+    boss.get_by_label("cleo", exact=True).check()
+    boss.get_by_role("button", name="Assign the marked tasks").click()
+    boss.locator("tr", has_text="t3").get_by_text("cleo").wait_for()
+    assert labelling.assigned == {"t1": ["cleo"], "t3": ["cleo"]}
     boss.get_by_label("Shown to every labeler").fill("Be fair, and kind.")
     boss.get_by_role("button", name="Save the instructions").click()
     boss.get_by_text("The instructions are saved.").wait_for()
@@ -274,6 +281,7 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
 
     again = Staff(staff.folder, ["anna", "ben"], "http://127.0.0.1/", staff.path, "")  # a restart with the same command
     assert again.secrets == {name: staff.secrets[name] for name in ("ben", "cleo")} and again.manager == staff.manager
+    assert again.assigned == staff.assigned
     for name in ("labelers.txt", "manager.txt"):
         assert (staff.folder / name).stat().st_mode & 0o777 == 0o600
     status = "path => fetch(path, {headers: {'x-tab': 'cleo'}}).then(answer => answer.status)"

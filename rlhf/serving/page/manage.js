@@ -6,7 +6,8 @@ import { Ranking } from "./ranking.js";
 export function makeManage(panel, me) {
   const bar = el("progress", { value: 0, max: 1, "aria-label": "Labels given" });
   const about = el("p", { class: "name" });
-  const people = el("tbody"), tasks = el("tbody"), task = el("div");
+  const people = el("tbody"), tasks = el("tbody"), task = el("div"), names = el("span", { class: "row" });
+  const marked = () => [...tasks.querySelectorAll("input:checked")].map((box) => box.value);
   const name = el("input", { type: "text" });
   const link = el("p", { class: "text", role: "status" });
   const text = el("textarea", { rows: 12 });
@@ -28,13 +29,24 @@ export function makeManage(panel, me) {
       "with itself", "warnings", "last label", ""], people),
     el("div", { class: "row" }, field("Name", name), el("button", { onclick: act("labeler", () => ({ name: name.value.trim(), do: "add" }), "Added.",
       (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }) }, "Add a labeler")), link,
-    el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["task", "labels", "disputed pairs", ""], tasks), task,
+    el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["", "task", "labels", "disputed pairs", "assigned to", ""], tasks),
+    el("div", { class: "row" }, el("button", { onclick: () => { for (const box of tasks.querySelectorAll("input")) box.checked = true; } }, "Mark all"), names,
+      el("button", { onclick: act("assign", () => ({ tasks: marked(), labelers: [...names.querySelectorAll("input:checked")].map((box) => box.value) }), "Assigned.") },
+        "Assign the marked tasks to these only (to everybody if none)")), task,
     rounds, el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
     el("button", { onclick: act("instructions", () => ({ text: text.value }), "The instructions are saved.") }, "Save the instructions"));
   const watch = new Watch();
+  let clicked = null;
 
   const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)}%`);
   const row = (...cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)));
+
+  // A click with Shift marks all tasks since the last click.
+  function mark({ target, shiftKey }) {
+    const boxes = [...tasks.querySelectorAll("input")], ends = [boxes.indexOf(target), boxes.indexOf(clicked)].sort((a, b) => a - b);
+    if (shiftKey && ends[0] >= 0) for (const box of boxes.slice(ends[0], ends[1])) box.checked = target.checked;
+    clicked = target;
+  }
 
   async function load() {
     const found = await get("/api/manage");
@@ -44,7 +56,9 @@ export function makeManage(panel, me) {
       percent(one.agreement), percent(one.gold), percent(one.again), one.warnings.join("; ") || "–", one.last.slice(0, 16).replace("T", " "), one.known ? el("span", {}, one.paused ? labeler("Resume", one.name, "resume")
         : labeler("Pause", one.name, "pause"), " ", labeler("Revoke", one.name, "revoke")) : "revoked")));
     found.tasks.sort((a, b) => b.clashes - a.clashes);
-    tasks.replaceChildren(...found.tasks.map((one) => row(one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–",
+    names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" }, el("input", { type: "checkbox", value: one.name }), one.name)));
+    tasks.replaceChildren(...found.tasks.map((one) => row(el("input", { type: "checkbox", value: one.name, "aria-label": `Mark ${one.name}`, onclick: mark }),
+      one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–", one.assigned.join(", ") || "–",
       el("button", { class: "small", onclick: () => open(one.name), "aria-label": `Open ${one.name}` }, one.decided ? "Decided" : "Open"))));
     if (me.rounds) await showRound();
     if (text.dataset.said !== found.instructions) text.value = text.dataset.said = found.instructions;
