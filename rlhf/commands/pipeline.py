@@ -21,6 +21,7 @@ from rlhf.recipe import ENDS, ROUND_STAGES, STAGES
 from rlhf.report.page import write_report
 from rlhf.report.sections import titled
 from rlhf.runs.folders import (
+    ROUND,
     changed_settings,
     check_output,
     collect_parents,
@@ -36,7 +37,7 @@ from rlhf.runs.folders import (
     scores_by_own,
     stage_folder,
 )
-from rlhf.runs.remembered import text_of
+from rlhf.runs.remembered import remember, text_of
 from rlhf.runs.sources import (
     data_source,
     hash_sources,
@@ -234,6 +235,9 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
         "sample.out": f"'{out}'",
     }
     others = [o for o in overrides if o.partition("=")[0] not in settings]
+    whole = run_folder(replace(config, run=ROUND.sub("", config.run)))
+    whole.mkdir(exist_ok=True)  # with stages of other runs it has none of its own yet
+    remember(whole)  # the same command goes on after the labels
     run_stage(config, "sample", [*others, *(f"{key}={value}" for key, value in settings.items())])
 
 

@@ -1,8 +1,7 @@
 """Labelling: the file of labels, which task a labeler gets, and the routes of the page for it.
 
-Every task goes to `labels_per_prompt` labelers, or to those to whom the manager assigns it; nobody gets one twice, and nobody sees
-another's answer. A labeler who goes back answers the last task again: the new record replaces the old one, which stays in the file but
-no longer counts.
+Every task goes to `labels_per_prompt` labelers, or to those whom the manager chose; nobody gets one twice, and nobody sees another's
+answer. A labeler who goes back answers the last task again: the new record replaces the old one, which stays in the file.
 
 Checks measure a labeler and train nothing: gold items, whose ranking is known, and tasks that come again.
 """
@@ -236,9 +235,8 @@ class Labelling:
         if not checks.every or len(mine) < (later + 1) * checks.every:
             return None
         mine.sort(key=lambda record: record.created or "")
-        names = (
-            f"{one.metadata['task']}{AGAIN}" for one in mine[: 1 - checks.every or None] if one.ranking is not None
-        )
+        before = [one for one in mine[: 1 - checks.every or None] if one.ranking is not None]
+        names = (f"{one.metadata['task']}{AGAIN}" for one in before)
         again = next((name for name in names if name not in done and name not in self.tasks), None)
         return (gold or again) if later % 2 == 0 else (again or gold)
 
@@ -248,9 +246,8 @@ class Labelling:
 
     def qualified(self, labeler: str) -> bool:
         """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
-        first = [one for name, one in self.checked.get(labeler, {}).items() if name in self.checks.gold][
-            : self.checks.first
-        ]
+        gold = [one for name, one in self.checked.get(labeler, {}).items() if name in self.checks.gold]
+        first = gold[: self.checks.first]
         known = sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
         return len(first) < self.checks.first or known["right"] >= self.checks.least * known["pairs"]
 

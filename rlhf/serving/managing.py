@@ -41,6 +41,8 @@ DECIDES = "manager"  # the labeler of the decisions
 FASTEST = 700  # words of responses per minute, about three times what adults read (238, Brysbaert 2019)
 FEWEST = (10, 20)  # rankings for a warning of speed, and of a preferred place
 Change = Literal["add", "revoke", "pause", "resume"]
+Names = Annotated[list[str], Body()]
+Instructions = Annotated[Text, Body(embed=True, min_length=1, max_length=100_000)]
 
 
 class Changes(RootModel[dict[str, Change]]):
@@ -141,9 +143,8 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             records = by_name.get(name, [])
             paused, checks = staff.paused(name, labelling), labelling.figures(name)
             row = {"name": name, "known": name in staff.secrets, "paused": paused, "done": len(records)}
-            row |= {
-                kind: one["right"] / one["pairs"] if (one := checks.get(kind)) else None for kind in ("gold", "again")
-            }
+            for kind in ("gold", "again"):
+                row[kind] = checks[kind]["right"] / checks[kind]["pairs"] if kind in checks else None
             row["warnings"] = warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name))
             row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
             row["last"] = max((r.created or "" for r in records), default="")
@@ -177,9 +178,7 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             return {"link": staff.change(name, do)}
 
     @router.post("/assign")
-    def assign(
-        tasks: Annotated[list[str], Body(min_length=1)], labelers: Annotated[list[str], Body()]
-    ) -> dict[str, Any]:
+    def assign(tasks: Names, labelers: Names) -> dict[str, Any]:
         if strangers := [*(set(tasks) - labelling.tasks.keys()), *(set(labelers) - staff.secrets.keys())]:
             raise RefusedError(404, f"{strangers[0]!r} is no task or labeler")
         with labelling.lock:
@@ -187,9 +186,7 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
         return {"saved": True}
 
     @router.post("/instructions")
-    def change_instructions(
-        text: Annotated[Text, Body(embed=True, min_length=1, max_length=100_000)],
-    ) -> dict[str, Any]:
+    def change_instructions(text: Instructions) -> dict[str, Any]:
         write_text(staff.path, text)
         staff.text = text
         return {"saved": True}

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from rlhf.commands.serve import load_rules
+from rlhf.serving.managing import Rounds, Staff
 from tests.serving.conftest import SECRETS, access, make_labelling, serving
 
 pytestmark = pytest.mark.timeout(600)
@@ -33,7 +34,6 @@ def managed(tmp_path):
     """As `site`, of anna and ben, with a manager's page."""
     from rlhf.config import Config
     from rlhf.serving.app import make_app
-    from rlhf.serving.managing import Rounds, Staff
     from rlhf.serving.models import ModelThread
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=4)
@@ -241,9 +241,7 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     boss.get_by_text("The decision is saved.").wait_for()
     boss.get_by_role("button", name="Open t0", exact=True).get_by_text("Decided").wait_for()
     decided = rows(labelling)[-1]
-    assert (
-        decided["labeler"] == "manager" and decided["ranking"] == [["a"], ["c"]] and decided["metadata"]["task"] == "t0"
-    )
+    assert (decided["labeler"], decided["ranking"], decided["metadata"]["task"]) == ("manager", [["a"], ["c"]], "t0")
     boss.get_by_role("button", name="Pause ben").click()
     boss.get_by_role("button", name="Resume ben").wait_for()
     for key in "123":
@@ -277,8 +275,6 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     cleo.reload()
     task_of(cleo)
     assert not cleo.locator("#rank").get_by_text("Be fair, and kind.").is_visible()
-    from rlhf.serving.managing import Staff
-
     again = Staff(staff.folder, ["anna", "ben"], "http://127.0.0.1/", staff.path, "")  # a restart with the same command
     assert again.secrets == {name: staff.secrets[name] for name in ("ben", "cleo")} and again.manager == staff.manager
     assert again.assigned == staff.assigned

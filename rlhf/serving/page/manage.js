@@ -7,7 +7,7 @@ export function makeManage(panel, me) {
   const bar = el("progress", { value: 0, max: 1, "aria-label": "Labels given" });
   const about = el("p", { class: "name" });
   const people = el("tbody"), tasks = el("tbody"), task = el("div"), names = el("span", { class: "row" });
-  const marked = () => [...tasks.querySelectorAll("input:checked")].map((box) => box.value);
+  const checked = (inside) => [...inside.querySelectorAll("input:checked")].map((box) => box.value);
   const name = el("input", { type: "text" });
   const link = el("p", { class: "text", role: "status" });
   const text = el("textarea", { rows: 12 });
@@ -22,6 +22,7 @@ export function makeManage(panel, me) {
     then?.(answer);
     await load();
   });
+  const assign = act("assign", () => ({ tasks: checked(tasks), labelers: checked(names) }), "The marked tasks are assigned.");
   const labeler = (label, who, does) => el("button", { class: "small",
     onclick: act("labeler", () => ({ name: who, do: does }), `${who}: done.`), "aria-label": `${label} ${who}` }, label);
   panel.append(bar, about, el("h2", {}, "Labelers"),
@@ -31,7 +32,7 @@ export function makeManage(panel, me) {
       (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }) }, "Add a labeler")), link,
     el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["", "task", "labels", "disputed pairs", "assigned to", ""], tasks),
     el("div", { class: "row" }, el("button", { onclick: () => { for (const box of tasks.querySelectorAll("input")) box.checked = true; } }, "Mark all"), names,
-      el("button", { onclick: act("assign", () => ({ tasks: marked(), labelers: [...names.querySelectorAll("input:checked")].map((box) => box.value) }), "Assigned.") },
+      el("button", { onclick: () => (checked(tasks).length ? assign() : say("Mark tasks first.", true)) },
         "Assign the marked tasks to these only (to everybody if none)")), task,
     rounds, el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
     el("button", { onclick: act("instructions", () => ({ text: text.value }), "The instructions are saved.") }, "Save the instructions"));
