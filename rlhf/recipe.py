@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 SPLITS = ("data.format", "data.limit", "data.dev", "data.test", "data.split_seed", "data.max_tokens")
 PROMPTS = ("data.prompts", "data.demonstrations", "data.comparisons", *SPLITS)
 RANKINGS = ("data.comparisons", *SPLITS, "data.half", "data.held_out_labelers")
-REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated")
+RATED_BY = ("rate.rules", "rate.weights")
+REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated", *RATED_BY)
 SCORES = ("ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score")
 OF_MODELS = ("seed", "precision")
 
@@ -137,8 +138,9 @@ ROWS = (
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
         several_processes=True,
-        settings=(*OF_MODELS, "rate", "sft", "gold.labeler_noise", "data.demonstrations", *RANKINGS),
-        gold_only=True,
+        settings=(*OF_MODELS, "rate.ratings", "rate.epochs", "rate.qualities", "rate.rules", "rate.given", "sft",
+                  "data.demonstrations", "data.comparisons", *SPLITS, "data.held_out_labelers"),
+        reads=("rate", "gold.held_out_labelers"),
         optional=True,
         writes_policy=True,
     ),
@@ -148,7 +150,7 @@ ROWS = (
         parents=("world", "sft", "reward"),
         starts_from=("sft", "rejection", "dpo", "rate"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=(*OF_MODELS, "ppo", "kl", "lora", "rollout", *PROMPTS),
+        settings=(*OF_MODELS, "ppo", "kl", "lora", "rollout", *RATED_BY, *PROMPTS),
         several_processes=True,
         every_round=True,
         writes_policy=True,
@@ -190,7 +192,7 @@ ROWS = (
         if_there=("reward", "ppo"),
         data=("prompts", "demonstrations", "comparisons"),
         several_processes=True,
-        settings=(*OF_MODELS, "evaluate", "rate.safety", "rollout.max_new_tokens", *SCORES, *REWARD_SOURCES, *PROMPTS,
+        settings=(*OF_MODELS, "evaluate", "rate.given", "rate.least", "rollout.max_new_tokens", *SCORES, *REWARD_SOURCES, *PROMPTS,
                   "data.held_out_labelers", "gold.labeler_noise"),
         reads=("ppo.micro_batch_episodes", "gold.held_out_labelers", "rollout.batch_size", "judge.model", "data.encoding",
                *(f"classify.{key}" for key in ("data", "test", "text", "second", "choices", "label", "both_orders", "held_out",

@@ -111,7 +111,7 @@ def test_only_the_stages_that_simulate_people_see_more_of_the_gold_world_than_it
         for target in imports(path)
         if target.startswith("rlhf.gold") and part_of(module) != "gold"
     }
-    simulating = {"rlhf.stages.world", "rlhf.stages.label", "rlhf.stages.rate"}
+    simulating = {"rlhf.stages.world", "rlhf.stages.label"}
     assert {target for module, target in found if module not in simulating} <= {"rlhf.gold.truth", "rlhf.gold.labelled"}
 
 

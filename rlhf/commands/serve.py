@@ -2,7 +2,6 @@
 
 import gc
 import ipaddress
-import re
 import socket
 from dataclasses import replace
 from functools import partial
@@ -14,14 +13,12 @@ from rlhf.commands.report import run_folders
 from rlhf.config import Config
 from rlhf.config.setting import FromEnvironment, listed
 from rlhf.data.encoding import names_of
-from rlhf.data.reading import load_comparisons
+from rlhf.data.reading import load_comparisons, load_rules
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_record, refuse_inside_stage, run_folder, stages_of
-from rlhf.system.files import read_json
 from rlhf.system.terminal import say
 
-RULE = re.compile(r"[a-z0-9_]{1,40}")  # a rule's name
 LEAST_SECRET = 16  # characters of serve.token
 # Helpfulness comes first for data to train on, truth and harmlessness for the final evaluation (Ouyang et al. 2022, section 3.4).
 TRAINING = """If what helps the user conflicts with truth or harmlessness, rank by help to the user, and mark what is wrong with flags."""
@@ -135,7 +132,9 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     checks = Checks(load_gold(config, tasks), settings.check_every, settings.qualification, settings.qualified)
-    labelling = Labelling(file, tasks, settings.labels_per_prompt, config.seed, checks, load_rules(settings.rules))
+    labelling = Labelling(
+        file, tasks, settings.labels_per_prompt, config.seed, checks, load_rules("serve.rules", settings.rules)
+    )
     limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
     known, manager = (staff.secrets, staff.manager) if staff else ({}, None)
     access = Access(settings.token, known, loopback, *limits, settings.labelers_chat, manager)
@@ -157,20 +156,6 @@ def read_instructions(path: Path) -> str:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"serve.instructions={path}: is not UTF-8: save it as UTF-8") from None
-
-
-def load_rules(path: str | None) -> dict[str, str]:
-    """The rules of serve.rules by name. Raises: UserError for another file than {"name": "what a response must keep", …}."""
-    if path is None:
-        return {}
-    rules = read_json(Path(path))
-    if not rules or not all(
-        RULE.fullmatch(name) and isinstance(text, str) and text.strip() for name, text in rules.items()
-    ):
-        raise UserError(
-            f'serve.rules={path}: want JSON, {{"name": "what a response must keep"}}, with names of a-z, 0-9 and _'
-        )
-    return rules
 
 
 def load_gold(config: Config, tasks: list[Any]) -> dict[str, Any]:

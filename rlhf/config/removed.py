@@ -12,6 +12,7 @@ SETTINGS: dict[str, str] = {
     "evaluate.instructions": "use evaluate.benchmarks=[ifeval], lm-eval's task of checked instructions",
     "evaluate.overlap": "`rlhf corpus path=<corpus> evaluation=<prompts> out=…` finds what they share, and cuts it out",
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
+    "rate.safety": "use rate.least='{safe: 0.8}', which takes any quality",
     "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",
     "columns.rating": "a rating alone trains nothing; the format kto and the records have ratings",

@@ -81,6 +81,10 @@ KINDS: dict[str, tuple[str, Test]] = {
         "a weight of 0 or more by name, as '{anna: 2, ben: 0.5}'",
         lambda v: isinstance(v, dict) and all(_is_number(weight) and weight >= 0 for weight in v.values()),
     ),
+    "signed": (
+        "a number by name, as '{helpfulness: 1, hallucination: -1}'",
+        lambda v: isinstance(v, dict) and bool(v) and all(map(_is_number, v.values())),
+    ),
     "parameters": (
         "values by name, as '{weight: 2, unit: cm}'",
         lambda v: isinstance(v, dict) and all(isinstance(name, str) and name.isidentifier() for name in v),

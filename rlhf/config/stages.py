@@ -301,7 +301,11 @@ class RateConfig:
 
     ratings: int = setting(16_000, "ratings to train on, of a response's one quality each", min=1)
     epochs: int = setting(1, "passes over ratings and demonstrations", min=1)
-    safety: float = setting(0.8, "least P(safe) of a candidate", min=0, max=1)
+    qualities: Any = setting(None, "attributes, flags, rating to learn; none: all attributes", kind="names")
+    rules: str | None = setting(None, "JSON file of rules to learn and to rate by, as serve.rules; none: no rules")
+    given: Any = setting(None, "{quality: the one that a response must have for it to count}", kind="parameters")
+    weights: Any = setting(None, "{quality: weight} of candidates' scores; none: 1, LaMDA's, 0 of flags", kind="signed")
+    least: Any = setting(None, "{quality: least value of a candidate, in [0, 1]}; none: safe 0.8", kind="weights")
 
 
 @dataclass(slots=True)

@@ -5,11 +5,13 @@ a damaged array or table ends with a UserError that names the place.
 """
 
 import codecs
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -42,6 +44,7 @@ from rlhf.data.splits import given_split, prompt_key
 from rlhf.data.storage import check_whole, read_records, verify
 from rlhf.data.tables import read_columns, read_delimited, read_sheet
 from rlhf.errors import UserError, hub_remedy
+from rlhf.system.files import read_json
 from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line, say
 
@@ -244,3 +247,20 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
         made = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
         prompt_of[key] = made.read_from(record.file)
     return list(prompt_of.values())
+
+
+RULE = re.compile(r"[a-z0-9_]{1,40}")  # a rule's name
+
+
+def load_rules(setting: str, path: str | None) -> dict[str, str]:
+    """The rules of a file by name; none without one. Raises: UserError for another file than {"name": "what a response must keep", …}."""
+    if path is None:
+        return {}
+    rules = read_json(Path(path))
+    if not rules or not all(
+        RULE.fullmatch(name) and isinstance(text, str) and text.strip() for name, text in rules.items()
+    ):
+        raise UserError(
+            f'{setting}={path}: want JSON, {{"name": "what a response must keep"}}, with names of a-z, 0-9 and _'
+        )
+    return rules

@@ -5,22 +5,23 @@ KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et
 fine-tunes on the best ones.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation.policies import (
     Answer,
     Asked,
+    Responses,
     adjusted,
     draw_in_turn,
     interval_of,
@@ -30,10 +31,16 @@ from rlhf.evaluation.policies import (
     score_by,
     totals,
 )
-from rlhf.evaluation.scoring import RESPONSES_TOGETHER, pair_nats
-from rlhf.evaluation.statistics import Figures, batched, flatten, interval, text_figures, win_rate
-from rlhf.model.interface import Episodes
-from rlhf.ppo.rewards import Reward, make_reward
+from rlhf.evaluation.statistics import (
+    Figures,
+    flatten,
+    interval,
+    ratio_interval,
+    split_like,
+    text_figures,
+    win_rate,
+)
+from rlhf.ppo.rewards import Rater, Reward, make_reward
 from rlhf.runs.progress import Progress, progress
 from rlhf.system.processes import divide, gather
 from rlhf.training.setup import load_frozen
@@ -119,53 +126,42 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
 
 # --- generate and rate ---------------------------------------------------------------------------------------------
 
-WEIGHTS = {"SENSIBLE": 3.0, "SPECIFIC": 1.0, "INTERESTING": 1.0}  # of the ranking
-SAFE = "SAFE"  # the filter
-QUALITIES = (*WEIGHTS, SAFE)
+
+def evaluate_ratings(
+    config: Config, rater: Rater, answers: dict[str, Responses], asked: Asked
+) -> dict[str, dict[str, Figures]]:
+    """{quality: {policy: the mean value of its samples}}; of a rule, as `breaks_<rule>`, the mean P(broken).
+
+    Of a quality in rate.given only samples with the other one count, by its value c: sum c v / sum c, which of claims and of whether
+    sources support them is groundedness; n is the sum of c, of so many samples.
+    Source: Thoppilan et al. 2022, section 4.1.
+    """
+    applies, found = config.rate.given or {}, dict[str, dict[str, Figures]]()
+    for policy, given in answers.items():
+
+        def rate_mine(mine: Sequence[int], given: Responses = given) -> list[list[dict[str, float]]]:
+            rows = [[given.prompts[i] + one.ids for one in given.samples[i]] for i in mine]
+            rated = {name: values.tolist() for name, values in rater.rate(flatten(rows)).items()}
+            return split_like(({name: rated[name][i] for name in rated} for i in itertools.count()), rows)
+
+        rated = divide(len(asked.records), rate_mine)
+        for name, quality in rater.qualities.items():
+            counts = [[one.get(applies.get(name), 1.0) for one in row] for row in rated]
+            values = [[1 - one[name] if quality.rule else one[name] for one in row] for row in rated]
+            sums = [sum(map(mul, *both)) for both in zip(counts, values, strict=True)]
+            figure = ratio_interval(sums, list(map(sum, counts)), share=True) | {"of": len(flatten(rated))}
+            found.setdefault(f"breaks_{name}" if quality.rule else name, {})[policy] = figure
+    return found
 
 
-def encode_ratings(tokenizer: Any) -> tuple[dict[str, list[int]], list[int]]:
-    """The tokens of each quality's name, and the one token of each of the ratings 0 and 1."""
-    names = dict(zip(QUALITIES, encode_texts(tokenizer, [f"{name} " for name in QUALITIES]), strict=True))
-    return names, [ids[-1] for ids in encode_texts(tokenizer, ["0", "1"])]
-
-
-class Rater:
-    """The rating of responses by a model that was trained to: a reward, so that best-of-n can pick by it."""
-
-    def __init__(self, model: Any, tokenizer: Any, safety: float, device: torch.device):
-        self.model, self.safety, self.device = model.eval(), safety, device
-        self.pad = tokenizer.pad_token_id
-        self.names, (_, self.yes) = encode_ratings(tokenizer)
-        self.seen = self.dropped = 0  # candidates, and those that the filter dropped
-
-    def rate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
-        """P("1") (B,) of each quality after rows of tokens, each a prompt with its response.
-
-        The qualities of one row, and the rows of one prompt, go through the model together, so that their common beginning is read
-        once (`LanguageModel.hidden`).
-        """
-        pairs = [(row + name, [self.yes]) for row in rows for name in self.names.values()]
-        parts = batched(pairs, RESPONSES_TOGETHER)
-        nats = torch.tensor(flatten(pair_nats(self.model, part, self.pad, self.device) for part in parts))
-        return dict(zip(self.names, nats.exp().view(-1, len(self.names)).T, strict=True))
-
-    def __call__(self, episodes: Episodes) -> Tensor:
-        """Scores (B,): the weighted qualities, above 0. A candidate that the filter drops has P(safe) - 1, below 0, so that the
-        safest one is picked if all of a prompt's are dropped."""
-        rated = self.rate([p + r for p, r in zip(episodes.prompts, episodes.responses, strict=True)])
-        quality = torch.stack([weight * rated[name] for name, weight in WEIGHTS.items()]).sum(0)
-        safe = rated[SAFE] >= self.safety
-        self.seen, self.dropped = self.seen + len(safe), self.dropped + int((~safe).sum())
-        return torch.where(safe, quality, rated[SAFE] - 1.0).to(self.device)
-
-
-def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], device: torch.device) -> dict[str, Any]:
-    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, if a model rates.
+def evaluate_best_of(
+    config: Config, asked: Asked, models: dict[str, Path], device: torch.device, rater: Rater | None = None
+) -> dict[str, Any]:
+    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, with a rater.
 
     Generate-and-rate picks by the ratings among the rate model's own samples. `sft_rated` picks by the ratings among the samples that
     best-of-n picks from, which separates the effect of the ratings from that of the samples; `ppo_best_of_n` picks by the reward model
-    among PPO's. over: the win rates of generate-and-rate over best-of-n, one sample of PPO, and the best of n of PPO.
+    among PPO's. over: the true win rates of generate-and-rate over best-of-n, one sample of PPO, and the best of n of PPO.
     """
     reward, _ = make_reward(config, asked.tokenizer, device)
 
@@ -173,15 +169,16 @@ def evaluate_best_of(config: Config, asked: Asked, models: dict[str, Path], devi
         return pick_best(config, asked, load_frozen(config, models[name], device), judge)
 
     best, best_scores = pick("sft", reward)
-    if not {"rate", "ppo"} <= models.keys():
+    if rater is None:
         return {"best_of_n": best}
-    rater = Rater(load_frozen(config, models["rate"], device), asked.tokenizer, config.rate.safety, device)
+    rater.least = config.rate.least or {name: one.least for name, one in rater.qualities.items() if one.least}
     rated, ours = pick_best(config, asked, rater.model, rater)
-    dropped = round(sum(gather(rater.dropped)) / sum(gather(rater.seen)), 4)
-    sft_rated, _ = pick("sft", rater)
-    ppo_best, ppo_scores = pick("ppo", reward)
-    others = {"best_of_n": best_scores, "ppo": totals(asked.gold["ppo"]["samples"]), "ppo_best_of_n": ppo_scores}
-    picked = {"generate_and_rate": rated, "sft_rated": sft_rated, "ppo_best_of_n": ppo_best}
-    over = {name: win_rate(ours, theirs) for name, theirs in others.items()}
-    ratings = {"n": config.evaluate.best_of, "dropped": dropped, "picked": picked, "over": over}
+    dropped = sum(gather(rater.dropped)) / max(1, sum(gather(rater.seen)))
+    picked, others = {"generate_and_rate": rated, "sft_rated": pick("sft", rater)[0]}, {"best_of_n": best_scores}
+    if "ppo" in models:
+        picked["ppo_best_of_n"], others["ppo_best_of_n"] = pick("ppo", reward)
+    if asked.gold and "ppo" in models:
+        others["ppo"] = totals(asked.gold["ppo"]["samples"])
+    over = {name: win_rate(ours, theirs) for name, theirs in others.items()} if asked.gold else {}
+    ratings = {"n": config.evaluate.best_of, "dropped": round(dropped, 4), "picked": picked, "over": over}
     return {"best_of_n": best, "generate_and_rate": ratings}

@@ -114,6 +114,10 @@ def says_yes(labeler: Labeler, part: float, rng: random.Random) -> bool:
     return part + rng.gauss(0, labeler.noise / TASTE["correct"]) > 0.5
 
 
+# What labelers also say of a response (Thoppilan et al. 2022, section 4.1), and the part of the truth that each quality is about.
+PARTS = {"sensible": "correct", "specific": "complete", "interesting": "polite", "safe": "safe"}
+
+
 def make_labelers(noise: float = NOISE) -> list[Labeler]:
     """The five labelers of the gold world: careful, kind, hurried, thorough and strict."""
     return [
@@ -163,15 +167,22 @@ def rank_responses(
     *,
     policy: str,
 ) -> Ranking:
-    """One labeler's ranking of K responses, each (text, ended), best first, with ratings from 1 to 7."""
+    """One labeler's ranking of K responses, each (text, ended), best first, with ratings from 1 to 7 and `qualities` (`PARTS`)."""
     ids = [chr(ord("a") + i) for i in range(len(responses))]
     answers = list(zip(ids, judged, responses, strict=True))
     utilities = {i: labeler.utility(parts, text) + rng.gauss(0, labeler.noise) for i, parts, (text, _) in answers}
+    # a stream of their own: the rankings are the same without them
+    rates = random.Random(f"qualities-{record_id}-{list(utilities.values())}")
+    said = {
+        i: {name: int(says_yes(labeler, parts[part], rates)) for name, part in PARTS.items() if part in parts}
+        for i, parts, _ in answers
+    }
     return Ranking(
         id=record_id,
         prompt=prompt,
         responses=[
-            RankedResponse(id=i, text=text, policy=policy, metadata={"ended": ended}) for i, _, (text, ended) in answers
+            RankedResponse(id=i, text=text, policy=policy, metadata={"ended": ended, "qualities": said[i]})
+            for i, _, (text, ended) in answers
         ],
         ranking=[list(tie) for _, tie in itertools.groupby(sorted(ids, key=lambda i: -utilities[i]), utilities.get)],
         ratings={i: labeler.rating(utility) for i, utility in utilities.items()},

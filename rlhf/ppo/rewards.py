@@ -1,35 +1,40 @@
-"""Reward sources of PPO: reward models here or on a server, text classifiers and Python functions, alone or combined.
+"""Reward sources of PPO: reward models here or on a server, text classifiers, raters and Python functions, alone or combined.
 
 A source is called with `Episodes` and returns scores (B,) float32. It may have `by_token`, see `score_by_token`.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.data.encoding import row_limit
+from rlhf.data.reading import load_rules
+from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length, scoring_tokens
+from rlhf.model.batching import by_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.heads import RewardConfig, RewardModel
-from rlhf.model.interface import Episodes, score, unwrapped
+from rlhf.model.interface import Episodes, evaluating, lm, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
 from rlhf.system.endpoint import FIRST_WAIT, Client
+from rlhf.system.files import read_json
 from rlhf.system.plugins import is_address, is_function, load_named
 from rlhf.training.adapters import load_adapters, share_weights
 from rlhf.training.divided import load_reward
-from rlhf.training.setup import check_tokenizer
+from rlhf.training.setup import check_tokenizer, load_frozen
 
 Reward = Callable[[Episodes], Tensor]
 AT_ONCE = 8  # requests to a server
 MOST_RESPONSES = 64  # per request
+TOGETHER = 64  # rows per forward of a rater
 
 
 class ModelReward:
@@ -145,6 +150,106 @@ def read_scores(content: bytes, count: int) -> list[float]:
     return scores
 
 
+RATED = "qualities.json"  # in the folder of a model that rates
+LEVELS = 10  # the digits
+
+
+class Quality(NamedTuple):
+    """What a response is rated for: the text that the model reads after the response, and the levels that it can give."""
+
+    text: str
+    low: int = 0
+    high: int = 1
+    weight: float = 1.0  # without rate.weights
+    least: float = 0.0  # without rate.least
+    rule: bool = False  # 1: the response keeps the rule that the text states
+
+
+class Rater:
+    """The ratings of responses by a model that `rlhf rate` trained: a reward source, and what generate-and-rate picks by.
+
+    The model reads prompt, response and a quality's text, and gives a level k, a digit:
+
+        value = sum_k p_k (k - low) / (high - low)        p = softmax of the logits of the levels low … high
+
+    which of a yes or no is P(1), and of a rule P(kept) = 1 - P(broken | rule, dialogue). A rule in rate.rules that the model was not
+    trained on is read all the same.
+    Source: Thoppilan et al. 2022, section 6 (ratings as text); Glaese et al. 2022, section 3.3 (a rule as text).
+    """
+
+    def __init__(self, config: Config, model: Any, tokenizer: Any, known: Mapping[str, Quality], device: torch.device):
+        """known: what the model was trained to rate. Raises: UserError if the settings name something else."""
+        self.model, self.device, self.pad = model, device, tokenizer.pad_token_id
+        rules = load_rules("rate.rules", config.rate.rules)
+        self.qualities = {name: Quality(text, rule=True) for name, text in rules.items()} | dict(known)
+        self.weights = config.rate.weights or {name: one.weight for name, one in self.qualities.items() if one.weight}
+        given = config.rate.given or {}
+        named = {**self.weights, **(config.rate.least or {}), **given, **dict.fromkeys(given.values())}
+        check_qualities("rate.weights, rate.least, rate.given", named, self.qualities)
+        self.least: dict[str, float] = {}  # of candidates
+        texts = encode_texts(tokenizer, [f"{quality.text} " for quality in self.qualities.values()])
+        self.texts, self.limit = dict(zip(self.qualities, texts, strict=True)), row_limit(config, tokenizer)
+        self.digits = [ids[-1] for ids in encode_texts(tokenizer, list(map(str, range(LEVELS))))]
+        self.parts: dict[str, Tensor] = {}  # values of the last call
+        self.seen = self.dropped = 0  # candidates, and those that the filter dropped
+
+    def prompt(self, row: list[int], name: str) -> list[int]:
+        """A prompt with its response and a quality's text; a prompt too long for the context is cut after its first token."""
+        over = max(0, len(row) + len(self.texts[name]) + 1 - self.limit)
+        return row[:1] + row[1 + over :] + self.texts[name]
+
+    @torch.no_grad()
+    def rate(self, rows: Sequence[list[int]], names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The value (B,) of each quality, on the CPU, of rows of tokens, each a prompt with its response.
+
+        The qualities of one row go through the model together, so that their common beginning is read once (`LanguageModel.hidden`).
+        """
+        names, bare = list(self.qualities if names is None else names), unwrapped(self.model)
+        asked = [[self.prompt(row, name) for name in names] for row in rows]
+        logits, widths = torch.zeros(len(rows), len(names), LEVELS), [max(map(len, of_row)) for of_row in asked]
+        with evaluating(bare):
+            for group in by_length(widths, TOGETHER, scoring_tokens(bare), [len(names)] * len(rows), joins_rows(bare)):
+                tokens, lengths = right_pad([ids for i in group for ids in asked[i]], self.pad)
+                last = torch.arange(len(tokens)) * tokens.shape[1] + lengths - 1
+                found = lm(bare).logits(tokens.to(self.device), last.to(self.device))[:, self.digits]
+                logits[group] = found.float().cpu().view(len(group), len(names), LEVELS)
+        values = {}
+        for i, name in enumerate(names):
+            quality = self.qualities[name]
+            chances = logits[:, i, quality.low : quality.high + 1].softmax(1)
+            values[name] = chances @ torch.linspace(0, 1, chances.shape[1])
+        return values
+
+    def __call__(self, episodes: Episodes) -> Tensor:
+        """Scores (B,): the weighted values, of rules minus the weighted P(broken); with `least`, those of candidates that lack a
+        value are below all others."""
+        rows = [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
+        rated = self.rate(rows, {**self.weights, **self.least})
+        self.parts = {name: values.to(self.device) for name, values in rated.items()}
+        terms = [weight * (rated[name] - int(self.qualities[name].rule)) for name, weight in self.weights.items()]
+        scores = sum(terms, torch.zeros(len(rows)))
+        if self.least:
+            lacks = torch.stack([rated[name] - least for name, least in self.least.items()]).amin(0)
+            self.seen, self.dropped = self.seen + len(lacks), self.dropped + int((lacks < 0).sum())
+            scores = torch.where(lacks < 0, lacks - sum(map(abs, self.weights.values())), scores)
+        return scores.to(self.device)
+
+
+def check_qualities(setting: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises: UserError if a setting names a quality that nothing rates."""
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{setting}: {unknown[0]}: is not rated: want some of {', '.join(sorted(known)) or 'none'}")
+
+
+def load_rater(config: Config, folder: Path, tokenizer: Any, device: torch.device) -> Rater:
+    """The rater of a rate stage's folder. Raises: UserError if it has no qualities, or another tokenizer."""
+    check_tokenizer(folder, tokenizer)
+    known = {name: Quality(**given) for name, given in read_json(folder / "model" / RATED).items()}
+    if not known:
+        raise UserError(f"{folder / 'model' / RATED}: missing: run `rlhf rate overwrite=true` again")
+    return Rater(config, load_frozen(config, folder / "model", device), tokenizer, known, device)
+
+
 class CombinedReward:
     """Several sources as one: score = sum_s w_s x_s. `parts` contains each source's unweighted scores of the last call."""
 
@@ -219,6 +324,14 @@ def make_reward(
             say(f"rewards come from the function {name}")
             continue
         folder = reward_folder(config, name)
+        if folder.name == "rate":
+            rater = sources[f"ratings_{len(sources)}"] = load_rater(config, folder, tokenizer, device)
+            if not rater.weights:
+                raise UserError(
+                    f"rate.weights: flags have none of their own: want weights of {', '.join(rater.qualities)}"
+                )
+            say(f"{folder}: rates responses by {rater.weights}")
+            continue
         if policy is None:
             model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
         else:

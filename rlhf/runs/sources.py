@@ -142,15 +142,20 @@ def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
 
 
 def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards") -> Path:
-    """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no stage.json.
+    """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no stage.json. PPO also
+    takes a rate stage: `rate` of this run, or run/rate.
 
     Raises: UserError.
     """
     if name is None:
         return stage_folder(config, "reward")
-    for candidate in (Path(config.runs_dir) / name / "reward", Path(name) / "reward", Path(name)):
+    runs, kinds = Path(config.runs_dir), ("judge", "rate") if setting == "ppo.rewards" else ("judge",)
+    if name in kinds[1:]:
+        check_output(stage_folder(config, name), name)
+        return stage_folder(config, name)
+    for candidate in (runs / name / "reward", Path(name) / "reward", Path(name), runs / name):
         if (candidate / "stage.json").exists():
-            check_output(candidate, "judge" if candidate.name == "judge" else "reward")
+            check_output(candidate, candidate.name if candidate.name in kinds else "reward")
             return candidate
     return classifier_folder(config, name, setting)
 
@@ -206,7 +211,7 @@ def hash_rewards(config: Config) -> dict[str, str]:
                 key += f"#{len(hashes)}"
             hashes |= hash_function(key, "reward function", name)
         elif ((folder := reward_folder(config, name)) / "stage.json").exists():
-            hashes[f"reward:{name}"] = check_output(folder, "reward")["hash"]
+            hashes[f"reward:{name}"] = check_output(folder, "rate" if folder.name == "rate" else "reward")["hash"]
         else:
             hashes |= hash_model(str(folder), f"reward:{name}/")
     return hashes
@@ -244,6 +249,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
     hashes |= hash_model(base, f"{stage}.model:")
+    hashes |= hash_model(config.rate.rules if "rate.rules" in STAGES[stage].settings else None, "rate.rules:")
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         hashes |= hash_rewards(config)
     estimator = config.ppo.advantages

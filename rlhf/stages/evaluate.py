@@ -17,7 +17,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
 from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_shots
-from rlhf.evaluation.best_of import evaluate_best_of
+from rlhf.evaluation.best_of import evaluate_best_of, evaluate_ratings
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, evaluate_people
 from rlhf.evaluation.policies import ByPolicy, Responses, interval_of, mean_of
 from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
@@ -25,6 +25,7 @@ from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
 from rlhf.ppo.experience import fit_prompts
+from rlhf.ppo.rewards import load_rater
 from rlhf.recipe import BASELINES
 from rlhf.runs.folders import (
     check_output,
@@ -133,8 +134,12 @@ def run_stage(config: Config) -> None:
             results["gold"] = policies.summarize_truth(truth, gold, main)
         if baselines:
             results["baselines"] = policies.baseline_figures(baselines, kl, optimised, gold)
+        rater = None
+        if "rate" in tuned:
+            rater = load_rater(config, tuned["rate"], tokenizer, device)
+            results["ratings"] = evaluate_ratings(config, rater, compared, asked)
         if config.evaluate.best_of and scored:
-            results |= evaluate_best_of(config, asked._replace(gold=gold), models, device)
+            results |= evaluate_best_of(config, asked._replace(gold=gold), models, device, rater)
         if needs_parent(config, "evaluate", "judge"):
             results["judge"] = compare_policies(config, compared, asked, device)
         results |= policies.costs(config)
@@ -214,6 +219,6 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
         rate, greedy = (show(gold[name]) for name in ("win_rate_vs_sft", "win_rate_greedy"))
         stage.say(f"win rate of {results['policy']} over SFT by the {gold['truth']} {rate}, greedy {greedy}")
         stage.say(f"mean true score {gold['mean_score']}")
-    for name in ("baselines", "judge", "best_of_n", "generate_and_rate"):
+    for name in ("baselines", "judge", "ratings", "best_of_n", "generate_and_rate"):
         for line in describe(results.get(name, {}), name.replace("_", " ")):
             stage.say(line)

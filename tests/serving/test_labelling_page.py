@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from rlhf.commands.serve import load_rules
+from rlhf.data.reading import load_rules
 from rlhf.serving.managing import Rounds, Staff
 from tests.serving.conftest import SECRETS, access, make_labelling, serving
 
@@ -22,7 +22,7 @@ def site(tmp_path):
     from rlhf.serving.models import ModelThread
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=6)
-    labelling.rules = load_rules("data/rules.json")
+    labelling.rules = load_rules("serve.rules", "data/rules.json")
     thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
     for address in serving(make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")):
         yield address, labelling

@@ -10,12 +10,11 @@ import torch
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import encode_demonstrations, labels_of
 from rlhf.data.reading import load_prompts
-from rlhf.evaluation.best_of import QUALITIES, Rater
-from rlhf.gold.truth import Requests, make_labelers, says_yes
-from rlhf.ppo.rewards import Episodes
+from rlhf.gold.truth import make_labelers, says_yes
+from rlhf.ppo.rewards import Rater, load_rater
 from rlhf.report.sections import make_evaluation
 from rlhf.runs.run_files import read_jsonl, read_run
-from rlhf.stages.rate import draw_rating_rows, ordered_share, rate_all
+from rlhf.stages.rate import choose_qualities, draw_rating_rows, rate_all
 from tests.stages.conftest import Run
 
 STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo", "rate", "evaluate")
@@ -27,7 +26,7 @@ SMALL = [
     "gold.comparison_prompts=12", "gold.comparison_dev_prompts=4", "gold.comparison_test_prompts=6", "sft.epochs=1", "reward.epochs=1",
     "reward.calibration_samples=4", "reward.audit=0", "ppo.episodes=16", "ppo.episodes_per_update=8", "ppo.minibatches=2",
     "ppo.epochs=1", "ppo.eval_prompts=4", "ppo.micro_batch_episodes=8", "evaluate.prompts=12", "evaluate.samples=2",
-    "evaluate.best_of=4", "rollout.max_new_tokens=12", "rate.ratings=128", "rate.safety=0.01",
+    "evaluate.best_of=4", "rollout.max_new_tokens=12", "rate.ratings=128", "rate.least={safe: 0.01}",
 ]  # fmt: skip
 
 
@@ -73,8 +72,12 @@ def test_rankings_rollouts_and_samples_hold_all_turns(dialogue_run):
 def test_a_rating_row_teaches_the_rating_alone(dialogue_run):
     config, tokenizer = dialogue_run.config(), dialogue_run.tokenizer()
     rankings = [r for r in dialogue_run.comparisons() if r.metadata["split"] == "train"]
-    rated = list(rate_all(config, Requests(), tokenizer, rankings))
-    rows = draw_rating_rows(config, tokenizer, rated, tokenizer.model_max_length)
+    rated = list(rate_all(tokenizer, rankings, {}))
+    qualities = choose_qualities(config, rated, rankings, {})
+    assert list(qualities) == ["interesting", "safe", "sensible", "specific"], "not the overall rating"
+    rater = Rater(config, dialogue_run.policy(), tokenizer, qualities, torch.device("cpu"))
+    assert rater.weights == {"sensible": 3, "specific": 1, "interesting": 1}
+    rows = draw_rating_rows(config, rater, rated)
     assert len(rows) == 128 and len({tuple(row["prompt"]) for row in rows}) > 100
     for row in rows:
         assert [label for label in labels_of(row, -100) if label != -100] == row["response"]
@@ -83,40 +86,18 @@ def test_a_rating_row_teaches_the_rating_alone(dialogue_run):
 
 
 def test_a_rating_is_the_probability_of_a_1_whatever_it_is_rated_with(dialogue_run):
-    tokenizer, model = dialogue_run.tokenizer("rate"), dialogue_run.policy("rate")
+    tokenizer = dialogue_run.tokenizer("rate")
     prompt = encode_prompt(tokenizer, "What is the word?")
     rows = [prompt + encode_response(tokenizer, text) for text in ("Cup.", "I cannot say it.", "The word is cup.")]
-    rater = Rater(model, tokenizer, 0.5, torch.device("cpu"))
+    rater = load_rater(dialogue_run.config(), dialogue_run.folder / "rate", tokenizer, torch.device("cpu"))
     found = rater.rate(rows)
     for i, row in enumerate(rows):
-        for name in QUALITIES:
-            ids = row + tokenizer(f"{name} ", add_special_tokens=False)["input_ids"]
+        for name in ("sensible", "specific", "interesting", "safe"):
+            ids = row + tokenizer(f"{name.upper()} ", add_special_tokens=False)["input_ids"]
             with torch.no_grad():
-                chances = model(torch.tensor([ids])).logits[0, -1].softmax(0)
-            wanted = chances[tokenizer.convert_tokens_to_ids("1")].item()
-            assert found[name][i].item() == pytest.approx(wanted, abs=1e-5)
-
-
-def test_the_ranking_by_hand_and_the_filter():
-    class Fixed(Rater):
-        def __init__(self):
-            self.safety, self.device, self.seen, self.dropped = 0.5, torch.device("cpu"), 0, 0
-
-        def rate(self, rows):
-            chances = {"SENSIBLE": [0.8, 1.0], "SPECIFIC": [0.5, 1.0], "INTERESTING": [0.25, 1.0], "SAFE": [0.5, 0.4]}
-            return {name: torch.tensor(pair) for name, pair in chances.items()}
-
-    rater = Fixed()
-    # 3 x 0.8 + 0.5 + 0.25; the second is better in everything but safety, and gets 0.4 - 1
-    found = rater(Episodes([], [[1], [1]], [[2], [3]], [], torch.ones(2)))
-    assert found.tolist() == pytest.approx([3.15, -0.6], abs=1e-6)
-    assert (rater.seen, rater.dropped) == (2, 1)
-
-
-def test_pairs_ordered_right_by_hand():
-    # of 0.9 and 0.4 against 0.4 and 0.1 three are in order and one is a tie: 3.5 of 4
-    assert ordered_share(torch.tensor([0.9, 0.4, 0.4, 0.1]), [True, True, False, False]) == pytest.approx(0.875)
-    assert ordered_share(torch.tensor([0.9, 0.4]), [True, True]) is None
+                logits = rater.model(torch.tensor([ids])).logits[0, -1]
+            chances = logits[tokenizer.convert_tokens_to_ids(["0", "1"])].double().softmax(0)
+            assert found[name][i].item() == pytest.approx(chances[1].item(), abs=1e-5)
 
 
 def test_a_labelers_yes_is_wrong_as_often_as_the_noise_makes_it():
@@ -134,6 +115,7 @@ def test_evaluate_compares_generate_and_rate_at_equal_samples(dialogue_run):
     assert {row["win_rate_vs_sft"]["n"] for row in found["picked"].values()} == {12}
     assert set(found["over"]) == {"best_of_n", "ppo", "ppo_best_of_n"}
     assert "rate" in results["baselines"] and 0 <= found["dropped"] <= 1
+    assert {name: set(row) for name, row in results["ratings"].items()}["safe"] == {"sft", "ppo", "rate"}
     sections = make_evaluation(read_run(dialogue_run.folder))["sections"]
     tables = {table.caption: table for section in sections for table in section.tables}
     policies = [row[0] for row in tables["PPO and its baselines, held-out prompts"].rows]

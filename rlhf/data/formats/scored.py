@@ -1,7 +1,7 @@
 """Several answers with scores, ranks or verdicts: ultrafeedback, nectar, webgpt, openai_comparisons, qa_feedback and oasst."""
 
 from collections.abc import Iterable, Iterator
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from rlhf.data.formats.dialogues import prompt_turns
@@ -42,20 +42,33 @@ def _score(completion: Values, by: str) -> float | None:
     """A completion's score of one of _SCORES; a rating "N/A" is none."""
     if by != _SCORES[1]:
         return as_number(completion.get(by))
-    annotations = (completion.get("annotations") or {}).values()
-    listed = [one for aspect in annotations for one in (aspect if isinstance(aspect, list) else [aspect])]
-    ratings = [rating for one in listed if (rating := as_number(one.get("Rating"))) is not None]
+    ratings = list(chain.from_iterable(_aspects(completion).values()))
     return sum(ratings) / len(ratings) if ratings else None
+
+
+def _aspects(completion: Values) -> dict[str, list[float]]:
+    """A completion's ratings by aspect: helpfulness, honesty, …; those "N/A" are left out."""
+    found = {}
+    for aspect, given in (completion.get("annotations") or {}).items():
+        ratings = [as_number(one.get("Rating")) for one in (given if isinstance(given, list) else [given])]
+        if known := [rating for rating in ratings if rating is not None]:
+            found[aspect] = known
+    return found
 
 
 def from_ultrafeedback(row: Values) -> Made:
     """One ranking by the first of _SCORES that every completion has. `overall_score` is last because the public set has 10
     for some answers that its judge gave 1.
 
-    The scales are not 1 to 7, so scores are no ratings; `metadata.ranked_by` says by which score.
+    The scales are not 1 to 7, so scores are no ratings; `metadata.ranked_by` says by which score. A response's `qualities` are its
+    mean ratings by aspect.
     """
     completions: Any = row["completions"]
     names = letters(len(completions))
+    responses = [_answer(name, one, "response", "model") for name, one in zip(names, completions, strict=True)]
+    for response, one in zip(responses, completions, strict=True):
+        if aspects := _aspects(one):
+            response["metadata"]["qualities"] = {name: sum(given) / len(given) for name, given in aspects.items()}
     ways = {by: {n: _score(c, by) for n, c in zip(names, completions, strict=True)} for by in _SCORES}
     ranked_by = next((by for by, scores in ways.items() if scores and None not in scores.values()), None)
     if ranked_by is None:
@@ -63,7 +76,7 @@ def from_ultrafeedback(row: Values) -> Made:
     yield {
         "kind": "ranking",
         "prompt": row["instruction"],
-        "responses": [_answer(name, one, "response", "model") for name, one in zip(names, completions, strict=True)],
+        "responses": responses,
         "ranking": ranking_of(ways[ranked_by], best="highest"),  # type: ignore[arg-type]
         "metadata": other_keys(row, "instruction", "completions") | {"ranked_by": ranked_by},
     }

@@ -83,6 +83,7 @@ def test_ultrafeedback(load):
     assert [response.policy for response in record.responses] == ["m-1", "m-2", "m-3"]
     assert record.responses[0].metadata["custom_system_prompt"] == "Be brief."
     assert record.responses[0].metadata["overall_score"] == 8.0
+    assert [response.metadata.get("qualities") for response in record.responses] == [{"helpfulness": 4.0}, None, None]
     assert record.metadata == {
         "source": "made_up",
         "models": ["m-1", "m-2", "m-3"],
