@@ -166,7 +166,7 @@ def say_time(loop: TrainingLoop, batches: Batches[T], objective: Objective[T]) -
         ]
         for batch in itertools.islice(batches.after(loop.done), BATCHES_COUNTED)
     ]
-    part = max(parts[0], key=objective.padded) or next(batches.after(loop.first))[:1]  # a rank may have none
+    part = max(parts[0], key=objective.padded) or next(batches.after(loop.done))[:1]  # a rank may have none
     seconds = trial(engine, objective, part)
     if seconds < WARM_SECONDS:
         seconds = trial(engine, objective, part)
