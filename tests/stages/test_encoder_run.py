@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from rlhf.cli import main
 from rlhf.config.checks import check_config
@@ -109,6 +110,12 @@ def test_it_becomes_a_reward_model(encoder, copy_until):
     assert isinstance(model.network, GPTForSequenceClassification) and model.network.config.attention == "bidirectional"
     assert model.encoder.form == "template"
     assert run.record("reward")["summary"]["accuracy"] > 0.5
+    run.stage("export", "export.stage=reward")
+    out = run.folder / "export" / "reward"
+    assert "It loads after `import rlhf.model`" in (out / "README.md").read_text()
+    theirs, rows = AutoModelForSequenceClassification.from_pretrained(out).eval(), torch.tensor([[7, 8, 9, 5]])
+    score = theirs(rows).logits[:, 0] + theirs.config.score_offset
+    assert torch.allclose(score, model(input_ids=rows, attention_mask=torch.ones_like(rows)), atol=1e-4)
 
 
 def test_it_is_fine_tuned_on_a_labelled_task(encoder, tmp_path):
