@@ -146,7 +146,7 @@ def evaluate_ratings(
 
         rated = divide(len(asked.records), rate_mine)
         for name, quality in rater.qualities.items():
-            counts = [[one.get(applies.get(name), 1.0) for one in row] for row in rated]
+            counts = [[one.get(applies.get(name, ""), 1.0) for one in row] for row in rated]
             values = [[1 - one[name] if quality.rule else one[name] for one in row] for row in rated]
             sums = [sum(map(mul, *both)) for both in zip(counts, values, strict=True)]
             figure = ratio_interval(sums, list(map(sum, counts)), share=True) | {"of": len(flatten(rated))}

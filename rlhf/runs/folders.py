@@ -24,7 +24,7 @@ from rlhf.config.precision import precision_of
 from rlhf.config.removed import replacement
 from rlhf.config.setting import RESULT, flatten, get, listed, settings_in, stored
 from rlhf.errors import UserError
-from rlhf.recipe import GOLD_STAGES, PARENTS, POLICY_STAGES, ROUND_STAGES, STAGES, ancestors
+from rlhf.recipe import GOLD_STAGES, PARENTS, POLICY_STAGES, RATED_BY, ROUND_STAGES, STAGES, ancestors
 from rlhf.system.files import beside, sha256_file
 
 Kind = Literal["stage", "manifest", "results", "adopted", "round"]
@@ -37,11 +37,18 @@ def identity_of(config: Config, stage: str) -> dict[str, Any]:
     """The settings a stage's result depends on, flat: {"sft.lr": 5e-4, …}."""
     of_stage = STAGES[stage].settings
     unread = shape_settings() if config.model.pretrained is not None else ()
+    unread = (*unread, *(() if rates(config, stage) else RATED_BY))
     flat: dict[str, Any] = {}
     for key, setting in settings_in(Config).items():
         if (key in of_stage or key.partition(".")[0] in of_stage) and setting.changes == RESULT and key not in unread:
             flat |= flatten({key: precision_of(config) if key == "precision" else stored(get(config, key))})
     return json.loads(json.dumps(flat, default=str))
+
+
+def rates(config: Config, stage: str) -> bool:
+    """Whether a stage reads the settings of ratings: PPO and rejection sampling only with a rater among their reward sources."""
+    rater = any(Path(name or "").name == "rate" for name in listed(config.ppo.rewards))
+    return stage in ("rate", "evaluate") or (rater and stage in SCORED_STAGES)
 
 
 def run_folder(config: Config) -> Path:

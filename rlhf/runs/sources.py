@@ -19,7 +19,7 @@ from rlhf.data.splits import given_split, prompt_key, record_split, shared_begin
 from rlhf.data.storage import MANIFEST, check_whole, verify
 from rlhf.errors import UserError
 from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
-from rlhf.runs.folders import check_output, is_complete, stage_folder
+from rlhf.runs.folders import check_output, is_complete, rates, stage_folder
 from rlhf.system.files import download, read_json, sha256_file
 from rlhf.system.plugins import is_address, is_function, source_sha256
 
@@ -249,7 +249,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
     hashes |= hash_model(base, f"{stage}.model:")
-    hashes |= hash_model(config.rate.rules if "rate.rules" in STAGES[stage].settings else None, "rate.rules:")
+    hashes |= hash_model(config.rate.rules if rates(config, stage) else None, "rate.rules:")
     if {"ppo", *REWARD_SOURCES} & set(STAGES[stage].settings):
         hashes |= hash_rewards(config)
     estimator = config.ppo.advantages

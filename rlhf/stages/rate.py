@@ -158,9 +158,8 @@ def ordered_share(scores: torch.Tensor, levels: Sequence[int | None]) -> float |
     """
     from scipy.stats import mannwhitneyu
 
-    known = [i for i, level in enumerate(levels) if level is not None]
-    known.sort(key=levels.__getitem__)
-    groups = [scores[list(group)].numpy() for _, group in itertools.groupby(known, levels.__getitem__)]
+    known = sorted((level, i) for i, level in enumerate(levels) if level is not None)
+    groups = [scores[[i for _, i in group]].numpy() for _, group in itertools.groupby(known, lambda one: one[0])]
     pairs = list(itertools.combinations(groups, 2))
     count = sum(len(low) * len(high) for low, high in pairs)
     return float(sum(mannwhitneyu(high, low).statistic for low, high in pairs) / count) if count else None

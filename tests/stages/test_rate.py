@@ -13,6 +13,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.best_of import evaluate_ratings
 from rlhf.evaluation.policies import Answer, Asked, Responses
 from rlhf.ppo.rewards import Episodes, Quality, Rater, load_rater
+from rlhf.runs.folders import identity_of
 from rlhf.runs.run_files import read_jsonl
 from rlhf.stages.rate import choose_qualities, ordered_share, rate_all
 from rlhf.training import batches
@@ -144,6 +145,15 @@ def test_the_built_in_worlds_labels_are_qualities(gold_run):
     responses = [response for one in gold_run.comparisons() for response in one.responses]
     assert {tuple(one.metadata["qualities"]) for one in responses} == {("sensible", "specific", "interesting", "safe")}
     assert {level for one in responses for level in one.metadata["qualities"].values()} == {0, 1}
+
+
+@pytest.mark.parametrize("stage", ["ppo", "rejection"])
+def test_a_stage_depends_on_weights_of_ratings_only_if_it_is_paid_by_them(stage):
+    config, weighted = Config(), Config()
+    weighted.rate.weights = {"honesty": 2}
+    assert identity_of(config, stage) == identity_of(weighted, stage)
+    config.ppo.rewards = weighted.ppo.rewards = [None, "x/rate"]
+    assert identity_of(config, stage) != identity_of(weighted, stage)
 
 
 RULES = {"insult": "It insults nobody."}
