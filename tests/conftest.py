@@ -33,16 +33,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Their tests take longest, above all those that start processes of their own.
-LONGEST = ("test_sharding.py", "test_ways.py", "test_zero.py", "test_stopping.py", "test_rounds.py")
+# The files that take longest, longest first; the first needs no gold run, which the second makes meanwhile.
+LONGEST = (
+    "test_ways.py", "test_sharding.py", "test_labelling_page.py", "test_zero.py", "test_resume.py", "test_pipeline.py",
+    "test_ppo_options.py", "test_reward_sources.py", "test_lora.py", "test_rounds.py", "test_real_data.py", "test_recipe.py",
+    "test_stages.py", "test_adopted.py", "test_ppo.py", "test_exits.py", "test_memory.py", "test_interrupts.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests in the middle: the second worker of two begins with them, and none is left for the end."""
-    longest = [item for item in items if item.path.name in LONGEST]
-    rest = [item for item in items if item.path.name not in LONGEST]
-    half = len(items) // 2
-    items[:] = [*rest[:half], *longest, *rest[half:]]
+    """The longest files first: workers take whole files in this order, and none is left with a long one at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:
