@@ -83,20 +83,15 @@ def test_every_setting_accepts_its_default_and_refuses_what_no_setting_of_its_ty
             assert stated.problem(key, value) == nul
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["pretrain.beta1=2"], "pretrain.beta1=2.0: want 0 or more and less than 1"),
-        (["model.n_kv_head=5"], "model.n_kv_head=5: want a divisor of model.n_head=12"),
-        (["kl.target=inf"], "kl.target=inf: want more than 0, finite, or null"),
-        (["ppo.rewards=5"], "ppo.rewards=5: want a name or a list of names, or null"),
-        (["data.encoding=utf-88"], "data.encoding=utf-88: want an encoding that Python knows, such as utf-8"),
-        (
-            ["reward.labeler_weights={anna: -1}"],
-            "reward.labeler_weights={'anna': -1}: want a weight of 0 or more by name, as '{anna: 2, ben: 0.5}', or null",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    (["pretrain.beta1=2"], "pretrain.beta1=2.0: want 0 or more and less than 1"),
+    (["model.n_kv_head=5"], "model.n_kv_head=5: want a divisor of model.n_head=12"),
+    (["kl.target=inf"], "kl.target=inf: want more than 0, finite, or null"),
+    (["ppo.rewards=5"], "ppo.rewards=5: want a name or a list of names, or null"),
+    (["data.encoding=utf-88"], "data.encoding=utf-88: want an encoding that Python knows, such as utf-8"),
+    (["reward.labeler_weights={anna: -1}"],
+     "reward.labeler_weights={'anna': -1}: want a weight of 0 or more by name, as '{anna: 2, ben: 0.5}', or null"),
+])  # fmt: skip
 def test_a_value_from_the_command_line_that_does_not_fit(settings, said):
     with pytest.raises(UserError) as caught:
         check_config(compose_config(settings), "ppo")
@@ -114,25 +109,15 @@ def test_every_problem_is_told_at_once():
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"data__dev": 0.5, "data__test": 0.5}, "data.dev + data.test = 1.0: want less than 1, the rest trains"),
-        (
-            {"pretrain__global_batch_tokens": 1500},
-            "pretrain.global_batch_tokens=1500: want a multiple of model.context_length=1024",
-        ),
-        ({"ppo__minibatches": 7}, "ppo.minibatches=7: want a divisor of ppo.episodes_per_update=512"),
-        ({"ppo__episodes": 511}, "ppo.episodes=511: want at least one update of 512"),
-        (
-            {"gold__enabled": True, "rollout__max_new_tokens": 1024},
-            "rollout.max_new_tokens=1024: leaves no room for a prompt in model.context_length=1024",
-        ),
-        (
-            {"gold__responses_min": 5, "gold__responses_max": 4},
-            "gold.responses_min=5: want at most gold.responses_max=4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"data__dev": 0.5, "data__test": 0.5}, "data.dev + data.test = 1.0: want less than 1, the rest trains"),
+    ({"pretrain__global_batch_tokens": 1500},
+     "pretrain.global_batch_tokens=1500: want a multiple of model.context_length=1024"),
+    ({"ppo__minibatches": 7}, "ppo.minibatches=7: want a divisor of ppo.episodes_per_update=512"),
+    ({"ppo__episodes": 511}, "ppo.episodes=511: want at least one update of 512"),
+    ({"gold__enabled": True, "rollout__max_new_tokens": 1024},
+     "rollout.max_new_tokens=1024: leaves no room for a prompt in model.context_length=1024"),
+    ({"gold__responses_min": 5, "gold__responses_max": 4}, "gold.responses_min=5: want at most gold.responses_max=4"),
+])  # fmt: skip
 def test_relations(settings, said):
     assert problems(**settings) == [said]

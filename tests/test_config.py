@@ -96,20 +96,6 @@ def test_every_commands_help_runs(command, capsys):
     )
 
 
-def test_every_setting_is_documented(capsys):
-    for command in cli.COMMANDS:
-        cli.main([command, "--help"])
-    shown: dict[str, str] = {}
-    for line in capsys.readouterr().out.splitlines():
-        if line.startswith("  ") and "=" in line:
-            key, _, rest = line.strip().partition("=")
-            shown[key] = rest.partition(" ")[2].strip()
-    assert [key for key in settings_in(Config) if not shown.get(key)] == []
-    for name in (item.name for item in fields(Config())):
-        group = getattr(Config(), name)
-        assert not is_dataclass(group) or type(group).__doc__
-
-
 # --- A run remembers its settings ---
 
 
@@ -118,9 +104,7 @@ def call(monkeypatch, capsys, tmp_path):
     """Run `rlhf <arguments>` in an empty folder that has a corpus: its exit code and what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rlhf"])
-    rows = [
-        json.dumps({"text": f"The {word} is in the garden, said the {word}. " * 9}) for word in ("cat", "dog", "owl")
-    ]
+    rows = [json.dumps({"text": f"The {x} is in the garden, said the {x}. " * 9}) for x in ("cat", "dog", "owl")]
     Path("books.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -144,27 +128,21 @@ def composed(call, *words: str) -> dict:
     return yaml.safe_load(out)
 
 
-def test_the_second_command_needs_only_what_changes(call):
+def test_the_second_command_needs_only_what_changes_in_python_too(call):
     assert call(*FIRST)[0] == 0
     kept = recall(Path("runs/x"))
     assert kept == by_key(FIRST[1:2] + FIRST[3:])
     again = composed(call, "sft", "run=x", "sft.epochs=3")
     assert again["data"]["corpus"] == "books.jsonl" and again["tokenizer"]["vocab_size"] == 300
-    assert (
-        again["sft"]["epochs"] == 3 and again["model"]["width"] == composed(call, "sft", "model=tiny")["model"]["width"]
-    )
+    assert again["sft"]["epochs"] == 3
+    assert again["model"]["width"] == composed(call, "sft", "model=tiny")["model"]["width"]
     assert composed(call, "sft", "run=y")["data"]["corpus"] is None  # another run
     changed = composed(call, "sft", "run=x", "model=gpt2", "tokenizer.vocab_size=400")
     assert changed["model"]["n_layer"] == 12 and changed["tokenizer"]["vocab_size"] == 400
     code, out = call("pretrain", "run=x", "pretrain.tokens=1", "pretrain.global_batch_tokens=7")
     assert code == 2 and "as run=x was given: model=tiny data.corpus=books.jsonl" in out and "want a multiple" in out
     assert recall(Path("runs/x")) == kept  # what was refused is not remembered
-
-
-def test_python_and_the_command_line_remember_for_each_other(call):
-    assert call(*FIRST)[0] == 0
-    run = rlhf.Run("x")
-    assert run.config().tokenizer.vocab_size == 300
+    assert rlhf.Run("x").config().tokenizer.vocab_size == 300
     other = rlhf.Run("z", corpus="books.jsonl", tokenizer_vocab_size=290, tracking_kind="off", model_context_length=64)
     other.tokenizer()
     assert composed(call, "pretrain", "run=z")["tokenizer"]["vocab_size"] == 290
@@ -173,15 +151,10 @@ def test_python_and_the_command_line_remember_for_each_other(call):
 EVIL = "from pathlib import Path\n\ndef f():\n    Path('ran').touch()\n"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"plugins": "runs/x/evil.py:f"},
-        {"hydra.searchpath": "[runs/x]", "experiment": "evil"},
-        {"experiment": "../../runs/x/experiment/evil"},
-        {"tracking.project": "'${oc.env:HOME}'"},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"plugins": "runs/x/evil.py:f"}, {"hydra.searchpath": "[runs/x]", "experiment": "evil"},
+    {"experiment": "../../runs/x/experiment/evil"}, {"tracking.project": "'${oc.env:HOME}'"},
+])  # fmt: skip
 def test_a_foreign_runs_settings_run_no_code_and_read_no_secret(call, monkeypatch, settings):
     """Until the user gives them."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
@@ -201,7 +174,7 @@ def test_a_foreign_runs_settings_run_no_code_and_read_no_secret(call, monkeypatc
         assert call(*FIRST, "overwrite=true")[0] == 0
 
 
-def test_what_a_foreign_run_names_and_a_command_does_not_use_is_left_out(call, monkeypatch):
+def test_what_a_foreign_run_names_and_a_command_does_not_use_is_left_out_and_a_damaged_file_stays(call, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/settings.json").write_text(
@@ -210,10 +183,6 @@ def test_what_a_foreign_run_names_and_a_command_does_not_use_is_left_out(call, m
     assert call(*FIRST)[0] == 0
     assert not Path("cache/rlhf/given").exists() and recall(Path("runs/x"))["ppo.rewards"] == "runs/x/evil.py:f"
     assert call("ppo", "run=x")[0] == 2
-
-
-def test_a_damaged_file_is_one_line_and_stays(call):
-    Path("runs/x").mkdir(parents=True)
     Path("runs/x/settings.json").write_text('{"sft.lr": "1e-4",}', encoding="utf-8")
     code, out = call(*FIRST)
     assert code == 2 and out.startswith("rlhf: error: runs/x/settings.json: damaged (") and out.count("\n") == 1

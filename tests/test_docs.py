@@ -8,7 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,28 +57,22 @@ def test_links_lead_somewhere(page):
             assert text in names_in(path), f"{page.name} says that {text} is in {target}"
 
 
-def test_a_page_on_ppo_names_its_parts():
+def test_a_page_on_ppo_names_its_parts_and_questions_are_two_clicks_from_the_first_page():
     links = [text for code, text, *_ in LINK.findall((ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")) if code]
     assert {"one_update", "token_rewards", "gae", "whiten", "policy_loss", "value_loss", "AdaptiveKL"} <= set(links)
-
-
-def test_twenty_questions_are_two_clicks_from_the_first_page():
-    """README is the site's first page. That the links lead to a page and a heading is checked above."""
+    # README is the site's first page. That the links lead to a page and a heading is checked above.
     links = [target for _, _, target, _ in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
     assert "docs/questions.md" in links
     rows = re.findall(r"^\| ([^|]+\?) \| (.+) \|$", (ROOT / "docs" / "questions.md").read_text("utf-8"), re.MULTILINE)
     assert len(rows) == 20 and all(LINK.search(answer) for _, answer in rows)
 
 
-def test_the_invariants_on_the_page_are_those_that_ppo_checks():
+def test_invariants_and_files_that_pages_name_are_in_the_package():
     code = (ROOT / "rlhf" / "ppo" / "invariants.py").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "fix_a_run.md").read_text(encoding="utf-8")
     checked = set(re.findall(r"refuse\(\s*(\d)", code))
     assert checked == set(re.findall(r"^\| (\d): ", page, re.MULTILINE)) and len(checked) > 3
-
-
-def test_every_file_of_the_package_that_is_named_exists():
-    """`rlhf/….py` in any text, but for the stage that docs/new_stage.md adds, and history."""
+    # `rlhf/….py` in any text, but for the stage that docs/new_stage.md adds, and history.
     pages = [(page, page.read_text(encoding="utf-8")) for page in PAGES if page.name != "CHANGELOG.md"]
     named = [(page.name, path) for page, text in pages for path in re.findall(r"\brlhf/[\w\\/]+\.py\b", text)]
     missing = {(page, path) for page, path in named if not (ROOT / path.replace("\\", "")).is_file()}
@@ -90,20 +84,17 @@ def commands_in(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"^    rlhf \w", text, re.MULTILINE), f"{page.name}: a command is outside of a fenced block"
     blocks = "\n".join(code for language, code in FENCE.findall(text) if language in ("", "sh", "bash", "console"))
-    assert not re.search(r"\\[ \t]+$", blocks, re.MULTILINE), (
-        f"{page.name}: a blank follows a backslash at a line's end"
-    )
+    assert not re.search(r"\\[ \t]+$", blocks, re.MULTILINE), f"{page.name}: a blank after a backslash"
     lines = blocks.replace("\\\n", " ").splitlines()
     lines += re.findall(r"^\|[^|]*\| `(rlhf [^`]+)` \|", text, re.MULTILINE)
     parts = [part.strip().removeprefix("$ ") for line in lines for part in re.split(r";|&&", line.partition(" #")[0])]
     return [part for part in parts if re.match(r"rlhf \w", part)]
 
 
-COMMANDS_OF_PAGES = [(page, line) for page in PAGES if page.name != "CHANGELOG.md" for line in commands_in(page)]
-
-
-def test_pages_have_commands():
-    assert len(COMMANDS_OF_PAGES) > 60
+COMMANDS_OF_PAGES = list(
+    {line: (page, line) for page in PAGES if page.name != "CHANGELOG.md" for line in commands_in(page)}.values()
+)  # each once
+assert len(COMMANDS_OF_PAGES) > 60
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS_OF_PAGES, ids=[line[:60] for _, line in COMMANDS_OF_PAGES])
@@ -142,21 +133,7 @@ def test_the_settings_that_a_page_names_exist(page):
 SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
 
 
-@pytest.mark.parametrize(
-    ("path", "uri"),
-    [
-        ("README.md", "index.md"),
-        ("docs/ppo.md", "ppo.md"),
-        ("data/README.md", "data/README.md"),
-        ("rlhf/ops/gae.py", "source/rlhf/ops/gae.py.md"),
-        ("rlhf/data/formats", "source/rlhf/data/formats.md"),
-    ],
-)
-def test_every_linked_file_has_a_page(path, uri):
-    assert str(SITE["site_path"](PurePosixPath(path))) == uri
-
-
-def test_every_setting_and_every_metric_is_in_the_reference():
+def test_the_reference_has_every_setting_and_metric_and_healthy_ranges_are_of_metrics():
     pages = SITE["reference_pages"]()
     for key, one in settings_in(Config).items():
         assert (
@@ -165,45 +142,19 @@ def test_every_setting_and_every_metric_is_in_the_reference():
         )
     for metric in METRICS:
         assert f"`{metric.name}`".replace("<", "&lt;") in pages["reference/metrics.md"]
-
-
-def test_every_page_of_docs_is_in_the_navigation():
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nplugins:")[0]
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert pages <= set(re.findall(r"[\w/]+\.md", text))
-
-
-def test_healthy_ranges_are_of_metrics_that_exist():
     ranges, pages = SITE["healthy_ranges"](), SITE["reference_pages"]()
     assert len(ranges) > 8 and ranges.keys() <= {metric.name for metric in METRICS}
     assert all("[" not in what and what in pages["reference/metrics.md"] for what in ranges.values())
 
 
-def test_a_notebook_becomes_a_page_with_its_outputs():
-    page = SITE["notebook_page"](ROOT / "docs" / "notebooks" / "reading_a_run.ipynb")
-    assert page.startswith("# Reading a run\n") and page.count("```python\n") > 5
-    assert 'src="data:image/png;base64,' in page and "<table" in page and "<pre>" in page and "<style" not in page
-
-
-def test_names_of_files_differ_on_every_disk():
-    docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.*")]
-    names = [
-        *docs,
-        *SITE["api_pages"](),
-        *SITE["reference_pages"](),
-        *(str(SITE["site_path"](PurePosixPath(n))) for n in SITE["PAGES"]),
-    ]
-    assert len({name.casefold() for name in names}) == len(names)
-
-
-def test_no_page_has_more_than_400_lines():
+def test_every_page_is_in_the_navigation_and_short_and_every_module_on_a_page_of_the_api():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nplugins:")[0]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= set(re.findall(r"[\w/]+\.md", text))
     long = [
         str(path) for path in (ROOT / "docs").rglob("*.md") if len(path.read_text(encoding="utf-8").splitlines()) > 400
     ]
     assert not long
-
-
-def test_every_module_is_on_a_page_of_the_api():
     listed = {
         line[4:] for page in SITE["api_pages"]().values() for line in page.splitlines() if line.startswith("::: ")
     }
@@ -226,13 +177,10 @@ def test_the_site_has_no_broken_link(tmp_path):
 PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
 
 
-def test_every_equivalent_is_a_setting():
+def test_every_equivalent_is_a_setting_and_named_as_the_messages_do():
     known = settings_in(Config)
     for name in EQUIVALENTS.values():
         assert (name if "." in name or name in known else f"ppo.{name}") in known, name
-
-
-def test_the_page_names_settings_as_the_messages_do():
     rows = re.findall(r"^\| `(\w+)`[^|]*\| `(\w+)`[^|]*\| `([\w.]+)` \|", PAGE, re.M)
     assert len(rows) >= 12
     for trl, openrlhf, ours in rows:
@@ -241,9 +189,7 @@ def test_the_page_names_settings_as_the_messages_do():
 
 
 def test_the_ported_script_has_at_most_20_lines_that_are_not_in_the_other():
-    before, after = (
-        (ROOT / "scripts" / "from_trl" / f"{name}.py").read_text().splitlines() for name in ("before", "after")
-    )
+    before, after = ((ROOT / f"scripts/from_trl/{name}.py").read_text().splitlines() for name in ("before", "after"))
     added = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
     assert len(added) <= 20, "\n".join(added)
 

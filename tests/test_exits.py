@@ -1,7 +1,11 @@
-"""How commands end when the system refuses: one line, exit code 2, 130 or 141. A bug of ours keeps its traceback."""
+"""How commands end when the system refuses: one line, exit code 2, 130 or 141. A bug of ours keeps its
+traceback. And what reaches the terminal: no control character of a name, a label, a record or an answer."""
 
+import ast
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +14,15 @@ from typing import Any
 import pytest
 
 from rlhf import cli
-from rlhf.commands import report
+from rlhf.commands import chat, report
+from rlhf.config import compose
+from rlhf.data.tokenizer import encode_text, train_tokenizer
+from rlhf.engines import running
+from rlhf.errors import UserError
 from rlhf.system.exits import describe
+from rlhf.system.terminal import one_line, printable, say
+
+from .syntax import nodes_of
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "RLHF_PROGRESS": "off"}
@@ -34,13 +45,10 @@ def assert_one_line(done: subprocess.CompletedProcess[str], said: str, code: int
 ASCII = ENVIRONMENT | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-def test_an_ascii_locale_shows_escapes():
+def test_an_ascii_locale_shows_escapes_and_decides_no_encoding(tmp_path):
     done = rlhf("ppo", "--help", env=ASCII)
     assert done.returncode == 0 and not done.stderr and done.stdout.isascii()
     assert "[key=value \\u2026]" in done.stdout
-
-
-def test_the_locale_decides_no_encoding(tmp_path):
     name = "größe"
     rows = [{"prompt": f"Größe {i}?", "chosen": "zwölf", "rejected": "日本", "rater": "Jürgen"} for i in range(4)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -49,10 +57,6 @@ def test_the_locale_decides_no_encoding(tmp_path):
     assert done.returncode == 0, done.stderr
     read = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / name).glob("ranking/*.jsonl"))
     assert read.count("zwölf") == 4 and "Größe 3?" in read
-    (tmp_path / f"{name}.txt").write_text("Straße und Übung. " * 200 + "\n\n" + "Ärger. " * 99, encoding="utf-8")
-    settings = [f"data.corpus={name}.txt", "tokenizer.vocab_size=300", "run=x", "device=cpu"]
-    done = rlhf("tokenizer", *settings, env=ASCII, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_full_standard_output_is_one_line(tmp_path):
@@ -127,14 +131,11 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, said):
     assert code == 2 and told.startswith(f"rlhf: error: {said}") and told.count("\n") == 1
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch, capsys):
+def test_a_bug_keeps_its_traceback_and_an_error_after_a_signal_is_the_interruption(monkeypatch, capsys):
     with pytest.raises(KeyError, match="forgotten"):
         call(monkeypatch, capsys, KeyError("forgotten"))
     assert describe(ValueError("shapes")) is None
-
-
-def test_an_error_after_a_signal_is_the_interruption():
-    """A library that imports lazily turns KeyboardInterrupt into its own error."""
+    # A library that imports lazily turns KeyboardInterrupt into its own error.
     code = (
         "import os, signal, time; from rlhf.system.exits import ending, interrupt_on_signals; interrupt_on_signals()\n"
         "with ending():\n"
@@ -143,3 +144,99 @@ def test_an_error_after_a_signal_is_the_interruption():
     )
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "\nrlhf: interrupted\n")
+
+
+# A title and the clipboard by OSC, a cursor by CSI, the same with C1's single characters, a right-to-left override, an
+# isolate, a zero-width space, a byte order mark, a tag, a soft hyphen, DEL, a bell, a line separator, a carriage return.
+HOSTILE = (
+    "\x1b]0;owned\x07\x1b]52;c;eA==\x1b\\\x1b[2J\x9b1A\x9d0;x\x9c\u202egnp.exe\u2066\u200b\ufeff\U000e0041\u00ad\x7f"
+    "\u2028\roverwritten\x08"
+)
+SPOKEN = "naïve 東京\u3000\u00a0 ελ العربية é"
+LETTERS = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"
+)
+
+
+def assert_clean(text: str) -> None:
+    assert not LETTERS.search(text), ascii(text)
+    assert "\\x1b" in text, "shown, not dropped"
+
+
+def test_every_control_is_shown_as_its_escape_and_a_line_is_one_line(capsys):
+    assert_clean(printable(HOSTILE))
+    assert printable("a\x1b[1m\u202eb\n") == "a\\x1b[1m\\u202eb\\n"
+    assert printable("a\n\tb", keep="\n\t") == "a\n\tb"
+    assert printable(SPOKEN) == SPOKEN
+    assert printable("\ud800") == "\\ud800"
+    assert one_line(" a\n\n b\x00 ") == "a b\\x00" and len(one_line("x" * 5000)) == 1000
+    say("one\ntwo\rthree" + HOSTILE)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and out.startswith("one\\ntwo\\rthree")
+    assert_clean(out)
+
+
+def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys, monkeypatch):
+    """Byte-level tokens: ESC, its bracket and each byte of a right-to-left override come one by one."""
+    tokenizer = train_tokenizer(["some text to learn from"] * 4, 290, context_length=64)
+    ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_text(tokenizer, character)]
+    assert len(ids) > len(HOSTILE) + 3
+
+    class Batch:
+        def __init__(self, *_):
+            self.response = None
+
+        def advance(self, new=()):
+            [self.response] = new or [self.response]
+            self.response.tokens.append(ids[len(self.response.tokens)])
+
+    monkeypatch.setattr(running, "RunningBatch", Batch)
+    config = compose.compose_config([f"rollout.max_new_tokens={len(ids)}"])
+    tokenizer.model_max_length = 4 * len(ids)
+    answer = chat.answer(config, None, tokenizer, [{"role": "user", "content": "hello"}], 0)
+    assert HOSTILE in answer, "the dialogue goes on with what the model wrote"
+    out = capsys.readouterr().out
+    assert_clean(out.replace("\n", "").replace("\t", ""))
+    assert "\nnext\t" + SPOKEN in out
+
+
+def test_nothing_prints_past_the_one_function():
+    """Only rlhf/system/terminal.py names print or a stream's own write."""
+    for path in (ROOT / "rlhf").rglob("*.py"):
+        if path.name == "terminal.py":
+            continue
+        for node in nodes_of(path):
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = ast.unparse(node)
+                assert name not in ("print", "sys.stdout.write", "sys.stderr.write"), f"{path}:{node.lineno}: {name}"
+
+
+def test_standard_output_that_is_gone_is_named(monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError) as refusal:
+        say("text", Full())
+    assert refusal.value.filename == "standard output"
+    monkeypatch.setattr(sys, "stdout", None)
+    say("nobody listens")
+
+
+def given(monkeypatch: pytest.MonkeyPatch, content: bytes, errors: str = "strict") -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors))
+
+
+def test_messages_are_read_until_the_end_and_a_closed_input_is_one_line(monkeypatch):
+    given(monkeypatch, "  naïve 東京 \n\n".encode())
+    assert list(chat.read_lines(False)) == ["naïve 東京", ""]
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match=r"chat: standard input is closed: connect it, or ask .* chat\.message"):
+        next(chat.read_lines(False))
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter as in the C locale
+def test_bytes_that_are_no_text_are_one_line(monkeypatch, errors):
+    given(monkeypatch, b"caf\xe9\n", errors)
+    with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
+        next(chat.read_lines(False))

@@ -1,4 +1,4 @@
-"""docs/extending.md: the code blocks of what PPO calls are written to files and run by its commands, on the small gold run."""
+"""docs/extending.md: its code blocks are written to files and run by its commands, on the small gold run."""
 
 import json
 import re
@@ -7,18 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
 
 import rlhf
+from rlhf.cli import main
 from rlhf.config.checks import check_config
 from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.errors import UserError
+from rlhf.model.architectures import ARCHITECTURES
 from rlhf.model.interface import Episodes
 from rlhf.ppo.experience import load_estimator
 from rlhf.ppo.rewards import CombinedReward, FunctionReward, parts_of
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
+from tests.model.chats import make_tokenizer
+from tests.model.checkpoints import GROUPED
 from tests.stages.conftest import copy_until, gold_run  # noqa: F401 (fixtures)
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -42,17 +47,7 @@ def settings_of_commands() -> list[str]:
     return [word for line in re.findall(r"^rlhf ppo run=x (.*)$", PAGE, flags=re.MULTILINE) for word in line.split()]
 
 
-def test_every_file_of_the_page_is_used_by_a_command(files):
-    assert set(files) == {re.split("[=:]", setting)[1] for setting in settings_of_commands()} | {
-        "stars.py",
-        "numbers.py",
-        "loop.py",
-        "test_baseline.py",
-    }
-    assert len(files) == 7
-
-
-def test_a_verifiable_reward_compares_with_the_reference(files):
+def test_a_verifiable_reward_compares_with_the_reference_and_an_estimator_by_hand(files):
     rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n:,}"} for n in (2, 600)]
     Path("gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     records = load_prompts("gsm8k.jsonl")[0]
@@ -67,6 +62,7 @@ def test_a_verifiable_reward_compares_with_the_reference(files):
     }
     both = CombinedReward({"function_0": reward}, [0.5])
     assert both(episodes).tolist() == [1.0, -0.125] and {"function_0", "function_0/cut"} <= parts_of(both).keys()
+    runpy.run_path("test_baseline.py")["test_batch_mean"]()
 
 
 def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa: F811
@@ -116,10 +112,6 @@ def test_a_format_reads_rankings_and_a_bad_row_is_a_reject(files):
         load_comparisons("stars.jsonl", "stars.py:ranking")
 
 
-def test_an_estimator_by_hand(files):
-    runpy.run_path("test_baseline.py")["test_batch_mean"]()
-
-
 WRONG = """
 import torch
 def alone(rewards, values, mask, *, gamma, lam, group_size):
@@ -136,19 +128,43 @@ def exits(rewards, values, mask, *, gamma, lam, group_size):
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("alone", r"raised ValueError: needs groups \(wrong.py:5\): correct"),
-        ("whole", r"returned torch.float32 \(2,\): want two float tensors of shape \(2, 2\)"),
-        ("infinite", "returned values that are not finite"),
-        ("few", r"takes \(rewards, mask\) .* is called as f\(rewards, values, mask, gamma=, lam=, group_size=\)"),
-        ("exits", r"raised SystemExit: 0 \(wrong.py:\d+\): correct"),
-        ("missing", "cannot be imported"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("alone", r"raised ValueError: needs groups \(wrong.py:5\): correct"),
+    ("whole", r"returned torch.float32 \(2,\): want two float tensors of shape \(2, 2\)"),
+    ("infinite", "returned values that are not finite"),
+    ("few", r"takes \(rewards, mask\) .* is called as f\(rewards, values, mask, gamma=, lam=, group_size=\)"),
+    ("exits", r"raised SystemExit: 0 \(wrong.py:\d+\): correct"), ("missing", "cannot be imported"),
+])  # fmt: skip
 def test_a_wrong_estimator_is_one_line(tmp_path, name, message):
     (tmp_path / "wrong.py").write_text(WRONG)
     with pytest.raises(UserError, match=f"^advantage estimator .*wrong.py:{name}: {message}") as caught:
         load_estimator(f"{tmp_path}/wrong.py:{name}")(TWO, TWO, MASK, gamma=1.0, lam=1.0, group_size=1)
     assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def test_an_architecture_from_a_file_runs_natively_and_is_exported(tmp_path, monkeypatch):
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "seed_oss" in block]
+    (tmp_path / "seed_oss.py").write_text(code)
+    monkeypatch.setitem(ARCHITECTURES, "seed_oss", None)  # removed again at the test's end
+    del ARCHITECTURES["seed_oss"]
+    torch.manual_seed(1)
+    tokenizer = make_tokenizer("chatml")
+    ids = {"bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    theirs = transformers.SeedOssForCausalLM(
+        transformers.SeedOssConfig(**{**GROUPED, **ids, "vocab_size": 410, "head_dim": 16})
+    ).eval()
+    for parameter in theirs.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+
+    run = [f"runs_dir={tmp_path}", "run=x", f"plugins={tmp_path}/seed_oss.py:register"]
+    adopting = [*run, f"model.pretrained={tmp_path}/hf", "tracking=jsonl", "device=cpu", "threads=1"]
+    main(["tokenizer", *adopting])
+    main(["pretrain", *adopting, "model.native=true"])
+    assert json.loads((tmp_path / "x" / "pretrain" / "model" / "config.json").read_text())["model_type"] == "rlhf_gpt"
+    main(["export", *run, "export.stage=pretrain", f"export.out={tmp_path}/out"])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again) is transformers.SeedOssForCausalLM
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in theirs.state_dict().items())

@@ -16,6 +16,7 @@ from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.system.files import hash_files
 from rlhf.training.setup import load_policy
 
+from .syntax import nodes_of
 from .tiny_stages import write_record
 
 ROOT = Path(__file__).parents[1]
@@ -71,17 +72,12 @@ def test_every_load_says_that_code_is_not_trusted():
     """By the syntax tree: a call that leaves it out makes transformers ask on standard input."""
     seen = 0
     for path in [*(ROOT / "rlhf").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TAKES):
                 continue
             # ours calls the others; settings of ours and of PEFT are JSON, read into a class that is named here
-            if ast.unparse(node.func.value) in (
-                "TextRewardModel",
-                "RewardConfig",
-                "GenerationConfig",
-                "import_peft().LoraConfig",
-                "peft.PeftModel",
-            ):
+            own = "TextRewardModel RewardConfig GenerationConfig import_peft().LoraConfig peft.PeftModel"
+            if ast.unparse(node.func.value) in own.split():
                 continue
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert given.get("trust_remote_code") == "False", f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -92,9 +88,5 @@ def test_every_load_says_that_code_is_not_trusted():
 def test_standard_input_is_read_by_the_chat_alone():
     for path in (ROOT / "rlhf").rglob("*.py"):
         if path.name != "chat.py":
-            names = [
-                ast.unparse(node)
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                if isinstance(node, ast.Name | ast.Attribute)
-            ]
+            names = [ast.unparse(node) for node in nodes_of(path) if isinstance(node, ast.Name | ast.Attribute)]
             assert not {"input", "sys.stdin"} & set(names), path

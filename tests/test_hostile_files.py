@@ -1,5 +1,6 @@
 """Files of others whose values have the wrong type, size or kind: one line each, before anything large is built or read."""
 
+import itertools
 import json
 import os
 import resource
@@ -26,7 +27,9 @@ from rlhf.model.checkpoint import MOST_TENSORS
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import LabelModel, RewardModel
+from rlhf.recipe import STAGES
 from rlhf.report.sections import make_skipped
+from rlhf.runs import folders as runs
 from rlhf.runs.run_files import read_run
 from rlhf.serving.labelling import LabelFile, Labelling
 from rlhf.serving.managing import Staff
@@ -126,16 +129,14 @@ def test_a_model_folders_pipes_and_devices_are_not_opened(tmp_path, name):
             refused(load, f"{name}: not a regular file|no config.json")
 
 
-def test_more_tensors_than_any_model_has_are_refused_by_the_header(tmp_path, monkeypatch):
+def test_more_tensors_or_larger_sizes_than_any_file_holds_take_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf.model.checkpoint.MOST_TENSORS", 50)
     save(tmp_path)
     save_file({f"t{i}": torch.zeros(1) for i in range(51)}, tmp_path / "more.safetensors")
     refused(lambda: adopt(tmp_path, say=quiet), "more.safetensors: has 51 tensors, want at most 50")
     assert MOST_TENSORS >= 100_000  # mixtures of experts have as many
-
-
-def test_sizes_that_no_file_holds_take_no_memory(tmp_path):
-    """9,999 layers and 2^31 tokens are refused before modules are built: within a gigabyte more than the imports take."""
+    (tmp_path / "more.safetensors").unlink()
+    # 9,999 layers and 2^31 tokens are refused before modules are built: within a gigabyte more than the imports take.
     for name, size in (("num_hidden_layers", 9_999), ("vocab_size", 2**31)):
         edit(save(tmp_path) / "config.json", **{name: size})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -145,13 +146,9 @@ def test_sizes_that_no_file_holds_take_no_memory(tmp_path):
 
 
 RECORDS = {
-    "run": None,
-    "versions": {"rlhf": [1]},
-    "steps": -1,
-    "seconds": "1",
-    "memory": [],
+    "run": None, "versions": {"rlhf": [1]}, "steps": -1, "seconds": "1", "memory": [],
     "config": {"rollout": {"max_new_tokens": "9"}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -198,7 +195,7 @@ def test_each_file_has_a_schema(tmp_path, name, damage):
     refused(lambda: READERS[name](folder), f"{name}|is no labelling round")
 
 
-def test_labels_may_nest_and_name_what_they_like(tmp_path):
+def test_labels_may_nest_and_name_what_they_like_and_a_file_of_gigabytes_is_no_record(tmp_path, monkeypatch):
     row = {"kind": "ranking", "id": "r", "prompt": "a", "labeler": "ann", "ranking": [["a"], ["b"]]}
     row["responses"] = [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}]
     path, keys = tmp_path / "labels.jsonl", ("task", "replaces", "submission", "group", "split", "user")
@@ -213,9 +210,6 @@ def test_labels_may_nest_and_name_what_they_like(tmp_path):
     path.unlink()
     os.mkfifo(path)
     refused(lambda: LabelFile(path), "not a regular file")
-
-
-def test_a_file_of_gigabytes_is_no_record(tmp_path, monkeypatch):
     monkeypatch.setattr(schemas, "MAX_BYTES", 100)
     (tmp_path / "stage.json").write_text(" " * 101)
     refused(lambda: schemas.read_checked(tmp_path / "stage.json", schemas.Schema, "restore it"), "more than 0 MiB")
@@ -276,3 +270,69 @@ def test_yaml_whose_aliases_grow_is_refused_before_hydra_copies_it(tmp_path, cap
                 main(["sft", *words, "run=x"])
             [line] = capsys.readouterr().err.splitlines()
             assert ended.value.code == 2 and "mine.yaml" in line, line
+
+
+GOOD = {
+    "stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "files": {}, "hash": "0" * 64,
+    "seconds": 1.0, "run": "x", "versions": {},
+}  # fmt: skip
+DAMAGE: dict[str, bytes | None] = {
+    "without files": json.dumps({k: v for k, v in GOOD.items() if k != "files"}).encode(), "a list": b"[]",
+    "a list of files": json.dumps(GOOD | {"files": ["a"]}).encode(), "null": b"null",
+    "null settings": json.dumps(GOOD | {"settings": None}).encode(), "deep": b'{"a":' * 50_000,
+    "no utf-8": b'{"stage": "\xff\xfe"}', "empty": b"",
+    "a file outside": json.dumps(GOOD | {"files": {"../../x": "0" * 64}}).encode(), "a folder": None,
+}  # fmt: skip
+
+
+def damage(path: Path, content: bytes | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_is_one_line(tmp_path, name):
+    config = Config(run="x", runs_dir=str(tmp_path))
+    damage(tmp_path / "x" / "sft" / "stage.json", DAMAGE[name])
+    for read in (
+        lambda: runs.read_stage(tmp_path / "x" / "sft"),
+        lambda: runs.check_output(tmp_path / "x" / "sft"),
+        lambda: runs.collect_parents(config, "reward"),
+    ):
+        with pytest.raises(UserError, match=r"sft/stage.json: (damaged|is a folder)[^\n]*overwrite=true$"):
+            read()
+    read_run(tmp_path / "x")  # the report is patient
+
+
+COMMANDS = (
+    "chat", "export", "generate", "sample", "pipeline", "evaluate", "rejection", "dpo", "ppo", "reward", "label", "sft",
+    "pretrain", "tokenizer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "name"), zip(COMMANDS, itertools.cycle(DAMAGE), strict=False))
+def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path, capsys, command, name):
+    for stage in STAGES:
+        damage(tmp_path / "x" / stage / "stage.json", DAMAGE[name])
+    given = f"experiment=gold runs_dir={tmp_path} run=x rounds=1 device=cpu tracking=off --shared-settings"
+    with pytest.raises(SystemExit) as ended:
+        main([command, *given.split()])
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("rlhf: error: ") and "/stage.json: " in line, line
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_path, capsys, name):
+    files = ["sft/stage.json", "evaluate/results.json", "pipeline.json"]
+    files += ["sft/metrics.jsonl", "sft/samples.jsonl", "sft/config.yaml", "evaluate/samples.jsonl"]
+    for file in files:
+        damage(tmp_path / "x" / file, DAMAGE[name])
+    notes = make_skipped(read_run(tmp_path / "x"))
+    for file in files[:2]:
+        assert any(f"{file}: damaged" in note or f"{file}: is a folder" in note for note in notes), file
+    place = [f"runs_dir={tmp_path}", "run=x"]
+    main(["watch", "watch.wait=false", *place])
+    if name in ("a list", "null settings", "a folder"):
+        main(["report", *place])
+        assert "damaged" in (tmp_path / "x" / "report.html").read_text() or name == "a folder"
+    assert capsys.readouterr().err == ""

@@ -57,8 +57,9 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 LOOP = """
 import time
-from rlhf.system.exits import finish_step
-with finish_step("ppo"):
+from rlhf.system import exits
+exits.SAME_SECONDS = 0.1
+with exits.finish_step("ppo"):
     print("begun", flush=True)
     time.sleep(60)
 """
@@ -67,7 +68,7 @@ with finish_step("ppo"):
 def test_a_second_signal_ends_at_once() -> None:
     process = start(LOOP)
     process.send_signal(signal.SIGTERM)
-    time.sleep(1.3)  # longer than within which two signals are one
+    time.sleep(0.3)  # longer than SAME_SECONDS above, within which two signals are one
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=5)
@@ -79,6 +80,8 @@ SLOW_END = """
 import sys, time
 import rlhf.commands.watch
 from rlhf.cli import main
+from rlhf.system import exits
+exits.SAME_SECONDS = 0.1
 seconds = float(sys.argv[1])
 def run(config):
     try:
@@ -116,7 +119,7 @@ def test_outside_of_a_loop_a_command_ends_with_130(number: int) -> None:
 def test_a_later_signal_ends_at_once() -> None:
     process = start(SLOW_END, "30")
     process.send_signal(signal.SIGINT)
-    time.sleep(1.3)
+    time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=5)

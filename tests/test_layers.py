@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from .syntax import nodes_of
+
 PACKAGE = Path(__file__).parents[1] / "rlhf"
 # From the bottom up: a module imports from its own line or from the lines above it. Names without a folder are modules.
 LAYERS = tuple(
@@ -34,7 +36,7 @@ def part_of(module: str) -> str:
 def imports(path: Path) -> list[str]:
     """The modules that a file imports, also inside functions; imports for types only are left out."""
     found: list[str] = []
-    nodes = [ast.parse(path.read_text(encoding="utf-8"))]
+    nodes = nodes_of(path)[:1]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -51,11 +53,8 @@ def imports(path: Path) -> list[str]:
 MODULES = {".".join(("rlhf", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
 
 
-def test_every_part_of_the_package_has_a_layer():
+def test_every_part_of_the_package_has_a_layer_and_imports_point_down():
     assert {part_of(module) for module in MODULES} <= set(LEVEL)
-
-
-def test_imports_point_down():
     upward = [
         (module, target)
         for module, path in MODULES.items()
@@ -104,7 +103,7 @@ def test_cpu_is_imported_in_one_place():
     assert found == {"rlhf.ops.fast"}
 
 
-def test_only_the_stages_that_simulate_people_see_more_of_the_gold_world_than_its_truth():
+def test_only_some_see_more_of_the_gold_world_than_its_truth_or_import_the_web_framework():
     found = {
         (module, target)
         for module, path in MODULES.items()
@@ -113,9 +112,6 @@ def test_only_the_stages_that_simulate_people_see_more_of_the_gold_world_than_it
     }
     simulating = {"rlhf.stages.world", "rlhf.stages.label"}
     assert {target for module, target in found if module not in simulating} <= {"rlhf.gold.truth", "rlhf.gold.labelled"}
-
-
-def test_only_the_server_imports_the_web_framework():
     found = {
         part_of(module)
         for module, path in MODULES.items()
@@ -129,13 +125,24 @@ ROOT = PACKAGE.parent
 SOURCES = sorted(path for folder in ("rlhf", "scripts", "tests") for path in (ROOT / folder).rglob("*.py"))
 
 
+def test_every_public_function_of_ops_is_used_by_the_package():
+    """Each name is loaded somewhere in rlhf outside its own definition."""
+    of_ops = [node for path in (PACKAGE / "ops").glob("*.py") for node in nodes_of(path)[0].body]
+    kinds = ast.FunctionDef | ast.ClassDef
+    public = {n.name: n for n in of_ops if isinstance(n, kinds) and not n.name.startswith("_")}
+    inside = {name: {id(child) for child in ast.walk(node)} for name, node in public.items()}
+    names = [node for path in PACKAGE.rglob("*.py") for node in nodes_of(path) if isinstance(node, ast.Name)]
+    used = {node.id for node in names if id(node) not in inside.get(node.id, ())}
+    assert sorted(set(public) - used) == []
+
+
 def test_files_and_functions_fit_on_a_few_screens():
     long = []
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         lines = text.count("\n")
         long += [f"{path.relative_to(ROOT)}: {lines} lines"] * (lines > 450)
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 long += [f"{path.relative_to(ROOT)}: {node.name}: {lines} lines"] * (lines > 70)
@@ -152,5 +159,5 @@ def test_text_files_name_their_encoding():
         return (opens or (name, len(call.args)) in (("read_text", 0), ("write_text", 1))) and "encoding" not in words
 
     paths = [path for folder in (PACKAGE, PACKAGE.parent / "scripts") for path in folder.rglob("*.py")]
-    nodes = [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [(path, node) for path in paths for node in nodes_of(path)]
     assert [f"{p}:{node.lineno}" for p, node in nodes if isinstance(node, ast.Call) and unnamed(node)] == []

@@ -24,13 +24,17 @@ def config(tmp_path) -> Config:
     return Config(run="demo", runs_dir=str(tmp_path / "runs"))
 
 
-def test_a_stage_records_the_hashes_of_its_parents(config, capsys):
+def test_a_stage_records_the_hashes_of_its_parents_and_the_worlds_where_it_is_enabled(config, capsys):
     folders = chain(config, "tokenizer", "pretrain", "sft")
     hashes = {name: runs.read_stage(folder)["hash"] for name, folder in folders.items()}
     assert runs.read_stage(folders["pretrain"])["parents"] == {"tokenizer": hashes["tokenizer"]}
     assert runs.read_stage(folders["sft"])["parents"] == {"pretrain": hashes["pretrain"]}
     said = f"sft: starting, built on {folders['pretrain']} ({hashes['pretrain'][:8]})\n"
     assert said in capsys.readouterr().out
+    with pytest.raises(UserError, match="no finished world there: run `rlhf world`"):
+        runs.collect_parents(changed(config, gold__enabled=True), "pretrain")
+    assert list(runs.collect_parents(config, "pretrain")) == ["tokenizer"]
+    assert runs.is_needed(config, "sft") and not runs.is_needed(config, "label")
 
 
 def test_the_hash_covers_settings_parents_data_and_output(config):
@@ -42,24 +46,13 @@ def test_the_hash_covers_settings_parents_data_and_output(config):
     assert again["hash"] == record["hash"]  # the run's name is no part of it
 
 
-def test_the_world_is_a_parent_only_where_it_is_enabled(config):
-    chain(config, "tokenizer")
-    with pytest.raises(UserError, match="no finished world there: run `rlhf world`"):
-        runs.collect_parents(changed(config, gold__enabled=True), "pretrain")
-    assert list(runs.collect_parents(config, "pretrain")) == ["tokenizer"]
-    assert runs.is_needed(config, "sft") and not runs.is_needed(config, "label")
-
-
-def test_a_parent_that_is_missing_or_not_finished(config):
+def test_a_parent_that_is_missing_not_finished_or_changed(config):
     with pytest.raises(UserError, match=r"pretrain: no finished pretrain there: run `rlhf pretrain`, or name one w"):
         run_stage(config, "sft")
     assert not runs.stage_folder(config, "sft").exists()
     interrupt(config, "tokenizer")
     with pytest.raises(UserError, match="tokenizer is not finished: run `rlhf tokenizer` again, it resumes"):
         run_stage(config, "pretrain")
-
-
-def test_a_parent_whose_file_is_gone_or_changed(config):
     weights = run_stage(config, "tokenizer") / "model" / "weights.txt"
     weights.write_text("weight")
     with pytest.raises(UserError, match=r"weights.txt: cut short or changed since tokenizer wrote it"):
@@ -86,9 +79,7 @@ def test_a_parent_whose_record_was_edited(config, edit):
 def test_parents_that_do_not_fit_each_other(config):
     chain(config, "tokenizer", "pretrain", "sft", "reward")
     run_stage(changed(config, overwrite=True), "sft", "other weights")
-    with pytest.raises(
-        UserError, match=r"reward: built on another sft \(.{8}\) than .*sft \(.{8}\): run `rlhf reward over"
-    ):
+    with pytest.raises(UserError, match=r"reward: built on another sft \(.{8}\) than .*sft \(.{8}\): run `rlhf"):
         run_stage(config, "ppo")
     run_stage(changed(config, overwrite=True), "reward")
     run_stage(config, "ppo")

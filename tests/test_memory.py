@@ -1,5 +1,7 @@
 """The memory budget: what limits leave, how batches are divided to fit, what does not fit, and how a resumed stage goes on."""
 
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from rlhf.config import Config
+from rlhf.cpu.machine import keep_freed_memory
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
 from rlhf.model.fused_loss import NextToken
@@ -100,9 +103,8 @@ def test_few_rows_need_less_than_the_limit(engine, monkeypatch):
     few, many = make_stage(64), make_stage(64)
     set_budget(few, engine, 100, 2)
     set_budget(many, engine, 100, 4)
-    assert 1e9 * (many.memory["needs_gb"] - few.memory["needs_gb"]) == pytest.approx(
-        200 * kept_per_token(engine), abs=2
-    )
+    gap = many.memory["needs_gb"] - few.memory["needs_gb"]
+    assert 1e9 * gap == pytest.approx(200 * kept_per_token(engine), abs=2)
     assert few.memory["tokens"] == many.memory["tokens"]
 
 
@@ -114,13 +116,18 @@ def test_a_row_too_long_is_computed_in_two_passes_or_refused(engine, monkeypatch
     set_budget(make_stage(64), engine, 100, 10**6)
     assert engine.most_tokens == int(1.5e9 / plain), "longer forwards would only be padded more"
     assert all(layer.gradient_checkpointing for layer in engine.module.model.model.layers)
-    with pytest.raises(
-        UserError, match=r"needs .* its longest row of 100,000 tokens: try lora.rank=16 or data.max_tokens="
-    ):
+    with pytest.raises(UserError, match=r"its longest row of 100,000 tokens: try lora.rank=16 or data.max_tokens="):
         set_budget(make_stage(1.2), engine, 100_000, 1)
 
 
-def test_gradients_lie_where_room_was_made_before_the_first_forward(engine):
+def test_a_measured_forward_corrects_the_estimate_and_gradients_lie_where_room_was_made(engine):
+    stage = make_stage(64)
+    set_budget(stage, engine, 100, 10**6, lambda most: pytest.fail("measured without need"))
+    needed = stage.memory["needs_gb"]
+    stage = make_stage(1.05 * needed)
+    set_budget(stage, engine, 100, 10**6, lambda most: 2 * kept_per_token(engine))
+    assert stage.memory["tokens"] * 2 * kept_per_token(engine) <= 1.05e9 * needed
+
     def places() -> list[int]:
         tokens = torch.randint(99, (2, 8))
         engine.backward(engine(denominator=1, input_ids=tokens, labels=tokens))
@@ -132,18 +139,7 @@ def test_gradients_lie_where_room_was_made_before_the_first_forward(engine):
     once = [p.grad.clone() for p in engine.module.parameters()]
     engine.step(0.0)
     assert all(p.grad is None for p in engine.module.parameters()) and places() == first
-    assert not all(a.equal(p.grad) for a, p in zip(once, engine.module.parameters(), strict=True)), (
-        "no longer the old ones"
-    )
-
-
-def test_a_measured_forward_corrects_the_estimate(engine):
-    stage = make_stage(64)
-    set_budget(stage, engine, 100, 10**6, lambda most: pytest.fail("measured without need"))
-    needed = stage.memory["needs_gb"]
-    stage = make_stage(1.05 * needed)
-    set_budget(stage, engine, 100, 10**6, lambda most: 2 * kept_per_token(engine))
-    assert stage.memory["tokens"] * 2 * kept_per_token(engine) <= 1.05e9 * needed
+    assert not all(a.equal(p.grad) for a, p in zip(once, engine.module.parameters(), strict=True))
 
 
 def test_a_resumed_stage_keeps_a_measured_limit(engine):
@@ -162,7 +158,7 @@ def test_a_resumed_stage_keeps_a_measured_limit(engine):
 def make_loop(engine, total: int):
     said: list[str] = []
     loop = SimpleNamespace(
-        engine=engine, ranks=engine.ranks, first=2, total=total, bar=SimpleNamespace(unit="step"), said=said
+        engine=engine, ranks=engine.ranks, done=1, total=total, bar=SimpleNamespace(unit="step"), said=said
     )
     loop.stage, loop.say_time = SimpleNamespace(say=said.append), partial(TrainingLoop.say_time, loop)
     return loop
@@ -185,3 +181,74 @@ def test_measuring_changes_nothing(engine):
     assert len(loop.said) == 1 and torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in engine.module.parameters())
     assert all(torch.equal(x, before[name]) for name, x in engine.module.state_dict().items())
+
+
+# A process that imports once; each case is a fork of it, since the setting holds for a whole process.
+CASES = """
+import ctypes, os, re, resource
+from pathlib import Path
+import torch
+from rlhf.cpu.machine import keep_freed_memory, return_freed_memory
+from rlhf.model import GPTConfig, GPTForCausalLM
+from rlhf.training.usage import LARGE
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def block(size):
+    return ctypes.memset(ctypes.c_void_p(libc.malloc(size)), 1, size)
+
+def kilobytes(name):
+    return re.search(name + r":\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]
+
+def faults(kept):
+    if kept:
+        assert keep_freed_memory()
+    for times in range(8):
+        if times == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for one in [block(64 << 20), block(64 << 20)]:
+            libc.free(one)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def gap(returned):
+    assert keep_freed_memory()
+    libc.free(block(20 << 20))
+    freed, _ = block(20 << 20), block(1 << 10)
+    libc.free(freed)
+    if returned:
+        assert return_freed_memory()
+    return kilobytes("VmRSS")
+
+def layers(recomputing):
+    assert keep_freed_memory(*([LARGE] if recomputing else []))
+    model = GPTForCausalLM(GPTConfig(vocab_size=300, context_length=1024, n_layer=8, n_head=4, width=256))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    model.model(torch.zeros(4, 1024, dtype=torch.int64))
+    return kilobytes("VmHWM")
+
+for case in (faults, gap, layers):
+    for choice in (True, False):
+        if not os.fork():
+            os.write(1, f"{case.__name__} {choice} {case(choice)}\\n".encode())
+            os._exit(0)
+        assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nothing is set")
+def test_freed_memory_is_kept_and_returned():
+    done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, check=True)
+    found = {(case, choice == "True"): int(value) for case, choice, value in map(str.split, done.stdout.splitlines())}
+    # it is not fetched again: 10 blocks of 64 MiB: 4096 bytes per page make 163,840 of them, or 320 if pages are huge
+    assert found["faults", True] * 10 < found["faults", False], found
+    # it is returned below what is in use
+    assert found["gap", True] < found["gap", False] - 15 * 1024, found
+    # inputs kept between layers cost no gaps if activations are recomputed
+    wide = 4 * 1024 * 4 * 256 * 4 // 2**10  # kB of a block's widest temporary, 16 MB
+    assert found["layers", True] < found["layers", False] - 3 * wide, found
+
+
+def test_what_people_set_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert keep_freed_memory() is False

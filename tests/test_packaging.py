@@ -20,6 +20,8 @@ from packaging.utils import canonicalize_name
 
 import rlhf
 
+from .syntax import nodes_of
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -45,7 +47,7 @@ def imported_packages(folder: str) -> dict[str, str]:
     """Package: a file that imports it, over the third-party imports anywhere in the folder's modules."""
     found: dict[str, str] = {}
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:

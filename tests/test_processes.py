@@ -33,7 +33,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("victim", "code"), [("itself", 128 + signal.SIGKILL), ("the launcher", -signal.SIGKILL)])
 def test_what_a_killed_process_has_started_ends_with_the_launch(tmp_path, victim, code):
+    started = time.monotonic()
     assert run_two("tests.snippet", KILLS, str(tmp_path / "pid"), victim)[0] == code
+    assert time.monotonic() - started < 45, "the other process, which holds standard error, ends too"
     ended, status = time.monotonic() + 5, Path("/proc") / (tmp_path / "pid").read_text() / "stat"
     while status.exists() and ") Z " not in status.read_text() and time.monotonic() < ended:
         time.sleep(0.01)
@@ -135,16 +137,13 @@ def test_a_process_whose_peer_never_comes_is_one_line(alone, rank):
         meet()
 
 
-def test_a_launch_that_nobody_leads_is_one_line(alone):
+def test_a_launch_that_nobody_leads_and_a_port_that_is_taken_are_one_line(alone):
     alone(MASTER_ADDR="", MASTER_PORT="")
     with pytest.raises(UserError, match="WORLD_SIZE=2 without RANK and MASTER_ADDR and MASTER_PORT: start"):
         meet()
     alone(RANK="2")
     with pytest.raises(UserError, match="RANK=2: want 0 to 1, since WORLD_SIZE=2"):
         meet()
-
-
-def test_a_port_that_is_taken_is_one_line(alone):
     with socket.create_server(("127.0.0.1", int(alone(RANK="0")))) as other:
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"127.0.0.1:{port}: .*in use.*choose another MASTER_PORT"):

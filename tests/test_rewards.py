@@ -83,11 +83,8 @@ def test_a_function_gets_what_it_has_arguments_for():
         make_reward(config, None, CPU)
 
 
-def test_a_function_is_named_by_module():
+def test_a_function_is_named_by_module_in_the_working_directory_too(tmp_path, monkeypatch):
     assert FunctionReward(f"{__name__}:count_words", CPU)(episodes("a b", "c")).tolist() == [2.0, 2.0]
-
-
-def test_a_function_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "pays_by_length.py").write_text("def reward(p, r, m):\n    return [len(x) for x in r]\n")
     monkeypatch.chdir(tmp_path)
     assert FunctionReward("pays_by_length:reward", CPU)(episodes("abc")).tolist() == [3.0]

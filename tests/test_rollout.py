@@ -131,14 +131,6 @@ def test_how_a_batch_is_split_changes_nothing(rollout, models, decode_batch, mic
         assert torch.allclose(one.float(), two.float(), atol=1e-5), name
 
 
-def test_a_sample_does_not_depend_on_its_neighbours(rollout, models):
-    order = (3, 1)
-    other = collect(models, rows=order)
-    for new, old in enumerate(order):
-        assert response(other, new) == response(rollout, old)
-        assert torch.allclose(other.scores[new], rollout.scores[old], atol=1e-5)
-
-
 @torch.no_grad()
 def test_a_shared_trunk_gives_logprobs_and_values_in_one_forward(rollout, models):
     head = ScalarHead(models["policy"].config.width).initialise()

@@ -123,7 +123,7 @@ def test_byte_lengths_add_up_to_the_bytes_of_the_text(text):
     assert sum(lengths[i] for i in encode_text(TOKENIZER, text)) == len(text.encode("utf-8"))
 
 
-def test_a_saved_tokenizer_is_the_same(tmp_path):
+def test_a_saved_tokenizer_is_the_same_and_has_a_hash_of_vocabulary_and_template(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert encode_prompt(loaded, CHAT) == encode_prompt(TOKENIZER, CHAT)
@@ -132,9 +132,6 @@ def test_a_saved_tokenizer_is_the_same(tmp_path):
     assert loaded.clean_up_tokenization_spaces is False
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.model_max_length) == (0, 5, 16)
     assert tokenizer_hash(loaded) == tokenizer_hash(TOKENIZER)
-
-
-def test_the_hash_depends_on_vocabulary_and_template_but_not_on_passing_state():
     other = train_tokenizer(TEXT, 289, context_length=16)
     assert tokenizer_hash(other) != tokenizer_hash(TOKENIZER)
     again = train_tokenizer(TEXT, 290, context_length=16)
@@ -179,9 +176,7 @@ def test_threads_encode_text_and_rendered_text_at_once():
 def test_the_byte_pair_example_of_the_textbooks():
     """low 5, lower 2, newest 6, widest 3: ten merges make es, est, lo, low, new, newest, widest; ties are merged in another order."""
     counts = {"low": 5, "lower": 2, "newest": 6, "widest": 3}
-    tokenizer = train_tokenizer(
-        [word for word, count in counts.items() for _ in range(count)], 256 + 6 + 10, context_length=8
-    )
+    tokenizer = train_tokenizer([word for word, n in counts.items() for _ in range(n)], 256 + 6 + 10, context_length=8)
     learned = {token for token, number in tokenizer.get_vocab().items() if number >= 256 + 6}
     assert len(learned) == 10 and {"es", "est", "lo", "low", "new", "newest", "widest"} <= learned
     assert tokenizer.tokenize("lowest") == ["low", "est"], "which it has not seen"

@@ -36,15 +36,9 @@ def run_stage(config: Config, name: str, text: str = "weights", **kwargs) -> Pat
 def write_record(folder: Path, **changes: object) -> None:
     """The record of a finished SFT stage in its folder; `changes` replace parts of it."""
     record = {
-        "stage": "sft",
-        "status": "complete",
-        "settings": {},
-        "parents": {},
-        "data": {},
-        "run": "x",
-        "versions": {},
+        "stage": "sft", "status": "complete", "settings": {}, "parents": {}, "data": {}, "run": "x", "versions": {},
         "seconds": 1.0,
-    }
+    }  # fmt: skip
     record |= {"files": {}} | changes
     write_json(folder / "stage.json", record | {"hash": hash_of(record)})
 

@@ -16,12 +16,8 @@ PARTS = ["tests", "pretrain", "decode", "ppo", "ppo13", "chat13", "sentiment", "
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The script in a rehearsal with this Python, where no peer's environment exists."""
     settings = {
-        "DEVICE": "cpu",
-        "SIZE": "tiny",
-        "REPEATS": "1",
-        "PYTHON": sys.executable,
-        "BENCH_PEERS": "/nonexistent",
-    }
+        "DEVICE": "cpu", "SIZE": "tiny", "REPEATS": "1", "PYTHON": sys.executable, "BENCH_PEERS": "/nonexistent",
+    }  # fmt: skip
     given = os.environ | settings | environment
     return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=1200, env=given)
 

@@ -41,7 +41,7 @@ def test_agreement_by_hand():
     assert result["ci95"] == [0.0, 1.0]
 
 
-def test_the_interval_by_hand():
+def test_the_interval_by_hand_and_one_labeler_is_not_compared_with_himself():
     rankings = []
     for i in range(100):
         rankings += [judged(f"p{i}", "x>y", "one"), judged(f"p{i}", "x>y" if i < 75 else "y>x", "two")]
@@ -49,9 +49,6 @@ def test_the_interval_by_hand():
     assert (result["value"], result["n"]) == (0.75, 100)
     half = 1.96 * (0.75 * 0.25 / 99) ** 0.5
     assert result["ci95"] == pytest.approx([0.75 - half, 0.75 + half], abs=1e-12)
-
-
-def test_one_labeler_is_not_compared_with_himself_but_unnamed_ones_are():
     assert pairwise_agreement([judged("p", "x>y", "one"), judged("p", "y>x", "one")])["n"] == 0
     assert pairwise_agreement([judged("p", "x>y", None), judged("p", "x>y", None)])["pairs"] == 1
 

@@ -12,19 +12,14 @@ from rlhf.commands.corpus import GRAM, Duplicates, Quality, apply_page_rules, cu
 GOOD = "The cat sat on the mat today. It was a very warm day! Was it not so warm outside?"
 
 
-@pytest.mark.parametrize(
-    "text, page, reason",
-    [
-        (GOOD, GOOD, None),
-        (f"{GOOD}\nA line without an end\nToo short.", GOOD, None),
-        (f"{GOOD}\nPlease enable Javascript to see this page.", GOOD, None),
-        ("The cat sat on the mat.", "The cat sat on the mat.", "few_sentences"),
-        (f"{GOOD} {{x}}", "", "curly_bracket"),
-        (f"{GOOD} Lorem ipsum dolor sit amet.", "", "lorem_ipsum"),
-        (f"{GOOD} What a Darn thing to say here.", "", "bad_word"),
-        (f"{GOOD} He was darned unlucky that day.", f"{GOOD} He was darned unlucky that day.", None),
-    ],
-)
+@pytest.mark.parametrize("text, page, reason", [
+    (GOOD, GOOD, None), (f"{GOOD}\nA line without an end\nToo short.", GOOD, None),
+    (f"{GOOD}\nPlease enable Javascript to see this page.", GOOD, None),
+    ("The cat sat on the mat.", "The cat sat on the mat.", "few_sentences"), (f"{GOOD} {{x}}", "", "curly_bracket"),
+    (f"{GOOD} Lorem ipsum dolor sit amet.", "", "lorem_ipsum"),
+    (f"{GOOD} What a Darn thing to say here.", "", "bad_word"),
+    (f"{GOOD} He was darned unlucky that day.", f"{GOOD} He was darned unlucky that day.", None),
+])  # fmt: skip
 def test_c4s_rules(text, page, reason):
     assert apply_page_rules(text, frozenset({"darn"}), 5, 3) == (page, reason)
 
@@ -68,13 +63,8 @@ def test_paretos_draw_keeps_the_share_of_gpt3():
 def test_every_document_is_accounted_for(tmp_path, capsys):
     secret = " ".join(f"secret{i}" for i in range(GRAM))
     texts = [
-        GOOD,
-        GOOD.upper(),
-        "A page {with code}.",
-        f"{GOOD} {secret} is the end.",
-        "No end",
-        GOOD.replace("cat", "dog"),
-    ]
+        GOOD, GOOD.upper(), "A page {with code}.", f"{GOOD} {secret} is the end.", "No end", GOOD.replace("cat", "dog"),
+    ]  # fmt: skip
     source, out = tmp_path / "text.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": secret, "id": "1"}) + "\n")

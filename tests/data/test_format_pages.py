@@ -47,13 +47,10 @@ def test_bad_lines_get_the_error_that_is_shown(tmp_path, capsys, line, shown):
     assert [text.replace(f"{tmp_path}/", "") for text in said] == wanted
 
 
-def test_the_guide_lists_every_format():
+def test_the_guide_lists_every_format_and_the_one_that_it_adds_works(tmp_path, capsys, monkeypatch):
     listed = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", GUIDE, re.M))
     assert listed.keys() == FORMATS.keys()
     assert all(listed[name] == f.wants for name, f in FORMATS.items() if name != "table")
-
-
-def test_the_format_that_the_guide_adds_works_from_outside_the_package(tmp_path, capsys, monkeypatch):
     source = re.search(r"```python\n(.*?)\n```", GUIDE, re.S)
     assert source
     monkeypatch.chdir(tmp_path)

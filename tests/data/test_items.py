@@ -22,7 +22,7 @@ def ranking(*order: str | list[str], labeler="x", prompt=PROMPT, texts=TEXTS, **
     return Ranking.model_validate(record | {"labeler": labeler} | keys)
 
 
-def test_an_item_is_a_prompt_with_all_its_answers(tokenizer):
+def test_an_item_is_a_prompt_with_all_its_answers_in_whichever_order_labelers_saw_them(tokenizer):
     [item], unpaired = make_items([ranking("b", "a", "c")], tokenizer, context_length=64, room=32)
     prompt = encode_prompt(tokenizer, PROMPT)
     answers = [encode_response(tokenizer, text) for text in TEXTS]
@@ -32,9 +32,6 @@ def test_an_item_is_a_prompt_with_all_its_answers(tokenizer):
     assert item.pairs() == [(0, 2), (1, 0), (1, 2)]  # b over a, b over c, a over c
     assert item.weights().tolist() == [[0, 0, 1], [1, 0, 1], [0, 0, 0]]
     assert unpaired == 0
-
-
-def test_labelers_who_saw_the_answers_in_another_order_share_an_item(tokenizer):
     texts = ("Blue.", "Green is a colour.", "The cat.")
     turned = ("The cat.", "Blue.", "Green is a colour.")
     records = [ranking("a", "b", "c", texts=texts), ranking("a", "b", "c", texts=turned, labeler="y")]
@@ -52,14 +49,11 @@ def test_an_item_grows_no_larger_than_fits_a_forward(tokenizer, monkeypatch):
     assert [j.labeler for item in items for j in item.judgements] == list("01234")
 
 
-def test_a_pair_of_equal_answers_says_nothing(tokenizer):
+def test_gaps_are_differences_of_rank_and_equal_answers_say_nothing(tokenizer):
     same = ranking("a", "b", "c", texts=("Blue.", "Blue.", "Red."))
     [item], _ = make_items([same], tokenizer, 64, 32)
     assert len(item.rows) == 2 and item.pairs() == [(0, 1)] and item.judgements[0].gaps == [2]  # as first compared
     assert make_items([ranking("a", "b", texts=("Blue.", "Blue."))], tokenizer, 64, 32) == ([], 1)
-
-
-def test_gaps_are_differences_of_rank(tokenizer):
     [item], _ = make_items([ranking("b", ["a", "c"]), ranking(ranking=None, pairs=[["a", "b"]])], tokenizer, 64, 32)
     ranked, paired = item.judgements
     assert dict(zip(ranked.pairs, ranked.gaps, strict=True)) == {(1, 0): 1, (1, 2): 1} and paired.gaps is None
@@ -88,16 +82,13 @@ def test_a_ranking_without_an_ordered_pair_gives_no_item(tokenizer, record):
     assert [item.pairs() for item in items] == [[(0, 1), (0, 2), (1, 2)]] and unpaired == 1
 
 
-def test_what_does_not_fit_is_truncated_and_then_has_no_end_token(tokenizer):
+def test_what_does_not_fit_is_truncated_and_a_long_prompt_is_cut_from_the_left(tokenizer):
     long = "The cat sat on the mat, and the dog sat by the door. " * 3
     [item], _ = make_items([ranking("a", "b", texts=("Blue.", long))], tokenizer, 32, 16)
     whole = encode_prompt(tokenizer, PROMPT) + encode_response(tokenizer, long)
     assert len(whole) > 32 and item.rows[1] == whole[:32]
     assert item.rows[0][-1] == tokenizer.convert_tokens_to_ids(END) != item.rows[1][-1]
     assert item.lengths[1] == 32 - len(encode_prompt(tokenizer, PROMPT))  # as long as the model sees it
-
-
-def test_a_long_prompt_is_cut_from_the_left_and_leaves_room(tokenizer):
     prompt = "The cat sat on the mat, and the dog sat by the door. " * 3 + PROMPT
     [item], _ = make_items([ranking("a", "b", "c", prompt=prompt)], tokenizer, 32, 16)
     answer = encode_response(tokenizer, TEXTS[0])

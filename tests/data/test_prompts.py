@@ -129,7 +129,7 @@ def learned(rows):
     return runs
 
 
-def test_every_answer_of_a_dialogue_is_learned(tokenizer):
+def test_every_answer_of_a_dialogue_is_learned_but_for_those_of_weight_0(tokenizer):
     record = dialogue("The cat", "The dog", "The mat")
     wanted = [[*encode_text(tokenizer, text), END] for text in ("The cat", "The dog", "The mat")]
     counts = Counter()
@@ -140,9 +140,6 @@ def test_every_answer_of_a_dialogue_is_learned(tokenizer):
     assert (
         learned([last]) == wanted[2:] and last["prompt"] + last["response"] == rows[0]["prompt"] + rows[0]["response"]
     )
-
-
-def test_an_answer_of_weight_0_is_context(tokenizer):
     rows = encode_demonstrations([dialogue("a", "b", "c", weights=(1, 0))], tokenizer, 200, turns="all")
     assert [run[:-1] for run in learned(rows)] == [encode_text(tokenizer, text) for text in "ac"]
 

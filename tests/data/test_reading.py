@@ -37,20 +37,13 @@ def values(rows):
     return [row.value for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b"{", "not JSON"),
-        (b"[1, 2]", "got [1, 2], want an object"),
-        (b'{"a": 1} {"b": 2}', "not JSON (Extra data"),
-        (b'{"a": "\xff"}', "byte 0xff is not UTF-8"),
-        (b'{"a": NaN}', "got NaN, which JSON has not"),
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' appears twice in one object"),
-        (b'{"a": "\\ud800"}', "lone surrogate"),
-        (b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}", "nested too deeply"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    (b"{", "not JSON"), (b"[1, 2]", "got [1, 2], want an object"), (b'{"a": 1} {"b": 2}', "not JSON (Extra data"),
+    (b'{"a": "\xff"}', "byte 0xff is not UTF-8"), (b'{"a": NaN}', "got NaN, which JSON has not"),
+    (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' appears twice in one object"),
+    (b'{"a": "\\ud800"}', "lone surrogate"), (b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}", "nested too deeply"),
+    (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+])  # fmt: skip
 def test_a_bad_line_is_a_reject_and_the_next_is_read(read, line, said):
     first, bad, last = read(b'\xef\xbb\xbf{"n": 1}\r\n\n' + line + b'\n{"n": 2}', "a.jsonl")
     assert (first.value, last.value, last.line) == ({"n": 1}, {"n": 2}, 4)
@@ -114,14 +107,10 @@ def test_delimiters(tmp_path, content, name, note):
     assert source.note == note
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (b"x", "got 1 cells, want 2 as in the header"),
-        (b'"a"b,c', "not CSV"),
-        (b"caf\xe9,x", "byte 0xe9 is not utf-8 text: set encoding=cp1252"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "said"), [
+    (b"x", "got 1 cells, want 2 as in the header"), (b'"a"b,c', "not CSV"),
+    (b"caf\xe9,x", "byte 0xe9 is not utf-8 text: set encoding=cp1252"),
+])  # fmt: skip
 def test_a_bad_record_is_a_reject_and_the_next_is_read(read, bad, said):
     rows = read(b'q,a\n"two\nlines",x\n' + bad + b"\n3,y\n\n4,z\n", "a.csv")
     reject = next(row for row in rows if row.problem)
@@ -225,12 +214,9 @@ def test_a_folder_with_a_pipe_or_socket_among_its_data_is_refused(tmp_path, monk
         names(str(tmp_path))
 
 
-def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
+def test_a_pipe_is_not_waited_for_and_a_link_out_of_a_folder_not_followed(tmp_path):
     os.mkfifo(tmp_path / "dataset.json")
     assert not is_import(tmp_path)
-
-
-def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
     secret, folder = tmp_path / "other" / "secret.jsonl", tmp_path / "in"
     secret.parent.mkdir()
     secret.write_text("{}")

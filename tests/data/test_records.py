@@ -10,19 +10,11 @@ from rlhf.data.records import PromptRecord, Ranking, find_cycle, join_judgements
 from rlhf.system.schemas import first_problem
 
 RANKING = {
-    "kind": "ranking",
-    "id": "r-9",
-    "prompt": [{"role": "user", "content": "Hi"}],
+    "kind": "ranking", "id": "r-9", "prompt": [{"role": "user", "content": "Hi"}],
     "responses": [{"id": "a", "text": "A", "policy": "sft-2"}, {"id": "b", "text": "B"}, {"id": "c", "text": ""}],
-    "ranking": [["b"], ["a", "c"]],
-    "ratings": {"b": 6, "a": 3.5},
-    "pairs": None,
-    "flags": {"c": ["harmful"]},
-    "labeler": "labeler-2",
-    "seconds": 74.5,
-    "created": "2026-05-01T10:00:00Z",
-    "metadata": {},
-}
+    "ranking": [["b"], ["a", "c"]], "ratings": {"b": 6, "a": 3.5}, "pairs": None, "flags": {"c": ["harmful"]},
+    "labeler": "labeler-2", "seconds": 74.5, "created": "2026-05-01T10:00:00Z", "metadata": {},
+}  # fmt: skip
 
 
 def problem(model, values) -> str:
@@ -56,31 +48,22 @@ def test_unknown_keys_are_kept_under_metadata():
 NAMES = "responses are a, b, c: "
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ranking": [["b"], ["d"]]}, 'ranking names "d", ' + NAMES + "list each response at most once"),
-        ({"ranking": [["b"], ["b"]]}, 'ranking names "b" twice, ' + NAMES + "list each response at most once"),
-        ({"ratings": {"d": 3}}, 'ratings names "d", ' + NAMES + "use these names"),
-        ({"ratings": {"a": 8}}, 'ratings gives "a" 8, want a number from 1 to 7'),
-        ({"pairs": [["a", "b"]]}, "got both ranking and pairs, want one of them: set the other to null"),
-        (
-            {"ranking": None, "pairs": [["a", "b"], ["b", "c"], ["c", "a"]]},
-            "pairs go in a circle, a over b over c over a: drop one of these judgements",
-        ),
-        ({"responses": []}, "responses: got none, want at least one"),
-        (
-            {"prompt": [{"role": "assistant", "content": "x"}]},
-            'prompt: its last turn is "assistant": want turns that end with role "user"',
-        ),
-        ({"prompt": " \n"}, "prompt: got no text, want at least one turn that says something"),
-        (
-            {"prompt": "\ud800"},
-            "prompt.0.content: got a lone surrogate (half of a character), want text that UTF-8 can hold",
-        ),
-        ({"created": "yesterday"}, 'created: got "yesterday", want a time as 2026-05-01T10:00:00Z'),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"ranking": [["b"], ["d"]]}, 'ranking names "d", ' + NAMES + "list each response at most once"),
+    ({"ranking": [["b"], ["b"]]}, 'ranking names "b" twice, ' + NAMES + "list each response at most once"),
+    ({"ratings": {"d": 3}}, 'ratings names "d", ' + NAMES + "use these names"),
+    ({"ratings": {"a": 8}}, 'ratings gives "a" 8, want a number from 1 to 7'),
+    ({"pairs": [["a", "b"]]}, "got both ranking and pairs, want one of them: set the other to null"),
+    ({"ranking": None, "pairs": [["a", "b"], ["b", "c"], ["c", "a"]]},
+     "pairs go in a circle, a over b over c over a: drop one of these judgements"),
+    ({"responses": []}, "responses: got none, want at least one"),
+    ({"prompt": [{"role": "assistant", "content": "x"}]},
+     'prompt: its last turn is "assistant": want turns that end with role "user"'),
+    ({"prompt": " \n"}, "prompt: got no text, want at least one turn that says something"),
+    ({"prompt": "\ud800"},
+     "prompt.0.content: got a lone surrogate (half of a character), want text that UTF-8 can hold"),
+    ({"created": "yesterday"}, 'created: got "yesterday", want a time as 2026-05-01T10:00:00Z'),
+])  # fmt: skip
 def test_a_bad_ranking_says_what_came_and_what_was_wanted(change, message):
     assert problem(Ranking, RANKING | change) == message
 

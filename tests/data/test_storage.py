@@ -84,14 +84,11 @@ def folder(tmp_path):
     return tmp_path / "out"
 
 
-def test_the_files_are_json_lines_that_other_programs_read(folder):
+def test_the_files_are_json_lines_and_a_source_beside_raw_files(folder, write_jsonl):
     data = datasets.load_dataset("json", data_files=str(folder / "ranking" / "test.jsonl"), split="train")
     assert data[0]["ranking"] == [["a"], ["b"]] and data[0]["prompt"] == [{"role": "user", "content": "Hi"}]
     [record], _ = load_kind(Ranking, str(folder / "ranking" / "test.jsonl"), "native")
     assert record.model_dump() == RANKING.model_dump()
-
-
-def test_an_import_is_a_source_beside_raw_files(folder, write_jsonl):
     raw = write_jsonl([{"kind": "demonstration", "id": "raw", "prompt": "x", "response": "y"}])
     found, info = load_all([str(folder), str(raw)])
     assert [(r.id, r.kind) for r in found] == [("d", "demonstration"), ("r", "ranking"), ("raw", "demonstration")]
@@ -118,15 +115,11 @@ def test_a_damaged_import_is_refused(folder):
         load_all(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ('"files": {}', "files"),
-        ('"files": {"../x": {"sha256": "' + "0" * 64 + '", "bytes": 1}}', "files"),
-        ('"files": {"a": {"sha256": "x", "bytes": 1}}', "files"),
-        ('"files": ' + '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
-    ],
-)
+@pytest.mark.parametrize(("part", "message"), [
+    ('"files": {}', "files"), ('"files": {"../x": {"sha256": "' + "0" * 64 + '", "bytes": 1}}', "files"),
+    ('"files": {"a": {"sha256": "x", "bytes": 1}}', "files"),
+    ('"files": ' + '{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
+])  # fmt: skip
 def test_a_manifest_of_another_shape_is_refused_in_one_line(folder, part, message):
     (folder / "dataset.json").write_text('{"rlhf_import": 2, "status": "complete", ' + part + "}")
     with pytest.raises(UserError, match=rf"dataset.json: damaged [^\n]*{message}") as caught:

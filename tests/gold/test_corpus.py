@@ -14,14 +14,7 @@ from rlhf.data.corpus import iterate_documents
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.splits import split_of
 from rlhf.gold import world
-from rlhf.gold.corpus import (
-    Cut,
-    demonstration_rows,
-    documents,
-    make_passages,
-    prompt_rows,
-    word_ends,
-)
+from rlhf.gold.corpus import Cut, demonstration_rows, documents, make_passages, prompt_rows, word_ends
 from rlhf.gold.truth import DEMONSTRATION_MIX, PRETRAINING_MIX, WEIGHTS, answer, judge
 from rlhf.gold.world import GREETINGS, KINDS, SCRIPTS, SPLITS, Task, make_conversation, make_task, task_from_metadata
 

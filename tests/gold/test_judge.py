@@ -177,11 +177,23 @@ def labelling_round(noise: float, prompts: int = 150) -> list[Ranking]:
     return rankings
 
 
-def test_labelers_agree_about_as_often_as_people():
+def test_labelers_agree_as_often_as_people_or_as_was_asked_for():
     # InstructGPT's labelers agreed on 72.6 +- 1.5%. The noise is tuned on samples of an SFT model; on what
     # speakers answer it is within .08 of that, nine standard errors of this round.
     agreement = pairwise_agreement(labelling_round(NOISE, prompts=300))
     assert agreement["n"] == 300 and agreement["value"] == pytest.approx(0.726, abs=0.08)
+    rng = random.Random("tune")
+    tasks = [make_task(rng) for _ in range(150)]
+    drawn = [distinct_responses(task, 4, rng) for task in tasks]
+    seen = [[(judge(task, text), text) for text, _ in rows] for task, rows in zip(tasks, drawn, strict=True)]
+    noise = tune_noise(make_labelers, seen, 0.7)
+    assert expected_agreement(make_labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
+    rankings = [
+        rank(t, rows, labeler, rng)
+        for t, rows in zip(tasks, drawn, strict=True)
+        for labeler in rng.sample(make_labelers(noise), 2)
+    ]
+    assert pairwise_agreement(rankings)["value"] == pytest.approx(0.7, abs=0.05)  # 900 pairs, in clusters of 6
 
 
 def test_a_ranking_orders_every_response_once():
@@ -212,31 +224,13 @@ def test_without_noise_the_even_labeler_ranks_as_the_judge_scores():
             assert scores[better] >= scores[worse] - 1e-12
 
 
-def test_ratings_go_from_1_for_nothing_to_7_for_a_faultless_answer():
+def test_ratings_go_from_1_to_7_and_labelers_agree_as_often_as_the_normal_distribution_says():
     task = make_task(random.Random(0), kind="open_qa")
     even = make_labelers(0.0)[0]
     responses = [("", False), (f"Of course. {task.sentence}", True)]
     assert rank(task, responses, even, random.Random(0)).ratings == {"a": 1, "b": 7}
-
-
-def test_two_labelers_agree_as_often_as_the_normal_distribution_says():
     # Utilities 1 and 0, noise 1/sqrt(2): P(first preferred) = Phi(1 / (sqrt(2) / sqrt(2))) = Phi(1) = .841345;
     # agreement .841345^2 + .158655^2 = .733033
     labelers = [Labeler(name, {"total": 1.0}, 0.0, 0.0, 0.5**0.5) for name in ("a", "b", "c")]
     answers = [[({"total": 1.0}, ""), ({"total": 0.0}, "")]]
     assert expected_agreement(labelers, answers) == pytest.approx(0.733033, abs=1e-5)
-
-
-def test_the_tuned_noise_gives_the_agreement_that_was_asked_for():
-    rng = random.Random("tune")
-    tasks = [make_task(rng) for _ in range(150)]
-    drawn = [distinct_responses(task, 4, rng) for task in tasks]
-    seen = [[(judge(task, text), text) for text, _ in rows] for task, rows in zip(tasks, drawn, strict=True)]
-    noise = tune_noise(make_labelers, seen, 0.7)
-    assert expected_agreement(make_labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
-    rankings = [
-        rank(t, rows, labeler, rng)
-        for t, rows in zip(tasks, drawn, strict=True)
-        for labeler in rng.sample(make_labelers(noise), 2)
-    ]
-    assert pairwise_agreement(rankings)["value"] == pytest.approx(0.7, abs=0.05)  # 900 pairs, in clusters of 6

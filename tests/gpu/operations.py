@@ -40,23 +40,15 @@ class Where:
 
 
 class Log:
-    """Launches, host synchronisations and plans of cuDNN attention, in total and by place."""
+    """Launches, host synchronisations in total and by place, recorded graphs and their replays."""
 
     def __init__(self):
-        self.kernels, self.syncs, self.captured = Counter(), Counter(), Counter()
-        self.sync_places, self.plans, self.new_plans = Counter(), set(), Counter()
-        self.captures = self.replays = self.replayed = 0
-        self.place_kernels = Counter()
+        self.kernels, self.syncs, self.sync_places = Counter(), Counter(), Counter()
+        self.captures = self.replays = 0
 
     def snapshot(self):
-        return {
-            "kernels": sum(self.kernels.values()),
-            "syncs": sum(self.syncs.values()),
-            "captures": self.captures,
-            "replays": self.replays,
-            "replayed": self.replayed,
-            "plans": len(self.plans),
-        }
+        counted = {"kernels": sum(self.kernels.values()), "syncs": sum(self.syncs.values())}
+        return counted | {"captures": self.captures, "replays": self.replays}
 
     def since(self, before):
         now = self.snapshot()
@@ -75,38 +67,17 @@ def place():
 
 
 VIEWS = {
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
-    aten.lift_fresh.default,
-    aten.detach.default,
-    aten.alias.default,
-}
+    aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default, aten.detach.default, aten.alias.default,
+}  # fmt: skip
 NOTHING = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.resize_.default,
-    aten.set_.source_Storage,
-    aten.is_same_size.default,
-    aten.set_.source_Tensor,
-    aten.set_.source_Storage_storage_offset,
-    aten.record_stream.default,
-}
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default, aten.resize_.default, aten.set_.source_Storage, aten.is_same_size.default,
+    aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset, aten.record_stream.default,
+}  # fmt: skip
 WAITS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "bincount",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "is_nonzero",
-    "histc",
-    "_assert_async",
-} - {"_assert_async"}
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim", "unique_consecutive",
+    "is_nonzero", "histc",
+}  # fmt: skip
 MAY_MIX = {"copy_", "_to_copy", "_copy_from", "set_"}
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -193,7 +164,6 @@ class Kernels(TorchDispatchMode):
 
     def record(self, func, args, kwargs):
         """Remember the operation; its results are memory with nonsense in it until a replay."""
-        self.log.captured[func._schema.name.split("::")[1]] += 1
         if func._schema.is_mutable:
             self.capture.append((func, args, kwargs, None))
             written = [
@@ -227,7 +197,6 @@ class Kernels(TorchDispatchMode):
 
     def replay(self, records):
         self.log.replays += 1
-        self.log.replayed += len(records)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             for func, args, kwargs, out in records:
                 result = func(*args, **kwargs)

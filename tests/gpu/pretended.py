@@ -111,9 +111,7 @@ class Functions(TorchFunctionMode):
         return self.move(x, gpu_of(device), dtype, copy, more)
 
     def move(self, x, gpu, dtype=None, copy=False, more=None):
-        if more is None:
-            more = {}
-        here, dtype = x in self.where, dtype or x.dtype
+        more, here, dtype = more or {}, x in self.where, dtype or x.dtype
         if gpu is None or gpu == here:
             return x.to(dtype=dtype, copy=copy, **more)
         self.kernels.wait("copy to the CPU" if here else "copy to the GPU")
@@ -139,20 +137,6 @@ class Functions(TorchFunctionMode):
                 f"scaled_dot_product_attention: mask {mask_kind}, queries {kind}: cuDNN (the default on an H100 from torch 2.11 on) "
                 f"reads the mask as {kind}, silently wrong (pytorch#191612); the memory-efficient kernel refuses it\n{place()}"
             )
-        if kind.itemsize < 4:
-            key = (
-                tuple(q.shape),
-                tuple(k.shape),
-                q.stride(),
-                k.stride(),
-                v.stride(),
-                None if mask is None else tuple(mask.shape),
-                given.get("is_causal", False),
-                torch.is_grad_enabled() and q.requires_grad,
-            )
-            if key not in self.log.plans:
-                self.log.plans.add(key)
-                self.log.new_plans[place()] += 1
         if cast:
             q, k, v = (x.to(kind) for x in (q, k, v))
             mask = mask.to(kind) if mask is not None and mask.is_floating_point() else mask
@@ -232,13 +216,7 @@ class Autocast(REAL_AUTOCAST):
 
 
 def is_autocast_enabled(device_type=None):
-    return (
-        REAL_ENABLED("cpu")
-        if device_type in (None, "cuda")
-        else False
-        if device_type == "cpu"
-        else REAL_ENABLED(device_type)
-    )
+    return device_type != "cpu" and REAL_ENABLED("cpu" if device_type in (None, "cuda") else device_type)
 
 
 def get_autocast_dtype(device_type):
@@ -265,38 +243,19 @@ class Pretended(contextlib.ExitStack):
     def __enter__(self):
         super().__enter__()
         Pretended.current = self
-        free = 60 * 2**30
-        cuda = {
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
-            "set_device": lambda d: None,
-            "get_device_capability": lambda d=None: (9, 0),
-            "get_device_name": lambda d=None: "NVIDIA H100 80GB HBM3",
-            "mem_get_info": lambda d=None: (free, 80 * 2**30),
+        cuda = dict.fromkeys((
+            "set_device", "empty_cache", "reset_peak_memory_stats", "manual_seed_all", "manual_seed", "_lazy_init", "init",
+        ), lambda *_: None) | {
+            "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "is_initialized": lambda: True,
+            "get_device_capability": lambda d=None: (9, 0), "get_device_name": lambda d=None: "NVIDIA H100 80GB HBM3",
+            "mem_get_info": lambda d=None: (60 * 2**30, 80 * 2**30), "is_bf16_supported": lambda including_emulation=True: True,
             "synchronize": lambda d=None: self.kernels.wait("synchronize"),
-            "is_bf16_supported": lambda including_emulation=True: True,
-            "empty_cache": lambda: None,
-            "max_memory_allocated": lambda d=None: 0,
-            "memory_allocated": lambda d=None: 0,
-            "reset_peak_memory_stats": lambda d=None: None,
-            "memory_reserved": lambda d=None: 0,
-            "get_rng_state": lambda d=None: torch.get_rng_state(),
-            "set_rng_state": lambda s, d=None: None,
-            "get_rng_state_all": lambda: [torch.get_rng_state()],
-            "set_rng_state_all": lambda s: None,
-            "manual_seed_all": lambda s: None,
-            "manual_seed": lambda s: None,
-            "_lazy_init": lambda: None,
-            "is_initialized": lambda: True,
-            "CUDAGraph": Graph,
-            "graph": Capture,
-            "Stream": Stream,
-            "current_stream": lambda d=None: Stream(),
-            "graph_pool_handle": lambda: (0, 1),
-            "is_current_stream_capturing": lambda: self.kernels.capture is not None,
-            "init": lambda: None,
-        }
+            "max_memory_allocated": lambda d=None: 0, "memory_allocated": lambda d=None: 0, "memory_reserved": lambda d=None: 0,
+            "get_rng_state": lambda d=None: torch.get_rng_state(), "set_rng_state": lambda s, d=None: None,
+            "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state_all": lambda s: None,
+            "CUDAGraph": Graph, "graph": Capture, "Stream": Stream, "current_stream": lambda d=None: Stream(),
+            "graph_pool_handle": lambda: (0, 1), "is_current_stream_capturing": lambda: self.kernels.capture is not None,
+        }  # fmt: skip
         for name, value in cuda.items():
             self.enter_context(mock.patch.object(torch.cuda, name, value))
         for name, value in {

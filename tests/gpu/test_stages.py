@@ -11,46 +11,15 @@ from rlhf.ppo import update
 from rlhf.stages import ppo  # noqa: F401  imported before a function that it imports is replaced
 from tests.gpu.pretended import Pretended
 from tests.gpu.test_decoding import make
+from tests.stages.conftest import GOLD
 
-GOLD = [
-    "experiment=gold",
-    "tracking=jsonl",
-    "device=auto",
-    "threads=1",
-    "run=g",
-    "model.n_layer=2",
-    "model.width=64",
-    "model.n_head=2",
-    "tokenizer.vocab_size=512",
-    "pretrain.tokens=4096",
-    "pretrain.global_batch_tokens=2048",
-    "pretrain.warmup_tokens=1024",
-    "pretrain.eval_sequences=4",
-    "gold.documents=400",
-    "gold.demonstrations=40",
-    "gold.train_prompts=40",
-    "gold.dev_prompts=8",
-    "gold.test_prompts=12",
-    "rounds=1",
-    "gold.comparison_prompts=16",
-    "gold.comparison_test_prompts=8",
-    "sft.epochs=1",
-    "reward.epochs=1",
-    "reward.calibration_samples=8",
-    "reward.audit=2",
-    "ppo.episodes=16",
-    "ppo.episodes_per_update=8",
-    "ppo.minibatches=1",
-    "ppo.epochs=2",
-    "ppo.micro_batch_episodes=4",
-    "kl.target=2.0",
-    "kl.horizon=500",
-    "evaluate.prompts=4",
-    "evaluate.samples=2",
-    "evaluate.best_of=2",
-    "rollout.max_new_tokens=12",
-    "tracking.log_every=1",
-]
+SMALL = [
+    *GOLD, "device=auto", "run=g", "tokenizer.vocab_size=512", "pretrain.tokens=4096", "pretrain.global_batch_tokens=2048",
+    "pretrain.warmup_tokens=1024", "pretrain.eval_sequences=4", "gold.documents=400", "gold.demonstrations=40", "gold.train_prompts=40",
+    "gold.dev_prompts=8", "gold.test_prompts=12", "gold.comparison_prompts=16", "gold.comparison_test_prompts=8", "sft.epochs=1",
+    "reward.calibration_samples=8", "reward.audit=2", "ppo.episodes=16", "ppo.episodes_per_update=8", "ppo.minibatches=1",
+    "ppo.epochs=2", "ppo.micro_batch_episodes=4", "evaluate.prompts=4", "evaluate.best_of=2", "rollout.max_new_tokens=12",
+]  # fmt: skip
 STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "dpo", "ppo", "evaluate")
 
 
@@ -67,7 +36,7 @@ def test_every_stage_runs_in_bfloat16_and_ppo_waits_little(tmp_path, monkeypatch
     torch.backends.cuda.enable_cudnn_sdp(True)
     for stage in STAGES:
         with Pretended() as gpu:
-            module_of(stage).run(compose_config([*GOLD, f"runs_dir={tmp_path}"]))
+            module_of(stage).run(compose_config([*SMALL, f"runs_dir={tmp_path}"]))
         logs[stage] = gpu.log
     assert logs["ppo"].replays > 20
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -7,12 +7,8 @@ import transformers
 
 VOCAB = 61
 WIDE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+}  # fmt: skip
 GROUPED = {**WIDE, "num_key_value_heads": 2, "max_position_embeddings": 48}
 OLD = {"vocab_size": VOCAB, "n_positions": 48, "n_layer": 2, "n_head": 4, "n_embd": 32}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}

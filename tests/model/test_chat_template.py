@@ -49,7 +49,7 @@ def runs_of(ids: list[int], mask: list[bool]) -> list[list[int]]:
     return runs
 
 
-def test_prompts_have_the_librarys_own_ids(tokenizer):
+def test_prompts_have_the_librarys_own_ids_and_the_assistants_tokens_are_its_turns(tokenizer):
     for messages in (CHAT[:1], CHAT[:3]):
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert encode_prompt(tokenizer, messages) == expected
@@ -57,9 +57,6 @@ def test_prompts_have_the_librarys_own_ids(tokenizer):
     if tokenizer.bos_token and "bos_token" in tokenizer.chat_template:
         for ids in (encode_prompt(tokenizer, CHAT[:3]), encode_dialogue(tokenizer, CHAT)[0]):
             assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
-
-
-def test_the_assistants_tokens_are_its_turns_with_their_end_tokens(tokenizer):
     ids, mask = encode_dialogue(tokenizer, CHAT)
     found = runs_of(ids, mask)
     assert len(found) == 2
@@ -135,7 +132,7 @@ def completion(request):
     return found
 
 
-def test_a_completion_is_the_text_alone_and_nothing_ends_it(completion):
+def test_a_completion_is_the_text_alone_and_its_form_survives_saving(completion, tmp_path):
     prompt, response = "The old man ", " said <|im_end|>\nno. "
     before, after = (encode_texts(completion, [text])[0] for text in (prompt, response))
     begins = completion("a")["input_ids"][:1] == [completion.bos_token_id]  # chatml's adds BOS by itself
@@ -146,9 +143,6 @@ def test_a_completion_is_the_text_alone_and_nothing_ends_it(completion):
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": " no."}]
     ids, mask = encode_dialogue(completion, turns)
     assert completion.decode(ids[begins:]) == prompt + " no." and mask[-1] and not mask[len(before) - 1 + begins]
-
-
-def test_the_form_survives_saving(completion, tmp_path):
     completion.save_pretrained(tmp_path)
     again = load_tokenizer(tmp_path)
     assert is_completion(again) and end_ids(again) == [] and tokenizer_hash(again) == tokenizer_hash(completion)

@@ -121,9 +121,8 @@ def test_a_chat_template_is_used_where_there_is_one():
     )
     encoder = TextEncoder(tokenizer)
     row = encoder.encode(PROMPTS[0], "red .")
-    assert " ".join(tokenizer.convert_ids_to_tokens(row.ids)) == (
-        "user : what colour is blood ? [SEP] assistant : red . [SEP]"
-    )
+    tokens = tokenizer.convert_ids_to_tokens(row.ids)
+    assert " ".join(tokens) == "user : what colour is blood ? [SEP] assistant : red . [SEP]"
     assert row.ids[:-1] == encoder.encode(PROMPTS[0], "red .", ended=False).ids
     assert row.types == [0] * len(row.ids)
     # cut off in a word that the template itself writes later on, or that the prompt spells as a special token
@@ -152,7 +151,7 @@ def test_text_that_spells_a_special_token_stays_text(frame):
         assert [i for i in row.ids if i in special] == plain, token
 
 
-def test_a_classifier_that_others_trained_scores_as_it_is(tmp_path):
+def test_a_classifier_of_others_scores_as_it_is_and_a_head_for_other_labels_is_replaced_or_refused(tmp_path):
     source = save_classifier(tmp_path / "theirs", "bert")
     found = load_reward_model(source, CPU)
     assert isinstance(found, TextRewardModel) and (found.gain, found.shift) == (1.0, 0.0)
@@ -161,9 +160,6 @@ def test_a_classifier_that_others_trained_scores_as_it_is(tmp_path):
     with torch.no_grad():
         wanted = theirs(**inputs).logits[0, 0]
     assert score_texts(found, [PROMPTS[0]], ["red ."], [True])[0] == pytest.approx(wanted.item(), abs=1e-6)
-
-
-def test_a_head_for_other_labels_is_replaced_for_training_and_refused_for_scoring(tmp_path):
     source = save_classifier(tmp_path / "theirs", "bert", num_labels=3)
     assert score_texts(TextRewardModel.from_base(source), [PROMPTS[0]], ["red"], [True]).shape == (1,)
     with pytest.raises(UserError, match="a bert with 3 labels is no reward model"):

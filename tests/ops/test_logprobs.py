@@ -23,11 +23,7 @@ def test_by_hand():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.integers(0, 2**31),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.sampled_from([0.1, 1.0, 30.0]),
+    st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.sampled_from([0.1, 1.0, 30.0])
 )
 def test_agrees_with_the_oracle(seed, B, T, V, scale):
     generator = torch.Generator().manual_seed(seed)

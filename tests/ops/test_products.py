@@ -1,20 +1,14 @@
 """Products by oneDNN against torch's, forward and backward, and where they are left to torch."""
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-import rlhf.ops
 from rlhf.cpu import products
 from rlhf.cpu.products import PIECES, onednn_product, product
 
 # if a torch with oneDNN lacks this product, these tests fail
-needs_product = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
-)
+needs_product = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="built without oneDNN")
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +18,7 @@ def faster(monkeypatch):
 
 def tensors(rows: int, inputs: int = 256, outputs: int = 320) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    x, weight, bias = (
-        torch.randn(shape, generator=generator) for shape in ((rows, inputs), (outputs, inputs), (outputs,))
-    )
+    x, weight, bias = (torch.randn(s, generator=generator) for s in ((rows, inputs), (outputs, inputs), (outputs,)))
     return x, weight / 16, bias
 
 
@@ -47,20 +39,3 @@ def test_values_and_gradients_are_torchs(rows, with_bias, monkeypatch):
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-5 * theirs.abs().max().item())
-
-
-def test_every_public_function_is_used_by_the_package():
-    """Each name is loaded somewhere in rlhf outside its own definition."""
-    package = Path(rlhf.ops.__file__).parent.parent
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
-    public = {
-        node.name: node
-        for path, tree in trees.items()
-        if path.parent.name == "ops"
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-    }
-    inside = {name: {id(child) for child in ast.walk(node)} for name, node in public.items()}
-    names = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    used = {node.id for node in names if id(node) not in inside.get(node.id, ())}
-    assert sorted(set(public) - used) == []

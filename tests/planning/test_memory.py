@@ -1,4 +1,4 @@
-"""Bytes by part: hand arithmetic, figures of the papers, and what autograd really keeps."""
+"""Bytes by part: hand arithmetic, figures of the papers, and what autograd really keeps; and what training takes."""
 
 from dataclasses import asdict
 
@@ -6,12 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.model import ModelConfig
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.ops import unembedding
 from rlhf.planning import formulas
 from rlhf.planning.formulas import make_shape, model_state_bytes
+from rlhf.training.usage import forward_flops, known_peak, update_flops, usage_metrics
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 135.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -117,9 +120,7 @@ def test_cache_logits_and_buffers_by_hand():
     assert formulas.sampling_logit_bytes(5, 100, "bf16") == 500 * 18
     assert formulas.frozen_bytes(10, 8, 4, 2, "bf16") == 20 and formulas.frozen_bytes(10, 8, 4, 3, "bf16") == 6
     # without ZeRO the 2 parameters outside linear layers stay in float32
-    assert (
-        formulas.frozen_bytes(10, 8, 4, 0, "bf16") == 8 * 2 + 2 * 4 and formulas.frozen_bytes(10, 8, 4, 0, "fp32") == 40
-    )
+    assert formulas.frozen_bytes(10, 8, 4, 0, "bf16") == 24 and formulas.frozen_bytes(10, 8, 4, 0, "fp32") == 40
     assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process sends nothing
     assert formulas.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
     assert (
@@ -164,3 +165,35 @@ def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
         allocated = sum(p.untyped_storage().nbytes() for p in model.parameters())
         zero, dtype = DEEPSPEED[deepspeed][0], "bf16" if precision == "bfloat16" else "fp32"
         assert allocated == formulas.frozen_bytes(parameters, linear, 1, zero, dtype)
+
+
+CPU = torch.device("cpu")
+SHAPE = {"n_layer": 2, "n_head": 2, "width": 32, "context_length": 16}
+
+
+def make_model() -> GPTForCausalLM:
+    return GPTForCausalLM(GPTConfig(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2, **SHAPE))
+
+
+def test_operations_of_a_forward_and_of_an_update_of_ppo_by_hand():
+    shape, model = make_shape(ModelConfig(**SHAPE), 50), make_model()
+    assert forward_flops(model, 100, 16) == formulas.shape_flops(shape, 100, 16)
+    # 3 x 5 and 5 x 1 weights, 2 operations a weight and a token, no attention: 2 * 20 * 7
+    model = nn.Sequential(nn.Embedding(9, 3), nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1))
+    assert forward_flops(model, 7, 100) == 280
+    policy, critic = nn.Linear(10, 10, bias=False), nn.Linear(10, 1, bias=False)
+    # a token: policy 200, critic 20 operations. Sampling 200, reference 200, scoring by the critic 20; two passes of 3 x 220
+    found = update_flops([policy, policy, critic], [policy, critic], 5, 5, passes=2)
+    assert found == 5 * (200 + 200 + 20 + 2 * 3 * 220)
+
+
+def test_peaks_by_name_or_by_a_setting():
+    peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12}
+    assert {name: known_peak(name, True) for name in peaks} == peaks
+    assert known_peak("NVIDIA A100-SXM4-80GB", False) == 19.5e12 and known_peak("Some Other GPU", True) is None
+    config = Config()
+    assert usage_metrics(config, CPU, 1e12, 2.0).keys() == {"memory/peak_rss_mb"}
+    config.tracking.peak_tflops = 2.0
+    # 10^12 operations within 2 s, on 2 processes that could do 2 x 10^12 a second each: 0.5 / 4
+    found = usage_metrics(config, CPU, 1e12, 2.0, processes=2)
+    assert found["time/mfu"] == pytest.approx(0.125) and found["memory/peak_rss_mb"] > 50

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf.commands import plan as stage
 from rlhf.commands.plan import plan_lines
 from rlhf.config import DEEPSPEED, PlanConfig, compose
 from rlhf.config import command_line as words
@@ -143,7 +145,7 @@ def test_a_published_model_fits_its_gpu_by_what_the_plan_proposes(
             assert make_plan(planned(*given, *more, *text.split()))["fits"], text
 
 
-def test_flops_and_hours_by_hand():
+def test_flops_and_hours_by_hand_and_pretraining_by_6nd():
     shape = make_shape(ModelConfig(n_layer=2, n_head=2, width=8, bias=False), 10)
     # matrices of a block: 4 * 64 + 2 * 8 * 32 = 768; 2 * (2 * 768 + 80) = 3232 a token, and 4 * 2 * 8 * 16 for attention
     assert formulas.shape_flops(shape, 1, 16) == 3232 + 1024
@@ -155,9 +157,6 @@ def test_flops_and_hours_by_hand():
     # at 1 byte a second, 6 times: the weights, and keys and values of 2 layers of width 8 and 4 + 3 tokens on average
     slow = formulas.decode_seconds(shape, 1, 4, 6, "fp32", flops=1e12, bandwidth=1.0)
     assert slow == pytest.approx(6 * (4 * shape.language_model + 4 * 2 * 2 * 8 * 7), abs=1e-6)
-
-
-def test_pretraining_time_is_6nd_over_the_machine():
     config = planned("model=gpt3-175b", "gpus=1000", "pretrain.tokens=300_000_000_000", "mfu=0.5", "peak_tflops=100")
     times = make_times(config)["pretrain"]
     # Brown et al. 2020, table D.1: 3.14e23 FLOPs, from 6 N D without attention over positions, which is 3% here
@@ -183,3 +182,35 @@ def test_what_use_costs_by_hand():
     assert any("in use" in line and "cheapest" in line for line in plan_lines(make_plan(config)))
     with pytest.raises(UserError, match=r"energy_price=0\.5: no power is known"):
         planned(*overrides, "energy_price=0.5")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(capsys, *overrides: str) -> str:
+    stage.run(compose.compose_config(list(overrides), "plan"))
+    return capsys.readouterr().out
+
+
+def test_the_table_shows_what_the_plan_holds(capsys, tmp_path):
+    out = run(capsys, "model=gpt3-xl", "deepspeed=zero3", "gpus=8", f"out={tmp_path}")
+    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert "1,315,723,264 parameters" in out and "approach 3" in out
+    lines = {line[:12].strip(): line.split() for line in out.splitlines() if line.endswith(("  yes", "  NO"))}
+    assert list(lines) == list(plan["bytes"])
+    weights = lines["pretrain"][2]
+    assert weights == f"{plan['bytes']['pretrain']['weights'] / 1e9:.2f}" == "0.33"  # 2 * 1.3157e9 / 8
+    assert out.splitlines()[-2].startswith("fits: " if plan["fits"] else "does not fit: ")
+
+
+def test_a_plan_is_not_overwritten_unasked(capsys, tmp_path):
+    path = tmp_path / "a" / "mine.json"
+    with pytest.raises(UserError, match=r"there is no folder .*/a: create it"):
+        run(capsys, f"out={path}")
+    path.parent.mkdir()
+    run(capsys, f"out={path}")
+    with pytest.raises(UserError, match=r"mine\.json: exists: .*overwrite=true"):
+        run(capsys, f"out={path}")
+    assert f"written to {path}" in run(capsys, f"out={path}", "overwrite=true", "gpus=3")
+    assert json.loads(path.read_text(encoding="utf-8"))["setup"]["gpus"] == 3
+    assert [entry.name for entry in path.parent.iterdir()] == ["mine.json"]

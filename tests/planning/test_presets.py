@@ -28,14 +28,9 @@ PRINTED = {
 }  # fmt: skip
 # Rounding of the printed figure explains the rest; GPT-3 medium is printed as 350M and has 356M.
 TOLERANCE = dict.fromkeys(PRINTED, 0.01) | {
-    "gpt3-medium": 0.02,
-    "gpt3-xl": 0.015,
-    "gpt3-2.7b": 0.02,
-    "gpt3-13b": 0.015,
-    "gopher-1.4b": 0.02,
-    "bert": 0.015,  # with the pooler and the segment embeddings, which ours lacks
-    "bert-large": 0.02,
-}
+    "gpt3-medium": 0.02, "gpt3-xl": 0.015, "gpt3-2.7b": 0.02, "gpt3-13b": 0.015, "gopher-1.4b": 0.02,
+    "bert": 0.015, "bert-large": 0.02,  # with the pooler and the segment embeddings, which ours lacks
+}  # fmt: skip
 
 
 @cache
@@ -48,12 +43,9 @@ def relative_positions(name: str, shape) -> int:
     return shape.n_layer * shape.width**2 if name.startswith(("gopher", "chinchilla")) else 0
 
 
-def test_every_preset_is_compared_with_its_paper():
+def test_every_preset_has_its_papers_parameters():
     names = {path.stem for path in (compose.conf_dir() / "model").glob("*.yaml")}
     assert {name for name in names if "tiny" not in name} == set(PRINTED)
-
-
-def test_presets_have_the_papers_parameters():
     for name, printed in PRINTED.items():
         config = composed(name)
         shape = make_shape(config.model, config.tokenizer.vocab_size)
@@ -61,15 +53,12 @@ def test_presets_have_the_papers_parameters():
         assert counted == pytest.approx(printed, rel=TOLERANCE[name]), name
 
 
-def test_a_presets_training_gives_way_to_the_users_and_to_an_experiment():
+def test_a_presets_training_gives_way_and_llama_65b_takes_21_days_on_2048_gpus():
     assert composed("gpt3-13b", "pretrain.lr=1e-3", "model.window=64").pretrain.lr == 1e-3
     gold = composed("llama-65b", "experiment=gold")
     assert (gold.model.width, gold.pretrain.lr, gold.pretrain.tokens) == (8192, 3e-3, 2_000_000)
     assert compose.compose_config(["experiment=gold"]).pretrain.weight_decay == 0.1
-
-
-def test_llama_65b_takes_21_days_on_2048_gpus():
-    """Touvron et al. 2023, section 2.4: "around 380 tokens/sec/GPU on 2048 A100 GPU with 80GB of RAM", 21 days for 1.4T tokens."""
+    # Touvron et al. 2023, section 2.4: "around 380 tokens/sec/GPU on 2048 A100 GPU with 80GB of RAM", 21 days for 1.4T tokens.
     config = composed("llama-65b", "gpus=2048", "mfu=0.495", "peak_tflops=312", command="plan")
     assert isinstance(config, PlanConfig)
     shape = make_shape(config.model, config.tokenizer.vocab_size)

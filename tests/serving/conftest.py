@@ -80,17 +80,10 @@ def thread(gold_run) -> Iterator[Any]:  # noqa: F811
 def access(**changes: Any) -> Any:
     from rlhf.serving.security import Access
 
-    return Access(
-        **{
-            "token": None,
-            "labelers": {},
-            "loopback": True,
-            "max_body_bytes": 2**20,
-            "requests_per_minute": 10**6,
-            "requests_at_once": 200,
-            **changes,
-        }
-    )
+    return Access(**{
+        "token": None, "labelers": {}, "loopback": True, "max_body_bytes": 2**20, "requests_per_minute": 10**6,
+        "requests_at_once": 200, **changes,
+    })  # fmt: skip
 
 
 def tasks(count: int, responses: int = 3) -> list[Any]:

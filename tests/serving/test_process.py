@@ -15,14 +15,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 def command_of(gold_run, tmp_path) -> list[str]:
     settings = [f"run={gold_run.name}", f"runs_dir={gold_run.runs_dir}", "serve.port=0", "threads=1", "device=cpu"]
     return [
-        sys.executable,
-        "-m",
-        "rlhf",
-        "serve",
-        *settings,
-        f"serve.labels={tmp_path}/labels.jsonl",
-        "serve.stages=sft",
-    ]
+        sys.executable, "-m", "rlhf", "serve", *settings, f"serve.labels={tmp_path}/labels.jsonl", "serve.stages=sft",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 5.0, 8.0])

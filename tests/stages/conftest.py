@@ -175,9 +175,11 @@ ONE_LABELER = ["data.held_out_labelers=[labeler-2,labeler-3,labeler-4,labeler-5]
 SHORT = {  # so that each stage has few steps; every other setting is that of the gold run
     "pretrain": ["pretrain.tokens=16384", "pretrain.eval_sequences=8"],  # 8 steps
     "sft": ["sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1"],  # 4 steps
-    "reward": ["reward.epochs=2", "reward.batch_prompts=8", *ONE_LABELER],  # 8 steps, across the epochs' border
+    "reward": [  # 8 steps, across the epochs' border
+        "reward.epochs=2", "reward.batch_prompts=8", "reward.audit=0", "reward.calibration_samples=16", *ONE_LABELER,
+    ],
     "ppo": [],  # 3 updates
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

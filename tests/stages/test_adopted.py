@@ -116,17 +116,13 @@ TAUGHT = [
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the 3 cat?"}]
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("qwen2", []),
-        pytest.param(
-            "llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"], marks=pytest.mark.long
-        ),
-        pytest.param("gemma3", ["sft.lr=0.02", "sft.epochs=100"], marks=pytest.mark.long),
-        pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("name", "more"), [
+    ("qwen2", []),
+    pytest.param("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"],
+        marks=pytest.mark.long),
+    pytest.param("gemma3", ["sft.lr=0.02", "sft.epochs=100"], marks=pytest.mark.long),
+    pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
+])  # fmt: skip
 def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, more):
     """As our GPT, as transformers' class, with adapters: trained until it gives the answer that an earlier turn of dialogues
     teaches, in every command alike.

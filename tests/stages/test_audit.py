@@ -174,14 +174,11 @@ def test_a_rule_decides(changed, decision, labels, ceiling):
     assert any(found.decision in line for line in describe_audit(replace(GOOD, **changed), found))
 
 
-def test_the_documented_rules_are_those_of_the_code():
+def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
     table = page.split("| if | then |\n", 1)[1].split("\n\n", 1)[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
     assert rows == [[when, decision] for when, decision in RULES.items()]
-
-
-def test_the_stage_writes_its_audit(gold_run):
     found = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in found["attacks"]] == list(ATTACKS)
     assert [row["n"] for row in found["best_of"]] == list(BEST_OF)

@@ -127,9 +127,8 @@ def test_both_orders_give_one_answer_and_choices_their_own(base):
     c = [1, 70, 4]
     first, second = classify.predict(chooser, [classify.Coded([a, b, c], 0), classify.Coded([c, a, b], 0)], 0, CPU)
     assert torch.allclose(first[[2, 0, 1]], second, atol=1e-6) and first.std() > 0.01
-    scores = [
-        chooser.head.weight[0] @ base[1].base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in (a, b, c)
-    ]
+    last = (base[1].base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in (a, b, c))
+    scores = [chooser.head.weight[0] @ x for x in last]
     assert torch.allclose(first, torch.stack(scores).softmax(0), atol=1e-5)
 
 

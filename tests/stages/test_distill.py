@@ -5,13 +5,16 @@ import json
 import math
 
 import numpy as np
+import pytest
 import torch
+from torch.autograd import gradcheck
 
 from rlhf.config.stages import DistillConfig
 from rlhf.evaluation.policies import models_of
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.heads import keep_every
+from rlhf.ops.logprobs import soft_cross_entropy
 from rlhf.runs.metric_table import Sums
 from rlhf.stages.distill import Student, make_objective
 from rlhf.stages.sft import make_rows
@@ -23,13 +26,8 @@ from .. import oracles
 def make_model(seed: int, **shape) -> GPTForCausalLM:
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": 11,
-        "context_length": 16,
-        "n_layer": 3,
-        "n_head": 2,
-        "width": 8,
-        "initializer_range": 0.5,
-    } | shape
+        "vocab_size": 11, "context_length": 16, "n_layer": 3, "n_head": 2, "width": 8, "initializer_range": 0.5,
+    } | shape  # fmt: skip
     return GPTForCausalLM(GPTConfig(**shape)).eval()
 
 
@@ -87,3 +85,22 @@ def test_a_student_learns_from_ppos_answers_and_is_a_policy_like_any_other(copy_
     assert {"sft", "ppo"} <= run.record("distill")["parents"].keys()
     run.stage("evaluate", "evaluate.prompts=4", "evaluate.best_of=0")
     assert run.results()["baselines"]["distill"]["stage"] == run.record("distill")["hash"]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_soft_cross_entropy_is_the_papers(temperature):
+    rng = np.random.default_rng(0)
+    student, teacher = rng.normal(size=(5, 7)) * 3, rng.normal(size=(5, 7)) * 3
+    ce, kl = soft_cross_entropy(torch.tensor(student), torch.tensor(teacher), temperature)
+    wanted = [oracles.distillation(s, t, temperature) for s, t in zip(student, teacher, strict=True)]
+    np.testing.assert_allclose(torch.stack((ce, kl), 1).numpy(), wanted, rtol=1e-12)
+
+
+def test_the_gradient_is_the_students_alone():
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert gradcheck(lambda x: soft_cross_entropy(x, teacher.detach(), 2.0)[0], (student,))
+    soft_cross_entropy(student, teacher, 2.0)[0].sum().backward()
+    p, q = (torch.softmax(x.detach() / 2, -1) for x in (teacher, student))
+    torch.testing.assert_close(student.grad, 2 * (q - p))  # d T^2 CE / d logits = T (q - p)
+    assert teacher.grad is None

@@ -1,20 +1,28 @@
 """`rlhf generate` on a small gold run: what it writes, that a line depends on nothing but its prompt, and what it refuses."""
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from rlhf.commands import chat, generate, sample
 from rlhf.commands.generate import run
 from rlhf.data.chat_template import decode_response, end_ids
 from rlhf.data.encoding import encode_prompt_within
+from rlhf.data.reading import load_prompts
 from rlhf.data.records import Message
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
+from rlhf.model.gpt import ResidualLinear
+from rlhf.model.heads import ScalarHead
 from rlhf.ops.logprobs import token_logprobs
 from rlhf.runs.folders import read_stage
+from rlhf.stages import label
 from rlhf.training.setup import load_policy
 
 
@@ -103,3 +111,52 @@ def test_a_system_prompt_is_heard_in_chat_generate_and_the_api(gold_run, tmp_pat
     for system, wanted in ((f"'{turns[0]['content']}'", heard), ("null", unheard)):
         chat.run(gold_run.config(f"chat.system={system}", "chat.message='Tell me about Paris.'", "chat.greedy=true"))
         assert capsys.readouterr().out.strip() == wanted
+
+
+HALF = ["precision=bfloat16", "device=cpu", "rollout.max_new_tokens=6", "rollout.batch_size=64"]
+CPU = torch.device("cpu")
+Seen = dict[type, set[torch.dtype]]
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    """The types of what products in blocks and scalar heads gave, by the layer's class."""
+    found: Seen = defaultdict(set)
+
+    def look(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if isinstance(module, ResidualLinear | ScalarHead):
+            found[type(module)].add(output.dtype)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    yield found
+    handle.remove()
+
+
+def assert_half(seen: Seen, scored: bool) -> None:
+    assert seen[ResidualLinear] == {torch.bfloat16}
+    assert seen[ScalarHead] == ({torch.float32} if scored else set())
+
+
+def test_evaluate_and_label_in_bfloat16(copy_until, seen, monkeypatch):
+    run = copy_until("evaluate")
+    run.stage("evaluate", *HALF, "evaluate.prompts=4", "evaluate.samples=1", "evaluate.best_of=2")
+    assert_half(seen, scored=True)
+    seen.clear()
+    monkeypatch.setattr(label, "choose_prompts", lambda config, choose=label.choose_prompts: choose(config)[:4])
+    copy_until("label", "labelled").stage("label", *HALF)
+    assert_half(seen, scored=False)
+
+
+def test_commands_that_answer(gold_run, seen, tmp_path):
+    out = f"generate.out='{tmp_path}/out.jsonl'"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "hello"}\n')
+    generate.run(gold_run.config(*HALF, out, f"data.prompts={prompts}"))
+    assert_half(seen, scored=False)
+    seen.clear()
+    chat.run(gold_run.config(*HALF, "chat.message=hello"))
+    assert_half(seen, scored=False)
+    seen.clear()
+    asked = load_prompts(str(prompts))[0]
+    sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), [("sft", gold_run.folder / "sft")], asked)
+    assert_half(seen, scored=False)

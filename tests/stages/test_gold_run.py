@@ -71,24 +71,14 @@ def test_results_of_the_gold_world(results):
         assert gold["mean_score"][policy] == pytest.approx(total, abs=1e-3)
 
 
-def test_results_of_any_world(results, gold_run):
-    assert math.isfinite(results["kl_to_sft_nats"]) and set(results["reward"]) >= {"sft", "ppo"}
-    assert results["pretrain_bits_per_byte"] == gold_run.record("pretrain")["summary"]["bpb"] and results["seed"] == 0
-    assert set(results["seconds"]) == set(GOLD_STAGES) and all(seconds >= 0 for seconds in results["seconds"].values())
-    assert set(results["peak_rss_mb"]) >= set(GOLD_STAGES) - {"evaluate"}
-    rm = results["reward_model"]
-    assert rate_is_sound(rm["accuracy"])
-    assert all(0 <= rm[name] <= 1 for name in ("noise_ceiling", "gold_order_accuracy", "labeler_agreement"))
-    assert 0.5 <= rm["length_baseline"] <= 1
-    assert rm["noise_ceiling"] > 0.6, "labelers follow the truth more often than not"
-    assert rm["calibration"] == sorted(rm["calibration"], key=lambda row: row["gap"])
-    for row in rm["calibration"]:
-        assert row["gap"] >= 0 and 0.5 <= row["predicted"] <= 1 and 0 <= row["observed"] <= 1 and row["n"] > 0
-    assert sum(row["n"] for row in rm["calibration"]) == rm["accuracy"]["n"]
-
-
-def test_every_step_of_each_stage_is_logged(gold_run):
-    """What PPO logs: test_ppo_metrics.py. SFT takes two epochs of the demonstrations that are not held out."""
+def test_every_step_of_each_stage_is_logged_and_ppo_starts_at_the_sft_model(gold_run):
+    first, *_, last = (r for r in read_jsonl(gold_run.folder / "ppo" / "metrics.jsonl") if "objective/kl" in r)
+    assert abs(first["objective/kl"]) < 1e-3
+    wanted = first["objective/scores"] + first["objective/non_score_reward"]
+    assert first["objective/rlhf_reward"] == pytest.approx(wanted, abs=1e-6)
+    assert 0 <= last["policy/entropy_avg"] <= math.log(768)
+    assert last["progress/episodes"] == 192
+    # What PPO logs: test_ppo_metrics.py. SFT takes two epochs of the demonstrations that are not held out.
     shares = fractions(gold_run.config())
     train = [record for record in gold_run.demonstrations() if record_split(record, 0, shares) == "train"]
     steps = {"pretrain": 73, "sft": 2 * -(-len(train) // 32), "reward": 5, "ppo": 3}
@@ -101,15 +91,6 @@ def test_every_step_of_each_stage_is_logged(gold_run):
         rows = list(read_jsonl(gold_run.folder / stage / "metrics.jsonl"))
         assert [row["progress/step"] for row in rows if named <= row.keys()] == list(range(1, count + 1)), stage
         assert all(value is None or math.isfinite(value) for row in rows for value in row.values())
-
-
-def test_first_update_of_ppo_starts_at_the_sft_model(gold_run):
-    first, *_, last = (r for r in read_jsonl(gold_run.folder / "ppo" / "metrics.jsonl") if "objective/kl" in r)
-    assert abs(first["objective/kl"]) < 1e-3
-    wanted = first["objective/scores"] + first["objective/non_score_reward"]
-    assert first["objective/rlhf_reward"] == pytest.approx(wanted, abs=1e-6)
-    assert 0 <= last["policy/entropy_avg"] <= math.log(768)
-    assert last["progress/episodes"] == 192
 
 
 def test_pretraining_beats_the_unigram_model(gold_run):
@@ -135,14 +116,6 @@ def test_sft_lowers_the_loss_of_responses_to_prompts_it_has_not_seen(gold_run):
     assert sft < base - 0.5, f"{sft} nats per token, the base has {base}"
 
 
-def test_chat_answers_one_message(gold_run, capsys):
-    said = []
-    for _ in range(2):
-        chat.run(gold_run.config("chat.message='What is the capital of France?'", "chat.greedy=true"))
-        said.append(capsys.readouterr().out)
-    assert said[0].strip() and "<|" not in said[0] and said[0] == said[1]
-
-
 def test_chat_keeps_to_the_context_however_long_the_dialogue(gold_run, monkeypatch):
     answers, answer = [], chat.answer
     monkeypatch.setattr(chat, "answer", lambda *given: answers.append(answer(*given)) or answers[-1])
@@ -151,8 +124,21 @@ def test_chat_keeps_to_the_context_however_long_the_dialogue(gold_run, monkeypat
     assert len(answers) == 3 and all(isinstance(text, str) for text in answers)
 
 
-def test_evaluation_uses_test_prompts_only(gold_run):
+def test_results_of_any_world_are_of_test_prompts_only(gold_run, results):
     rows = list(read_jsonl(gold_run.folder / "evaluate" / "samples.jsonl"))
     assert len(rows) == 40 and all(row["id"].startswith("p-test-") for row in rows)
     trained_on = {row["prompt"] for row in read_jsonl(gold_run.folder / "ppo" / "samples.jsonl")}
     assert not trained_on & {row["prompt"] for row in rows}
+    assert math.isfinite(results["kl_to_sft_nats"]) and set(results["reward"]) >= {"sft", "ppo"}
+    assert results["pretrain_bits_per_byte"] == gold_run.record("pretrain")["summary"]["bpb"] and results["seed"] == 0
+    assert set(results["seconds"]) == set(GOLD_STAGES) and all(seconds >= 0 for seconds in results["seconds"].values())
+    assert set(results["peak_rss_mb"]) >= set(GOLD_STAGES) - {"evaluate"}
+    rm = results["reward_model"]
+    assert rate_is_sound(rm["accuracy"])
+    assert all(0 <= rm[name] <= 1 for name in ("noise_ceiling", "gold_order_accuracy", "labeler_agreement"))
+    assert 0.5 <= rm["length_baseline"] <= 1
+    assert rm["noise_ceiling"] > 0.6, "labelers follow the truth more often than not"
+    assert rm["calibration"] == sorted(rm["calibration"], key=lambda row: row["gap"])
+    for row in rm["calibration"]:
+        assert row["gap"] >= 0 and 0.5 <= row["predicted"] <= 1 and 0 <= row["observed"] <= 1 and row["n"] > 0
+    assert sum(row["n"] for row in rm["calibration"]) == rm["accuracy"]["n"]

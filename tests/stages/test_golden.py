@@ -70,9 +70,7 @@ def test_five_steps_of_each_stage_are_as_recorded(tmp_path, smollm2):
     if os.environ.get("GOLDEN_WRITE"):
         NUMBERS.write_text(json.dumps(measured, indent=1) + "\n")
     expected = json.loads(NUMBERS.read_text())
-    assert [
-        f"{stage}/{line}" for stage in expected for line in differences(stage, expected[stage], measured[stage])
-    ] == []
+    assert [f"{name}/{x}" for name in expected for x in differences(name, expected[name], measured[name])] == []
 
 
 def test_the_recorded_trajectories_are_whole_and_any_change_beyond_rounding_is_seen():

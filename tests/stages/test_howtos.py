@@ -133,17 +133,13 @@ def home(tmp_path_factory: pytest.TempPathFactory, gold_run: Run) -> Path:
     shutil.copytree(repository / "snapshots" / COMMIT, folder / "m")
     pairs = [f'"Where is the {i} cat?","On the mat {i}.","{"No " * (1 + i % 3)}"' for i in range(20)]
     (folder / "labels.csv").write_text("\n".join(["prompt,chosen,rejected", *pairs, ""]))
-    (folder / "d.json").write_text(
-        json.dumps([{"instruction": f"Say {i} words.", "output": "One."} for i in range(20)])
-    )
+    (folder / "d.json").write_text(json.dumps([{"instruction": f"Say {i} words.", "output": "1."} for i in range(20)]))
     table = [f"What is {i}?,It is {i}.,No.,answer_{1 + i % 2}" for i in range(9)]
     (folder / "table.csv").write_text("\n".join(["question,answer_1,answer_2,label", *table, ""]))
     rows = {
         "prompts": [{"prompt": f"Say {i} words."} for i in range(20)],
         "p": [{"question": f"What is {i} and {i}?", "answer": str(2 * i)} for i in range(20)],
-        "labels": [
-            {"prompt": f"Where is {i}?", "chosen": f"Here {i}.", "rejected": "No " * (1 + i % 3)} for i in range(20)
-        ],
+        "labels": [{"prompt": f"At {i}?", "chosen": f"Here {i}.", "rejected": "No " * (1 + i % 3)} for i in range(20)],
     }
     for name, records in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

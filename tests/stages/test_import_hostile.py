@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -116,18 +115,15 @@ def test_a_packed_file_cannot_fill_the_memory(tmp_path):
     assert path.stat().st_size < 25_000 and 50_000 < peak < 400_000, f"{peak} kB for a line that is not even held"
 
 
-def test_a_name_that_is_no_utf8(tmp_path, capsys):
+def test_a_name_that_is_no_utf8_and_what_others_own(tmp_path, capsys):
     folder = tmp_path / "in"
     folder.mkdir()
     path = Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl"))
     write(path, [DEMONSTRATION, "{"])
-    code, out, _ = imported(capsys, f"path={folder}", f"out={tmp_path / 'out'}", "max_rejects=1")
+    code, out, _ = imported(capsys, f"path={folder}", f"out={tmp_path / 'first'}", "max_rejects=1")
     assert code == 0 and "caf\\xe9.jsonl:2: not JSON" in out
-    assert [record.id for record in load_all(str(tmp_path / "out"))[0]] == ["caf\\xe9.jsonl:1"]
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["files"][0]["file"].endswith("caf\\xe9.jsonl")
-
-
-def test_what_others_own_is_never_replaced(tmp_path, capsys):
+    assert [record.id for record in load_all(str(tmp_path / "first"))[0]] == ["caf\\xe9.jsonl:1"]
+    assert json.loads((tmp_path / "first" / "report.json").read_text())["files"][0]["file"].endswith("caf\\xe9.jsonl")
     path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, "{"])
     mine = tmp_path / "out.partial"
     mine.mkdir()
@@ -209,18 +205,6 @@ def test_a_killed_import_leaves_nothing_that_training_accepts(tmp_path, capsys):
     said = run(capsys, f"path={small}", f"out={out}", "overwrite=true")
     assert "which a killed command left behind" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.jsonl", "out", "small.jsonl"]
-
-
-def test_an_import_killed_between_its_two_renames_is_restored(tmp_path, capsys):
-    path, out = write(tmp_path / "labels.jsonl", [DEMONSTRATION]), tmp_path / "out"
-    run(capsys, f"path={path}", f"out={out}")
-    before = bytes_of(out)
-    out.rename(tmp_path / ".out.old")
-    line, said = refused(capsys, f"path={path}", f"out={out}")
-    assert "restored" in said and "exists" in line and bytes_of(out) == before
-    shutil.copytree(out, tmp_path / ".out.old")  # killed just after the second rename
-    run(capsys, f"path={path}", f"out={out}", "overwrite=true")
-    assert not (tmp_path / ".out.old").exists()
 
 
 def test_a_full_disk_is_one_line(tmp_path, capsys):

@@ -47,17 +47,11 @@ def test_nothing_to_train_on(refused, tmp_path):
     assert not (tmp_path / "runs").exists(), "nothing is begun"
 
 
-@pytest.mark.parametrize(
-    ("command", "settings", "told"),
-    [
-        ("tokenizer", [], "data.corpus is not set"),
-        ("sft", ["parents.pretrain=nowhere"], "parents.pretrain=nowhere"),
-        ("label", [], "experiment=gold"),
-        ("report", [], "no such run"),
-        ("chat", [], "no finished ppo there"),
-        ("export", [], "no finished ppo there"),
-    ],
-)
+@pytest.mark.parametrize(("command", "settings", "told"), [
+    ("tokenizer", [], "data.corpus is not set"), ("sft", ["parents.pretrain=nowhere"], "parents.pretrain=nowhere"),
+    ("label", [], "experiment=gold"), ("report", [], "no such run"), ("chat", [], "no finished ppo there"),
+    ("export", [], "no finished ppo there"),
+])  # fmt: skip
 def test_a_run_that_has_nothing_yet(refused, tmp_path, command, settings, told):
     assert told in refused(command, *plain(tmp_path, *settings))
 

@@ -37,25 +37,19 @@ def answered():
 def labelled(answered, labelers, seed=0):
     rng, records = random.Random(seed), []
     for i, (prompt, texts, judged) in enumerate(answered):
-        turns = (
-            [Message(**turn) for turn in prompt] if isinstance(prompt, list) else [Message(role="user", content=prompt)]
-        )
+        turns = [Message(**x) for x in prompt] if isinstance(prompt, list) else [Message(role="user", content=prompt)]
         labeler = rng.choice(labelers)
         record = rank_responses(f"r{i}", turns, judged, [(text, True) for text in texts], labeler, rng, policy="")
         for response, name in zip(record.responses, POLICIES, strict=True):
             response.policy = f"{name}@12345678"
-        record.flags = {
-            r.id: ["wrong"] for r, parts in zip(record.responses, judged, strict=True) if parts["correct"] < 0.5
-        }
+        record.flags = {r.id: ["wrong"] for r, x in zip(record.responses, judged, strict=True) if x["correct"] < 0.5}
         records.append(record)
     return records
 
 
 def errors(answered, noise):
     """How far people's figures are from the gold ones: of win rates, of ratings, and of the share of wrong answers."""
-    figures = people_figures(
-        records := labelled(answered, [Labeler("one", TASTE, 0.0, 0.0, noise)]), policy_names(records)
-    )
+    figures = people_figures(rows := labelled(answered, [Labeler("o", TASTE, 0.0, 0.0, noise)]), policy_names(rows))
     totals = {name: [[judged[i]["total"]] for _, _, judged in answered] for i, name in enumerate(POLICIES)}
     gold = {(a, b): win_rate(totals[a], totals[b]) for a in POLICIES for b in POLICIES if a < b}
     wins = {tuple(row["pair"]): row["win_rate"] for row in figures["win_rates"]}

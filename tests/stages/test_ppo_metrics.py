@@ -193,19 +193,14 @@ def rollout_wanted(seen: Seen) -> dict[str, float]:
     kl, score, lengths = d.sum(1).mean(), paid(rollout).mean(), seen.lengths[0]
     _, returns = learned_from(rollout)
     return {
-        "objective/kl": kl,
-        "objective/kl_k3": np.where(mask.numpy(), np.exp(-d) - 1 + d, 0.0).sum(1).mean(),
-        "objective/kl_coef": 0.3,
-        "objective/scores": score,
+        "objective/kl": kl, "objective/kl_k3": np.where(mask.numpy(), np.exp(-d) - 1 + d, 0.0).sum(1).mean(),
+        "objective/kl_coef": 0.3, "objective/scores": score,
         "objective/scores/model_0": (rollout.scores.double().numpy() - LENGTH_WEIGHT * lengths).mean(),
-        "objective/scores/function_1": lengths.mean(),
-        "objective/non_score_reward": -0.3 * kl,
-        "objective/rlhf_reward": score - 0.3 * kl,
-        "objective/entropy": -sequence_sums(rollout.logp_old, mask).mean(),
-        "rollout/eos_fraction": 16 / 24,
-        "rollout/response_len": mask.numpy().sum(1).mean(),
+        "objective/scores/function_1": lengths.mean(), "objective/non_score_reward": -0.3 * kl,
+        "objective/rlhf_reward": score - 0.3 * kl, "objective/entropy": -sequence_sums(rollout.logp_old, mask).mean(),
+        "rollout/eos_fraction": 16 / 24, "rollout/response_len": mask.numpy().sum(1).mean(),
         "val/explained_var": oracles.explained_variance(rollout.values.numpy(), returns, mask.numpy()),
-    } | judged(seen.trainer, seen.records[0], rollout, "gold/")
+    } | judged(seen.trainer, seen.records[0], rollout, "gold/")  # fmt: skip
 
 
 def update_wanted(seen: Seen) -> dict[str, float]:
@@ -305,13 +300,8 @@ def throughput_wanted(seen: Seen) -> dict[str, float]:
 
 
 WANTED: list[Callable[[Seen], dict[str, float]]] = [
-    rollout_wanted,
-    update_wanted,
-    gradients_wanted,
-    pretraining_wanted,
-    held_out_wanted,
-    throughput_wanted,
-]
+    rollout_wanted, update_wanted, gradients_wanted, pretraining_wanted, held_out_wanted, throughput_wanted,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=[function.__name__ for function in WANTED])
@@ -342,9 +332,8 @@ def test_the_mismatch_of_sampler_and_trainer(seen):
     ratios = (rollout.logp_old - rollout.logp_sampled).exp().clamp(max=2.0)
     torch.testing.assert_close(weights, torch.where(rollout.response_mask, ratios, 0.0))
     alike = rollout._replace(logp_old=rollout.logp_sampled)
-    assert torch.equal(
-        weigh_by_sampler(seen.trainer.config, alike, seen.trainer.engine.ranks, Sums()) > 0, rollout.response_mask
-    )
+    weights = weigh_by_sampler(seen.trainer.config, alike, seen.trainer.engine.ranks, Sums())
+    assert torch.equal(weights > 0, rollout.response_mask)
 
 
 def test_every_metric_that_an_update_logs_is_tested_as_a_value(seen):
@@ -355,9 +344,8 @@ def test_every_metric_that_an_update_logs_is_tested_as_a_value(seen):
                 "time/score_s", "time/update_s", "optim/steps", "optim/rl_", "optim/ptx_")  # fmt: skip
     table = {metric.name for metric in METRICS if metric.name.startswith(families) and "<" not in metric.name}
     table -= mismatch_wanted(seen.rollouts[0]).keys()  # logged if the sampler's log-probs are not the policy's
-    assert table - seen.logged.keys() == {"objective/sqrt_kl", "rollout/dropped"}, (
-        "which the tracker adds, and ppo.drop_tied_groups"
-    )
+    absent = table - seen.logged.keys()
+    assert absent == {"objective/sqrt_kl", "rollout/dropped"}  # of the tracker and of ppo.drop_tied_groups
 
 
 def test_rows_of_the_samples_table_are_those_of_the_held_out_prompts(seen):

@@ -218,8 +218,8 @@ def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_p
     without = write_rankings(source, tmp_path / "without.jsonl", lambda row: row["labeler"] not in strangers)
     seen = {record.labeler for record in gold_run.comparisons()}
     assert seen == {f"labeler-{i}" for i in range(1, 8)}
-    kept_out = copy_until("reward", "a").stage("reward", "data.held_out_labelers=labeler-3")
-    absent = copy_until("reward", "b").stage("reward", f"data.comparisons={without}")
+    kept_out = copy_until("reward", "a").stage("reward", "reward.audit=0", "data.held_out_labelers=labeler-3")
+    absent = copy_until("reward", "b").stage("reward", "reward.audit=0", f"data.comparisons={without}")
     whole = gold_run.folder / "reward"
     found, wanted, other = (load_file(folder / "model" / "model.safetensors") for folder in (kept_out, absent, whole))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

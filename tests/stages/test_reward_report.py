@@ -37,14 +37,11 @@ ITEMS = [item("1", [3, 5, 4], ("x", [[0], [1], [2]]), ("y", [[1], [0, 2]])), ite
 PAIRS = judged_pairs(ITEMS, [[2.0, 1.0, 1.5], [0.5, 0.5]])
 
 
-def test_accuracy_by_hand():
+def test_accuracy_by_hand_and_by_gap_in_rank():
     # x on 1: 0>1 right, 0>2 right, 1>2 wrong; y: 1>0 wrong, 1>2 wrong; x on 2: equal scores, half: 2.5 of 6
     found = accuracy(PAIRS)
     assert found["value"] == round(2.5 / 6, 4) and found["n"] == 6
     assert found["ci95"] is None, "of two prompts"
-
-
-def test_accuracy_by_gap_in_rank():
     # gap 1: x: 0>1 right, 1>2 wrong, on item 2 half; y: 1>0 and 1>2 wrong: 1.5 of 5. gap 2: x: 0>2 right
     rows = report.by_rank_gap(PAIRS)
     assert [(row["gap"], row["value"], row["n"]) for row in rows] == [(1, 0.3, 5), (2, 1.0, 1)]

@@ -30,7 +30,10 @@ SHORT = ["ppo.episodes=128", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
 
 def test_a_whole_stage_on_two_reward_models(gold_run, copy_until):
     """The second one has the same parents and was trained on its data in another order."""
-    run, second_reward = copy_until("ppo"), copy_until("reward", name="other").stage("reward", "seed=7")
+    run, second_reward = (
+        copy_until("ppo"),
+        copy_until("reward", name="other").stage("reward", "seed=7", "reward.audit=0"),
+    )
     sources = f"ppo.rewards=['{gold_run.folder / 'reward'}','{second_reward}']"
     stage = run.stage("ppo", sources, "ppo.reward_weights=[0.5,0.5]", *SHORT)
     assert read_stage(stage)["status"] == "complete"
@@ -133,9 +136,7 @@ def test_classifiers_learn_from_comparisons_and_pay_in_ppo(copy_until, compariso
     folder = train(run, comparisons, name)
     losses = [loss for _, loss in run.values("reward", "reward/loss")]
     summary = run.record("reward")["summary"]
-    assert losses[-1] < losses[0] - 0.1 and summary["accuracy"] > 0.75, (
-        f"{losses[0]} to {losses[-1]}, held out {summary}"
-    )
+    assert losses[-1] < losses[0] - 0.1 and summary["accuracy"] > 0.75, (losses, summary)
     model = load_reward_model(folder / "model", CPU)
     assert isinstance(model, TextRewardModel) and model.gain == pytest.approx(summary["gain"])
 

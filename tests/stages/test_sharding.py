@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from rlhf.planning.formulas import ELEMENT, model_state_bytes
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_jsonl
-from rlhf.training.setup import load_policy
 
 from .conftest import Run, run_ranks
 
-# Both stages run on the same engine: most ways by one of them, and by the other in a long test. ZeRO-1: test_zero.py.
-QUICK = (("pretrain", "none"), ("pretrain", "zero3"), ("sft", "zero2"))
-REST = (("pretrain", "zero1"), ("pretrain", "zero2"), ("sft", "none"), ("sft", "zero1"), ("sft", "zero3"))
+# Both stages run on the same engine: two ways by one of them each, the others in a long test. Without ZeRO, and ZeRO-1: test_zero.py.
+QUICK = (("pretrain", "zero3"), ("sft", "zero2"))
+REST = (
+    ("pretrain", "none"), ("pretrain", "zero1"), ("pretrain", "zero2"), ("sft", "none"), ("sft", "zero1"), ("sft", "zero3"),
+)  # fmt: skip
 # Six steps each. SFT's last batch is smaller (400 rows: 4 x 90 + 40), and 40 rows leave 8 over micro-batches of 2 x 16.
 ADAMW = "pretrain.optimizer=adamw"
 SETTINGS = {
@@ -203,17 +204,6 @@ def test_bytes_held_in_all_ways(tmp_path):
     found = launch(tmp_path / "held.json", 2, [f"held:{case}" for case in MORE_HELD])
     for case, measured in zip(MORE_HELD, found, strict=True):
         assert_fits_the_formula(case, measured)
-
-
-@pytest.mark.parametrize(("stage", "way"), RESUMED)
-def test_greedy_answers_are_the_same(single, launched, stage, way):
-    """The saved folder loads with plain transformers, the embedding tied, and its greedy responses are the same."""
-    runs, _ = launched
-    prompt = torch.arange(5, 21)[None]
-    models = [load_policy(run.folder / stage / "model") for run in (single[stage], runs[stage, way])]
-    assert models[1].lm_head.weight is models[1].model.embed_tokens.weight
-    told = [model.generate(prompt, max_new_tokens=20, do_sample=False) for model in models]
-    assert torch.equal(told[0], told[1])
 
 
 def test_checkpoints_hold_no_pickles(launched):

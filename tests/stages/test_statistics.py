@@ -25,9 +25,12 @@ def answers(texts, lengths):
             for row, of in zip(texts, lengths, strict=True)]  # fmt: skip
 
 
-def test_interval_by_hand():
+def test_intervals_of_means_and_ratios_by_hand():
     # mean 2.5; variance 3 * (2.25 + .25 + .25 + 2.25) / 11 = 1.3636; 1.96 * sqrt(1.3636 / 12) = .6607
     assert interval([1, 2, 3, 4] * 3) == {"value": 2.5, "ci95": [1.8393, 3.1607], "n": 12}
+    # 24 of 40 = .6; residuals 1 - .6 * 2 = -.2, 3 - .6 * 4 = .6, 2 - .6 * 4 = -.4: squares add up to 4 * .56
+    # 1.96 * sqrt(12/11 * 2.24) / 40 = 1.96 * 1.56321 / 40 = .0766
+    assert ratio_interval([1, 3, 2] * 4, [2, 4, 4] * 4) == {"value": 0.6, "ci95": [0.5234, 0.6766], "n": 40}
 
 
 def test_fewer_than_ten_prompts_have_no_interval():
@@ -62,12 +65,6 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
     assert 925 <= hits <= 970  # standard error of the share: sqrt(.95 * .05 / 1000) = .007
 
 
-def test_ratio_interval_by_hand():
-    # 24 of 40 = .6; residuals 1 - .6 * 2 = -.2, 3 - .6 * 4 = .6, 2 - .6 * 4 = -.4: squares add up to 4 * .56
-    # 1.96 * sqrt(12/11 * 2.24) / 40 = 1.96 * 1.56321 / 40 = .0766
-    assert ratio_interval([1, 3, 2] * 4, [2, 4, 4] * 4) == {"value": 0.6, "ci95": [0.5234, 0.6766], "n": 40}
-
-
 def test_the_prompt_is_the_unit():
     # The same 40 comparisons, all right or all wrong within a prompt, are only 10 observations.
     apart = ratio_interval([1.0] * 24 + [0.0] * 16, [1.0] * 40)
@@ -89,7 +86,7 @@ def test_win_rate_by_hand():
     assert win_rate([[0.3 + 1e-6]], [[0.3]])["value"] == 1.0
 
 
-def test_a_judge_who_pays_for_length_is_even_at_equal_length():
+def test_judges_who_pay_for_length_are_even_at_equal_length():
     rng = np.random.default_rng(0)
     d = rng.normal(2, 3, 2000)
     points = (rng.random(2000) < 1 / (1 + np.exp(-d))).astype(float)
@@ -100,6 +97,11 @@ def test_a_judge_who_pays_for_length_is_even_at_equal_length():
     low, high = fit.conf_int()[0]
     assert controlled["value"] == pytest.approx(1 / (1 + np.exp(-fit.params[0])), abs=1e-3)
     assert controlled["ci95"] == pytest.approx([1 / (1 + np.exp(-low)), 1 / (1 + np.exp(-high))], abs=1e-3)
+    # The longer answer always wins, and ours is the longer one in four of five comparisons.
+    d = np.random.default_rng(1).integers(-5, 21, (300, 2)).astype(float)
+    points = np.where(d > 0, 1.0, np.where(d < 0, 0.0, 0.5))
+    assert points.mean() > 0.75
+    assert length_controlled(points.tolist(), d.tolist())["value"] == pytest.approx(0.5, abs=0.03)
 
 
 def test_length_control_by_hand():
@@ -117,14 +119,6 @@ def test_length_control_has_a_value_where_one_side_always_wins(point):
     assert (found["value"] - 0.5) * (point - 0.5) >= 0
 
 
-def test_a_judge_who_looks_at_length_alone_is_even_at_equal_length():
-    """The longer answer always wins, and ours is the longer one in four of five comparisons."""
-    d = np.random.default_rng(1).integers(-5, 21, (300, 2)).astype(float)
-    points = np.where(d > 0, 1.0, np.where(d < 0, 0.0, 0.5))
-    assert points.mean() > 0.75
-    assert length_controlled(points.tolist(), d.tolist())["value"] == pytest.approx(0.5, abs=0.03)
-
-
 # --- figures of responses as text ----------------------------------------------------------------------------------
 
 
@@ -135,15 +129,12 @@ def test_perplexity_is_over_all_tokens_and_a_prompt_is_the_unit():
     assert figures["tokens"]["value"] == 4.0 and figures["words"]["value"] == 2.0
 
 
-def test_repeated_and_different_ngrams_are_counted_over_the_first_responses():
+def test_repeated_and_different_ngrams_by_hand_and_the_jackknife_interval():
     texts = [["the cat sat", "x"], ["The cat sat", "y"], ["a dog ran", "z"]]
     figures = text_figures(answers(texts, [[3, 1]] * 3), [[-3.0, -1.0]] * 3)
     assert figures["repeated"]["value"] == pytest.approx(2 / 3, abs=1e-4)
     assert figures["distinct_1"]["value"] == pytest.approx(6 / 9, abs=1e-4)  # the cat sat a dog ran, of 9
     assert figures["distinct_2"]["value"] == pytest.approx(4 / 6, abs=1e-4)
-
-
-def test_the_interval_of_different_ngrams_is_the_jackknifes():
     # Eleven rows {a}, one {b}: 2 of 12. Without one: 2/11 eleven times, 1/11; mean 23/132, squares (11 + 121) / 132^2 = 1/132;
     # 11/12 x 1/132 = 1/144, so the standard error is 1/12
     assert distinct([[("a",)]] * 11 + [[("b",)]]) == {"value": 0.1667, "ci95": [0.0033, 0.33], "n": 12}

@@ -15,24 +15,18 @@ from tests.tracking.wandb_file import read_history, read_records, run_files
 from ..tracking.test_wandb import NOT_SHOWN, panel_metrics
 
 ROOT = Path(__file__).parents[2]
-TRACKED = ("sft", "reward", "ppo", "evaluate")
+TRACKED = ("sft", "ppo", "evaluate")
 
 
 @pytest.fixture(scope="module")
 def tracked(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose stages after pretraining ran with tracking=wandb."""
-    run = gold_run.copy(tmp_path_factory.mktemp("tracked"), "reward", "tracked")
+    """A run some of whose stages ran with tracking=wandb."""
+    run = gold_run.copy(tmp_path_factory.mktemp("tracked"), "ppo", "tracked")
     given = os.environ.pop("WANDB_MODE", None)
     try:
         for stage in TRACKED:
-            more = [
-                "evaluate.prompts=8",
-                "evaluate.samples=1",
-                "evaluate.best_of=2",
-                "ppo.samples_every=1",
-                "overwrite=true",
-            ]
-            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", *more)
+            more = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=2", "ppo.samples_every=1"]
+            run.stage(stage, "tracking=wandb", "tracking.peak_tflops=0.05", "overwrite=true", *more)
     finally:
         if given is not None:
             os.environ["WANDB_MODE"] = given
@@ -67,7 +61,7 @@ def test_the_offline_file_holds_every_metric_and_the_config(tracked: Run, stage:
     assert (run.run_group, run.job_type) == ("tracked", stage)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_training_says_what_it_takes(tracked: Run, stage: str) -> None:
     rows = [row for row in read_jsonl(tracked.folder / stage / "metrics.jsonl") if "optim/lr" in row]
     assert rows and all(row["time/tokens_per_s"] > 0 and row.get("time/samples_per_s", 1) > 0 for row in rows)
@@ -79,7 +73,7 @@ def test_training_says_what_it_takes(tracked: Run, stage: str) -> None:
     assert record["steps"] == rows[-1]["progress/step"] and set(record["git"]) in ({"commit", "branch", "dirty"}, set())
 
 
-def test_the_tables_are_there(tracked: Run) -> None:
+def test_the_tables_are_there_and_panels_show_what_stages_log(tracked, gold_run):
     samples = list(read_jsonl(tracked.folder / "ppo" / "samples.jsonl"))
     assert len({row["id"] for row in samples}) < len(samples), "the same prompts again and again"
     path = wandb_file(tracked.folder / "ppo")
@@ -91,10 +85,10 @@ def test_the_tables_are_there(tracked: Run) -> None:
     named = ("step", "id", "prompt", "response")
     assert [[row[name] for name in named] for row in rows] == [[row[name] for name in named] for row in samples]
     assert [r["gold/total"] for r in rows] == pytest.approx([r["gold"]["total"] for r in samples])
-
-
-def test_panels_show_what_stages_log(gold_run: Run, tracked: Run) -> None:
-    folders = [gold_run.folder / "pretrain", *(tracked.folder / stage for stage in TRACKED)]
+    folders = [
+        *(gold_run.folder / stage for stage in ("pretrain", "reward")),
+        *(tracked.folder / stage for stage in TRACKED),
+    ]
     names = {name for folder in folders for row in read_jsonl(folder / "metrics.jsonl") for name in row}
     logged = {metric.name for name in names if (metric := find(name)) is not None}
     shown = {metric.name for name in panel_metrics() if (metric := find(name.replace("*", "word"))) is not None}

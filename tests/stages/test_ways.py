@@ -19,7 +19,7 @@ from rlhf.training.setup import load_policy
 from .test_adopted import SMALL, save
 
 SHORT = ["evaluate.samples=1", "evaluate.best_of=2", "reward.audit=0", "ppo.warmup_fraction=0", "ppo.critic_warmup_updates=0",
-         "dpo.lr=1e-4", "dpo.warmup_fraction=0", "ppo.lr=1e-4", "rejection.samples=64", "ppo.missing_eos_rule=none"]  # fmt: skip
+         "dpo.lr=1e-4", "dpo.warmup_fraction=0", "ppo.lr=1e-4", "rejection.samples=16", "ppo.missing_eos_rule=none"]  # fmt: skip
 RUN_STAGE = pipeline.run_stage
 REWARD = "def longer(prompts, responses, metadata):\n    return [len(text) / 10 for text in responses]\n"
 
@@ -282,13 +282,8 @@ def test_two_processes_do_what_one_does(first, monkeypatch):
     assert first("pipeline", "one", *words) == ["rejection", "dpo", "evaluate"]
     monkeypatch.setattr(pipeline, "run_stage", RUN_STAGE)
     given = [
-        *SMALL,
-        *SHORT,
-        *words[:-1],
-        SHARED_FLAG,
-        f"model.pretrained={first.folder / 'hf'}",
-        "launcher.processes=2",
-    ]
+        *SMALL, *SHORT, *words[:-1], SHARED_FLAG, f"model.pretrained={first.folder / 'hf'}", "launcher.processes=2",
+    ]  # fmt: skip
     for stage in ("rejection", "dpo", "evaluate"):
         cli.main([stage, "run=two", f"runs_dir={first.folder / 'runs'}", *given])
     for stage in ("rejection", "dpo"):

@@ -17,7 +17,7 @@ from rlhf.runs.folders import is_complete
 from rlhf.runs.metric_table import Sums
 from rlhf.training.state import read_state
 from tests.stages import zero_ranks
-from tests.stages.conftest import PRELOADED, Run, run_ranks
+from tests.stages.conftest import ONE_LABELER, PRELOADED, Run, run_ranks
 from tests.stages.ppo_trainer import experience, off_policy, open_trainer
 
 # Updates that begin with the same policy but for rounding draw the same responses, unless a random number falls between
@@ -180,7 +180,7 @@ def test_the_average_of_slices_is_the_average(single, double, way):
 
 def test_one_process_needs_no_launcher(gold_run, tmp_path):
     run = gold_run.copy(tmp_path, "reward", "alone")
-    words = [*run.overrides, f"runs_dir={tmp_path}", "run=alone", "deepspeed=zero2"]
+    words = run.words("deepspeed=zero2", "reward.audit=0", *ONE_LABELER)
     import_once(PRELOADED)
     assert run_processes(["reward", "--shared-settings", *words], threads=1) == 0
     assert is_complete(run.folder / "reward")

@@ -10,7 +10,7 @@ from rlhf.runs.metric_table import METRICS, REDUCTIONS, Sums, check_names, find
 from rlhf.runs.progress import progress
 
 
-def test_the_table_is_well_formed() -> None:
+def test_the_table_is_well_formed_and_other_names_are_refused_with_the_nearest():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
     for metric in METRICS:
@@ -19,9 +19,6 @@ def test_the_table_is_well_formed() -> None:
         assert find(name) is not None
     pattern = find("eval/dev/gold/polite")
     assert pattern is not None and pattern.name == "eval/<split>/gold/<part>"
-
-
-def test_other_names_are_refused_with_the_nearest() -> None:
     for name in ("", "objective/KL", "objective/kl ", "kl", "eval/loss", "eval//loss", "eval/dev/nonsense", "eval/a/b/loss",
                  "gold/", "gold/a/b", "eval/<split>/loss", "gold/<part>", "train/loss", "objective/kl\n"):  # fmt: skip
         assert find(name) is None, name
@@ -59,15 +56,12 @@ def test_std_explained_variance_max_and_last() -> None:
     assert reduced["optim/lr"] == 0.05
 
 
-def test_a_maximum_keeps_nan() -> None:
+def test_a_maximum_keeps_nan_and_nothing_counted_is_left_out():
     for values in ([1.0, math.nan, 2.0], [math.nan, 1.0]):
         sums = Sums()
         for value in values:
             sums.add("policy/ratio_max", value)
         assert math.isnan(sums.reduce()["policy/ratio_max"])
-
-
-def test_nothing_counted_is_left_out() -> None:
     sums = Sums()
     sums.add("loss/ptx_avg", 0.0, 0)
     sums.add("val/explained_var", 0.0, 0.0, 4.0, 8.0, 2)  # returns 2, 2: no variance to explain
@@ -118,15 +112,12 @@ def test_plain_lines_are_few_and_tell_the_time_left(clock: list[float]) -> None:
     ]
 
 
-def test_off_is_silent_even_on_a_terminal(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_live_line_unless_it_is_off(clock, monkeypatch):
     monkeypatch.setenv("RLHF_PROGRESS", "off")
     out = Terminal()
     with progress(3, "sft", stream=out) as bar:
         bar.update(2, loss=1.0)
     assert out.getvalue() == "" and bar.done == 2
-
-
-def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RLHF_PROGRESS", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

@@ -47,23 +47,14 @@ def test_lines_have_the_axes_and_are_there_at_once(tmp_path: Path) -> None:
     assert [row["objective/sqrt_kl"] for row in (negative, missing)] == [0.0, None], "no root of a negative estimate"
 
 
-def test_an_unknown_name_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_values_that_are_not_finite_become_null_and_text_stays(tmp_path, caplog):
     with tracker(tmp_path) as writer, pytest.raises(ValueError, match=r"unknown metric 'objective/klx'"):
         writer.log({"objective/kl": 1.0, "objective/klx": 1.0}, step=1)
     assert list(read_jsonl(tmp_path / "metrics.jsonl")) == []
-
-
-def test_values_that_are_not_finite_become_null_and_text_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     text = "naïve\nline \u2028 <script> \ud800 end"  # a lone surrogate has no UTF-8 form
     whole = SAMPLE | {
-        "prompt": text,
-        "response": text,
-        "score": 1,
-        "gold": {"total": 0.5},
-        "parts": {"reward_model": 1.5},
-    }
+        "prompt": text, "response": text, "score": 1, "gold": {"total": 0.5}, "parts": {"reward_model": 1.5},
+    }  # fmt: skip
     with caplog.at_level(logging.WARNING), tracker(tmp_path) as writer:
         for step, value in enumerate((math.nan, math.inf)):
             writer.log({"loss/policy_avg": value, "objective/kl": 1.0}, step=step)
@@ -134,9 +125,8 @@ def feed(view: Background, steps: int) -> None:
 def test_calls_are_in_order_and_what_fails_is_reported_once(caplog: pytest.LogCaptureFixture, fails: str) -> None:
     sink = Recorder(fails=(fails,))
     feed(Background(lambda: sink, 5.0), 2)
-    assert [call[0] for call in sink.calls] == [
-        call for call in ("samples", "table", "log") * 2 + ("finish",) if call != fails
-    ]
+    done = [call[0] for call in sink.calls]
+    assert done == [call for call in ("samples", "table", "log") * 2 + ("finish",) if call != fails]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(fails)
     assert all(

@@ -88,33 +88,10 @@ def test_a_resume_continues_the_run(tmp_path: Path) -> None:
     assert steps_of(tmp_path, "objective/kl") == steps_of(tmp_path, "samples.path") == list(range(1, 8))
 
 
-# A process of its own per server, since W&B remembers a server and a key that it has seen.
-SCRIPT = """
-import logging, sys, time
-from pathlib import Path
-from rlhf.runs import trackers
-trackers.FINISH_MARGIN = 20.0
-logging.basicConfig(format="%(message)s")
-config = {"stage": "sft", "parents": {"pretrain": "ab12"}}
-started = time.monotonic()
-with trackers.make_tracker("wandb", folder=Path(sys.argv[1]), run="r", stage="sft", config=config) as writer:
-    for step in range(1, 31):
-        writer.log({"sft/loss": 1 / step}, step=step)
-        if step == 20 and sys.argv[2] != "answers":
-            writer.samples(step, [{"id": "p", "prompt": "a", "response": "b"}])
-    print("trained", time.monotonic() - started)
-"""
-
-
-@pytest.mark.parametrize(
-    ("environment", "mode"),
-    [
-        ({}, "offline"),
-        ({"WANDB_API_KEY": "0" * 40}, "online"),
-        ({"WANDB_API_KEY": "0" * 40, "WANDB_MODE": "offline"}, None),
-        ({"WANDB_MODE": "disabled"}, None),
-    ],
-)
+@pytest.mark.parametrize(("environment", "mode"), [
+    ({}, "offline"), ({"WANDB_API_KEY": "0" * 40}, "online"),
+    ({"WANDB_API_KEY": "0" * 40, "WANDB_MODE": "offline"}, None), ({"WANDB_MODE": "disabled"}, None),
+])  # fmt: skip
 def test_wandb_is_online_only_with_a_key(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mode: str | None
 ) -> None:

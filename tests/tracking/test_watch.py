@@ -56,7 +56,7 @@ def test_a_line_tells_step_time_left_and_figures(tmp_path: Path) -> None:
     assert str(look(tmp_path)[0]).startswith("ppo: stopped")
 
 
-def test_a_finished_run_is_told_and_left_at_once(tmp_path: Path) -> None:
+def test_a_finished_run_is_told_and_left_at_once_and_one_that_stopped_is_an_error(tmp_path):
     write_stage(tmp_path, "sft", "complete", logged=3, seconds=75.0)
     write_stage(tmp_path, "ppo", "complete", logged=10, seconds=30.0)
     (tmp_path / "pipeline.json").write_text("{}")
@@ -72,9 +72,6 @@ def test_a_finished_run_is_told_and_left_at_once(tmp_path: Path) -> None:
     (tmp_path / "pipeline.json").unlink()
     follow(tmp_path, 0.02, True, out, live=True, patience=0.1)
     assert "\x1b[2A" in out.getvalue(), "the two lines of the live view are written over the first ones"
-
-
-def test_a_run_that_stopped_is_an_error_that_says_so(tmp_path: Path) -> None:
     write_stage(tmp_path, "ppo", "running", logged=4)
     with pytest.raises(UserError, match="ppo stopped at step 4 and no process works on it"):
         follow(tmp_path, 0.02, True, io.StringIO(), live=False, patience=0.1)

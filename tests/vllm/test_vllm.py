@@ -213,16 +213,8 @@ def test_two_processes(gold_run: Run, tmp_path: Path, way: str) -> None:
     one.stage("ppo", *short)
     settings = ["--shared-settings", *two.overrides, f"runs_dir='{tmp_path}'", "run=two", *short, f"deepspeed={way}"]
     launched = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "rlhf",
-        "ppo",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlhf", "ppo",
+    ]  # fmt: skip
     done = subprocess.run([*launched, *settings], capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (alone,), (shared,) = updates_of(one), updates_of(two)

@@ -8,33 +8,13 @@ import pytest
 
 from rlhf.data.formats import FORMATS, BadRow
 from rlhf.data.reading import load_demonstrations
-from tests.data.importers.samples import (
-    ALPACA,
-    AXES,
-    COMPARISON,
-    DECODED,
-    KTO,
-    NECTAR,
-    PAIR,
-    QA_FEEDBACK,
-    QUESTION,
-    SCORED,
-    SEED,
-    STACK,
-    TRL,
-    ULTRAFEEDBACK,
-    USER,
-    WEBGPT,
-    answer,
-    says,
-    texts,
-    turns,
-)
+from tests.data.importers import samples
+from tests.data.importers.samples import USER, answer, says, texts, turns
 
 
 def test_qa_feedback_joins_six_judgements_into_one_ranking(load):
     # 1 over 2, 1 over 3, 1 = 4, 2 = 3, 4 over 2, 4 over 3
-    [record] = load("qa_feedback", QA_FEEDBACK)
+    [record] = load("qa_feedback", samples.QA_FEEDBACK)
     assert record.ranking == [["1", "4"], ["2", "3"]]
     assert record.ranks() == [0, 1, 1, 0] and record.pairs is None
     assert turns(record) == [("user", "T: First. Second.\n\nU: Third.\n\nWho?")]
@@ -42,8 +22,8 @@ def test_qa_feedback_joins_six_judgements_into_one_ranking(load):
     assert record.metadata == {"gold": "g", "feedback": {"errors": []}}
 
 
-def test_openai_comparisons(load):
-    [record] = load("openai_comparisons", COMPARISON)
+def test_openai_comparisons_and_ratings_on_axes(load):
+    [record] = load("openai_comparisons", samples.COMPARISON)
     assert turns(record) == [
         ("user", "SUBREDDIT: r/cats\n\nTITLE: Cat [question]\n\nPOST: My cat sits on the mat.\n\nTL;DR:")
     ]
@@ -52,10 +32,7 @@ def test_openai_comparisons(load):
     assert record.ranking == [["b"], ["a"]] and record.labeler == "w-7"
     assert record.responses[1].metadata == {"note": "Off."}
     assert record.metadata == {"id": "t3_1", "batch": "batch3", "extra": {"confidence": 8}, "original_split": "valid1"}
-
-
-def test_openai_ratings_on_axes_are_single_rated_responses(load):
-    [record] = load("openai_comparisons", AXES)
+    [record] = load("openai_comparisons", samples.AXES)
     assert turns(record) == [("user", "Article:\n\nRain fell on Lima.\n\nTL;DR:")]
     assert record.ratings == {"a": 6} and record.ranking is None and record.pair_list() == []
     assert record.responses[0].policy == "sup4" and record.labeler == "w-8"
@@ -63,7 +40,7 @@ def test_openai_ratings_on_axes_are_single_rated_responses(load):
 
 
 def test_webgpt(load):
-    [record] = load("webgpt", WEBGPT)
+    [record] = load("webgpt", samples.WEBGPT)
     assert turns(record) == [("user", "Why is the sky blue?")]
     assert texts(record) == ["Light scatters [1].", "Because of the air."]
     assert record.ranking == [["1"], ["0"]] and record.metadata == {"question": {"dataset": "eli5", "id": "q-1"}}
@@ -72,12 +49,12 @@ def test_webgpt(load):
         "tokens": {"prefix": [1, 2], "completion": [3]},
         "score": -0.5,
     }
-    [tie] = load("webgpt", WEBGPT | {"score_0": 0, "score_1": 0.0})
+    [tie] = load("webgpt", samples.WEBGPT | {"score_0": 0, "score_1": 0.0})
     assert tie.ranking == [["0", "1"]] and tie.pair_list() == []
 
 
 def test_ultrafeedback(load):
-    [record] = load("ultrafeedback", ULTRAFEEDBACK)
+    [record] = load("ultrafeedback", samples.ULTRAFEEDBACK)
     # fine-grained 4.25, 1.5, 4.25; by overall_score the second would be best
     assert record.ranking == [["a", "c"], ["b"]] and record.ratings == {}
     assert [response.policy for response in record.responses] == ["m-1", "m-2", "m-3"]
@@ -115,38 +92,28 @@ def test_ultrafeedback_is_ordered_by_the_first_score_that_all_have(load, scores,
     assert record.ranking == ranking and record.metadata == {"ranked_by": ranked_by}
 
 
-def test_several_chosen_and_rejected(load):
+def test_several_chosen_and_rejected_and_nectar(load):
     row = {"id": "7", "prompt": "Hi", "chosen": ["Hello", "Hey"], "rejected": ["No"], "subset": "Chat"}
     [record] = load("choices", row)
     assert record.id == "7" and texts(record) == ["Hello", "Hey", "No"] and record.metadata == {"subset": "Chat"}
     assert record.pair_list() == [(0, 2), (1, 2)]
-
-
-def test_nectar(load):
-    [record] = load("nectar", NECTAR)
+    [record] = load("nectar", samples.NECTAR)
     assert turns(record) == [("user", "Hi"), ("assistant", "Yes?"), ("user", "Name a colour.")]
     assert texts(record) == ["Blue.", "Tree.", "Red."] and record.ranking == [["a", "c"], ["b"]]
     assert [response.policy for response in record.responses] == ["m-1", "m-2", "m-3"]
     assert record.metadata == {"turns": 2, "num_responses": 3, "source": ["made_up"], "good_natured": True}
-    unranked = NECTAR["answers"] + [{"answer": "Hm.", "model": None, "rank": None}]
-    [record] = load("nectar", NECTAR | {"answers": unranked, "prompt": "Hi"})
+    unranked = samples.NECTAR["answers"] + [{"answer": "Hm.", "model": None, "rank": None}]
+    [record] = load("nectar", samples.NECTAR | {"answers": unranked, "prompt": "Hi"})
     assert record.ranks() == [0, 1, 0, -1] and turns(record) == [("user", "Hi")]
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        (KTO, [("user", "Hi")]),
-        (
-            {"messages": [USER, answer("q"), USER, answer("Hello")], "label": True},
-            [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")],
-        ),
-        (
-            {"conversations": [says("human", "Hi"), says("gpt", "Hello")], "system": "S", "label": True},
-            [("system", "S"), ("user", "Hi")],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "prompt"), [
+    (samples.KTO, [("user", "Hi")]),
+    ({"messages": [USER, answer("q"), USER, answer("Hello")], "label": True},
+     [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")]),
+    ({"conversations": [says("human", "Hi"), says("gpt", "Hello")], "system": "S", "label": True},
+     [("system", "S"), ("user", "Hi")]),
+])  # fmt: skip
 def test_kto(load, row, prompt):
     [record] = load("kto", row | {"n": 1})
     assert turns(record) == prompt and texts(record) == ["Hello"]
@@ -201,7 +168,7 @@ def test_hh(load, row, prompt, answers):
     ("scores", "ranking"), [([1.0, 0.0], [["a"], ["b"]]), ([-2, 3], [["b"], ["a"]]), ([0.5, 0.5], [["a", "b"]])]
 )
 def test_hh_with_scores(load, scores, ranking):
-    [record] = load("hh", SCORED | {"score": scores, "n": 1})
+    [record] = load("hh", samples.SCORED | {"score": scores, "n": 1})
     assert record.ranking == ranking and texts(record) == ["Go away", "Hello"] and turns(record) == [("user", "Hi")]
     assert record.metadata == {"score": scores, "n": 1} and record.ratings == {}
 
@@ -209,7 +176,7 @@ def test_hh_with_scores(load, scores, ranking):
 @pytest.mark.parametrize(
     ("row", "prompt", "answers"),
     [
-        (TRL, [("user", "Hi")], ["Hello", "Go away"]),
+        (samples.TRL, [("user", "Hi")], ["Hello", "Go away"]),
         (
             {"chosen": "The sky is green.", "rejected": "The sky is grey."},
             [("user", "The sky is")],
@@ -227,11 +194,11 @@ def test_hh_with_scores(load, scores, ranking):
         ),
         # a prompt in the form of HH is a dialogue; one that does not end with the marker is text
         (
-            TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
+            samples.TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
             [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")],
             ["Hello", "Go away"],
         ),
-        (TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
+        (samples.TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
     ],
 )
 def test_trl(load, row, prompt, answers):
@@ -248,25 +215,14 @@ def test_an_implicit_prompt_before_a_run_of_spaces_is_cut_at_once():
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "answers", "metadata"),
-    [
-        (PAIR | {"n": 1}, [("user", "Hi")], ["Hello", "No"], {"n": 1}),
-        (STACK, [("user", " Why?\n")], ["So.&nbsp;", "No."], {"qid": 4, "date": "2020"}),
-        (
-            {"system": "S", "question": "Hi", "chosen": "a", "rejected": "b", "id": 3},
-            [("system", "S"), ("user", "Hi")],
-            ["a", "b"],
-            {"id": 3},
-        ),
-        (
-            {"instruction": "Sum up.", "input": "Text.", "chosen": "a", "rejected": "b", "system": ""},
-            [("user", "Sum up.\n\nText.")],
-            ["a", "b"],
-            {},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "prompt", "answers", "metadata"), [
+    (samples.PAIR | {"n": 1}, [("user", "Hi")], ["Hello", "No"], {"n": 1}),
+    (samples.STACK, [("user", " Why?\n")], ["So.&nbsp;", "No."], {"qid": 4, "date": "2020"}),
+    ({"system": "S", "question": "Hi", "chosen": "a", "rejected": "b", "id": 3}, [("system", "S"), ("user", "Hi")],
+     ["a", "b"], {"id": 3}),
+    ({"instruction": "Sum up.", "input": "Text.", "chosen": "a", "rejected": "b", "system": ""},
+     [("user", "Sum up.\n\nText.")], ["a", "b"], {}),
+])  # fmt: skip
 def test_pairs(load, row, prompt, answers, metadata):
     [record] = load("pairs", row)
     assert turns(record) == prompt and texts(record) == answers and record.metadata == metadata
@@ -278,7 +234,7 @@ def test_pairs(load, row, prompt, answers, metadata):
 
 def test_alpaca(tmp_path):
     rows = [
-        ALPACA | {"source": "s", "id": 3},
+        samples.ALPACA | {"source": "s", "id": 3},
         {"instruction": " Sum up. ", "input": "A text.", "response": " Short.\n"},
         {"instruction": "Who?", "context": "Ann came.", "response": "Ann.", "category": "qa"},
         {"instruction": "解释。", "input": "", "output": "细胞 &lt;b&gt;", "system": "S", "history": [["Hi", "Yes?"]], "id": "z"},
@@ -297,7 +253,7 @@ def test_alpaca(tmp_path):
     assert [record.id for record in records] == ["a.json.gz:1", "a.json.gz:2", "a.json.gz:3", "z"]
 
 
-def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue(load):
+def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue_and_one_without_is_a_prompt(load):
     dialogue = [
         says("human", "Hi"),
         says("chatgpt", " A\n"),
@@ -307,9 +263,6 @@ def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue(load):
     [record] = load("sharegpt", {"id": "x-1", "conversations": dialogue, "system": "S", "tools": "none"})
     assert turns(record) == [("system", "S"), ("user", "Hi"), ("assistant", " A\n"), ("user", "<div>B</div>")]
     assert record.response == "C &amp; 你好" and record.id == "x-1" and record.metadata == {"tools": "none"}
-
-
-def test_a_dialogue_without_an_answer_is_a_prompt(load):
     [record] = load("sharegpt", {"conversations": [says("system", "S"), says("human", "Hi")]})
     assert record.kind == "prompt" and turns(record) == [("system", "S"), ("user", "Hi")]
 
@@ -340,19 +293,19 @@ def test_messages_with_typed_parts_and_weights(load):
 
 def test_self_instruct_gives_a_demonstration_an_instance(load):
     both = [{"input": "1 2", "output": "3"}, {"input": "", "output": " 7 ", "note": "odd"}]
-    first, second = load("self_instruct", SEED | {"instances": both})
+    first, second = load("self_instruct", samples.SEED | {"instances": both})
     assert turns(first) == [("user", "Add.\n\n1 2")] and first.response == "3" and first.id == "seed_0.0"
     assert turns(second) == [("user", "Add.")] and second.response == " 7 " and second.id == "seed_0.1"
     assert first.metadata == {"name": "n"} and second.metadata == {"name": "n", "note": "odd"}
-    [alone] = load("self_instruct", SEED)
+    [alone] = load("self_instruct", samples.SEED)
     assert alone.id == "seed_0"
 
 
 @pytest.mark.parametrize(
     ("format", "row", "prompt", "response", "metadata"),
     [
-        ("question_answer", QUESTION | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
-        ("decoded", DECODED, "Hi", "Hello", {"decoded": "Hum", "id": 0}),
+        ("question_answer", samples.QUESTION | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
+        ("decoded", samples.DECODED, "Hi", "Hello", {"decoded": "Hum", "id": 0}),
         ("trl", {"prompt": "Hi", "completion": "Hello", "n": 1}, "Hi", "Hello", {"n": 1}),
         ("trl", {"prompt": [USER], "completion": [answer("Yes")]}, "Name a colour.", "Yes", {}),
         ("trl", {"prompt": "\n\nHuman: Ho\n\nAssistant:", "completion": " Yes"}, "Ho", " Yes", {}),

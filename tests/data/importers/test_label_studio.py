@@ -151,17 +151,11 @@ def test_who_judged_when_and_for_how_long():
     assert record.created == "2026-05-01T10:00:00Z"
 
 
-@pytest.mark.parametrize(
-    ("choice", "ranking"),
-    [
-        ("A", [["answer1"], ["answer2"]]),
-        ("answer2", [["answer2"], ["answer1"]]),
-        ("Response 2 is better", [["answer2"], ["answer1"]]),
-        ("right", [["answer2"], ["answer1"]]),
-        ("equally good", [["answer1", "answer2"]]),
-        ("no preference", [["answer1", "answer2"]]),
-    ],
-)
+@pytest.mark.parametrize(("choice", "ranking"), [
+    ("A", [["answer1"], ["answer2"]]), ("answer2", [["answer2"], ["answer1"]]),
+    ("Response 2 is better", [["answer2"], ["answer1"]]), ("right", [["answer2"], ["answer1"]]),
+    ("equally good", [["answer1", "answer2"]]), ("no preference", [["answer1", "answer2"]]),
+])  # fmt: skip
 def test_a_choice_between_two(choice, ranking):
     [record] = convert(task(TWO, result("choices", {"choices": [choice]})))
     assert record.ranking == ranking

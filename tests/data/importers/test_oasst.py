@@ -118,7 +118,7 @@ def row(fields, **answers):
     return {"fields": fields, "responses": values}
 
 
-def test_rankings_of_several_annotators(load):
+def test_rankings_of_several_annotators_and_ratings_of_one_response(load):
     first, second = load("argilla", ARGILLA_1)
     assert turns(first) == turns(second) == [("user", "Name a colour.")]
     assert [(response.id, response.text) for response in first.responses] == [
@@ -131,9 +131,6 @@ def test_rankings_of_several_annotators(load):
     assert first.metadata["question"] == "ranking" and first.metadata["answers"]["comment"] == "Easy."
     assert first.metadata["record"] == {"metadata": {"batch": 3}}
     assert first.metadata["left_out"] == {"u-3": {"comment": "Hm."}}
-
-
-def test_ratings_and_flags_of_one_response(load):
     first, second = load("argilla", ARGILLA_2)
     assert first.ratings == {"response": 5} and first.flags == {} and first.labeler == "u-1"
     assert second.ratings == {"response": 2} and second.flags == {"response": ["too short"]}
@@ -159,7 +156,7 @@ def test_what_orders_several_responses(load, fields, answers, judged):
         assert getattr(record, key) == value
 
 
-def test_chats(load):
+def test_chats_and_what_annotators_wrote_are_demonstrations(load):
     chat = [USER, answer("Blue."), USER]
     [record] = load("argilla", row({"chat": chat, "response_a": "x", "response_b": "y", "note": "n"}, label="a"))
     assert turns(record) == [("user", "Name a colour."), ("assistant", "Blue."), ("user", "Name a colour.")]
@@ -167,9 +164,6 @@ def test_chats(load):
     [record] = load("argilla", row({"chat": chat[:2]}, rating=7))
     assert turns(record) == [("user", "Name a colour.")] and record.ratings == {"chat": 7}
     assert record.responses[0].text == "Blue."
-
-
-def test_what_annotators_wrote_are_demonstrations(load):
     [record] = load("argilla", row({"instruction": "Sum up.", "input": " A text. "}, answer="Short.", level="easy"))
     assert record.kind == "demonstration" and turns(record) == [("user", "Sum up.\n\n A text. ")]
     assert record.response == "Short." and record.labeler == "u" and record.metadata["question"] == "answer"

@@ -11,37 +11,13 @@ from rlhf.data.formats import FORMATS, recognise
 from rlhf.data.inputs import Row
 from rlhf.data.reading import convert_row, load_all
 from rlhf.errors import UserError
-from tests.data.importers.samples import (
-    ALPACA,
-    ARGILLA_1,
-    AXES,
-    CHOICES,
-    COMPARED,
-    COMPARISON,
-    HH,
-    KTO,
-    MESSAGES,
-    NECTAR,
-    OASST,
-    PAIR,
-    QA_FEEDBACK,
-    QUESTION,
-    SAMPLES,
-    SCORED,
-    SEED,
-    SHAREGPT,
-    TRL,
-    ULTRAFEEDBACK,
-    USER,
-    WEBGPT,
-    answer,
-    says,
-)
+from tests.data.importers import samples as s
+from tests.data.importers.samples import USER, answer, says
 
-IDS = [f"{format}-{i}" for i, (format, *_) in enumerate(SAMPLES)]
+IDS = [f"{format}-{i}" for i, (format, *_) in enumerate(s.SAMPLES)]
 
 
-@pytest.mark.parametrize(("format", "row", "kinds"), SAMPLES, ids=IDS)
+@pytest.mark.parametrize(("format", "row", "kinds"), s.SAMPLES, ids=IDS)
 def test_a_row_is_recognised(write_jsonl, format, row, kinds):
     assert recognise(row) == format
     path = write_jsonl([row])
@@ -54,18 +30,13 @@ def test_a_row_is_recognised(write_jsonl, format, row, kinds):
 
 def test_every_format_of_rows_has_a_sample():
     of_other_tests = {"table", "label_studio"}  # columns that the user names; tasks of a labelling round
-    assert {format for format, *_ in SAMPLES} == set(FORMATS) - of_other_tests
+    assert {format for format, *_ in s.SAMPLES} == set(FORMATS) - of_other_tests
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": []},
-        {"instruction": "x", "output_1": "y", "output_2": "z"},
-        {"prompt": "x", "completions": [{"model": "m", "completion": "y"}]},
-        {"text": ["x", "y"], "score": [1, 0]},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"messages": []}, {"instruction": "x", "output_1": "y", "output_2": "z"},
+    {"prompt": "x", "completions": [{"model": "m", "completion": "y"}]}, {"text": ["x", "y"], "score": [1, 0]},
+])  # fmt: skip
 def test_a_foreign_shape_is_refused_with_its_keys(write_jsonl, row):
     with pytest.raises(UserError) as caught:
         load_all(write_jsonl([row]))
@@ -121,7 +92,7 @@ def changed(row, path, value, remove):
 
 
 @settings(max_examples=300)
-@given(sample=st.sampled_from(SAMPLES), data=st.data())
+@given(sample=st.sampled_from(s.SAMPLES), data=st.data())
 def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(sample, data):
     format, row, _ = sample
     path = data.draw(st.sampled_from(list(places(row))))
@@ -132,20 +103,16 @@ def test_a_row_with_any_value_anywhere_gives_records_or_says_what_is_wrong(sampl
     assert all(json.loads(record.model_dump_json()) for record in made.records)
 
 
-def test_a_file_is_of_the_format_of_its_first_row_that_has_one(write_jsonl):
-    records, info = load_all(
-        write_jsonl([{"instruction": "Hi", "output": "Hello"}, {"instruction": "Hi", "response": "Yes"}])
-    )
+def test_a_file_is_of_the_format_of_its_first_row_that_has_one_and_another_is_refused(write_jsonl):
+    rows = [{"instruction": "Hi", "output": "Hello"}, {"instruction": "Hi", "response": "Yes"}]
+    records, info = load_all(write_jsonl(rows))
     assert info[0].format == "alpaca" and len(records) == 2
     with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*:1: messages: got None, want a list of turns$"):
         load_all(write_jsonl([{"odd": 1}, {"messages": [USER]}]))
-
-
-def test_the_wrong_format_is_refused_with_what_it_looks_like(write_jsonl):
     with pytest.raises(UserError, match=r"not of data.format=hh, .* looks like alpaca .*: set data.format=alpaca"):
-        load_all(write_jsonl([ALPACA]), "hh")
+        load_all(write_jsonl([s.ALPACA]), "hh")
     with pytest.raises(UserError, match=r"data.format=nope: no such format: want auto, alpaca, .*hh, .*native"):
-        load_all(write_jsonl([ALPACA]), "nope")
+        load_all(write_jsonl([s.ALPACA]), "nope")
 
 
 TOOL = [says("human", "Hi"), says("tool", "x"), says("gpt", "y")]
@@ -159,30 +126,30 @@ WEIGHTS = {"messages": [USER, answer("a") | {"loss_weight": 0}]}
     ("format", "good", "change", "message"),
     [
         ("native", NATIVE, {"kind": "rank"}, "kind: got 'rank', want demonstration, ranking, prompt"),
-        ("alpaca", ALPACA, {"output": ""}, NO_ANSWER),
-        ("sharegpt", SHAREGPT, {"conversations": TOOL}, f"conversations.1.from: got 'tool', {ROLE}"),
-        ("sharegpt", COMPARED, {"rejected": says("human", "b")}, "rejected: got ['user'], want one assistant turn"),
-        ("messages", MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content: got"),
-        ("messages", MESSAGES, WEIGHTS, "messages: every assistant turn has weight 0, want one to learn"),
-        ("self_instruct", SEED, {"instances": [{"input": "x"}]}, "output: missing"),
-        ("question_answer", QUESTION, {"answer": " "}, NO_ANSWER),
-        ("hh", HH, {"rejected": None}, "rejected: got None, want a string"),
-        ("hh", HH, {"chosen": "\n\nHuman: Ho\n\nAssistant: x"}, "chosen: the two dialogues part before the last answer"),
-        ("hh", SCORED, {"text": [HH["chosen"]]}, "want two dialogues"),
-        ("trl", TRL, {"rejected": None}, "rejected: got None, want a string"),
-        ("pairs", PAIR, {"rejected_response": None}, "rejected_response: got None, want a string"),
-        ("choices", CHOICES, {"rejected": [3]}, "rejected: got [3], want a list of strings"),
-        ("kto", KTO, {"label": None}, "label: got None, want true or false: remove rows without a judgement"),
+        ("alpaca", s.ALPACA, {"output": ""}, NO_ANSWER),
+        ("sharegpt", s.SHAREGPT, {"conversations": TOOL}, f"conversations.1.from: got 'tool', {ROLE}"),
+        ("sharegpt", s.COMPARED, {"rejected": says("human", "b")}, "rejected: got ['user'], want one assistant turn"),
+        ("messages", s.MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content: got"),
+        ("messages", s.MESSAGES, WEIGHTS, "messages: every assistant turn has weight 0, want one to learn"),
+        ("self_instruct", s.SEED, {"instances": [{"input": "x"}]}, "output: missing"),
+        ("question_answer", s.QUESTION, {"answer": " "}, NO_ANSWER),
+        ("hh", s.HH, {"rejected": None}, "rejected: got None, want a string"),
+        ("hh", s.HH, {"chosen": "\n\nHuman: Ho\n\nAssistant: x"}, "chosen: the two dialogues part before the last answer"),
+        ("hh", s.SCORED, {"text": [s.HH["chosen"]]}, "want two dialogues"),
+        ("trl", s.TRL, {"rejected": None}, "rejected: got None, want a string"),
+        ("pairs", s.PAIR, {"rejected_response": None}, "rejected_response: got None, want a string"),
+        ("choices", s.CHOICES, {"rejected": [3]}, "rejected: got [3], want a list of strings"),
+        ("kto", s.KTO, {"label": None}, "label: got None, want true or false: remove rows without a judgement"),
         ("kto", {"messages": [USER, answer("a")], "label": True}, {"messages": [USER]}, "messages: got 'user', want a last turn"),
-        ("openai_comparisons", COMPARISON, {"choice": None}, "choice: got None, want 0 or 1, the better of two summaries"),
-        ("openai_comparisons", AXES, {"summary": {"text": "x", "axes": {"overall": None}}}, "summary.axes.overall: got None"),
-        ("webgpt", WEBGPT, {"score_1": None}, "score_1: got None, want a number"),
-        ("ultrafeedback", ULTRAFEEDBACK, {"completions": [{"response": "x"}]}, "completions: some have no score"),
-        ("nectar", NECTAR, {"answers": [{"answer": "x", "rank": 1}]}, "answers: got {'a': 1}, want two ranks or more"),
-        ("qa_feedback", QA_FEEDBACK, {"preference": [1, 2, 1, 1, 1, 1]}, "the judgements go in a circle, 1 over 2 over 3 over 1"),
-        ("oasst", OASST, {"prompt": OASST["prompt"] | {"role": "bot"}}, f"message.0.role: got 'bot', {ROLE}"),
-        ("argilla", ARGILLA_1, {"responses": {}}, "responses: got none, want one that judges response-1, response-2"),
-        ("argilla", ARGILLA_1, {"responses": {"comment": [{"value": "Hm."}]}}, "responses: got ['comment'], want one that"),
+        ("openai_comparisons", s.COMPARISON, {"choice": None}, "choice: got None, want 0 or 1, the better of two summaries"),
+        ("openai_comparisons", s.AXES, {"summary": {"text": "x", "axes": {"overall": None}}}, "summary.axes.overall: got None"),
+        ("webgpt", s.WEBGPT, {"score_1": None}, "score_1: got None, want a number"),
+        ("ultrafeedback", s.ULTRAFEEDBACK, {"completions": [{"response": "x"}]}, "completions: some have no score"),
+        ("nectar", s.NECTAR, {"answers": [{"answer": "x", "rank": 1}]}, "answers: got {'a': 1}, want two ranks or more"),
+        ("qa_feedback", s.QA_FEEDBACK, {"preference": [1, 2, 1, 1, 1, 1]}, "the judgements go in a circle, 1 over 2 over 3 over 1"),
+        ("oasst", s.OASST, {"prompt": s.OASST["prompt"] | {"role": "bot"}}, f"message.0.role: got 'bot', {ROLE}"),
+        ("argilla", s.ARGILLA_1, {"responses": {}}, "responses: got none, want one that judges response-1, response-2"),
+        ("argilla", s.ARGILLA_1, {"responses": {"comment": [{"value": "Hm."}]}}, "responses: got ['comment'], want one that"),
     ],
 )  # fmt: skip
 def test_a_bad_row_says_what_came_and_what_was_wanted(rejects, format, good, change, message):

@@ -58,17 +58,13 @@ def test_usual_vocabularies(words):
     assert judged(*words) == [A, B, TIE]
 
 
-@pytest.mark.parametrize(
-    ("seen", "said"),
-    [
-        ((0, 1, 1), "got 1 (2x), 0 (1x): say what each means, for example with words.first=1 words.second=0"),
-        (("1", "1"), "got 1 (2x): say what each means"),
-        ((0.0, None), "got 0 (1x): say"),
-        ((1, 2, 3, 4, 5), "got 1 (1x), 2 (1x), 3 (1x), 4 (1x), 5 (1x): say"),
-        ((-1, -1, *[1, 2, 0] * 10), "got 1 (10x), 2 (10x), 0 (10x), -1 (2x): say"),
-        ((-3, 0, 3), "got -3 (1x), 0 (1x), 3 (1x): say"),
-    ],
-)
+@pytest.mark.parametrize(("seen", "said"), [
+    ((0, 1, 1), "got 1 (2x), 0 (1x): say what each means, for example with words.first=1 words.second=0"),
+    (("1", "1"), "got 1 (2x): say what each means"), ((0.0, None), "got 0 (1x): say"),
+    ((1, 2, 3, 4, 5), "got 1 (1x), 2 (1x), 3 (1x), 4 (1x), 5 (1x): say"),
+    ((-1, -1, *[1, 2, 0] * 10), "got 1 (10x), 2 (10x), 0 (10x), -1 (2x): say"),
+    ((-3, 0, 3), "got -3 (1x), 0 (1x), 3 (1x): say"),
+])  # fmt: skip
 def test_numbers_that_could_mean_two_things_are_refused(seen, said):
     rows = [{"q": "?", "a": "1st", "b": "2nd", "w": value} for value in seen]
     with pytest.raises(UserError, match=re.escape(f"columns.winner=w: t.csv, first {len(seen)} rows: {said}")):
@@ -87,7 +83,7 @@ def test_words_of_another_language_are_one_message_with_the_settings_to_copy():
     assert len(convert(rows[:4], words, **PAIR, winner="w")) == 4
 
 
-def test_labelers_side_by_side():
+def test_labelers_side_by_side_and_ranked_columns_and_lists():
     rows = [
         {"q": "?", "a": "1st", "b": "2nd", "x": 1, "y": 2, "z": 0, "id": "i"},
         {"q": "?", "a": "3", "b": "4", "x": 2, "y": None, "z": 1, "id": None},
@@ -101,9 +97,6 @@ def test_labelers_side_by_side():
         ("t.csv:2.1", "z", A),
     ]
     assert made[0].metadata == {} and made[3].metadata == {"y": None}  # nothing that was read is lost
-
-
-def test_ranked_columns_and_lists():
     row = {"q": "?", "best": "1st", "mid": "", "last": "3rd"}
     [made] = convert([row], prompt="q", ranked=["best", "mid", "last"])
     assert [one.text for one in made.responses] == ["1st", "3rd"] and made.ranking == A
@@ -129,7 +122,7 @@ def test_scores():
     assert problem(row | {"s": "", "t": ""}, **columns).startswith("s: got nothing, want a number for each response")
 
 
-def test_responses_and_scores_in_lists():
+def test_responses_and_scores_in_lists_and_kinds_without_judgement():
     row = {"q": "?", "r": [{"t": "x", "s": 3, "m": "p"}, {"t": "y", "s": 9, "m": "q"}]}
     [made] = convert([row], prompt="q", responses="r.*.t", scores="r.*.s")
     assert made.ranking == B and [one.text for one in made.responses] == ["x", "y"]
@@ -140,9 +133,6 @@ def test_responses_and_scores_in_lists():
         {"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q", responses="r", scores="s"
     )
     assert "want a list, or one column per response" in problem({"q": "?", "r": "x"}, prompt="q", responses="r")
-
-
-def test_kinds_without_judgement():
     row = {"q": " Hi ", "a": "1st", "b": "2nd", "who": "u", "by": "l", "n": 5}
     [prompt] = convert([row], prompt="q", user="who", id="n", labeler="by")
     assert (prompt.kind, prompt.id, prompt.user, prompt.prompt[0].content) == ("prompt", "5", "u", " Hi ")
@@ -156,7 +146,7 @@ def test_kinds_without_judgement():
     assert task.metadata["user"] == "u"
 
 
-def test_prompts_of_several_columns_and_messages():
+def test_prompts_of_several_columns_messages_and_paths():
     chat = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}, {"from": "human", "value": "No."}]
     first, second = convert([{"i": " Do it. ", "x": ""}, {"i": "Do it.", "x": "To this\n"}], prompt=["i", "x"])
     assert (first.prompt[0].content, second.prompt[0].content) == ("Do it.", "Do it.\n\nTo this")
@@ -165,15 +155,12 @@ def test_prompts_of_several_columns_and_messages():
     assert problem({"i": " ", "x": "", "n": 1}, prompt=["i", "x"]).startswith("prompt: got no text")
     assert 'its last turn is "assistant"' in problem({"c": chat[:2]}, prompt="c")
     assert problem({"c": {"t": "x"}}, prompt="c") == "c: got {'t': 'x'}, want text"
-
-
-def test_paths():
     row = {"a.b": "dotted", "a": {"b": "nested", "c d": [["x"], {"y": "deep"}]}, "r": "answer"}
     for path, text in {"a.b": "dotted", "a.c d.1.y": "deep", "a.c d.0.0": "x", "a.c d.-1.y": "deep"}.items():
         assert convert([row], prompt=path, response="r")[0].prompt[0].content == text
 
 
-def test_a_column_that_is_not_there_names_its_neighbours():
+def test_a_column_that_is_not_there_names_its_neighbours_before_the_first_row(tmp_path, imported):
     rows = [{"question": "?", "answers": [{"text": "x"}], "Response A": "x", "response_b": "y"}]
     with pytest.raises(UserError) as caught:
         prepared(rows, prompt="qestion", responses=["response a", "answer.0.text"])
@@ -182,9 +169,6 @@ def test_a_column_that_is_not_there_names_its_neighbours():
         "columns.responses=response a: t.csv has no such column (did you mean 'response_b'?); "
         "columns.responses=answer.0.text: t.csv has no such column (did you mean 'answers'?)"
     )
-
-
-def test_import_looks_at_the_column_before_the_first_row(tmp_path, imported):
     (tmp_path / "t.csv").write_text("q;a;b;w\n1?;x;y;0\n2?;x;y;1\n3?;x\n4?;x;y;2\n")
     columns = ["columns.prompt=q", "columns.responses=[a,b]", "columns.winner=w"]
     records, _, report = imported(tmp_path / "t.csv", "format=table", *columns)
