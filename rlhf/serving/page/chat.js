@@ -35,6 +35,10 @@ export function makeChat(panel, me, compare) {
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSend();
   });
+  // A pressed button takes no focus: leaving the box of an answer moves what is below it, and the button would miss its click. The
+  // click itself closes the box first.
+  panel.addEventListener("mousedown", (event) => { if (event.target.closest("button")) event.preventDefault(); });
+  panel.addEventListener("click", (event) => { if (event.target.closest("button") && list.contains(document.activeElement)) document.activeElement.blur(); }, true);
   shading.addEventListener("change", draw);
   reference.addEventListener("change", () => { for (const turn of turns) turn.shades = null; draw(); });
 

@@ -22,7 +22,8 @@ export function makeManage(panel, me) {
     then?.(answer);
     await load();
   });
-  const assign = act("assign", () => ({ tasks: checked(tasks), labelers: checked(names) }), "The marked tasks are assigned.");
+  const assign = act("assign", () => ({ tasks: checked(tasks), labelers: checked(names) }), "The marked tasks are assigned.",
+    () => { for (const inside of [tasks, names]) for (const box of inside.querySelectorAll("input:checked")) box.checked = false; });
   const labeler = (label, who, does) => el("button", { class: "small",
     onclick: act("labeler", () => ({ name: who, do: does }), `${who}: done.`), "aria-label": `${label} ${who}` }, label);
   panel.append(bar, about, el("h2", {}, "Labelers"),
@@ -51,14 +52,15 @@ export function makeManage(panel, me) {
 
   async function load() {
     const found = await get("/api/manage");
+    const marked = new Set(checked(tasks)), chosen = new Set(checked(names)); // still so after the page is drawn again
     [bar.max, bar.value] = [Math.max(1, found.wanted), found.done];
     about.textContent = `${found.done} of ${found.wanted} labels`;
     people.replaceChildren(...found.people.map((one) => row(one.name, String(one.done), one.seconds === null ? "–" : one.seconds.toFixed(0),
       percent(one.agreement), percent(one.gold), percent(one.again), one.warnings.join("; ") || "–", one.last.slice(0, 16).replace("T", " "), one.known ? el("span", {}, one.paused ? labeler("Resume", one.name, "resume")
         : labeler("Pause", one.name, "pause"), " ", labeler("Revoke", one.name, "revoke")) : "revoked")));
     found.tasks.sort((a, b) => b.clashes - a.clashes);
-    names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" }, el("input", { type: "checkbox", value: one.name }), one.name)));
-    tasks.replaceChildren(...found.tasks.map((one) => row(el("input", { type: "checkbox", value: one.name, "aria-label": `Mark ${one.name}`, onclick: mark }),
+    names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" }, el("input", { type: "checkbox", value: one.name, checked: chosen.has(one.name) }), one.name)));
+    tasks.replaceChildren(...found.tasks.map((one) => row(el("input", { type: "checkbox", value: one.name, checked: marked.has(one.name), "aria-label": `Mark ${one.name}`, onclick: mark }),
       one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–", one.assigned.join(", ") || "–",
       el("button", { class: "small", onclick: () => open(one.name), "aria-label": `Open ${one.name}` }, one.decided ? "Decided" : "Open"))));
     if (me.rounds) await showRound();
