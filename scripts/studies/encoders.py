@@ -35,7 +35,7 @@ def figures(cell: Cell) -> dict[str, float]:
     with safe_open(cell.home / "reward" / "model" / "model.safetensors", "pt") as file:
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (it is no dict)
     return {
-        "parameters": float(parameters),
+        "thousand parameters": parameters / 1000,
         "pair accuracy": results["reward_model"]["accuracy"]["value"],
         "pairs that an attack flips, mean": mean(attacks, "flips"),
         "worst attack": max(row["flips"]["value"] for row in attacks if row["flips"] is not None),
