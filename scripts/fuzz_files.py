@@ -221,18 +221,21 @@ def closed_streams() -> None:
     command("watch", "watch.wait=false")()
 
 
+CHAT = ("chat.stage=sft", "rollout.max_new_tokens=2")
+
+
 def odd_text() -> None:
     texts = ("\ud800", "a\udfffb", "\0", "\x1b[31m", "${oc.env:HOME}", "[" * 999, "\U0010ffff", "a" * 10_000)
-    command("next", "next.stage=sft", f"next.text={random.choice(texts)}")()
+    command("chat", *CHAT, f"chat.message={random.choice(texts)}")()
 
 
 ODD_READERS = odd_call, odd_host, closed_streams, odd_text
 EXPORT = command("export", "export.stage=sft", "export.out=out", "overwrite=true")
 EXPORT_REWARD = command("export", "export.stage=reward", "export.out=out", "overwrite=true")
-NEXT = command("next", "next.stage=sft", "next.text=hello")
+TALK = command("chat", *CHAT, "chat.message=hello")
 SHOW = command("report"), command("watch", "watch.wait=false")
 READERS: dict[str, tuple[Callable[[], None], ...]] = {
-    "runs/small/sft/stage.json": (EXPORT, *SHOW, NEXT, scores, command("reward", "overwrite=true", "reward.epochs=0")),
+    "runs/small/sft/stage.json": (EXPORT, *SHOW, TALK, scores, command("reward", "overwrite=true", "reward.epochs=0")),
     "runs/small/reward/stage.json": (EXPORT_REWARD, *SHOW, scores),
     "runs/small/evaluate/results.json": SHOW,
     "runs/small/evaluate/samples.jsonl": SHOW,
@@ -241,16 +244,16 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
     "runs/small/sft/metrics.jsonl": SHOW,
     "runs/small/sft/samples.jsonl": SHOW,
     "runs/small/sft/config.yaml": SHOW,
-    "runs/small/sft/model/config.json": (EXPORT, NEXT, scores),
-    "runs/small/sft/model/generation_config.json": (EXPORT, NEXT, scores),
-    "runs/small/sft/model/tokenizer.json": (EXPORT, NEXT, scores),
-    "runs/small/sft/model/tokenizer_config.json": (EXPORT, NEXT, scores),
-    "runs/small/sft/model/model.safetensors": (EXPORT, NEXT),
+    "runs/small/sft/model/config.json": (EXPORT, TALK, scores),
+    "runs/small/sft/model/generation_config.json": (EXPORT, TALK, scores),
+    "runs/small/sft/model/tokenizer.json": (EXPORT, TALK, scores),
+    "runs/small/sft/model/tokenizer_config.json": (EXPORT, TALK, scores),
+    "runs/small/sft/model/model.safetensors": (EXPORT, TALK),
     "runs/small/reward/model/config.json": (EXPORT_REWARD, scores),
     "runs/small/pretrain/corpus/meta.json": (reads_corpus,),
     "runs/small/pretrain/adopted.json": (EXPORT,),
-    "runs/small/settings.json": (NEXT, SHOW[0]),
-    "own/experiment/mine.yaml": (command("next", "--config-dir", "own", "experiment=mine", "next.stage=sft", "next.text=hello"),),
+    "runs/small/settings.json": (TALK, SHOW[0]),
+    "own/experiment/mine.yaml": (command("chat", "--config-dir", "own", "experiment=mine", *CHAT, "chat.message=hello"),),
     **{f"serve/{name}": (reads_labelling,) for name in ("labels.jsonl", "labelers.json", "labelers.txt", "sample/sample.json")},
     "serve/instructions.txt": ODD_READERS,
     "runs/small/sft/checkpoints/step-1/manifest.json": (reads_checkpoint,),
@@ -342,7 +345,9 @@ def make_files(home: Path) -> None:
     write_json(run / "pretrain/adopted.json", {"source": "x", "revision": None, "licence": "mit", "sha256": {}})
     write_json(run / "settings.json", {"sft.lr": "0.001"})
     Path("own/experiment").mkdir(parents=True)
-    Path("own/experiment/mine.yaml").write_bytes(PACKAGE + b'{"sft": {"lr": 0.001, "epochs": 1}, "next": {"count": 2}}')
+    Path("own/experiment/mine.yaml").write_bytes(
+        PACKAGE + b'{"sft": {"lr": 0.001, "epochs": 1}, "chat": {"greedy": true}}'
+    )
     command("import", "path=labels.jsonl", "out=imported")()
 
 

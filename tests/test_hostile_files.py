@@ -21,14 +21,13 @@ from rlhf.data.reading import load_all
 from rlhf.data.storage import read_manifest
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.benchmarks import columns_of, load_task
+from rlhf.evaluation.shots import columns_of, load_task
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import MOST_TENSORS
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import LabelModel, RewardModel
 from rlhf.recipe import STAGES
-from rlhf.report.sections import make_skipped
 from rlhf.runs import folders as runs
 from rlhf.runs.run_files import read_run
 from rlhf.serving.labelling import LabelFile, Labelling
@@ -156,7 +155,7 @@ def test_a_record_of_wrong_types_is_one_line_in_every_command(tmp_path, capsys, 
     folder = tmp_path / "runs" / "x" / "sft"
     folder.mkdir(parents=True)
     write_record(folder, **{name: RECORDS[name]})
-    for command, more in (("export", []), ("next", ["next.text=a"])):
+    for command, more in (("export", []), ("chat", ["chat.message=a"])):
         with pytest.raises(SystemExit) as ended:
             main([command, f"{command}.stage=sft", f"runs_dir={tmp_path}/runs", "run=x", *more])
         [line] = capsys.readouterr().err.splitlines()
@@ -245,21 +244,6 @@ def test_a_test_file_that_was_trained_on_is_said(tmp_path, capsys):
         assert f"classify.test: {said} examples are in classify.data too" in capsys.readouterr().out
 
 
-def test_lines_added_to_metrics_are_said(tmp_path):
-    folder = tmp_path / "x" / "sft"
-    folder.mkdir(parents=True)
-    write_record(folder, steps=3)
-    rows = "".join(json.dumps({"progress/step": step, "sft/loss": 1.0}) + "\n" for step in (1, 2, 3, 3))
-    for more, count in (
-        (rows[:0], 0),
-        (rows[: rows.index("\n") + 1], 1),
-        (json.dumps({"progress/step": 9, "sft/loss": 0.0}), 1),
-    ):
-        (folder / "metrics.jsonl").write_text(rows + more)
-        notes = [note for note in make_skipped(read_run(tmp_path / "x")) if "were added to it" in note]
-        assert len(notes) == count
-
-
 def test_yaml_whose_aliases_grow_is_refused_before_hydra_copies_it(tmp_path, capsys):
     rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
@@ -298,15 +282,15 @@ def test_a_damaged_record_is_one_line(tmp_path, name):
         lambda: runs.read_stage(tmp_path / "x" / "sft"),
         lambda: runs.check_output(tmp_path / "x" / "sft"),
         lambda: runs.collect_parents(config, "reward"),
+        lambda: read_run(tmp_path / "x"),
     ):
         with pytest.raises(UserError, match=r"sft/stage.json: (damaged|is a folder)[^\n]*overwrite=true$"):
             read()
-    read_run(tmp_path / "x")  # the report is patient
 
 
 COMMANDS = (
     "chat", "export", "generate", "sample", "pipeline", "evaluate", "rejection", "dpo", "ppo", "reward", "label", "sft",
-    "pretrain", "tokenizer",
+    "pretrain", "tokenizer", "report", "watch",
 )  # fmt: skip
 
 
@@ -322,17 +306,11 @@ def test_every_command_that_reads_a_damaged_record_says_so_in_one_line(tmp_path,
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_the_report_and_watch_show_what_is_there_and_name_what_is_damaged(tmp_path, capsys, name):
-    files = ["sft/stage.json", "evaluate/results.json", "pipeline.json"]
-    files += ["sft/metrics.jsonl", "sft/samples.jsonl", "sft/config.yaml", "evaluate/samples.jsonl"]
-    for file in files:
+def test_the_report_and_watch_pass_over_damaged_measurements(tmp_path, capsys, name):
+    for file in ("pipeline.json", "sft/metrics.jsonl", "sft/samples.jsonl", "evaluate/samples.jsonl"):
         damage(tmp_path / "x" / file, DAMAGE[name])
-    notes = make_skipped(read_run(tmp_path / "x"))
-    for file in files[:2]:
-        assert any(f"{file}: damaged" in note or f"{file}: is a folder" in note for note in notes), file
     place = [f"runs_dir={tmp_path}", "run=x"]
     main(["watch", "watch.wait=false", *place])
     if name in ("a list", "null settings", "a folder"):
         main(["report", *place])
-        assert "damaged" in (tmp_path / "x" / "report.html").read_text() or name == "a folder"
     assert capsys.readouterr().err == ""

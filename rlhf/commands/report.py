@@ -1,11 +1,10 @@
-"""`rlhf report run=a[,b,c]`: a run, or several on the same axes, as one self-contained HTML page."""
+"""`rlhf report run=x`: a run as one self-contained HTML page."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.runs.folders import refuse_inside_stage, run_folder
+from rlhf.runs.folders import existing_run, refuse_inside_stage
 from rlhf.system.terminal import say
 
 
@@ -13,7 +12,7 @@ def run(config: Config) -> None:
     """Write the page. Raises: UserError for an unknown run."""
     from rlhf.report.page import write_report
 
-    say(f"report: {write_report(*run_folders(config), path=checked_out(config))}")
+    say(f"report: {write_report(existing_run(config), checked_out(config))}")
 
 
 def checked_out(config: Config) -> Path | None:
@@ -29,18 +28,3 @@ def checked_out(config: Config) -> Path | None:
             if not file.read(15).lower().startswith(b"<!doctype html"):
                 raise UserError(f"report.out={out}: exists and is no report: choose another, or add overwrite=true")
     return out
-
-
-def run_folders(config: Config) -> list[Path]:
-    """The folders of run=a,b,c. Raises: UserError if one is not a run, or is named twice."""
-    folders: list[Path] = []
-    for name in filter(None, map(str.strip, config.run.split(","))):
-        folder = run_folder(replace(config, run=name))
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
-        if folder in folders:
-            raise UserError(f"run={config.run}: {name} is named twice: name each run once")
-        folders.append(folder)
-    if not folders:
-        raise UserError("run=: want the name of a run, or several separated by commas")
-    return folders

@@ -1,4 +1,4 @@
-"""`rlhf serve run=a[,b]`: models of a run behind an OpenAI-style API, and a page to chat with, compare and label them."""
+"""`rlhf serve run=x`: models of a run behind an OpenAI-style API, and a page to chat with, compare and label them."""
 
 import gc
 import ipaddress
@@ -9,14 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf.commands.report import run_folders
 from rlhf.config import Config
 from rlhf.config.setting import FromEnvironment, listed
 from rlhf.data.encoding import names_of
 from rlhf.data.reading import load_comparisons, load_rules
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
-from rlhf.runs.folders import read_record, refuse_inside_stage, run_folder, stages_of
+from rlhf.runs.folders import existing_run, read_record, refuse_inside_stage, run_folder, stages_of
 from rlhf.system.terminal import say
 
 LEAST_SECRET = 16  # characters of serve.token
@@ -37,11 +36,11 @@ def run(config: Config) -> None:
     """Serve until a signal stops the process. Raises: UserError for a run without models, or an address in use."""
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
-    folders, loopback = run_folders(config), check_address(config)
+    folder, loopback = existing_run(config), check_address(config)
     with bind_socket(config) as listening:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        thread, app, rounds = make(config, folders, loopback, address)
+        thread, app, rounds = make(config, folder, loopback, address)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
         listening.listen()  # so that who reads the address can connect at once
@@ -101,7 +100,7 @@ def bind_socket(config: Config) -> socket.socket:
     return listener
 
 
-def make(config: Config, folders: list[Path], loopback: bool, address: str) -> tuple[Any, Any, Any]:
+def make(config: Config, folder: Path, loopback: bool, address: str) -> tuple[Any, Any, Any]:
     """The models' thread, the application, and the labelling rounds that its manager may start."""
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import Checks, LabelFile, Labelling
@@ -110,11 +109,11 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
     from rlhf.serving.security import Access
 
     settings = config.serve
-    labels = Path(settings.labels) if settings.labels else folders[0] / "serve" / "labels.jsonl"
+    labels = Path(settings.labels) if settings.labels else folder / "serve" / "labels.jsonl"
     refuse_inside_stage(labels, "serve.labels")
     file = LabelFile(labels)
     names = names_of(settings.labelers)
-    tasks = load_tasks(settings.tasks, folders[0])
+    tasks = load_tasks(settings.tasks, folder)
     written = Path(settings.instructions) if settings.instructions else labels.with_name("instructions.txt")
     own = settings.instructions or written.is_file()
     judged = any(len({response.policy for response in task.responses}) > 1 for task in tasks)  # not to be trained on
@@ -126,9 +125,7 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
             f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {labels.parent}/labelers.txt, manager.txt"
         )
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
-    models = partial(
-        served_models, config, [answered_by(folder) for folder in folders], listed(settings.stages) or None
-    )
+    models = partial(served_models, config, answered_by(folder), listed(settings.stages) or None)
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
     checks = Checks(load_gold(config, tasks), settings.check_every, settings.qualification, settings.qualified)
@@ -144,7 +141,7 @@ def make(config: Config, folders: list[Path], loopback: bool, address: str) -> t
             raise UserError(
                 f"serve.pipeline={settings.pipeline}: want a run of `rlhf pipeline` in {config.runs_dir}, and labelers=[…]"
             )
-        rounds = Rounds(config, folders[0], settings.pipeline)
+        rounds = Rounds(config, folder, settings.pipeline)
     return thread, make_app(thread, access, labelling, instructions, staff, rounds), rounds
 
 

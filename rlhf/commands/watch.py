@@ -1,8 +1,6 @@
 """`rlhf watch run=x`: follows a run from another terminal until it ends. It only reads the run's files."""
 
 import glob
-import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,16 +9,16 @@ from typing import NamedTuple, TextIO
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import ROUND_STAGES, STAGES
-from rlhf.runs.folders import run_folder, under_way
+from rlhf.runs.folders import existing_run, under_way
 from rlhf.runs.metric_table import CHARTS
 from rlhf.runs.progress import format_count, format_figure, format_seconds
 from rlhf.runs.run_files import StageFiles, number_at, read_stage_files
 from rlhf.system.files import is_locked
-from rlhf.system.terminal import printable, say, write
+from rlhf.system.terminal import say
 
-# Seconds between two plain lines, and seconds without a lock after which a run counts as ended: a pipeline takes some
+# Seconds between two lines, and seconds without a lock after which a run counts as ended: a pipeline takes some
 # seconds from one stage to the next.
-PLAIN_INTERVAL, PATIENCE = 10.0, 30.0
+INTERVAL, PATIENCE = 10.0, 30.0
 RATE_POINTS = 20  # over which the speed is measured
 
 
@@ -77,34 +75,25 @@ def look(run: Path) -> list[StageState]:
 
 def run(config: Config) -> None:
     """Show the state of the run until it ends. Raises: UserError if there is no such run, or if it stopped."""
-    folder = run_folder(config)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    folder = existing_run(config)
     try:
-        follow(folder, config.watch.every_seconds, config.watch.wait, sys.stdout, live)
+        follow(folder, config.watch.every_seconds, config.watch.wait, sys.stdout)
     except KeyboardInterrupt:
         say()
 
 
-def follow(run: Path, every: float, wait: bool, out: TextIO, live: bool, patience: float = PATIENCE) -> None:
-    """Draws a line per stage again and again, or prints one when a stage begins or ends and every PLAIN_INTERVAL seconds.
+def follow(run: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
+    """Prints a line when a stage begins or ends, and every INTERVAL seconds if it has changed.
 
     Raises: UserError if the run is incomplete and no process has worked on it for `patience` seconds.
     """
-    printed, printed_at, height, changed_at, seen = dict[str, str](), 0.0, 0, 0.0, None
+    printed, printed_at, changed_at, seen = dict[str, str](), 0.0, 0.0, None
     while True:
         stages, now = look(run), time.monotonic()
-        if live:
-            width = shutil.get_terminal_size().columns
-            lines = [printable(stage)[:width] for stage in stages] or [f"{run.name}: nothing has started"[:width]]
-            up = f"\x1b[{height}A" if height else ""
-            write(up + "".join(f"\x1b[2K{text}\n" for text in lines) + "\x1b[0J", out)
-            height = len(lines)
-        for stage in [] if live else stages:
+        for stage in stages:
             before, text = printed.get(stage.title, ""), str(stage)
             begun_or_ended = not before.startswith(f"{stage.title}: {stage.status}")
-            if begun_or_ended or (text != before and now - printed_at >= PLAIN_INTERVAL):
+            if begun_or_ended or (text != before and now - printed_at >= INTERVAL):
                 say(text, out)
                 printed[stage.title], printed_at = text, now
         running, shown = any(stage.status == "running" for stage in stages), [str(stage) for stage in stages]

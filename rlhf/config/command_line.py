@@ -18,12 +18,8 @@ from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
 FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
-SEVERAL_RUNS = ("report", "serve")  # commands that take run=a,b,c, which Hydra would read as a sweep
-SHORT = {
-    "serve": ("labelers", "labels_per_prompt"),
-    "clean": ("yes",),
-}  # settings that may be written without their group
-TEXTS = {"chat": ("message", "system"), "next": ("text",)}  # settings of free text; the first may follow `--`
+SHORT = {"serve": ("labelers", "labels_per_prompt")}  # settings that may be written without their group
+TEXTS = {"chat": ("message", "system")}  # settings of free text; the first may follow `--`
 
 
 FOLDER = re.compile(r"file://([^'\"\],]+)")  # in hydra.searchpath
@@ -66,22 +62,17 @@ def check_yaml(folder: Path) -> None:
 def read_words(arguments: list[str], command: str) -> Words:
     """Take the words after the command apart. Raises: UserError for an unknown flag or a missing folder."""
     overrides: list[str] = []
-    words, runs = list(arguments), []
+    words = list(arguments)
     sweeps = shows = False
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        if flag == "run" and equals and command in SEVERAL_RUNS:
-            runs.append(value.strip("'\""))
-            continue
         if flag in SHORT.get(command, ()):
             word = f"{command}.{word}"
         if word == "--":
             if command not in TEXTS:
                 takers = " and ".join(f"`rlhf {name}`" for name in TEXTS)
-                raise UserError(
-                    f"--: only {takers} take text after it: write the settings of `rlhf {command}` as key=value"
-                )
+                raise UserError(f"--: only {takers} takes text: write the settings of `rlhf {command}` as key=value")
             overrides.append(f"{command}.{TEXTS[command][0]}={in_quotes(' '.join(words))}")
             break
         if not word.startswith("-"):
@@ -103,7 +94,6 @@ def read_words(arguments: list[str], command: str) -> Words:
             raise UserError(f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml")
         else:
             overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
-    overrides += [f"run='{','.join(runs)}'"] if runs else []
     for folder in searched_folders(overrides):
         check_yaml(folder)
     return Words(overrides, sweeps, shows)

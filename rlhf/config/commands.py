@@ -16,16 +16,14 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
                  (*dict.fromkeys(group for row in STAGES.values() for group in row.groups), "tracking", "checkpoints", "parents",
                   "launcher", "sharding", "memory", "round")),
     **{name: row for name, row in _STAGES.items() if name not in GOLD_STAGES},
-    "report": ("rlhf.commands.report", "write the report of a run, or of several side by side, as one HTML page", ("report",)),
+    "report": ("rlhf.commands.report", "write the report of a run as one HTML page", ("report",)),
     "watch": ("rlhf.commands.watch", "follow a run from another terminal", ("watch",)),
     "dashboard": ("rlhf.commands.dashboard", "create or update the W&B dashboard",
                   ("tracking",)),
     "chat": ("rlhf.commands.chat", "talk to a model of a run in the terminal", ("chat",)),
-    "next": ("rlhf.commands.next_tokens", "show the most likely next tokens of a text", ("next",)),
     "serve": ("rlhf.commands.serve", "serve models: an OpenAI-style API, and a page to chat, compare, rank and demonstrate",
               ("serve",)),
     "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
-    "clean": ("rlhf.commands.clean", "list what can go of a run, and delete it with yes=true", ("clean",)),
     "corpus": ("rlhf.commands.corpus", "clean pretraining text as C4 and GPT-3's was, and account for every document", ()),
     "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records",
                ("columns", "words")),
@@ -43,7 +41,6 @@ _EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "gold.trut
 _ALSO_READ = {
     "chat": ("rollout.max_new_tokens", "parents"),
     "export": ("parents",),
-    "next": ("parents",),
     "generate": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled", "data.prompts", "data.demonstrations",
                  "data.comparisons", "data.format", "data.allow_partial"),
     "sample": ("rollout.max_new_tokens", "rollout.batch_size", "parents", "gold.enabled"),
@@ -111,9 +108,9 @@ class GenerateConfig:
 
 @dataclass(slots=True)
 class ReportConfig:
-    """`rlhf report`. run=a,b,c shows several runs in the same charts."""
+    """`rlhf report`."""
 
-    out: str | None = setting(None, "output file; none: report.html in the run's folder, or report-<runs>.html")
+    out: str | None = setting(None, "output file; none: report.html in the run's folder")
 
 
 @dataclass(slots=True)
@@ -136,17 +133,8 @@ class ChatConfig:
 
 
 @dataclass(slots=True)
-class NextConfig:
-    """`rlhf next`."""
-
-    stage: str = setting("pretrain", "stage whose model continues the text", choices=POLICY_STAGES)
-    text: str | None = setting(None, "the text, without a chat template")
-    count: int = setting(10, "number of most likely next tokens to show", min=1, max=1000)
-
-
-@dataclass(slots=True)
 class ServeConfig:
-    """`rlhf serve`: an OpenAI-style API, and a page for chat, comparison and labelling. run=a,b,c serves several runs."""
+    """`rlhf serve`: an OpenAI-style API, and a page for chat, comparison and labelling."""
 
     port: int = setting(8000, "port to listen on; 0: any free one", min=0, max=65535)
     host: str = setting("127.0.0.1", "address to listen on; any but loopback needs serve.token")
@@ -160,7 +148,7 @@ class ServeConfig:
     tasks: str | None = setting(None, "tasks.jsonl of `rlhf sample`; none: runs/<run>/sample/tasks.jsonl, if any")
     labels: str | None = setting(None, "file that labels are appended to; none: runs/<run>/serve/labels.jsonl")
     labelers: Any = setting(None, "names; each gets a link with a secret; none: one labeler, local", kind="labelers")
-    labelers_chat: bool = setting(False, "labelers may also use Chat, Compare and Next token")
+    labelers_chat: bool = setting(False, "labelers may also use Chat and Compare")
     labels_per_prompt: int = setting(1, "labelers who rank each prompt", min=1)
     rules: str | None = setting(None, "JSON file of rules, which labelers mark as broken per response; data/rules.json")
     gold: str | None = setting(None, "rankings that are known: each labeler gets them among the tasks")
@@ -178,13 +166,6 @@ class ExportConfig:
     stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
     form: str = setting("auto", "architecture, such as llama; auto: that of the weights, or what fits; rlhf: ours")
     out: str | None = setting(None, "output folder; none: runs/<run>/export")
-
-
-@dataclass(slots=True)
-class CleanConfig:
-    """`rlhf clean`."""
-
-    yes: bool = setting(False, "delete what is listed")
 
 
 @dataclass(slots=True)

@@ -1,7 +1,9 @@
 """Names of earlier versions and of other programs, each with what to use instead. The error messages read this table."""
 
 COMMANDS: dict[str, str] = {
-    "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own"
+    "clean": "delete a complete stage's `checkpoints/` and folders named `.<stage>.new` yourself; nothing reads them",
+    "next": "`rlhf generate generate.logprobs=true` writes the log-probs of answers; for other tokens use `rlhf.load(run).policy(stage)`",
+    "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own",
 }
 _MODEL = (
     "name a pretrained model with model.pretrained=<hub id, @revision allowed>, in `rlhf pipeline`, or in `rlhf tokenizer` and "
@@ -9,7 +11,11 @@ _MODEL = (
 )
 # A row of a whole group of settings has the group's name.
 SETTINGS: dict[str, str] = {
-    "evaluate.instructions": "use evaluate.benchmarks=[ifeval], lm-eval's task of checked instructions",
+    **dict.fromkeys(
+        ("evaluate.benchmarks", "evaluate.benchmark_tasks", "evaluate.benchmark_limit", "evaluate.benchmark_batch"),
+        "run lm-eval on the folder of `rlhf export`: lm_eval --model hf --model_args pretrained=<folder> --tasks <tasks>",
+    ),
+    "evaluate.instructions": "run lm-eval's task ifeval of checked instructions on the folder of `rlhf export`",
     "evaluate.overlap": "`rlhf corpus path=<corpus> evaluation=<prompts> out=…` finds what they share, and cuts it out",
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
     "rate.safety": "use rate.least='{safe: 0.8}', which takes any quality",
@@ -29,6 +35,8 @@ SETTINGS: dict[str, str] = {
         "PPO samples at temperature 1; chat, generate and sample have a setting such as chat.temperature",
     ),
     "stop_token": "leave it out: a response ends at an end token; ppo.missing_eos_rule is for those without",
+    "sharding.file": "the settings deepspeed, sharding and precision make DeepSpeed's configuration; leave the file out",
+    "sft.pack": "leave it out: rows of similar length share a forward, which leaves little padding",
     "sequence": "use data.max_tokens, which the stages use too",
     "tracking.artifacts": "W&B gets metrics, configuration and tables; upload a finished model with `wandb artifact put`",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",

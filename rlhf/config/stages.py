@@ -105,7 +105,6 @@ class SftConfig(EvaluatedConfig):
     pretrain_fraction: float = setting(0.0, "share of rows of pretraining text; 0.1 before PPO", min=0, below=1)
     lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 uses 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
-    pack: bool = setting(False, "several demonstrations per row, without attention between them")
 
 
 @dataclass(slots=True)
@@ -267,11 +266,7 @@ class EvaluateConfig:
     labels: Any = setting(None, "people's rankings of several policies' responses: wins, ratings, flags", kind="paths")
     labels_model: str | None = setting(None, "a run, folder or classifier that judges all tasks of evaluate.labels too")
     shots: Any = setting(None, "numbers of solved examples of classify.data in a prompt, as [0,1,2]", kind="counts")
-    models: Any = setting(None, "stages that shots and benchmarks measure; none: from SFT on", kind="names")
-    benchmarks: Any = setting(None, "tasks of lm-eval", kind="names")
-    benchmark_tasks: str | None = setting(None, "folder of further tasks (lm-eval's YAML, code runs)")
-    benchmark_limit: int | None = setting(None, "examples per task; none: all", min=1)
-    benchmark_batch: int = setting(16, "sequences per forward of a benchmark", min=1)
+    models: Any = setting(None, "stages that shots measure; none: all complete ones", kind="names")
     judge: str | None = setting(None, "URL of an OpenAI-style endpoint that compares the answers")
     judge_model: str = setting("default", "name of the judge's model")
     judge_key: str | None = setting(None, "environment variable with the judge's key")
@@ -282,7 +277,7 @@ class EvaluateConfig:
     @property
     def turned_on(self) -> list[str]:
         """The evaluations besides the stage's own that are asked for; they run on one process."""
-        names = ("pairs", "labels", "benchmarks", "shots", "judge")
+        names = ("pairs", "labels", "shots", "judge")
         return [name for name in names if getattr(self, name)]
 
 

@@ -6,11 +6,11 @@ of responses (i, j) of one item, and the categories are "i better", "tie" and "j
 alpha counts every pair in both directions, and no figure depends on the order of the responses.
 """
 
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
-from math import fsum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_RESPONSES = 64  # items with more responses are left out
 MAX_LABELERS = 50  # labelers per pair of responses that are compared two by two; the others are left out
+LEAST_ITEMS = 10  # of fewer no interval is given
 _SHOWN = 20  # labelers on the screen
 _LINES = (  # title, figure, whether a share, its count, the unit of the count
     ("pairwise agreement", "pairwise", True, "pairs", "comparisons"),
@@ -32,21 +33,29 @@ _LINES = (  # title, figure, whether a share, its count, the unit of the count
 )
 
 
-def ratio(agreements: Sequence[int], comparisons: Sequence[int]) -> dict[str, Any]:
-    """sum(agreements) / sum(comparisons), with one entry of each per item, and its 95% interval.
+def figure(value: float, half: float | None, n: int) -> dict[str, Any]:
+    """{"value", "ci95": [low, high], "n"}, rounded. half: half the width of the interval; None if it is unknown."""
+    ends = None if half is None else [round(value - half, 4), round(value + half, 4)]
+    return {"value": round(value, 4), "ci95": ends, "n": n}
 
-    `ci95` is value +- 1.96 standard errors of the ratio with the item as unit, within [0, 1]; None if n < 2.
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], share: bool = False) -> dict[str, Any]:
+    """`figure` of a ratio whose parts come from items, such as prompts: sum of numerators over sum of denominators. share: of parts
+    of a whole.
+
+    The interval is the delta method's with an item as the unit (Cochran 1977, section 6.3); a share's that would reach 0 or 1 is
+    Wilson's, for as many independent cases as give that variance (if it is 0, the items). Fewer than LEAST_ITEMS give none.
     """
-    a, m = np.asarray(agreements, np.float64), np.asarray(comparisons, np.float64)
-    n = len(m)
-    if n == 0:
-        return {"value": None, "ci95": None, "n": 0, "pairs": 0}
-    value, interval = float(a.sum() / m.sum()), None
-    if n > 1:
-        squares = fsum((a - value * m) ** 2)  # the same bits for any order of the items
-        error = float(np.sqrt(n / (n - 1) * squares) / m.sum())
-        interval = [max(0.0, value - 1.96 * error), min(1.0, value + 1.96 * error)]
-    return {"value": value, "ci95": interval, "n": n, "pairs": int(m.sum())}
+    n, total = len(numerators), sum(denominators)
+    ratio = sum(numerators) / total
+    residuals = math.fsum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
+    half = None if n < LEAST_ITEMS else 1.96 * math.sqrt(n / (n - 1) * residuals) / total
+    if half is None or not share or 0 < ratio - half <= ratio + half < 1:
+        return figure(ratio, half, round(total))
+    spread = ratio * (1 - ratio)
+    z = half**2 / spread if half and spread > 0 else 1.96**2 / n  # 1.96^2 over the number of cases
+    centre, half = (ratio + z / 2) / (1 + z), math.sqrt(z * ratio * (1 - ratio) + z**2 / 4) / (1 + z)
+    return figure(ratio, None, round(total)) | {"ci95": [round(centre - half, 4), round(centre + half, 4)]}
 
 
 # --- counting --------------------------------------------------------------------------------------------------------
@@ -173,7 +182,10 @@ def _couples(said: "pd.DataFrame") -> "pd.DataFrame":
 def _pairwise(couples: "pd.DataFrame") -> dict[str, Any]:
     strict = couples[(couples.value_a != 0) & (couples.value_b != 0)]
     agree = (strict.value_a == strict.value_b).groupby(strict.item)
-    return ratio(agree.sum().to_numpy(), agree.count().to_numpy())
+    if not len(agree):
+        return {"value": None, "ci95": None, "n": 0, "pairs": 0}
+    found = ratio_interval(agree.sum().tolist(), agree.count().tolist(), share=True)
+    return found | {"n": len(agree), "pairs": found["n"]}
 
 
 def _alpha(said: "pd.DataFrame", both_ways: bool = False) -> tuple[float | None, int]:
@@ -203,10 +215,10 @@ def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
         value = sum_items agreements / sum_items comparisons
 
     A comparison is one pair of responses that two different labelers both put in a strict order: ties and unranked
-    responses are skipped. `ci95`: as in `ratio`, since pairs of one item are not independent.
+    responses are skipped. `ci95`: `ratio_interval`, since pairs of one item are not independent.
 
     Returns {"value": share, "ci95": [low, high], "n": items, "pairs": comparisons}; value and ci95 are None
-    if no item was compared, and ci95 if there is only one.
+    if no item was compared, and ci95 if there are fewer than LEAST_ITEMS.
 
     Source: Ouyang et al. 2022, section 3.4 (72.6 +- 1.5%).
     """

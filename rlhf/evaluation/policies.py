@@ -33,16 +33,15 @@ ByPolicy = dict[str, Scores]  # a number per response, a list per prompt
 Judged = list[list[dict[str, float]]]  # the parts of each response's true score, a list per prompt
 
 
-def models_of(config: Config, base: bool = False) -> list[str]:
-    """evaluate.models, or the complete stages of the run that have a policy, with the base only on request.
+def models_of(config: Config) -> list[str]:
+    """evaluate.models, or the complete stages of the run that have a policy.
 
     Raises: UserError for none or an unknown one.
     """
     names = listed(config.evaluate.models)
     if unknown := [name for name in names if name not in POLICY_STAGES]:
         raise UserError(f"evaluate.models: {unknown[0]!r}: want some of {', '.join(POLICY_STAGES)}")
-    stages = [name for name in POLICY_STAGES if base or name != "pretrain"]
-    models = names or [name for name in stages if is_complete(stage_folder(config, name))]
+    models = names or [name for name in POLICY_STAGES if is_complete(stage_folder(config, name))]
     if not models:
         raise UserError(f"{run_folder(config)}: no finished policy: run `rlhf sft` first, or set evaluate.models")
     return models

@@ -127,13 +127,9 @@ def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
     """How often labelers agree on pairs that two of them judged, among the training labelers and among the held-out ones: {"value",
     "ci95", "n": items, "pairs"}; value None if none was judged twice."""
-    groups = {
+    return {
         "training": pairwise_agreement(r for r in records if r.labeler not in strangers),
         "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
-    }
-    return {
-        name: {key: np.round(value, 4).tolist() if value is not None else None for key, value in figures.items()}
-        for name, figures in groups.items()
     }
 
 

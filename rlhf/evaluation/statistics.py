@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.data.agreement import LEAST_ITEMS, figure, ratio_interval
+
 RIDGE = 1e-3  # ridge of a logistic regression, so that it has a solution if one side always wins
 SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]*")
-LEAST_PROMPTS = 10  # of fewer no interval is given
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 
 Figures = dict[str, Any]
@@ -34,33 +35,9 @@ def batched(values: Sequence[Any], size: int) -> list[list[Any]]:
     return [list(values[i : i + size]) for i in range(0, len(values), size)]
 
 
-def figure(value: float, half: float | None, n: int) -> Figures:
-    """{"value", "ci95": [low, high], "n"}, rounded. half: half the width of the interval; None if it is unknown."""
-    ends = None if half is None else [round(value - half, 4), round(value + half, 4)]
-    return {"value": round(value, 4), "ci95": ends, "n": n}
-
-
 def interval(values: Sequence[float], share: bool = False) -> Figures:
     """`figure` of the mean of one number per prompt, by the normal approximation. share: of numbers in [0, 1]."""
     return ratio_interval(values, [1.0] * len(values), share)
-
-
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], share: bool = False) -> Figures:
-    """As `interval`, for a ratio whose parts come from prompts: sum of numerators over sum of denominators.
-
-    The interval is the delta method's with a prompt as the unit (Cochran 1977, section 6.3); a share's that would reach 0 or 1 is
-    Wilson's, for as many independent cases as give that variance (if it is 0, the prompts). Fewer than LEAST_PROMPTS prompts give none.
-    """
-    n, total = len(numerators), sum(denominators)
-    ratio = sum(numerators) / total
-    residuals = sum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
-    half = None if n < LEAST_PROMPTS else 1.96 * math.sqrt(n / (n - 1) * residuals) / total
-    if half is None or not share or 0 < ratio - half <= ratio + half < 1:
-        return figure(ratio, half, round(total))
-    spread = ratio * (1 - ratio)
-    z = half**2 / spread if half and spread > 0 else 1.96**2 / n  # 1.96^2 over the number of cases
-    centre, half = (ratio + z / 2) / (1 + z), math.sqrt(z * ratio * (1 - ratio) + z**2 / 4) / (1 + z)
-    return figure(ratio, None, round(total)) | {"ci95": [round(centre - half, 4), round(centre + half, 4)]}
 
 
 def mean_by(keys: Sequence[Any], values: Sequence[float], share: bool = False) -> Figures:
@@ -149,7 +126,7 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     bread = np.linalg.inv(curvature)
     error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
     low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
-    ends = [round(low, 4), round(high, 4)] if len(y) >= LEAST_PROMPTS else None
+    ends = [round(low, 4), round(high, 4)] if len(y) >= LEAST_ITEMS else None
     rate = {"value": round(value, 4), "ci95": ends, "n": len(y)}
     return rate | {"per_sd_of_length": round(float(w[1]), 4)}
 
@@ -264,5 +241,5 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     alone = [sum(rows_with[gram] == 1 for gram in set(row)) for row in rows]  # n-grams that only this row has
     left = [(kinds - only) / max(1, total - len(row)) for row, only in zip(rows, alone, strict=True)]
     centre = fmean(left)
-    half = 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)) if n >= LEAST_PROMPTS else None
+    half = 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)) if n >= LEAST_ITEMS else None
     return figure(kinds / total, half, n)

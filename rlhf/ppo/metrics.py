@@ -169,21 +169,19 @@ def held_out_sums(rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]
 def sample_rows(
     tokenizer: Any, records: list[PromptRecord], rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """Rows of the samples table: each response as text with score and KL, and the KL of each token."""
+    """Rows of the samples table: each response as text with score and KL."""
     rows = []
     for i, record in enumerate(records[:SAMPLES_SHOWN]):
         ids = rollout.tokens[i, int(rollout.prompt_lengths[i]) : int(rollout.lengths[i])].tolist()
-        kl_tokens = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]]
+        kl = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]].sum()
         rows.append(
             {
                 "id": record.id,
                 "prompt": shown_prompt(record.prompt),
                 "response": decode_response(tokenizer, ids),
                 "score": scores[i].item(),
-                "kl": kl_tokens.sum().item(),
+                "kl": kl.item(),
                 "length": len(ids),
-                "tokens": [tokenizer.decode([token]) for token in ids],
-                "kl_tokens": [round(value, 4) for value in kl_tokens.tolist()],
             }
             | ({"gold": gold[i]} if gold else {})
         )

@@ -1,4 +1,4 @@
-"""report.html: the results of a run, or of several on the same axes, as one self-contained page.
+"""report.html: the results of a run as one self-contained page.
 
 It reads only the runs' files (stage.json, metrics.jsonl, samples.jsonl, config.yaml, evaluate/), never a model, and
 leaves out what does not exist yet, so an incomplete run has a report too. Model output is untrusted text: the template
@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.recipe import STAGES
-from rlhf.report.pictures import SERIES_COLOURS, Mark, make_pictures, make_stage_figures
+from rlhf.report.pictures import Mark, make_pictures, make_stage_figures
 from rlhf.report.sections import (
     audit_lines,
     judge_name,
@@ -19,7 +18,6 @@ from rlhf.report.sections import (
     make_provenance,
     make_rollouts,
     make_samples,
-    make_skipped,
 )
 from rlhf.runs.run_files import (
     RunFiles,
@@ -139,8 +137,7 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
     runs = [read_run(folder) for folder in folders]
     evaluated = all(run.results for run in runs)
     tiles = [{tile.title: tile.value for tile in make_overview(run, evaluated)["tiles"]} for run in runs]
-    lines = pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
-    return [*lines, f"side by side: rlhf report run={','.join(run.name for run in runs)}"]
+    return pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
 
 
 def make_pipeline(run: RunFiles) -> dict[str, Any]:
@@ -165,28 +162,26 @@ def make_pipeline(run: RunFiles) -> dict[str, Any]:
                 "hash": visible(str(entry_at(stage.record, "hash") or "")[:8]),
             }
         )
-    return {"run": run.name, "rows": rows, "seconds": sum(row["seconds"] or 0.0 for row in rows)}
+    return {"rows": rows, "seconds": sum(row["seconds"] or 0.0 for row in rows)}
 
 
 # --- the page -----------------------------------------------------------------------------------------------
 
 
-def make_curves(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
-    """The stages that have curves in any run, each with its pictures."""
+def make_curves(run: RunFiles) -> Iterator[dict[str, Any]]:
+    """The stages that have curves, each with its pictures."""
     levels = []
     for key, label in (("noise_ceiling", "noise ceiling, test"), ("length_baseline", "length only, test")):
-        level = number_at(runs[0].results, "reward_model", key)
-        if len(runs) == 1 and level is not None:
+        if (level := number_at(run.results, "reward_model", key)) is not None:
             levels.append(Mark(label, level))
-    for name in STAGES:
-        points = [(run.name, run.stages[name].points if name in run.stages else {}) for run in runs]
-        figures = list(make_stage_figures(name, points, {"Pair accuracy": levels}))
+    for name, stage in run.stages.items():
+        figures = list(make_stage_figures(name, stage.points, {"Pair accuracy": levels}))
         if figures:
             rest = [figure for figure in figures if figure.rest]
             yield {"stage": name, "figures": [figure for figure in figures if not figure.rest], "rest": rest}
 
 
-def make_page(runs: Sequence[RunFiles]) -> str:
+def make_page(run: RunFiles) -> str:
     """The page as HTML. The same files give the same text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -198,45 +193,28 @@ def make_page(runs: Sequence[RunFiles]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
-    listed = list(runs)
-    splits = [entry_at(run.stages["evaluate"].record, "settings", "evaluate.split") for run in listed]
-    same_split = all(run.results and split == splits[0] for run, split in zip(listed, splits, strict=True))
-    overviews = [make_overview(run, same_split or len(listed) == 1) for run in listed]
-    tiles_by_run = [{tile.title: tile for tile in one["tiles"]} for one in overviews]
-    titles = dict.fromkeys(title for tiles in tiles_by_run for title in tiles)
-    comparison = [(title, [tiles.get(title) for tiles in tiles_by_run]) for title in titles]
-    rollouts = make_rollouts(listed)
     return environment.get_template("template.html").render(
-        title=", ".join(run.name for run in listed),
-        runs=[{"name": run.name, "colour": i % SERIES_COLOURS} for i, run in enumerate(listed)],
-        several=len(listed) > 1,
-        overviews=overviews,
-        comparison=comparison if len(listed) > 1 else [],
-        pipelines=[make_pipeline(run) for run in listed],
-        curves=list(make_curves(listed)),
-        evaluations=[make_evaluation(run) for run in listed],
-        pictures=make_pictures(listed),
-        samples=make_samples(listed),
-        same_split=same_split,
-        rollouts=rollouts,
-        shaded=any(answer["tokens"] for prompt in rollouts for answer in prompt["answers"]),
-        differences=make_differences(listed),
-        skipped=[(run.name, make_skipped(run)) for run in listed],
-        provenances=[make_provenance(run) for run in listed],
+        title=run.name,
+        overview=make_overview(run),
+        pipeline=make_pipeline(run),
+        curves=list(make_curves(run)),
+        sections=make_evaluation(run),
+        evaluated=bool(run.results),
+        pictures=make_pictures(run),
+        samples=make_samples(run),
+        rollouts=make_rollouts(run),
+        differences=make_differences(run),
+        provenance=make_provenance(run),
     )
 
 
-def write_report(*folders: Path, path: Path | None = None) -> Path:
-    """Writes the page of these runs to `path`, and returns the path; the default is a run's report.html, or report-a+b.html
-    beside several runs.
+def write_report(folder: Path, path: Path | None = None) -> Path:
+    """Writes the page of a run to `path`, by default the run's report.html, and returns the path.
 
     Works on a run that is complete, incomplete or empty. The same files give the same bytes.
-    Raises: FileNotFoundError if a folder is none; UserError if the page cannot be written.
+    Raises: FileNotFoundError if the folder is none; UserError if the page cannot be written.
     """
-    page = make_page([read_run(folder) for folder in folders])
-    if path is None:
-        names = "+".join(folder.name for folder in folders)[:120]
-        path = folders[0] / "report.html" if len(folders) == 1 else folders[0].parent / f"report-{names}.html"
+    page, path = make_page(read_run(folder)), path or folder / "report.html"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)

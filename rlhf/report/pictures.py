@@ -1,7 +1,4 @@
-"""The report's pictures: the charts of `runs/metric_table.py` and those of an evaluation, drawn by matplotlib as inline SVG.
-
-For one run, colours distinguish the curves; for several, colours distinguish the runs and dashes the curves.
-"""
+"""The report's pictures: the charts of `runs/metric_table.py` and those of an evaluation, drawn by matplotlib as inline SVG."""
 
 import html
 import io
@@ -18,14 +15,11 @@ from rlhf.runs.run_files import (
     RunFiles,
     entries,
     entry_at,
-    histogram,
     number_at,
     rows_of,
     visible,
     with_interval,
 )
-
-Runs = Sequence[tuple[str, Points]]  # (run's name, its measurements)
 
 # Shown elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)
@@ -37,8 +31,7 @@ LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
 TABLE_POINTS = 12
-# The series of one colour: solid, dashed, dotted.
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)), (0, (1.2, 2)))
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)))  # solid, dashed
 # The light page's colours. Inside the page each becomes the CSS variable --s0 … --s5 or of its own name, so that one picture
 # serves light and dark pages.
 SERIES = ("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e")
@@ -56,7 +49,7 @@ class Series:
     ys: list[float]
     colour: int = 0
     dots: bool = False  # also a dot per point, for curves of few points
-    dash: int = 0  # of DASHES: differs between the curves of a run if the colour denotes the run
+    dash: int = 0  # of DASHES
     lows: list[float] = field(default_factory=list)  # of a band; empty: none
     highs: list[float] = field(default_factory=list)
 
@@ -81,7 +74,6 @@ class Picture:
     series: list[Series]
     marks: list[Mark] = field(default_factory=list)
     x_name: str = "step"
-    bars: bool = False  # steps over the x axis, for histograms
     stage: str = ""
     unit: str = ""
     meaning: str = ""
@@ -163,7 +155,7 @@ def make_axes(picture: Picture, width: float, height: float) -> tuple[Any, Any]:
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=MUTED, fontsize=9, ha="right", **place)
     for one in series:
-        _plot(axes, one, picture.bars)
+        _plot(axes, one)
     whole, steps = all(float(x).is_integer() for one in series for x in one.xs), [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
@@ -172,16 +164,13 @@ def make_axes(picture: Picture, width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _plot(axes: Any, one: Series, bars: bool) -> None:
+def _plot(axes: Any, one: Series) -> None:
     colour = SERIES[one.colour % SERIES_COLOURS]
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
-    strong = style | {"linestyle": DASHES[one.dash % len(DASHES)], "linewidth": 1.6, "label": one.label}
+    strong = style | {"linestyle": DASHES[one.dash], "linewidth": 1.6, "label": one.label}
     if one.lows:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
-    if bars:
-        axes.plot(one.xs, one.ys, drawstyle="steps-mid", **strong)
-        axes.fill_between(one.xs, one.ys, step="mid", color=colour, alpha=0.14, linewidth=0)
-    elif one.dots or len(one.xs) == 1:
+    if one.dots or len(one.xs) == 1:
         axes.plot(one.xs, one.ys, marker="o", markersize=4.4, markeredgewidth=0, **strong)
     elif not is_noisy(one.ys):
         axes.plot(one.xs, one.ys, **strong)
@@ -230,17 +219,13 @@ def _round(attribute: str) -> str:
 # --- the charts of a stage ------------------------------------------------------------------------------------
 
 
-def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") -> Picture | None:
-    """One picture; None if none of its metrics has two points in any run."""
-    metrics, several = metrics_of(chart, runs), len(runs) > 1
-    series = []
-    for i, (metric, label) in enumerate(metrics):
-        for place, (run, points) in enumerate(runs):
-            if metric in points:
-                name = (f"{run} {label}" if len(metrics) > 1 else run) if several else label
-                colour, dash = (place, i % len(DASHES)) if several else (i, 0)
-                xs, ys = points[metric]
-                series.append(Series(name, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO, dash=dash))
+def make_figure(chart: Chart, points: Points, marks: list[Mark], stage: str = "") -> Picture | None:
+    """One picture; None if none of its metrics has two points."""
+    metrics = chart.expand(points)
+    series = [
+        Series(label, *points[metric], colour, dots=len(points[metric][0]) <= DOTS_UP_TO)
+        for colour, (metric, label) in enumerate(metrics)
+    ]
     if max((len(one.xs) for one in series), default=0) < 2:  # one point is no curve
         return None
     first = find(metrics[0][0])
@@ -253,60 +238,47 @@ def make_figure(chart: Chart, runs: Runs, marks: list[Mark], stage: str = "") ->
         unit=unit if unit.lower() not in chart.title.lower() else "",
         meaning="; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
         half=chart.half,
-        named=several or len(metrics) > 1,
+        named=len(metrics) > 1,
     )
 
 
-def metrics_of(chart: Chart, runs: Runs) -> list[tuple[str, str]]:
-    """The (metric, label) pairs that the chart shows of these runs."""
-    return chart.expand(dict.fromkeys(metric for _, points in runs for metric in points))
-
-
-def make_stage_figures(stage: str, runs: Runs, marks: dict[str, list[Mark]]) -> Iterator[Picture]:
+def make_stage_figures(stage: str, points: Points, marks: dict[str, list[Mark]]) -> Iterator[Picture]:
     """The pictures of a stage in the order of CHARTS, then one for every metric that no Chart names.
 
     marks: levels to draw, by the title of the Chart.
     """
     shown = {*NOT_DRAWN}
     for chart in CHARTS.get(stage, ()):
-        metrics = metrics_of(chart, runs)
-        shown |= dict(metrics).keys()
-        parts = [chart]
-        if len(runs) > 1 and len(metrics) > len(DASHES):  # more curves than kinds of dashes: one picture per curve
-            parts = [Chart(f"{chart.title}: {label}", (metric,)) for metric, label in metrics]
+        shown |= dict(chart.expand(points)).keys()
         if chart.x:
-            yield from make_frontier(runs)
-        else:
-            figures = (make_figure(part, runs, marks.get(chart.title, []), stage) for part in parts)
-            yield from (figure for figure in figures if figure is not None)
-    for metric in dict.fromkeys(name for _, points in runs for name in points):
-        if metric not in shown and (figure := make_figure(Chart(metric, (metric,)), runs, [], stage)):
+            yield from make_frontier(points)
+        elif figure := make_figure(chart, points, marks.get(chart.title, []), stage):
+            yield figure
+    for metric in points:
+        if metric not in shown and (figure := make_figure(Chart(metric, (metric,)), points, [], stage)):
             yield replace(figure, rest=True)
 
 
-def make_frontier(runs: Runs) -> Iterator[Picture]:
+def make_frontier(points: Points) -> Iterator[Picture]:
     """Scores against sqrt(KL), which shows over-optimisation: the true score falls while the learned one rises.
 
     Held-out measurements if there are some, else the rollouts'. Source: Gao et al. 2022, figure 1.
     """
-    splits = sorted({metric.split("/")[1] for metric, _ in metrics_of(Chart("KL", ("eval/*/kl",)), runs)})
+    splits = sorted({metric.split("/")[1] for metric, _ in Chart("KL", ("eval/*/kl",)).expand(points)})
     sources = [(f"eval/{s}/kl", f"eval/{s}/scores", f"eval/{s}/gold/total", s) for s in splits]
     sources.append(("objective/kl", "objective/scores", "gold/total", "rollouts"))
     for kl, scores, gold, source in sources:
         pictures = []
         for title, metric in (("Reward against the root of KL", scores), ("Gold score against the root of KL", gold)):
-            series = []
-            for place, (run, points) in enumerate(runs):
-                at = dict(zip(*points.get(kl, ([], [])), strict=True))
-                steps = zip(*points.get(metric, ([], [])), strict=True)
-                # in the order of training
-                pairs = [(math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at]
-                if len(pairs) >= 2:
-                    series.append(Series(run, [x for x, _ in pairs], [y for _, y in pairs], colour=place, dots=True))
-            if series:
+            at = dict(zip(*points.get(kl, ([], [])), strict=True))
+            steps = zip(*points.get(metric, ([], [])), strict=True)
+            # in the order of training
+            pairs = [(math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at]
+            if len(pairs) >= 2:
                 unit, meaning = f"{source}, over √nats", f"{metric} against sqrt({kl}); each dot is one update"
+                series = [Series("", [x for x, _ in pairs], [y for _, y in pairs], dots=True)]
                 texts: Any = {"stage": "ppo", "unit": unit, "meaning": meaning}
-                pictures.append(Picture(title, series, x_name="√KL", named=len(runs) > 1, **texts))
+                pictures.append(Picture(title, series, x_name="√KL", named=False, **texts))
         if pictures:
             yield from pictures
             return
@@ -315,54 +287,26 @@ def make_frontier(runs: Runs) -> Iterator[Picture]:
 # --- of an evaluation ---------------------------------------------------------------------------------------
 
 
-def make_pictures(runs: list[RunFiles]) -> list[Picture]:
-    """Calibration, histograms and in-context learning, the first two of all runs on the same axes."""
-    pictures = [make_calibration(runs), make_histogram(runs)]
-    for run in runs:
-        pictures.append(make_shots(run.evaluations.get("shots"), f" ({run.name})" if len(runs) > 1 else ""))
+def make_pictures(run: RunFiles) -> list[Picture]:
+    """Calibration and in-context learning."""
+    pictures = make_calibration(run), make_shots(run.evaluations.get("shots"))
     return [picture for picture in pictures if picture is not None]
 
 
-def make_calibration(runs: list[RunFiles]) -> Picture | None:
+def make_calibration(run: RunFiles) -> Picture | None:
     """P(win | score gap), predicted and as labelers chose."""
-    by_run = []
-    for place, run in enumerate(runs):
-        rows = rows_of(run.results, "reward_model", "calibration")
-        points: list[list[Any]] = [[number_at(row, key) for key in ("gap", "predicted", "observed")] for row in rows]
-        if whole := [point for point in points if None not in point]:
-            by_run.append((place, run.name, whole))
+    rows = rows_of(run.results, "reward_model", "calibration")
+    points: list[list[Any]] = [[number_at(row, key) for key in ("gap", "predicted", "observed")] for row in rows]
     series = []
-    for place, name, found in by_run:
-        gaps, predicted, observed = ([*column] for column in zip(*found, strict=True))
-        prefix, colours = (f"{name} ", (place, place)) if len(by_run) > 1 else ("", (3, 0))
-        series.append(Series(f"{prefix}predicted", gaps, predicted, colours[0], dash=1))
-        series.append(Series(f"{prefix}observed", gaps, observed, colours[1], dots=True))
+    if whole := [point for point in points if None not in point]:
+        gaps, predicted, observed = ([*column] for column in zip(*whole, strict=True))
+        series = [Series("predicted", gaps, predicted, 3, dash=1), Series("observed", gaps, observed, dots=True)]
     note = "Share of pairs that the higher score wins, against the gap between the scores."
     axes: Any = {"x_name": "score gap", "marks": [Mark("chance", 0.5)]}
     return _picture("Calibration of the reward model", series, note, **axes)
 
 
-def make_histogram(runs: list[RunFiles]) -> Picture | None:
-    """Shares of SFT's and PPO's held-out responses by the reward model's score, over bins that all runs share."""
-    scores = {
-        (place, model): [value for row in run.samples if (value := number_at(row, "scores", model)) is not None]
-        for place, run in enumerate(runs)
-        for model in ("sft", "ppo")
-    }
-    if sum(map(len, scores.values())) < 10:
-        return None
-    several, series = len({place for (place, _), values in scores.items() if values}) > 1, []
-    for (place, model), rows in histogram(scores).items():
-        if rows:
-            first = int(model == "sft")  # the second colour of a single run, or dashes of several
-            colour, dash = (place, first) if several else (first, 0)
-            label = f"{runs[place].name} {model}" if several else model
-            series.append(Series(label, [x for x, _ in rows], [y for _, y in rows], colour, dash=dash))
-    note = "Share of responses to held-out prompts by the reward model's score."
-    return _picture("Scores of SFT and PPO", series, note, x_name="score", bars=True)
-
-
-def make_shots(results: Any, of_run: str) -> Picture | None:
+def make_shots(results: Any) -> Picture | None:
     """Accuracy by examples in the prompt, a line per model with its 95% interval (evaluate.shots)."""
     series = []
     for colour, (name, of_model) in enumerate(entries(results, "models")):
@@ -374,7 +318,7 @@ def make_shots(results: Any, of_run: str) -> Picture | None:
     marks = [] if majority is None else [Mark("most frequent label", majority)]
     note, x = "The same held-out examples and draws for every model; 95% intervals.", "examples in the prompt"
     about: Any = {"x_name": x, "unit": f"accuracy, over {x}", "marks": marks, "stage": "evaluate"}
-    return _picture(f"In-context learning{of_run}", series, note, **about)
+    return _picture("In-context learning", series, note, **about)
 
 
 def _picture(title: str, series: list[Series], note: str, **more: Any) -> Picture | None:

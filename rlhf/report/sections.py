@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config import Config
 from rlhf.config.setting import NOTHING, flatten, settings_in
-from rlhf.recipe import BASELINES, GOLD_STAGES, PIPELINE
+from rlhf.recipe import BASELINES
 from rlhf.report.pictures import format_value, spread
 from rlhf.runs.run_files import (
     RunFiles,
@@ -30,17 +30,13 @@ EVALUATIONS = {  # the settings evaluate.<name>
     "pairs": "The reward model on preference files",
     "judge": "Judged by an endpoint",
     "shots": "In-context learning",
-    "benchmarks": "Benchmarks (lm-eval)",
     "labels": "People",
 }
 NAMES = ("pair", "name", "gap", "shots", "n", "text")  # the key that names a row of a list, the first that it has
 ELSEWHERE = ("verdict", "calibration", "seconds", "peak_rss_mb")  # figures with a place of their own on the page
 MOST_COLUMNS = 6
-SHOWN_SAMPLES, MORE_SAMPLES = 4, 20
+SHOWN_SAMPLES, MOST_SAMPLES = 4, 24
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
-MAX_TOKENS = 400
-# The nats of a token from which each of the five shades begins.
-SHADES = (0.05, 0.2, 0.5, 1.0, 2.0)
 
 
 class Table(NamedTuple):
@@ -120,26 +116,18 @@ def columns_of(group: Sequence[tuple[str, Any]]) -> dict[str, None]:
     return dict.fromkeys(key for _, row in group if is_row(row) for key in row)
 
 
-def make_evaluation(run: RunFiles) -> dict[str, Any]:
-    """One run's sections of tables: its audit, its labelled task, its evaluation and the others."""
+def make_evaluation(run: RunFiles) -> list[Section]:
+    """The sections of tables: the audit, the labelled task, the evaluation and the others."""
     external = [tables_of(title, run.evaluations.get(name)) for name, title in EVALUATIONS.items()]
     evaluated = [table for table in (policies_table(run.results),) if table.rows]
-    return {
-        "run": run.name,
-        "sections": [
-            Section("Can this reward model be trusted?", audit_lines(run.audit), [*tables_of("Audit", run.audit)]),
-            Section(
-                "Labelled task", [], [*tables_of("Held-out examples", run.labelled), *confusion_table(run.labelled)]
-            ),
-            Section("", [], [*evaluated, *tables_of("Evaluation", run.results)]),
-            Section(
-                "Benchmarks, judges, people and preference files",
-                [],
-                [table for tables in external for table in tables],
-            ),
-        ],
-        "evaluated": bool(run.results),
-    }
+    task = [*tables_of("Held-out examples", run.labelled), *confusion_table(run.labelled)]
+    others = [table for tables in external for table in tables]
+    return [
+        Section("Can this reward model be trusted?", audit_lines(run.audit), [*tables_of("Audit", run.audit)]),
+        Section("Labelled task", [], task),
+        Section("", [], [*evaluated, *tables_of("Evaluation", run.results)]),
+        Section("Benchmarks, judges, people and preference files", [], others),
+    ]
 
 
 def judge_name(results: dict[str, Any]) -> str:
@@ -188,19 +176,10 @@ def audit_lines(audit: dict[str, Any]) -> list[tuple[str, str]]:
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-def make_samples(runs: list[RunFiles]) -> list[dict[str, Any]]:
-    """Responses of the models to the same prompts, side by side; of several runs each run's own policy."""
-    several = len(runs) > 1
-    policies = [str(run.results.get("policy") or "ppo") for run in runs]
-    by_id = [{str(row.get("id")): row for row in run.samples} for run in runs]
-    answered = [row for row in runs[0].samples if isinstance(row.get("responses"), dict)]
+def make_samples(run: RunFiles) -> list[dict[str, Any]]:
+    """Responses of the models to the same prompts, side by side."""
     samples = []
-    for number, row in enumerate(answered[: SHOWN_SAMPLES + MORE_SAMPLES]):
-        shown = [(row, model, model) for model in (("sft",) if several else MODELS)]
-        if several:
-            own = [rows.get(str(row.get("id")), {}) for rows in by_id]
-            named = zip(own, policies, runs, strict=True)
-            shown += [(one, policy, f"{policy} of {run.name}") for one, policy, run in named]
+    for number, row in enumerate([row for row in run.samples if isinstance(row.get("responses"), dict)][:MOST_SAMPLES]):
         samples.append(
             {
                 "id": visible(row.get("id", ""), 100),
@@ -208,14 +187,13 @@ def make_samples(runs: list[RunFiles]) -> list[dict[str, Any]]:
                 "first": number < SHOWN_SAMPLES,
                 "responses": [
                     {
-                        "title": title,
-                        "look": model,
-                        "text": visible(responses[model]),
-                        "gold": _total(entry_at(its_row, "gold", model)),
-                        "score": number_at(its_row, "scores", model),
+                        "model": model,
+                        "text": visible(row["responses"][model]),
+                        "gold": _total(entry_at(row, "gold", model)),
+                        "score": number_at(row, "scores", model),
                     }
-                    for its_row, model, title in shown
-                    if model in (responses := dict(entries(its_row, "responses")))
+                    for model in MODELS
+                    if model in row["responses"]
                 ],
             }
         )
@@ -226,53 +204,30 @@ def _total(gold: Any) -> float | None:
     return number_at(gold, "total") if isinstance(gold, dict) else number_at(gold)
 
 
-def make_rollouts(runs: list[RunFiles]) -> list[dict[str, Any]]:
-    """Answers to the first few fixed prompts during PPO, each at a few steps; for several runs at the first and last."""
-    prompts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for run in runs:
-        for row in run.stages["ppo"].samples:
-            if is_figure(row.get("step")):
-                prompts.setdefault(str(row.get("id")), []).append((run.name, row))
+def make_rollouts(run: RunFiles) -> list[dict[str, Any]]:
+    """Answers to the first few fixed prompts during PPO, each at a few steps."""
+    prompts: dict[str, list[dict[str, Any]]] = {}
+    for row in run.stages["ppo"].samples:
+        if is_figure(row.get("step")):
+            prompts.setdefault(str(row.get("id")), []).append(row)
     # Prompts with many answers come first: those of rollouts seldom have two.
-    often = sorted(prompts.items(), key=lambda item: -len(item[1]))[:ROLLOUT_PROMPTS]
+    often = sorted(prompts.values(), key=lambda rows: -len(rows))[:ROLLOUT_PROMPTS]
     return [
         {
-            "prompt": prompt_text(rows[0][1].get("prompt", "")),
+            "prompt": prompt_text(rows[0].get("prompt", "")),
             "answers": [
                 {
-                    "run": run if len(runs) > 1 else "",
                     "step": row["step"],
                     "text": visible(row.get("response", "")),
-                    "tokens": shade_tokens(row.get("tokens"), row.get("kl_tokens")),
                     "score": number_at(row, "score"),
                     "kl": number_at(row, "kl"),
                     "gold": _total(row.get("gold")),
                 }
-                for run in dict.fromkeys(name for name, _ in rows)
-                for row in spread([row for name, row in rows if name == run], ROLLOUT_STEPS if len(runs) == 1 else 2)
+                for row in spread(rows, ROLLOUT_STEPS)
             ],
         }
-        for _, rows in often
+        for rows in often
     ]
-
-
-def shade_tokens(tokens: Any, kl_tokens: Any) -> list[tuple[str, str, str]]:
-    """(text, class, nats) of each token: "u1"…"u5" if the policy gives it more probability than SFT does, "d1"…"d5" if less.
-
-    Empty if the row has no such lists.
-    """
-    if not isinstance(tokens, list) or not isinstance(kl_tokens, list) or len(tokens) != len(kl_tokens):
-        return []
-    shaded = [
-        (visible(token, 60), shade(kl), f"{kl:+.2f} nats" if is_figure(kl) else "")
-        for token, kl in zip(tokens[:MAX_TOKENS], kl_tokens, strict=False)
-    ]
-    return shaded + ([(f" … {len(tokens) - MAX_TOKENS:,} more tokens", "", "")] if len(tokens) > MAX_TOKENS else [])
-
-
-def shade(kl: Any) -> str:
-    deep = sum(abs(kl) >= least for least in SHADES) if is_figure(kl) else 0
-    return f"{'u' if kl > 0 else 'd'}{deep}" if deep else ""
 
 
 # --- settings, versions, data -------------------------------------------------------------------------------
@@ -291,19 +246,12 @@ def settings_of_run(run: RunFiles) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in unimportant}
 
 
-def make_differences(runs: list[RunFiles]) -> Table:
-    """The settings that differ among several runs; those of one run that differ from the schema."""
-    titles, columns = [run.name for run in runs], [settings_of_run(run) for run in runs]
-    keys = {key for column in columns for key in column}
-    if len(runs) == 1:
-        titles, columns = ["papers", "this run"], [flatten(asdict(Config())), *columns]
-        keys &= columns[0].keys()  # a setting that is newer or older than the run is not compared
-    rows = []
-    for key in sorted(keys):
-        values = [column.get(key, "–") for column in columns]
-        if any(value != values[0] for value in values[1:]):
-            rows.append([visible(key, 100), *map(show_value, values)])
-    return Table("", ["setting", *titles], rows, code=True)
+def make_differences(run: RunFiles) -> Table:
+    """The settings that differ from the schema's defaults; one that is newer or older than the run is not compared."""
+    usual, ours = flatten(asdict(Config())), settings_of_run(run)
+    differing = [key for key in sorted(usual.keys() & ours.keys()) if usual[key] != ours[key]]
+    rows = [[visible(key, 100), show_value(usual[key]), show_value(ours[key])] for key in differing]
+    return Table("", ["setting", "papers", "this run"], rows, code=True)
 
 
 def show_value(value: Any, limit: int = 120) -> str:
@@ -334,29 +282,4 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
         if used
     ]
     shown_configs = [(", ".join(names), visible(text, 50_000)) for text, names in configs.items()]
-    return {"run": run.name, "parts": parts, "configs": shown_configs}
-
-
-def make_skipped(run: RunFiles) -> list[str]:
-    """The parts that this page does not show, and why."""
-    notes = []
-    missing = [name for name in GOLD_STAGES if name in PIPELINE and name not in run.stages]
-    if missing:
-        notes.append(f"{' and '.join(missing)}: not in this run, which reads its data from files.")
-    for name, stage in run.stages.items():
-        if stage.status != "complete":
-            notes.append(f"{name}: {stage.status}" + (f", at step {stage.last_step:,.0f}." if stage.last_step else "."))
-        for count, what in (
-            (stage.unreadable, "lines of metrics.jsonl cannot be read and are missing from its curves"),
-            (stage.misplaced, "lines of metrics.jsonl were added to it: its curves are not the stage's alone"),
-            (stage.gaps, "values that were not finite are gaps in its curves"),
-        ):
-            notes += [f"{name}: {count:,} {what}."] * (count > 0)
-    notes += [visible(text, 300) for text in run.damage]
-    if not run.results:
-        notes.append("No evaluation: win rates, calibration and histograms are missing.")
-    elif entry_at(run.results, "gold") is None:
-        notes.append("No true score: win rates and parts by it are missing; the reward model's are shown.")
-    if len(run.samples) > SHOWN_SAMPLES + MORE_SAMPLES:
-        notes.append(f"{SHOWN_SAMPLES + MORE_SAMPLES} of {len(run.samples):,} held-out prompts are shown.")
-    return notes
+    return {"parts": parts, "configs": shown_configs}

@@ -58,6 +58,14 @@ def run_folder(config: Config) -> Path:
     return Path(config.runs_dir) / config.run
 
 
+def existing_run(config: Config) -> Path:
+    """As `run_folder`. Raises: UserError also if there is no such run."""
+    folder = run_folder(config)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run: check run=… and runs_dir=…")
+    return folder
+
+
 def stage_folder(config: Config, stage: str) -> Path:
     """The folder of a stage of this run; or of parents.<stage>: another run's name, a run or stage folder."""
     given = getattr(config.parents, stage, None)

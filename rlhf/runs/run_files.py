@@ -1,4 +1,4 @@
-"""A run's files, read with tolerance, since a run may be incomplete, damaged or foreign: JSON Lines, stages, results.
+"""A run's files, of which any may be missing: JSON Lines, stages, results.
 
 Also the report's formats of numbers and untrusted text, and the final figures of results.json for dashboards.
 """
@@ -6,20 +6,19 @@ Also the report's formats of numbers and untrusted text, and the final figures o
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import PARENTS, PIPELINE, STAGES
-from rlhf.runs.folders import Kind, read_record, stage_folder, under_way
+from rlhf.runs.folders import read_record, stage_folder, under_way
 from rlhf.runs.metric_table import find
 from rlhf.runs.progress import format_seconds
 from rlhf.system.files import read_json
-from rlhf.system.terminal import printable, say
+from rlhf.system.terminal import printable
 
 TEXT_LIMIT = 1500
 
@@ -28,19 +27,11 @@ Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 # --- JSON Lines ---------------------------------------------------------------------------------------------
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The object of each line of a JSON Lines file, or None; a last line that is torn is left out, a missing file is empty."""
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file; lines that contain none are left out, such as a torn last one. A missing file is empty."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                row = parse_line(line)
-                if row is not None or line.endswith("\n"):
-                    yield row
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read_lines`, without lines that contain no object."""
-    return (row for row in read_lines(path) if row is not None)
+            yield from (row for line in lines if (row := parse_line(line)) is not None)
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
@@ -66,18 +57,13 @@ def truncate_jsonl(path: Path, key: str, last: int) -> list[dict[str, Any]]:
     newest: list[dict[str, Any]] = []
     if not path.is_file():
         return newest
-    lost = 0
     temporary = path.with_name(path.name + ".kept")
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as out:
-        for row in read_lines(path):
-            if row is None:
-                lost += 1
-            elif isinstance(row.get(key), int) and row[key] <= last:
+        for row in read_jsonl(path):
+            if isinstance(row.get(key), int) and row[key] <= last:
                 out.write(encode_line(row))
                 newest = [*(other for other in newest if other[key] == row[key]), row]
     os.replace(temporary, path)
-    if lost:
-        say(f"{path}: {lost} lines cannot be read and are left out: the curves have gaps there")
     return newest
 
 
@@ -94,10 +80,6 @@ class StageFiles:
     points: Points = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
-    gaps: int = 0  # values that were not finite
-    unreadable: int = 0  # lines of metrics.jsonl without values
-    misplaced: int = 0  # lines of metrics.jsonl of a step before the last one's, or after the stage's last step
-    damage: str | None = None  # of stage.json
 
     @property
     def last_step(self) -> float:
@@ -113,31 +95,26 @@ class RunFiles:
     stages: dict[str, StageFiles]
     results: dict[str, Any] = field(default_factory=dict)  # evaluate/results.json
     samples: list[dict[str, Any]] = field(default_factory=list)  # evaluate/samples.jsonl
-    pipeline: dict[str, Any] = field(default_factory=dict)  # pipeline.json
     audit: dict[str, Any] = field(default_factory=dict)  # reward/audit.json
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluations/<name>.json
     labelled: dict[str, Any] = field(default_factory=dict)  # classify/results.json
-    damage: list[str] = field(default_factory=list)  # of its files, as texts
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder."""
+    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder; UserError for a damaged record."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such run folder")
     places = stage_places(folder)
     stages = [read_stage_files(place, name) for name, place in places.items()]
-    results, damage = read_what_is_there(folder / "evaluate" / "results.json", "results")
     shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started
     return RunFiles(
         visible(folder.resolve().name, 100),
         {stage.name: stage for stage in stages if stage.status != "not started" or stage.name in shown},
-        results,
+        read_record(folder / "evaluate" / "results.json", "results") or {},
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
-        read_json(folder / "pipeline.json"),
         read_json(places["reward"] / "audit.json"),
         {path.stem: read_json(path) for path in sorted(folder.glob("evaluations/*.json"))},
         read_json(folder / "classify" / "results.json"),
-        [text for text in (*(stage.damage for stage in stages), damage) if text is not None],
     )
 
 
@@ -157,38 +134,23 @@ def stage_places(run: Path) -> dict[str, Path]:
 def read_stage_files(folder: Path, name: str) -> StageFiles:
     """Reads the folder of the stage of this name; a missing one is a stage that was not started.
 
-    For a stage that is being replaced, this is the complete one, or its replacement if there is none.
+    For a stage that is being replaced, this is the complete one, or its replacement if there is none. Raises: UserError for a
+    damaged record.
     """
     if not (folder / "stage.json").is_file():
         folder = under_way(folder)
     if not folder.is_dir():
         return StageFiles(name, "not started")
-    record, damage = read_what_is_there(folder / "stage.json", "stage")
+    record = read_record(folder / "stage.json", "stage") or {}
     config = folder / "config.yaml"
-    lines = list(read_lines(folder / "metrics.jsonl"))
-    rows = [row for row in lines if row is not None]
-    steps = [step for row in rows if is_figure(step := row.get("progress/step"))]
-    last = number_at(record, "steps") or float("inf")
     return StageFiles(
         name,
         "complete" if record.get("status") == "complete" else "unfinished",
         record,
-        read_points(rows),
+        read_points(read_jsonl(folder / "metrics.jsonl")),
         list(read_jsonl(folder / "samples.jsonl")),
         config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        sum(value is None for row in rows for value in row.values()),
-        len(lines) - len(rows),
-        sum(step > last for step in steps) + sum(after < step for step, after in pairwise(steps)),
-        damage,
     )
-
-
-def read_what_is_there(path: Path, kind: Kind) -> tuple[dict[str, Any], str | None]:
-    """The object in a file of a run, and how the file is damaged, if it is."""
-    try:
-        return read_record(path, kind) or {}, None
-    except UserError as error:
-        return read_json(path), str(error)
 
 
 def read_points(rows: Iterable[dict[str, Any]]) -> Points:
@@ -300,7 +262,6 @@ PLACES: dict[str, tuple[str, ...]] = {
     "test/gold/total": ("gold", "mean_score", "ppo"),
     "held_out_labelers/accuracy": ("reward_model", "held_out_labelers", "accuracy"),
 }
-BINS = 24
 
 
 def figures_of(results: Mapping[str, Any]) -> dict[str, float]:
@@ -308,13 +269,3 @@ def figures_of(results: Mapping[str, Any]) -> dict[str, float]:
     figures = {name: with_interval(entry_at(results, *place))[0] for name, place in PLACES.items()}
     figures |= {f"test/gold/{name}": number_at(value) for name, value in entries(results, "gold", "parts", "ppo")}
     return {f"eval/{name}": value for name, value in figures.items() if value is not None}
-
-
-def histogram(scores: Mapping[Any, Sequence[float]]) -> dict[Any, list[tuple[float, float]]]:
-    """{name: (middle of a bin, share of its scores)}, all models over the same bins."""
-    import numpy as np
-
-    edges = np.histogram_bin_edges([score for values in scores.values() for score in values], BINS)
-    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
-    shares = {model: np.histogram(values, edges)[0] / max(len(values), 1) for model, values in scores.items()}
-    return {model: list(zip(middles, shares[model].tolist(), strict=True)) if scores[model] else [] for model in scores}

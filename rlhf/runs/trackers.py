@@ -26,7 +26,6 @@ TrackerKind = Literal["wandb", "jsonl", "off", "silent"]
 SampleRows = list[dict[str, Any]]
 INIT_SECONDS, FINISH_SECONDS = 20.0, 30.0  # after which the stage continues without W&B
 FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own limits
-NOT_COLUMNS = ("tokens", "kl_tokens")  # lists in samples.jsonl, for the report
 
 
 class Tracker:
@@ -106,8 +105,7 @@ class Tracker:
 
         Give the same held-out prompts each time, by `id`. Keys: id, prompt, response; score; kl, nats of the whole
         response; length, response tokens; parts, {name: number} that the score is made of; gold, the judge's own
-        parts; tokens and kl_tokens, lists of the response's tokens as text and of logp - logp_ref for each, which
-        the report shades. All except the first three may be missing.
+        parts. All except the first three may be missing.
         """
         if step == self._resume_step:
             rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
@@ -324,11 +322,11 @@ def choose_mode() -> Literal["online", "offline"] | None:
 
 
 def flatten_sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample row with the parts of its scores as columns, without the lists that only the report reads."""
+    """A sample row with the parts of its scores as columns."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
             flat |= {f"{name}/{part}": number for part, number in value.items()}
-        elif name not in NOT_COLUMNS:
+        else:
             flat[name] = value
     return flat

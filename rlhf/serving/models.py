@@ -1,7 +1,7 @@
 """The served models, and the thread that runs them: it draws the next token of all requests together.
 
 A response waits in its model's queue, joins the running batch between two tokens when there is room for its keys and values, and
-leaves when it is finished or its client has gone. Scores, shading and next tokens are computed between two tokens too. torch
+leaves when it is finished or its client has gone. Scores and shading are computed between two tokens too. torch
 releases Python's lock while it computes, so the web server answers meanwhile.
 """
 
@@ -81,25 +81,24 @@ Models = dict[str, ServedModel]
 
 
 @contextmanager
-def served_models(config: Config, folders: Sequence[Path], stages: list[str] | None, rows: int) -> Iterator[Models]:
-    """The named stages of each run, or all finished ones, loaded for batches of `rows` responses and run in this thread.
+def served_models(config: Config, folder: Path, stages: list[str] | None, rows: int) -> Iterator[Models]:
+    """The named stages of a run, or all finished ones, loaded for batches of `rows` responses and run in this thread.
 
-    Raises: UserError if a run has none of them.
+    Raises: UserError if the run has none of them.
     """
     device, models = set_up(config), {}
+    run = LoadedRun(folder, device.type, config.precision)
+    chosen = [stage for stage in run.policies if stages is None or stage in stages]
+    missing = [stage for stage in stages or [] if stage not in run.policies]
+    if missing or not chosen:
+        found = f"no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}"
+        raise UserError(f"{folder}: {found}: run the stage, or choose others with serve.stages=…")
     with inference(config, device), ExitStack() as weights:
-        for folder in folders:
-            run = LoadedRun(folder, device.type, config.precision)
-            chosen = [stage for stage in run.policies if stages is None or stage in stages]
-            missing = [stage for stage in stages or [] if stage not in run.policies]
-            if missing or not chosen:
-                found = f"no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}"
-                raise UserError(f"{folder}: {found}: run the stage, or choose others with serve.stages=…")
-            for stage in chosen:
-                name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
-                weights.enter_context(packed(policy, rows))
-                about = run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
-                models[name] = ServedModel(name, run, policy, *about)
+        for stage in chosen:
+            name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
+            weights.enter_context(packed(policy, rows))
+            about = run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
+            models[name] = ServedModel(name, run, policy, *about)
         yield models
 
 

@@ -19,7 +19,7 @@ from rlhf.data.encoding import row_limit
 from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.benchmarks import columns_of, hash_task, load_task
+from rlhf.evaluation.shots import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification, show
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.checkpoint import is_encoder

@@ -16,10 +16,10 @@ from rlhf.data.records import PromptRecord, shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
-from rlhf.evaluation.benchmarks import evaluate_benchmarks, evaluate_shots
 from rlhf.evaluation.best_of import evaluate_best_of, evaluate_ratings
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, evaluate_people
 from rlhf.evaluation.policies import ByPolicy, Responses, interval_of, mean_of
+from rlhf.evaluation.shots import evaluate_shots
 from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
@@ -48,7 +48,6 @@ from rlhf.training.setup import open_tracker, set_up
 EVALUATIONS: dict[str, Callable[..., Figures]] = {
     "pairs": reward_report.evaluate_pairs,
     "labels": evaluate_people,
-    "benchmarks": evaluate_benchmarks,
     "shots": evaluate_shots,
     "judge": compare_by_endpoint,
 }

@@ -64,8 +64,6 @@ from rlhf.training.optim import decay_groups
 from rlhf.training.setup import checkpoint_activations, load_frozen, set_up
 from rlhf.training.state import gathered_state, put_weights
 
-EVALUATED_TOGETHER = 128  # responses per forward of the held-out figures
-
 
 def run(config: Config) -> None:
     """Write runs/<run>/reward/model, calibrated."""

@@ -70,7 +70,7 @@ def zero_shot(cell: Cell) -> dict[str, float]:
     import rlhf
     from rlhf.config.compose import compose_config
     from rlhf.data.tokenizer import encode_texts, separator_id
-    from rlhf.evaluation.benchmarks import columns_of, load_task, option_scores, options_of
+    from rlhf.evaluation.shots import columns_of, load_task, option_scores, options_of
 
     config: Any = compose_config(list(cell.steps[0][1:]))
     loaded = rlhf.load(cell.parent)

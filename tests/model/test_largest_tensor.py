@@ -5,7 +5,6 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.commands.next_tokens import likeliest
 from rlhf.engines.choosing import Choice
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampling import sample
@@ -88,17 +87,13 @@ def draw(model) -> None:
     sample(model, TOKENS.tolist(), max_new_tokens=8, eos_token_id=None)
 
 
-def look(model) -> None:
-    likeliest(model, TOKENS[:, : LONG // ROWS].flatten().tolist(), 3)
-
-
 def serve(model) -> None:
     batch = RunningBatch(model, 1)
     batch.advance([Response(TOKENS[0].tolist(), Choice(), 0, 0, 2, frozenset())])
 
 
 PASSES = [
-    train_next_token, train_responses, train_entropies, train_ptx, train_labels, train_reward, hold_out, draw, look, serve,
+    train_next_token, train_responses, train_entropies, train_ptx, train_labels, train_reward, hold_out, draw, serve,
 ]  # fmt: skip
 
 
@@ -113,5 +108,5 @@ def test_no_pass_makes_the_logits_of_all_tokens(kind, run, monkeypatch):
     model = KINDS[kind]().eval()
     with Largest() as found:
         run(model)
-    tokens = LONG if run in (look, serve) else TOKENS.numel()
+    tokens = LONG if run is serve else TOKENS.numel()
     assert found.elements < tokens * VOCAB // 2

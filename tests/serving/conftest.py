@@ -71,7 +71,7 @@ def thread(gold_run) -> Iterator[Any]:  # noqa: F811
     """The models of the small run, and the thread that draws with them: 8 responses at a time, 16 more wait."""
     from rlhf.serving.models import ModelThread, served_models
 
-    models = partial(served_models, gold_run.config(), [gold_run.folder], ["sft", "ppo"])
+    models = partial(served_models, gold_run.config(), gold_run.folder, ["sft", "ppo"])
     thread = ModelThread(models, 8, 16, 64)
     yield thread
     thread.stop()

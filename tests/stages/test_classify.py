@@ -169,7 +169,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(gold_run, tmp_path):
     right = sum(line["label"] == line["predicted"] for line in lines)
     assert results["accuracy"]["value"] == pytest.approx(right / len(lines), abs=1e-4)
     assert read_stage(folder)["summary"]["accuracy"] == results["accuracy"]["value"]
-    page = make_page([read_run(whole.folder)])
+    page = make_page(read_run(whole.folder))
     assert "Labelled task" in page and "closed_qa" in page and "classify" in page
 
 

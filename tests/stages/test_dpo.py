@@ -190,9 +190,9 @@ def test_evaluation_and_report_put_it_beside_ppo(gold_run, tmp_path):
     assert row["kl_to_sft_nats"] > 0
     assert all(0 <= row[name]["value"] <= 1 for name in ("rm_win_rate_vs_sft", "win_rate_vs_sft"))
 
-    page = make_page([read_run(run.folder)])
+    page = make_page(read_run(run.folder))
     assert "PPO and its baselines" in page and f"{row['kl_to_sft_nats']:.3f}" in page and "<td>DPO</td>" in page
-    assert "PPO and its baselines" not in make_page([read_run(gold_run.folder)])
+    assert "PPO and its baselines" not in make_page(read_run(gold_run.folder))
 
     other = run.record("dpo") | {"parents": {"sft": "0" * 64}}
     (run.folder / "dpo" / "stage.json").write_text(json.dumps(other | {"hash": hash_of(other)}))

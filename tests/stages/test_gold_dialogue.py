@@ -116,7 +116,7 @@ def test_evaluate_compares_generate_and_rate_at_equal_samples(dialogue_run):
     assert set(found["over"]) == {"best_of_n", "ppo", "ppo_best_of_n"}
     assert "rate" in results["baselines"] and 0 <= found["dropped"] <= 1
     assert {name: set(row) for name, row in results["ratings"].items()}["safe"] == {"sft", "ppo", "rate"}
-    sections = make_evaluation(read_run(dialogue_run.folder))["sections"]
+    sections = make_evaluation(read_run(dialogue_run.folder))
     tables = {table.caption: table for section in sections for table in section.tables}
     policies = [row[0] for row in tables["PPO and its baselines, held-out prompts"].rows]
     assert policies[-4:] == ["best of 4", "generate and rate 4", "sft rated 4", "ppo best of n 4"]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 
+from rlhf.data.agreement import ratio_interval
 from rlhf.evaluation.policies import Answer
 from rlhf.evaluation.statistics import (
     distinct,
     interval,
     length_controlled,
-    ratio_interval,
     show,
     text_figures,
     wilson,

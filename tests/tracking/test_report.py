@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf.cli import main
-from rlhf.report.page import write_report
+from rlhf.report.page import compare_runs, write_report
 from rlhf.report.pictures import (
     Mark,
     Picture,
@@ -22,12 +22,10 @@ from rlhf.report.pictures import (
     draw_svg,
     make_figure,
     make_frontier,
-    make_histogram,
     make_stage_figures,
 )
-from rlhf.report.sections import shade, tables_of
+from rlhf.report.sections import tables_of
 from rlhf.runs.metric_table import Chart, find
-from rlhf.runs.run_files import read_run
 
 ATTACK = "</div><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
 PARENTS = {
@@ -52,7 +50,7 @@ def make_stage(run: Path, stage: str, **changes: Any) -> Path:
         "parents": {parent: digest(parent) for parent in PARENTS[stage]},
         "data": {f"{stage}.jsonl": digest("data")},
         "hash": digest(stage), "seconds": 61.0, "peak_rss_mb": 1500.0, "settings": {f"{stage}.lr": 1.5e-4},
-        "config": {}, "summary": {"loss": 0.5},
+        "config": {}, "summary": {"loss": 0.5}, "run": run.name, "files": {},
     } | changes  # fmt: skip
     (folder / "stage.json").write_text(json.dumps(record))
     (folder / "config.yaml").write_text(f"seed: 7\nnote: {ATTACK}\n")
@@ -207,32 +205,30 @@ def test_a_half_done_run(tmp_path: Path) -> None:
     parents = {"tokenizer": digest("tokenizer"), "half-round-1/ppo": digest("an earlier round")}
     make_stage(run, "pretrain", parents=parents)
     make_stage(run, "sft", status="running", parents={"pretrain": digest("an older pretrain")})
-    make_stage(run, "reward", parents={"world": digest("of another run")}, summary=None, settings="none", seconds="?")
+    make_stage(run, "reward", parents={"world": digest("of another run")})
     write_lines(run / "pretrain/metrics.jsonl", [{"progress/step": 40, "eval/heldout/bpb": 0.512}])
     (run / "sft/metrics.jsonl").write_text('{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo')
     text = page_of(run)
     for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40",
                   "changed since</span>", "of another run",
-                  "Not evaluated yet", "No samples yet", "sft: unfinished, at step 1.", "ppo: not started.",
-                  "world and label: not in this run"):  # fmt: skip
+                  "Not evaluated yet", "No samples yet"):  # fmt: skip
         assert shown in text, shown
 
 
-def page_of(*runs: Path) -> str:
-    text = write_report(*runs).read_text(encoding="utf-8")
+def page_of(run: Path) -> str:
+    text = write_report(run).read_text(encoding="utf-8")
     check_page(text)
     return text
 
 
 def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
     for stage in PARENTS:
-        (tmp_path / stage).mkdir()
-        (tmp_path / stage / "stage.json").write_text('{"stage": "torn')
+        make_stage(tmp_path, stage, status="running")
         lines = b'\xff\xfe\n[1]\n{"progress/step": "x"}\n{"progress/step": 1}\n'
         (tmp_path / stage / "metrics.jsonl").write_bytes(lines)
         (tmp_path / stage / "samples.jsonl").write_text('{"responses": 3}\n{"step": null}\n"x"\n')
     (tmp_path / "evaluate/results.json").write_text(
-        '{"gold": [], "kl_to_sft_nats": "x", "reward_model": {"accuracy": NaN, "calibration": [3, {"gap": 1}]}}'
+        '{"kl_to_sft_nats": 1.0, "reward_model": {"accuracy": NaN, "calibration": [3, {"gap": 1}]}}'
     )
     (tmp_path / "evaluate/samples.jsonl").write_text(
         '{"responses": {"ppo": null}, "prompt": [{"role": "user", "content": "hi \\ud800"}], "gold": 3}\n'
@@ -262,84 +258,52 @@ def test_every_figure_of_a_file_is_in_a_table() -> None:
     }
 
 
-def test_several_runs_stand_over_each_other(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / name) for name in ("alpha", "beta")]
-    record = json.loads((runs[1] / "ppo/stage.json").read_text())
-    record["config"] = {"kl": {"coef": 0.5}, "ppo": {"lr": 1e-5}, "run": "beta"}
+def test_a_stages_own_settings_count_before_its_configuration(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "beta")
+    record = json.loads((run / "ppo/stage.json").read_text())
+    record["config"] = {"kl": {"coef": 0.5}, "ppo": {"lr": 1e-4}, "run": "beta"}
     record["settings"] = {"ppo.lr": 2e-5}
-    (runs[1] / "ppo/stage.json").write_text(json.dumps(record))
-    (tmp_path / "gamma").mkdir()
-    path = write_report(*runs, tmp_path / "gamma", path=tmp_path / "out" / "page.html")
-    text = path.read_text(encoding="utf-8")
-    check_page(text)
-    for shown in ("alpha, beta, gamma", "The runs in numbers", "ppo of alpha", "ppo of beta", "alpha score", "beta KL",
-                  "kl.coef", "next is tokenizer", "Calibration of the reward model"):  # fmt: skip
-        assert shown in text, shown
-    rows = {key: cells for key, cells in re.findall(r"<tr><td>([^<]+)</td>(.*?)</tr>", text) if cells.count("<td") == 3}
-    # A stage's own settings count before the configuration that was composed for it.
-    assert re.findall(r"<td class=.n.>([^<]+)<", rows["ppo.lr"]) == ["1.5e-4", "2e-5", "–"]
-    assert "run" not in rows
+    (run / "ppo/stage.json").write_text(json.dumps(record))
+    rows = dict(re.findall(r"<tr><td>([^<]+)</td>(.*?)</tr>", page_of(run)))
+    values = {key: re.findall(r"<td class=.n.>([^<]+)<", rows[key]) for key in ("ppo.lr", "kl.coef")}
+    assert values == {"ppo.lr": ["1e-5", "2e-5"], "kl.coef": ["0.02", "0.5"]} and "run" not in rows
 
 
-def test_runs_with_shared_parents_are_complete_and_compared_on_one_split(tmp_path: Path) -> None:
+def test_runs_with_shared_parents_are_complete(tmp_path: Path) -> None:
     base = make_run(tmp_path / "base")
     (base / "reward/audit.json").write_text(json.dumps({"verdict": {"decision": "collect more labels"}}))
-    points = [{"progress/step": 1, "eval/dev/kl": 1.25}]
-    for name, split in (("first", "test"), ("second", "dev")):
-        run = tmp_path / name
-        lent = {x: "base" if x != "reward" else str(base) for x in ("tokenizer", "pretrain", "sft", "reward")}
-        write_lines(make_stage(run, "ppo", config={"parents": lent}) / "metrics.jsonl", points)
-        make_stage(run, "evaluate", settings={"evaluate.split": split})
-        (run / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
-    text = page_of(tmp_path / "first")
+    run = tmp_path / "first"
+    lent = {stage: "base" if stage != "reward" else str(base) for stage in ("tokenizer", "pretrain", "sft", "reward")}
+    make_stage(run, "ppo", config={"parents": lent})
+    make_stage(run, "evaluate")
+    (run / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
+    text = page_of(run)
     assert "6 of 6 stages complete" in text and "of another run" not in text and "3.75" in text
     assert "audit: collect more labels." in text
-    text = page_of(tmp_path / "first", tmp_path / "second")
-    compared = text[: text.index('id="pipeline"')]
-    assert "not all of them were evaluated on the same prompts" in compared
-    assert compared.count("<b>1.25</b>") == 2 and "3.75" not in compared
 
 
-def test_tokens_are_shaded_by_their_kl_and_stay_text(tmp_path: Path) -> None:
-    folder = make_stage(tmp_path, "ppo")
-    row = {"step": 0, "id": "p", "prompt": "Who?", "response": "x", "score": 1.0, "kl": 1.0,
-           "tokens": [" hello", "<script>", "\u202e", "</div>"], "kl_tokens": [0.01, 0.6, -2.5, None]}  # fmt: skip
-    write_lines(folder / "samples.jsonl", [row, row | {"step": 1, "kl_tokens": [1.0]}])
-    text = page_of(tmp_path)
-    assert '<span title="+0.01 nats"> hello</span><span class="u3" title="+0.60 nats">&lt;script&gt;</span>' in text
-    assert '<span class="d5" title="-2.50 nats">\\u202e</span><span>&lt;/div&gt;</span>' in text
-    assert "Shaded by what each token adds to the KL" in text
-    looks = {0.0: "", 0.049: "", 0.05: "u1", -0.05: "d1", 0.5: "u3", -1.99: "d4", 2.0: "u5", math.nan: "", "x": ""}
-    assert {kl: shade(kl) for kl in looks} == looks
-
-
-def test_histograms_share_their_bins(tmp_path: Path) -> None:
-    make_stage(tmp_path, "evaluate")
-    write_lines(tmp_path / "evaluate/samples.jsonl", [
-        {"id": str(i), "prompt": "q", "responses": {"sft": "a", "ppo": "b"}, "scores": {"sft": 0.1 * i, "ppo": 2.4 - 0.1 * i},
-         "gold": {"sft": 0.01 * i, "ppo": 0.01 * i}}
-        for i in range(25)
-    ])  # fmt: skip
-    run = read_run(tmp_path)
-    figure = make_histogram([run])
-    assert figure is not None
-    sft, ppo = figure.series
-    # 25 values from 0 to 2.4 in 24 bins of 0.1: one a bin, and the largest shares the last.
-    assert (sft.xs[0], sft.ys[0], sft.ys[-1]) == pytest.approx((0.05, 1 / 25, 2 / 25))
-    assert sum(ppo.ys) == pytest.approx(1.0, abs=1e-12)
+def test_a_sweep_is_compared_by_its_evaluations_if_all_runs_have_one(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run in runs:
+        write_lines(make_stage(run, "ppo") / "metrics.jsonl", [{"progress/step": 1, "eval/dev/kl": 1.25}])
+    (runs[0] / "evaluate").mkdir()
+    (runs[0] / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
+    assert [line.split() for line in compare_runs(runs)][1:] == [
+        ["a", "1.25", "1:01", "min"],
+        ["b", "1.25", "1:01", "min"],
+    ]
+    assert "3.75" in compare_runs(runs[:1])[1]
 
 
 def test_the_command_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "a").mkdir()
 
     def report(*overrides: str) -> None:
         main(["report", f"runs_dir={tmp_path}", *overrides])
 
     report("run=a")
-    report("run=a,b")
-    assert (tmp_path / "a/report.html").is_file() and (tmp_path / "report-a+b.html").is_file()
-    for run, words in (("c", "no such run"), ("a,..", "want letters, digits"), ("a,a", "named twice")):
+    assert (tmp_path / "a/report.html").is_file()
+    for run, words in (("c", "no such run"), ("..", "want letters, digits")):
         with pytest.raises(SystemExit) as caught:
             report(f"run={run}")
         assert caught.value.code == 2 and words in capsys.readouterr().err
@@ -387,29 +351,23 @@ def test_names_expand_to_the_metrics_at_hand() -> None:
     assert Chart("", ("eval/*/gold/total",)).expand(POINTS) == [("eval/dev/gold/total", "dev")]
     assert Chart("", ("objective/kl=KL",)).expand(POINTS) == [("objective/kl", "KL")]
     assert Chart("", ("gold/*", "-gold/total")).expand(POINTS) == [("gold/polite", "polite")]
-    assert make_figure(Chart("None", ("sft/loss",)), [("r", POINTS)], []) is None
+    assert make_figure(Chart("None", ("sft/loss",)), POINTS, []) is None
 
 
-def test_of_one_run_colours_are_curves_and_of_several_they_are_runs() -> None:
-    chart = Chart("Reward", ("objective/scores=score", "objective/kl=KL"))
-    one = make_figure(chart, [("a", POINTS)], [])
-    assert one is not None
-    assert [(s.label, s.colour, s.dash) for s in one.series] == [("score", 0, 0), ("KL", 1, 0)]
-    other = {"objective/scores": ([1.0, 2.0], [0.0, 1.0])}
-    two = make_figure(chart, [("a", POINTS), ("b", other)], [])
-    assert two is not None
-    drawn = [(s.label, s.colour, s.dash) for s in two.series]
-    assert drawn == [("a score", 0, 0), ("b score", 1, 0), ("a KL", 0, 1)]
-    ElementTree.fromstring(two.svg)
+def test_each_curve_has_a_colour_of_its_own() -> None:
+    figure = make_figure(Chart("Reward", ("objective/scores=score", "objective/kl=KL")), POINTS, [])
+    assert figure is not None
+    assert [(s.label, s.colour, s.dash) for s in figure.series] == [("score", 0, 0), ("KL", 1, 0)]
+    ElementTree.fromstring(figure.svg)
 
 
 def test_scores_against_kl_join_by_step_and_no_metric_is_lost():
-    pictures = {figure.title: figure for figure in make_frontier([("r", POINTS)])}
+    pictures = {figure.title: figure for figure in make_frontier(POINTS)}
     assert set(pictures) == {"Reward against the root of KL", "Gold score against the root of KL"}
     (gold,) = pictures["Gold score against the root of KL"].series
     # Steps 1 and 3 have a gold score: KL 0.5 and 1.5, roots 0.7071 and 1.2247.
     assert gold.xs == pytest.approx([0.70711, 1.22474], abs=1e-4) and gold.ys == [0.7, 0.8]
-    assert list(make_frontier([("r", {})])) == []
-    figures = list(make_stage_figures("ppo", [("r", POINTS)], {}))
+    assert list(make_frontier({})) == []
+    figures = list(make_stage_figures("ppo", POINTS, {}))
     rest = [figure.title for figure in figures if figure.rest]
     assert rest == ["optim/steps"]  # one point alone, as eval/dev/loss here, is no curve

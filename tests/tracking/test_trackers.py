@@ -58,12 +58,12 @@ def test_an_unknown_name_is_refused_values_that_are_not_finite_become_null_and_t
     with caplog.at_level(logging.WARNING), tracker(tmp_path) as writer:
         for step, value in enumerate((math.nan, math.inf)):
             writer.log({"loss/policy_avg": value, "objective/kl": 1.0}, step=step)
-        writer.samples(2, [SAMPLE | {"score": math.nan, "tokens": ["b"], "kl_tokens": [math.nan]}])
+        writer.samples(2, [SAMPLE | {"score": math.nan, "parts": {"a": math.nan}}])
         writer.samples(4, [whole])
     rows = lines(tmp_path / "metrics.jsonl")
     assert [(row["loss/policy_avg"], row["objective/kl"]) for row in rows] == [(None, 1.0)] * 2
     row, kept = read_jsonl(tmp_path / "samples.jsonl")
-    assert (row["score"], row["kl_tokens"]) == (None, [None]) and kept == {"step": 4, "kl": None} | whole
+    assert (row["score"], row["parts"]) == (None, {"a": None}) and kept == {"step": 4, "kl": None} | whole
     assert sum("loss/policy_avg" in record.getMessage() for record in caplog.records) == 1
 
 

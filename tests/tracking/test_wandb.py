@@ -31,7 +31,7 @@ def tracker(folder: Path, resume_step: int = 0) -> Any:
 
 def sample(step: int) -> list[dict[str, Any]]:
     row = {"prompt": "<b>Who?</b>", "response": f"answer {step}", "score": 0.5, "kl": 1.0, "parts": {"reward_model": 0.75},
-           "gold": {"total": 0.25}, "tokens": ["a"], "kl_tokens": [0.5]}  # fmt: skip
+           "gold": {"total": 0.25}}  # fmt: skip
     return [{"id": f"p-{i}"} | row for i in range(2)]
 
 

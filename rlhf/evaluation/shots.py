@@ -1,11 +1,5 @@
-"""Labelled tasks (the settings classify.*) with examples in the prompt (`evaluate.shots`), and lm-eval's benchmarks on the models of a
-run (`evaluate.benchmarks`).
+"""Labelled tasks (the settings classify.*) with examples in the prompt (`evaluate.shots`)."""
 
-Benchmarks come with lm-eval, or from a folder of YAML files. A task of a folder may name Python functions, which are run: give
-only a folder that you trust.
-"""
-
-import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -19,14 +13,13 @@ from rlhf.data.encoding import row_limit
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
 from rlhf.data.tokenizer import encode_texts, separator_id
-from rlhf.errors import UserError, reason_of
+from rlhf.errors import UserError
 from rlhf.evaluation.policies import load_stage, models_of
 from rlhf.evaluation.scoring import pair_nats
-from rlhf.evaluation.statistics import Figures, figure, flatten, split_like, wilson
+from rlhf.evaluation.statistics import Figures, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
 from rlhf.runs.folders import run_folder
 from rlhf.runs.progress import progress
-from rlhf.runs.run_files import is_figure
 from rlhf.system.files import sha256_file
 from rlhf.system.terminal import say
 
@@ -124,7 +117,7 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     labels = [example.label for example in held_out]
     most = min(max(counts), len(train))
     drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, most) for i in range(len(held_out))]
-    models = models_of(config, base=True)
+    models = models_of(config)
     figures: dict[str, list[Figures]] = {name: [] for name in models}
     with progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
         for name, rows_of_model in figures.items():
@@ -173,84 +166,3 @@ def make_rows(
         whole = [separator_id(tokenizer), *(prompt + question)[-room:]]
         rows += [(whole, answer) for answer in answers]
     return rows, shown / len(questions)
-
-
-# --- benchmarks of lm-eval -------------------------------------------------------------------------------------------
-
-
-BOOTSTRAPS = 1000  # bootstrap samples of metrics without a formula for their error
-
-
-def evaluate_benchmarks(config: Config, device: torch.device) -> Figures:
-    """{"models": {model: {"task metric": figure}}, "differences": {"ppo - sft": …}, "lm_eval": its version}.
-
-    Raises: UserError without lm-eval, for an unknown task, and for a task that fails.
-    """
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f"evaluate.benchmarks: needs the package lm-eval ({error}): pip install lm-eval") from None
-    settings = config.evaluate
-    names = listed(settings.benchmarks)
-    if settings.benchmark_tasks is not None and not Path(settings.benchmark_tasks).is_dir():
-        raise UserError(f"evaluate.benchmark_tasks={settings.benchmark_tasks}: want a folder with YAML files")
-    manager = TaskManager(include_path=settings.benchmark_tasks)
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown:
-        missing = f"neither lm-eval {lm_eval.__version__} nor evaluate.benchmark_tasks has such a task"
-        raise UserError(f"evaluate.benchmarks: {unknown[0]!r}: {missing}: `lm-eval ls tasks` lists them")
-    figures: dict[str, Figures] = {}
-    for name in models_of(config):
-        policy, tokenizer = load_stage(config, name, device)
-        model = HFLM(pretrained=policy, tokenizer=tokenizer, batch_size=settings.benchmark_batch, device=str(device))
-        try:
-            results = lm_eval.simple_evaluate(
-                model=model,
-                tasks=names,
-                task_manager=manager,
-                limit=settings.benchmark_limit,
-                log_samples=False,
-                bootstrap_iters=BOOTSTRAPS,
-                random_seed=config.seed,
-                numpy_random_seed=config.seed,
-                torch_random_seed=config.seed,
-                fewshot_random_seed=config.seed,
-            )
-        except Exception as error:  # tasks and their data can raise anything
-            what = f"lm-eval stopped on {', '.join(names)} ({reason_of(error)})"
-            raise UserError(f"evaluate.benchmarks: {what}: check the tasks and the connection to their data") from error
-        assert results is not None
-        figures[name] = task_figures(results)
-    return {"models": figures, "differences": differences(figures), "lm_eval": lm_eval.__version__}
-
-
-def task_figures(results: dict[str, Any]) -> Figures:
-    """{"task metric": {"value", "ci95", "n"}} of lm-eval's results; ci95 is None if it gives no standard error."""
-    figures: Figures = {}
-    for task, row in results["results"].items():
-        count = (results.get("n-samples") or {}).get(task, {}).get("effective")
-        for key, value in row.items():
-            metric, _, filtered = key.partition(",")
-            if filtered and is_figure(value) and not metric.endswith("_stderr"):
-                error = row.get(f"{metric}_stderr,{filtered}")
-                name = f"{task} {metric}" + ("" if filtered == "none" else f" ({filtered})")
-                figures[name] = figure(float(value), 1.96 * error if is_figure(error) else None, count)
-    return figures
-
-
-def differences(models: dict[str, Figures]) -> Figures:
-    """Each model minus the first, by task; a negative difference is the alignment tax. The interval treats the errors as independent,
-    so it is too wide for models that answer the same questions."""
-    first, *others = models
-    by_pair: Figures = {}
-    for name in others:
-        rows = {}
-        for task, ours in models[name].items():
-            if (base := models[first].get(task)) is not None:
-                halves = [row["ci95"][1] - row["value"] for row in (ours, base) if row["ci95"]]
-                half = math.hypot(*halves) if len(halves) == 2 else None
-                rows[task] = figure(ours["value"] - base["value"], half, ours["n"])
-        by_pair[f"{name} - {first}"] = rows
-    return by_pair
