@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-import wandb
 import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -200,7 +199,7 @@ def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
         given.append(options)
         raise ConnectionError("no more is needed")
 
-    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr("wandb.init", init)
     for words in ([], LABELS):
         config = compose_config(["run=x", "tracking=wandb", *words])
         stage: Any = SimpleNamespace(name="sft", config=config, folder=tmp_path, writes=True, record=lambda status: {})

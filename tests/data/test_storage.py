@@ -1,6 +1,5 @@
 from itertools import pairwise
 
-import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +84,8 @@ def folder(tmp_path):
 
 
 def test_the_files_are_json_lines_and_a_source_beside_raw_files(folder, write_jsonl):
+    import datasets
+
     data = datasets.load_dataset("json", data_files=str(folder / "ranking" / "test.jsonl"), split="train")
     assert data[0]["ranking"] == [["a"], ["b"]] and data[0]["prompt"] == [{"role": "user", "content": "Hi"}]
     [record], _ = load_kind(Ranking, str(folder / "ranking" / "test.jsonl"), "native")

@@ -1,13 +1,14 @@
 """Requests made from the OpenAPI document, right and wrong: each is answered, none with an error of the server."""
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.long
 
 
 def test_no_request_of_the_documents_making_fails_the_server(app, thread):
+    import schemathesis  # which takes a second
+
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers={"host": "127.0.0.1"})
     statuses: dict[int, int] = {}
     for found in schema.get_all_operations():

@@ -4,7 +4,6 @@ import asyncio
 import json
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -33,6 +32,8 @@ def generated(run, folder, count, *settings):
 
 @pytest.fixture
 def ask(server):
+    import openai  # which takes a second
+
     with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0, timeout=60) as found:
         yield found
 
@@ -43,6 +44,8 @@ def chat(ask, **more):
 
 
 def test_models_are_listed(ask):
+    import openai
+
     assert [model.id for model in ask.models.list()] == ["gold/sft", "gold/ppo"]
     assert ask.models.retrieve("gold/ppo").id == "gold/ppo"
     with pytest.raises(openai.NotFoundError, match="gold/sft, gold/ppo"):
@@ -119,6 +122,8 @@ def test_a_stop_string_ends_the_text_before_it_also_across_tokens(ask, stream):
 
 
 def test_mistakes_have_the_apis_form(ask, server):
+    import openai
+
     for more, message, param in (
         ({"messages": []}, "messages: List should have at least 1", "messages"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "end with one of the user", "messages"),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas
 import pytest
 import torch
 
@@ -107,7 +106,7 @@ def test_a_model_a_list_of_rows_and_a_function(gold_run, base, tmp_path, capsys)
     assert record["config"]["kl"]["coef"] == 0.05 and record["config"]["ppo"]["rewards"] == [f"{__name__}:brevity"]
     assert any(key.startswith("reward:") for key in record["data"])  # the function's source is an input of the stage
     metrics = run.metrics("ppo")
-    assert isinstance(metrics, pandas.DataFrame) and list(metrics.index) == [1, 2]
+    assert type(metrics).__name__ == "DataFrame" and list(metrics.index) == [1, 2]
     assert (metrics["objective/scores"] <= 0).all()
     assert len(run.sample(["Name a fruit.", "What colour is snow?"], max_new_tokens=4)) == 2
     assert run.metrics("tokenizer").empty  # a stage that logs no metrics
@@ -121,6 +120,8 @@ def test_a_model_a_list_of_rows_and_a_function(gold_run, base, tmp_path, capsys)
 
 
 def test_a_table_of_pandas_is_rows(gold_run, base, tmp_path):
+    import pandas
+
     table = pandas.DataFrame({"instruction": ["Name a fruit."] * 3, "output": ["pear", "plum", "fig"]})
     run = rlhf.Run("mine", model=base, demonstrations=table, runs_dir=tmp_path)
     assert len((run.folder / "data" / "demonstrations.jsonl").read_text(encoding="utf-8").splitlines()) == 3

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
-from trl import RewardConfig, RewardTrainer
 
 from rlhf.config import Config
 from rlhf.data.encoding import Item, Judgement
@@ -119,7 +117,10 @@ def twins() -> tuple[RewardModel, GPT2ForSequenceClassification]:
     return ours, theirs
 
 
-def make_trainer(model: GPT2ForSequenceClassification, rows: list[dict[str, list[int]]], folder: Any) -> RewardTrainer:
+def make_trainer(model: GPT2ForSequenceClassification, rows: list[dict[str, list[int]]], folder: Any) -> Any:
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer  # which takes seconds
+
     plain = {"report_to": "none", "use_cpu": True, "bf16": False, "max_length": None, "gradient_checkpointing": False}
     settings = RewardConfig(output_dir=str(folder), per_device_train_batch_size=len(rows), **plain)
     return RewardTrainer(model, settings, train_dataset=Dataset.from_list(rows), processing_class=make_tokenizer("cls"))

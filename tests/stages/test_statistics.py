@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-import statsmodels.api as sm
 
 from rlhf.data.agreement import ratio_interval
 from rlhf.evaluation.policies import Answer
@@ -87,6 +86,8 @@ def test_win_rate_by_hand():
 
 
 def test_judges_who_pay_for_length_are_even_at_equal_length():
+    import statsmodels.api as sm  # which takes a second
+
     rng = np.random.default_rng(0)
     d = rng.normal(2, 3, 2000)
     points = (rng.random(2000) < 1 / (1 + np.exp(-d))).astype(float)
