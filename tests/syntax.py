@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = sorted((ROOT / "rlhf").rglob("*.py"))
 
 
 @cache

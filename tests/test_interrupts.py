@@ -183,12 +183,9 @@ def test_a_terminal_that_is_closed_does_not_keep_a_loop_from_its_checkpoint(tmp_
 @pytest.mark.long
 def test_killed_ranks_leave_nothing_and_the_losses_are_the_same(tmp_path):
     command = [
-        sys.executable,
-        str(ROOT / "scripts" / "kill_ranks.py"),
-        str(tmp_path / "kills"),
-        "only=reward zero2",
+        sys.executable, str(ROOT / "scripts" / "kill_ranks.py"), str(tmp_path / "kills"), "only=reward zero2",
         "kills=4",
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
         command, timeout=1200, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

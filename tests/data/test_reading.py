@@ -92,14 +92,11 @@ def test_an_array_that_is_too_deep_or_too_long_is_refused(read, monkeypatch):
         read('[{"a": 1}, {"a": 2}]', "a.json")
 
 
-@pytest.mark.parametrize(
-    ("content", "name", "note"),
-    [
-        ('q,a\n"1, or 2",\n', "a.csv", "columns divided by a comma"),
-        ('q;a\n"1, or 2";\n', "a.csv", "columns divided by a semicolon"),
-        ("q\ta\n1, or 2\t\n", "a.tsv", "columns divided by a tab"),
-    ],
-)
+@pytest.mark.parametrize(("content", "name", "note"), [
+    ('q,a\n"1, or 2",\n', "a.csv", "columns divided by a comma"),
+    ('q;a\n"1, or 2";\n', "a.csv", "columns divided by a semicolon"),
+    ("q\ta\n1, or 2\t\n", "a.tsv", "columns divided by a tab"),
+])  # fmt: skip
 def test_delimiters(tmp_path, content, name, note):
     (tmp_path / name).write_text(content, encoding="utf-8-sig")
     source = Source(name, tmp_path / name)

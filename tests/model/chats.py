@@ -70,9 +70,6 @@ def make_tokenizer(kind: str) -> Any:
     backend.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, **more))
     backend.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)])
     ids = {
-        "bos_token": special[0],
-        "eos_token": special[1],
-        "pad_token": special[1],
-        "extra_special_tokens": special[2:],
-    }
+        "bos_token": special[0], "eos_token": special[1], "pad_token": special[1], "extra_special_tokens": special[2:],
+    }  # fmt: skip
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **ids)

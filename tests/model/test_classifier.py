@@ -22,11 +22,8 @@ def user(text: str) -> list[Message]:
 
 
 DIALOGUE = [
-    Message(role="system", content="good"),
-    *user("snow"),
-    Message(role="assistant", content="white"),
-    *user("coal"),
-]
+    Message(role="system", content="good"), *user("snow"), Message(role="assistant", content="white"), *user("coal"),
+]  # fmt: skip
 PROMPTS = [user("what colour is blood ?"), user("colour ?"), user("what colour is the sky ? " * 3), DIALOGUE]
 RESPONSES = ["red .", "", "blue blue blue .", "of course : black"]
 ENDED = [True, False, True, False]

@@ -80,11 +80,8 @@ KINDS = [
 ]  # fmt: skip
 # Kinds that keep less than the closed form counts, and by how much at most.
 LESS = [
-    ({"block": "one_norm"}, 0.07),
-    ({"block": "parallel"}, 0.07),
-    ({"block": "post"}, 0.03),
-    ({"mlp": "relu"}, 0.35),
-]
+    ({"block": "one_norm"}, 0.07), ({"block": "parallel"}, 0.07), ({"block": "post"}, 0.03), ({"mlp": "relu"}, 0.35),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "less"), [*((kind, 0.0) for kind in KINDS), *LESS], ids=str)

@@ -86,22 +86,10 @@ def count(model: ModelConfig, vocab_size: int) -> tuple[int, int]:
     return language, scalar
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt1",
-        "gpt2",
-        "gpt3-xl",
-        "palm-8b",
-        "llama-7b",
-        "llama-2-70b",
-        "tiny",
-        "gpt1-tiny",
-        "palm-tiny",
-        "switch-tiny",
-        "bert",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "gpt1", "gpt2", "gpt3-xl", "palm-8b", "llama-7b", "llama-2-70b", "tiny", "gpt1-tiny", "palm-tiny", "switch-tiny",
+    "bert",
+])  # fmt: skip
 def test_the_closed_form_counts_what_the_model_has(name):
     model, vocab_size = preset(name)
     shape = make_shape(model, vocab_size)

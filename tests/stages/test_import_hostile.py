@@ -80,12 +80,9 @@ def test_how_deep_a_row_may_nest_does_not_depend_on_the_stack(tmp_path, capsys, 
 def test_names_out_of_a_file_cannot_write_to_the_terminal(tmp_path, capsys):
     odd = "\x1b[2J\n\u202e" + "y" * 5000
     rows = [
-        DEMONSTRATION,
-        RANKING | {"ranking": [[odd]]},
-        RANKING | {"ratings": {odd: 9}},
-        RANKING | {"created": odd},
+        DEMONSTRATION, RANKING | {"ranking": [[odd]]}, RANKING | {"ratings": {odd: 9}}, RANKING | {"created": odd},
         RANKING | {"responses": [{"id": odd, "text": "a"}] * 2},
-    ]
+    ]  # fmt: skip
     path = write(tmp_path / "labels.jsonl", rows)
     code, out, _ = imported(capsys, f"path={path}", f"out={tmp_path / 'out'}")
     shown = [line for line in out.splitlines() if "reject: " in line]

@@ -78,11 +78,8 @@ def test_a_changed_setting_is_refused_by_name_unless_it_changes_speed_only(whole
         with pytest.raises(UserError, match=rf"{stage} was run with other settings \({key} .*overwrite=true"):
             pipe_in_process(monkeypatch, whole, setting)
     faster = [
-        "ppo.micro_batch_episodes=8",
-        "reward.micro_batch_responses=8",
-        "checkpoints.every_seconds=1",
-        "threads=2",
-    ]
+        "ppo.micro_batch_episodes=8", "reward.micro_batch_responses=8", "checkpoints.every_seconds=1", "threads=2",
+    ]  # fmt: skip
     assert pipe_in_process(monkeypatch, whole, *faster) == []
 
 

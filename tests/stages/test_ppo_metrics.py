@@ -93,11 +93,8 @@ def seen(trainer) -> Seen:
     """The third update, the policy's second, on disturbed rollouts with two reward sources."""
     found = Seen(trainer)
     sample, score, train, draw = (
-        ppo.sample_responses,
-        ppo.score_responses,
-        ppo_update.train_minibatch,
-        trainer.prompts.blocks.draw,
-    )
+        ppo.sample_responses, ppo.score_responses, ppo_update.train_minibatch, trainer.prompts.blocks.draw,
+    )  # fmt: skip
 
     def sample_cut(engine, sampler, tokenizer, *asked):
         samples = cut(sample(engine, sampler, tokenizer, *asked)[0])
@@ -254,12 +251,9 @@ def gradients_wanted(seen: Seen) -> dict[str, float]:
     trainer.engine.optimizer.zero_grad()
     assert min(both, of_critic, rl, ptx) > 0.01, "ppo.max_grad_norm cuts all of them"
     return {
-        "optim/rl_grad_norm": rl,
-        "optim/ptx_grad_norm": ptx,
-        "optim/policy_grad_norm": both,
-        "optim/critic_grad_norm": of_critic,
-        "optim/grad_norm": math.hypot(both, of_critic),
-    }
+        "optim/rl_grad_norm": rl, "optim/ptx_grad_norm": ptx, "optim/policy_grad_norm": both,
+        "optim/critic_grad_norm": of_critic, "optim/grad_norm": math.hypot(both, of_critic),
+    }  # fmt: skip
 
 
 def block_logprobs(seen: Seen, index: list[int]) -> torch.Tensor:

@@ -208,11 +208,8 @@ def test_attributes_of_a_file_of_scores(labelled, capsys):
 
 def test_rules_are_a_reward_of_ppo_and_a_metric(labelled, capsys):
     words = [
-        "data.comparisons=marked.jsonl",
-        "data.demonstrations=demos.json",
-        "rate.ratings=40",
-        "rate.rules=rules.json",
-    ]
+        "data.comparisons=marked.jsonl", "data.demonstrations=demos.json", "rate.ratings=40", "rate.rules=rules.json",
+    ]  # fmt: skip
     labelled("pipeline", "marked", *words, "stages=[rate]")
     assert "insult, 0 to 1" in capsys.readouterr().out
     ran = labelled("pipeline", "marked", "stages=[ppo,evaluate]", "ppo.rewards=[rate]", "ppo.critic=sft", fresh=False)

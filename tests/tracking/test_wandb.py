@@ -117,12 +117,9 @@ NOT_SHOWN = {
     "optim/steps": "a constant; in the report",
     "custom/<part>": "of the user's own functions; in the report, one picture each",
     "time/elapsed_s": "W&B's own runtime; in the report's table of stages",
-    "calibration/gain": "one number a run, in its summary",
-    "calibration/shift": "one number a run, in its summary",
-    "progress/step": "an x axis",
-    "progress/episodes": "an x axis",
-    "progress/tokens": "an x axis",
-}
+    "calibration/gain": "one number a run, in its summary", "calibration/shift": "one number a run, in its summary",
+    "progress/step": "an x axis", "progress/episodes": "an x axis", "progress/tokens": "an x axis",
+}  # fmt: skip
 
 
 def panel_metrics() -> set[str]:

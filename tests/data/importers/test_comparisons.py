@@ -255,11 +255,8 @@ def test_alpaca(tmp_path):
 
 def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue_and_one_without_is_a_prompt(load):
     dialogue = [
-        says("human", "Hi"),
-        says("chatgpt", " A\n"),
-        says("human", "<div>B</div>"),
-        says("gpt", "C &amp; 你好"),
-    ]
+        says("human", "Hi"), says("chatgpt", " A\n"), says("human", "<div>B</div>"), says("gpt", "C &amp; 你好"),
+    ]  # fmt: skip
     [record] = load("sharegpt", {"id": "x-1", "conversations": dialogue, "system": "S", "tools": "none"})
     assert turns(record) == [("system", "S"), ("user", "Hi"), ("assistant", " A\n"), ("user", "<div>B</div>")]
     assert record.response == "C &amp; 你好" and record.id == "x-1" and record.metadata == {"tools": "none"}
@@ -269,15 +266,12 @@ def test_sharegpt_demonstrates_the_last_answer_of_a_dialogue_and_one_without_is_
 
 def test_messages_with_typed_parts_and_weights(load):
     parts = [{"type": "text", "value": "Name "}, {"type": "text", "text": "a colour."}]
-    row = {
-        "messages": [
-            {"role": "user", "content": parts, "loss_weight": 0.0},
-            {"role": "assistant", "content": [{"type": "text", "value": "Blue."}], "loss_weight": 1.0},
-            {"role": "user", "content": "Why?", "loss_weight": 0.0},
-            {"role": "assistant", "content": "Ha.", "loss_weight": 0.0},
-        ],
-        "topic": "art",
-    }
+    row = {"messages": [
+        {"role": "user", "content": parts, "loss_weight": 0.0},
+        {"role": "assistant", "content": [{"type": "text", "value": "Blue."}], "loss_weight": 1.0},
+        {"role": "user", "content": "Why?", "loss_weight": 0.0},
+        {"role": "assistant", "content": "Ha.", "loss_weight": 0.0},
+    ], "topic": "art"}  # fmt: skip
     [record] = load("messages", row)
     assert turns(record) == [("user", "Name a colour.")] and record.response == "Blue."
     assert record.prompt[0].model_extra == {"loss_weight": 0.0}
@@ -301,16 +295,13 @@ def test_self_instruct_gives_a_demonstration_an_instance(load):
     assert alone.id == "seed_0"
 
 
-@pytest.mark.parametrize(
-    ("format", "row", "prompt", "response", "metadata"),
-    [
-        ("question_answer", samples.QUESTION | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
-        ("decoded", samples.DECODED, "Hi", "Hello", {"decoded": "Hum", "id": 0}),
-        ("trl", {"prompt": "Hi", "completion": "Hello", "n": 1}, "Hi", "Hello", {"n": 1}),
-        ("trl", {"prompt": [USER], "completion": [answer("Yes")]}, "Name a colour.", "Yes", {}),
-        ("trl", {"prompt": "\n\nHuman: Ho\n\nAssistant:", "completion": " Yes"}, "Ho", " Yes", {}),
-    ],
-)
+@pytest.mark.parametrize(("format", "row", "prompt", "response", "metadata"), [
+    ("question_answer", samples.QUESTION | {"level": 1}, "1 + 1?", "2\n#### 2", {"level": 1}),
+    ("decoded", samples.DECODED, "Hi", "Hello", {"decoded": "Hum", "id": 0}),
+    ("trl", {"prompt": "Hi", "completion": "Hello", "n": 1}, "Hi", "Hello", {"n": 1}),
+    ("trl", {"prompt": [USER], "completion": [answer("Yes")]}, "Name a colour.", "Yes", {}),
+    ("trl", {"prompt": "\n\nHuman: Ho\n\nAssistant:", "completion": " Yes"}, "Ho", " Yes", {}),
+])  # fmt: skip
 def test_a_request_and_its_answer(load, format, row, prompt, response, metadata):
     [record] = load(format, row)
     assert record.kind == "demonstration" and turns(record) == [("user", prompt)]

@@ -171,16 +171,13 @@ def test_a_ranker_orders_a_list():
         convert(buckets)
 
 
-@pytest.mark.parametrize(
-    ("data", "ids"),
-    [
-        ({"question": "Q", "response_a": "x", "response_b": "y"}, ["response_a", "response_b"]),
-        ({"prompt": "Q", "answer10": "z", "answer1": "x", "answer2": "y"}, ["answer1", "answer2", "answer10"]),
-        ({"prompt": "Q", "responses": ["x", "y", "z"]}, ["1", "2", "3"]),
-        ({"prompt": "Q", "responses": [{"id": "m", "body": "x"}, {"id": 5, "text": "y"}]}, ["m", "5"]),
-        ({"instruction": [{"role": "user", "content": "Q"}], "answer": "x"}, ["answer"]),
-    ],
-)
+@pytest.mark.parametrize(("data", "ids"), [
+    ({"question": "Q", "response_a": "x", "response_b": "y"}, ["response_a", "response_b"]),
+    ({"prompt": "Q", "answer10": "z", "answer1": "x", "answer2": "y"}, ["answer1", "answer2", "answer10"]),
+    ({"prompt": "Q", "responses": ["x", "y", "z"]}, ["1", "2", "3"]),
+    ({"prompt": "Q", "responses": [{"id": "m", "body": "x"}, {"id": 5, "text": "y"}]}, ["m", "5"]),
+    ({"instruction": [{"role": "user", "content": "Q"}], "answer": "x"}, ["answer"]),
+])  # fmt: skip
 def test_the_keys_of_a_foreign_task(data, ids):
     [record] = convert({"data": data, "annotations": []})
     assert record.prompt[-1].content == "Q"
