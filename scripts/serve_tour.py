@@ -2,7 +2,9 @@
 
     rlhf pipeline run=demo experiment=gold                 # or any other run with an SFT model and comparisons
     rlhf pipeline run=tour rounds=2 parents.tokenizer=demo parents.pretrain=demo parents.sft=demo sample.prompts=24 \\
-        sample.responses=3 data.comparisons=runs/demo/label/comparisons.jsonl data.prompts=runs/demo/world/prompts.jsonl
+        sample.responses=3 data.comparisons=runs/demo/label/comparisons.jsonl data.prompts=runs/demo/world/prompts.jsonl \\
+        reward.batch_prompts=16 reward.lr=6e-4 ppo.episodes=512 ppo.episodes_per_update=128 ppo.lr=1.5e-4 \\
+        ppo.critic_lr=5e-4 rollout.max_new_tokens=40
     python scripts/serve_tour.py --run tour --axe axe.min.js --pictures tour
 
 The second command stops where the tasks of round 2 wait for labels. For each width, colour and way of pointing, one labeler then gives

@@ -239,7 +239,7 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
         boss.locator(f".card[data-id={'ac'[int(key) - 1]}] .put").click()
     boss.get_by_role("button", name="Save the decision").click()
     boss.get_by_text("The decision is saved.").wait_for()
-    boss.get_by_role("button", name="Open t0", exact=True).get_by_text("Decided").wait_for()
+    boss.get_by_role("button", name="Decided t0", exact=True).wait_for()
     decided = rows(labelling)[-1]
     assert (decided["labeler"], decided["ranking"], decided["metadata"]["task"]) == ("manager", [["a"], ["c"]], "t0")
     boss.get_by_role("button", name="Pause ben").click()

@@ -15,7 +15,7 @@ export function makeManage(panel, me) {
   const state = el("p", { class: "name", role: "status" }), effect = el("div");
   const rounds = el("div", { hidden: !me.rounds }, el("h2", {}, "Round"), start, state, effect);
   const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
-    el("thead", {}, el("tr", {}, ...names.map((one) => el("th", { scope: "col" }, one)))), body));
+    el("thead", {}, el("tr", {}, ...names.map((one) => (one ? el("th", { scope: "col" }, one) : el("td"))))), body));
   const act = (path, body, said, then) => () => attempt(async () => {
     const answer = await post(`/api/manage/${path}`, body());
     say(said);
@@ -62,7 +62,7 @@ export function makeManage(panel, me) {
     names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" }, el("input", { type: "checkbox", value: one.name, checked: chosen.has(one.name) }), one.name)));
     tasks.replaceChildren(...found.tasks.map((one) => row(el("input", { type: "checkbox", value: one.name, checked: marked.has(one.name), "aria-label": `Mark ${one.name}`, onclick: mark }),
       one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–", one.assigned.join(", ") || "–",
-      el("button", { class: "small", onclick: () => open(one.name), "aria-label": `Open ${one.name}` }, one.decided ? "Decided" : "Open"))));
+      el("button", { class: "small", onclick: () => open(one.name), "aria-label": `${one.decided ? "Decided" : "Open"} ${one.name}` }, one.decided ? "Decided" : "Open"))));
     if (me.rounds) await showRound();
     if (text.dataset.said !== found.instructions) text.value = text.dataset.said = found.instructions;
   }
