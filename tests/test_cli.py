@@ -99,7 +99,7 @@ def test_help_and_mistakes_import_nothing_heavy():
     (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
     (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
     (["ppo", "data=here"], "data=here: data is a group of settings: write data.<setting>=…"),
-    (["ppo", "kl.coef=-1", "device=tpu"], "device=tpu: want one of auto, cpu, cuda; kl.coef=-1.0: want 0 or more"),
+    (["ppo", "kl.coef=-1", "device=tpu"], "device=tpu: want one of auto, cpu, cuda, mps; kl.coef=-1.0: want 0 or more"),
     (["report", "run=a/b"], "run='a/b': want letters, digits"),
     (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
     (["report", "--config-dir", "none"], "--config-dir none: no such folder"),

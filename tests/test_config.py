@@ -22,6 +22,7 @@ from rlhf.errors import UserError
 from rlhf.model.checkpoint import read_checkpoint
 from rlhf.runs.remembered import by_key, recall
 from rlhf.runs.sources import hub_folder
+from rlhf.training.engine import deepspeed_settings
 from rlhf.training.setup import open_tracker
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
@@ -209,6 +210,44 @@ def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
         for options in (given[0], given[-1])
     ]
     assert kept == [[None, "x/sft", "x", None, "sft"], ["team", "trial/sft", "sweep", ["one", "two"], "sft"]]
+
+
+def deepspeed_file(folder: Path, settings: dict[str, Any]) -> list[str]:
+    (folder / "ds.json").write_text(json.dumps(settings))
+    return ["deepspeed=zero3", f"sharding.file={folder}/ds.json"]
+
+
+def test_a_deepspeed_file_is_added_to_ours(tmp_path):
+    more = {
+        "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
+        "wall_clock_breakdown": True,
+    }
+    plain = deepspeed_settings(compose_config(["deepspeed=zero3"]), bfloat16=True)
+    found = deepspeed_settings(
+        compose_config(deepspeed_file(tmp_path, more | {"bf16": {"enabled": True}})), bfloat16=True
+    )
+    wanted = plain | {"wall_clock_breakdown": True}
+    wanted["zero_optimization"] = plain["zero_optimization"] | {"sub_group_size": 1e9}
+    assert found == wanted
+
+
+def test_conflicts_of_a_deepspeed_file_are_named_in_one_line(tmp_path):
+    other = {
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}},
+        "bf16": {"enabled": True},
+        "optimizer": {},
+    }
+    config = compose_config(deepspeed_file(tmp_path, other))
+    with pytest.raises(UserError) as caught:
+        deepspeed_settings(config, bfloat16=False)
+    assert str(caught.value) == (
+        f"sharding.file={tmp_path}/ds.json: zero_optimization.stage (ours: 3), zero_optimization.offload_param (deepspeed=…_offload), "
+        "bf16.enabled (ours: false), optimizer (<stage>.lr): other settings decide this: leave it out"
+    )
+    with pytest.raises(UserError, match="contains no settings: want a JSON object"):
+        deepspeed_settings(compose_config(["deepspeed=zero2", f"sharding.file={tmp_path}/none.json"]), bfloat16=False)
+    with pytest.raises(UserError, match="is for DeepSpeed: set deepspeed=zero1 to zero3"):
+        check_config(compose_config(["sharding.file=ds.json"]), "sft")
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from rlhf.cli import main
 from rlhf.config import Config
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
-from rlhf.runs.folders import under_way
+from rlhf.runs.folders import check_output, under_way
 from rlhf.runs.stage import git_state, misfit, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
-from .test_files import checkpoint, sealed
+from .test_files import change_a_byte, checkpoint, sealed
 from .tiny_stages import changed, interrupt, run_stage
 
 
@@ -236,3 +237,46 @@ def test_a_disk_that_fills_while_a_stage_writes_and_a_file_that_cannot_be_read(c
     with pytest.raises(kind, match=told), open_stage(config, "tokenizer"):
         raise raised
     run_stage(config, "tokenizer")
+
+
+@pytest.fixture
+def words(tmp_path) -> list[str]:
+    """The words for a run with a complete tokenizer, which kept a checkpoint, and an interrupted world and SFT."""
+    config = Config(run="demo", runs_dir=str(tmp_path))
+    with open_stage(changed(config, checkpoints__keep_every=1), "tokenizer") as stage:
+        (stage.folder / "output").write_text("x")
+        sealed(stage.checkpoints, 1, None, changed(config, checkpoints__keep_every=1).checkpoints)
+        stage.finish()
+    run_stage(config, "pretrain")
+    folder = interrupt(config, "sft")
+    change_a_byte(checkpoint(folder / "checkpoints", 2))
+    (folder / ".stage.json.1.tmp").write_text("{")
+    beside(tmp_path / "demo" / "pretrain").mkdir()
+    return ["clean", "run=demo", f"runs_dir={tmp_path}"]
+
+
+def test_what_nothing_reads_goes_only_if_asked_for(words, tmp_path, capsys):
+    run = tmp_path / "demo"
+    going = ["tokenizer/checkpoints/step-1", "sft/checkpoints/step-2", "sft/.stage.json.1.tmp", ".pretrain.new"]
+    main(words)
+    listed = capsys.readouterr().out
+    assert all(f"{run / name}: " in listed and (run / name).exists() for name in going)
+    main([*words, "yes=true"])
+    out = capsys.readouterr().out
+    assert not any((run / name).exists() for name in going) and "is deleted" in out
+    assert latest_checkpoint(run / "sft" / "checkpoints").name == "step-1"
+    assert all(check_output(run / name, name) for name in ("tokenizer", "pretrain"))
+    main(words)
+    assert "0 MB  can go\n" in capsys.readouterr().out
+
+
+def test_a_damaged_stage_and_a_running_one_lose_nothing(words, tmp_path, capsys):
+    run = tmp_path / "demo"
+    (run / "tokenizer" / "output").write_text("y")
+    main([*words, "yes=true"])
+    assert (run / "tokenizer" / "checkpoints" / "step-1").exists()
+    assert "cut short or changed" in capsys.readouterr().out
+    shutil.rmtree(run / "sft")
+    with open_stage(Config(run="demo", runs_dir=str(tmp_path)), "sft"), pytest.raises(SystemExit) as ended:
+        main([*words, "yes=true"])
+    assert ended.value.code == 2 and "another process is working on it" in capsys.readouterr().err

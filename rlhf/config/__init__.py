@@ -59,6 +59,7 @@ class ShardingConfig:
     bucket_elements: int = setting(50_000_000, "elements of each communication buffer", min=1)
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
     overlap: bool | None = setting(None, "ZeRO-2, 3: sum gradients during backward; none: on a GPU", changes=ROUNDING)
+    file: str | None = setting(None, "your own DeepSpeed JSON, whose settings are added to ours")
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Config:
     seed: int = setting(0, "seed of all random choices", min=0, max=MAX_SEED)
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
     plugins: Any = setting(None, "functions called first, to register architectures", kind="functions", changes=NOTHING)
-    device: str = setting("auto", "device", choices=("auto", "cpu", "cuda"), changes=ROUNDING)
+    device: str = setting("auto", "device", choices=("auto", "cpu", "cuda", "mps"), changes=ROUNDING)
     threads: int = setting(0, "CPU threads per process; 0: all cores", min=0, max=MAX_PROCESSES, changes=ROUNDING)
     precision: str = setting("auto", "bfloat16: mixed; auto: if the GPU can", choices=("auto", "float32", "bfloat16"))
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
@@ -125,6 +126,7 @@ class Config:
     watch: commands.WatchConfig = group(commands.WatchConfig, changes=NOTHING)
     chat: commands.ChatConfig = group(commands.ChatConfig, changes=NOTHING)
     export: commands.ExportConfig = group(commands.ExportConfig, changes=NOTHING)
+    clean: commands.CleanConfig = group(commands.CleanConfig, changes=NOTHING)
     serve: commands.ServeConfig = group(commands.ServeConfig, changes=NOTHING)
     rounds: int = setting(1, "labelling rounds; from the second on the previous PPO model's answers are ranked", min=1)
     # last, since it hides the module of that name from the fields after it

@@ -230,7 +230,11 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
          "deepspeed=none"),
         (processes > 1 and command == "evaluate" and config.evaluate.turned_on, f"evaluate.{', '.join(config.evaluate.turned_on)}: "
          "runs on one process: start it without a launcher"),
+        (config.sharding.file and not sharded, f"sharding.file={config.sharding.file}: is for DeepSpeed: set "
+         "deepspeed=zero1 to zero3, or leave it out"),
         (config.sharding.overlap and zero in ("none", "zero1"), f"sharding.overlap=true: deepspeed={zero} sums gradients after the "
          "backward pass: want zero2 or zero3"),
+        (config.device == "mps" and (sharded or processes > 1), "device=mps: is for one process without ZeRO: leave out deepspeed and "
+         "the launcher"),
         (processes > 1 and one_process, f"{command}: started as {processes} processes, runs as one: {remedy}"),
     ]  # fmt: skip

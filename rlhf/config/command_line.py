@@ -18,7 +18,10 @@ from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
 FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
-SHORT = {"serve": ("labelers", "labels_per_prompt")}  # settings that may be written without their group
+SHORT = {
+    "serve": ("labelers", "labels_per_prompt"),
+    "clean": ("yes",),
+}  # settings that may be written without their group
 TEXTS = {"chat": ("message", "system")}  # settings of free text; the first may follow `--`
 
 

@@ -24,6 +24,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "serve": ("rlhf.commands.serve", "serve models: an OpenAI-style API, and a page to chat, compare, rank and demonstrate",
               ("serve",)),
     "export": ("rlhf.commands.export", "write a model that plain transformers loads", ("export",)),
+    "clean": ("rlhf.commands.clean", "list what can go of a run, and delete it with yes=true", ("clean",)),
     "corpus": ("rlhf.commands.corpus", "clean pretraining text as C4 and GPT-3's was, and account for every document", ()),
     "import": ("rlhf.commands.import_data", "turn labelling data of any known format into records",
                ("columns", "words")),
@@ -166,6 +167,13 @@ class ExportConfig:
     stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
     form: str = setting("auto", "architecture, such as llama; auto: that of the weights, or what fits; rlhf: ours")
     out: str | None = setting(None, "output folder; none: runs/<run>/export")
+
+
+@dataclass(slots=True)
+class CleanConfig:
+    """`rlhf clean`."""
+
+    yes: bool = setting(False, "delete what is listed")
 
 
 @dataclass(slots=True)

@@ -1,7 +1,6 @@
 """Names of earlier versions and of other programs, each with what to use instead. The error messages read this table."""
 
 COMMANDS: dict[str, str] = {
-    "clean": "delete a complete stage's `checkpoints/` and folders named `.<stage>.new` yourself; nothing reads them",
     "next": "`rlhf generate generate.logprobs=true` writes the log-probs of answers; for other tokens use `rlhf.load(run).policy(stage)`",
     "study": "use `python scripts/studies/<kind>.py`, such as frontier.py, which has options of its own",
 }
@@ -35,8 +34,6 @@ SETTINGS: dict[str, str] = {
         "PPO samples at temperature 1; chat, generate and sample have a setting such as chat.temperature",
     ),
     "stop_token": "leave it out: a response ends at an end token; ppo.missing_eos_rule is for those without",
-    "sharding.file": "the settings deepspeed, sharding and precision make DeepSpeed's configuration; leave the file out",
-    "sft.pack": "leave it out: rows of similar length share a forward, which leaves little padding",
     "sequence": "use data.max_tokens, which the stages use too",
     "tracking.artifacts": "W&B gets metrics, configuration and tables; upload a finished model with `wandb artifact put`",
     "study": "use the options of `python scripts/studies/<kind>.py`, which --help lists",

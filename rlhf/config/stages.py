@@ -105,6 +105,7 @@ class SftConfig(EvaluatedConfig):
     pretrain_fraction: float = setting(0.0, "share of rows of pretraining text; 0.1 before PPO", min=0, below=1)
     lm_coef: float = setting(0.0, "weight lambda of the prompt tokens in the loss; GPT-1 uses 0.5", min=0)
     micro_batch_size: int = setting(32, "demonstrations per forward on one device", min=1, changes=ROUNDING)
+    pack: bool = setting(False, "several demonstrations per row, without attention between them")
 
 
 @dataclass(slots=True)

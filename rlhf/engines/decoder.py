@@ -1,5 +1,5 @@
 """Our GPT over a cache of keys and values: prompts in passes of their own, then one token per row and step. Rows join and leave
-between steps.
+between steps. On a GPU a step is a recorded CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rlhf.model.attention import Rope, narrow, rotary_factors
 from rlhf.model.batching import scoring_tokens
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.linear import merged, product_weights
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
@@ -24,6 +25,16 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
 GROWTH = 64  # columns by which the cache grows
+COLUMN_BLOCK = 256  # a recorded step attends to at most so many columns more than needed; each block has a graph
+
+
+def on_gpu(model: Any) -> bool:
+    return next(model.parameters()).device.type == "cuda"
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below a count."""
+    return 1 << (count - 1).bit_length()
 
 
 def cached_in(model: GPTForCausalLM) -> torch.dtype:
@@ -34,12 +45,23 @@ def cached_in(model: GPTForCausalLM) -> torch.dtype:
 
 
 class Decoder:
-    """Rows of tokens, token t of a row in column t of the cache; later columns are masked. The first `live` rows are in use."""
+    """Rows of tokens, token t of a row in column t of the cache; later columns are masked. The first `live` rows are in use.
+
+    On a GPU the second step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes
+    most of a step's time is spent launching its hundreds of operations. Shapes are few: powers of two rows, blocks of columns.
+    Experts are not recorded, since their shapes depend on the tokens.
+    """
 
     def __init__(self, model: GPTForCausalLM):
-        self.model, self.trunk, head = model, model.model, model.lm_head
+        self.records = on_gpu(model) and not model.config.experts
+        self.weights: dict[str, Tensor] = {}  # of the copy from which a GPU samples
+        self.own: set[str] = set()  # those that are not the model's tensors
+        # by rows and columns; None: computed once, not yet recorded
+        self.graphs: dict[tuple[int, int], Graph | None] = {}
+        self.model = self._read_weights(model)
+        self.trunk, head = self.model.model, self.model.lm_head
         weight = self.trunk.embed_tokens.weight
-        self.kind, self.cache_kind = computed_in(weight), cached_in(model)
+        self.kind, self.cache_kind = computed_in(weight), cached_in(self.model)
         # logits are float32 in half precision too, as in training's log-probs of responses
         wide_logits = self.kind.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False)
         self.unembedding = unembedding_factor(head.weight.to(self.kind)) if wide_logits else None
@@ -48,6 +70,52 @@ class Decoder:
         self.cache: list[tuple[Tensor, ...]] = []  # those of the first rows, by layer
         self.all_lengths = self.lengths = torch.zeros(0, dtype=torch.int64, device=weight.device)
         self.rope: Rope | None = None
+
+    # ------------------------------------------------------------------------------------------- weights and room
+
+    def load(self, model: GPTForCausalLM) -> None:
+        """Sample from this model's present weights."""
+        self.model = self._read_weights(model)
+        self.trunk = self.model.model
+        if self.unembedding is None:
+            return
+        weight = self.model.lm_head.weight
+        factor = unembedding_factor(weight.to(self.kind))
+        if factor.data_ptr() == weight.data_ptr():
+            self.unembedding = factor
+        else:
+            self.unembedding.copy_(factor)
+
+    @torch.no_grad()
+    def _read_weights(self, model: GPTForCausalLM) -> GPTForCausalLM:
+        """The model whose steps are recorded: adapters merged, weights of products in their precision. A changed weight has a copy, at
+        an address that stays; the others are the model's tensors.
+        """
+        if not self.records:
+            return model
+        casts, given = {id(p) for p in product_weights(model)}, {id(p) for p in model.parameters()}
+        moved = False
+        for name, weight in merged(model, dict(model.named_parameters())):
+            kind = computed_in(weight) if id(weight) in casts or id(weight) not in given else weight.dtype
+            before, new = self.weights.get(name), weight.detach().to(kind)
+            shared = new.data_ptr() == weight.data_ptr() and id(weight) in given
+            if before is not None and name in self.own and (before.shape, before.dtype) == (new.shape, new.dtype):
+                before.copy_(new)
+            elif before is None or before.data_ptr() != new.data_ptr():
+                if not shared or before is not None:  # changed, or at another address than in the call before
+                    self.own.add(name)
+                self.weights[name] = new.clone() if shared and before is not None else new
+                moved = True
+        if not moved:
+            return self.model
+        self.graphs.clear()
+        config: Any = model.config
+        with torch.device("meta"):
+            copy = GPTForCausalLM(config).requires_grad_(False).eval()
+        copy.load_state_dict(self.weights, strict=False, assign=True)
+        if model.config.tie_word_embeddings:
+            copy.lm_head.weight = copy.model.embed_tokens.weight
+        return copy
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` sequences of `columns` tokens; an unused cache may shrink to that, a used one only grows."""
@@ -65,6 +133,12 @@ class Decoder:
         self.rows, self.columns = rows, columns
         if config.positions == "rotary":
             self.rope = rotary_factors(torch.arange(columns, device=weight.device), config, weight.dtype)
+        self.graphs.clear()
+
+    def clear(self) -> None:
+        """Take out every row."""
+        self.live = self.column = 0
+        self.all_lengths.zero_()
 
     def drop(self, ended: Tensor) -> Tensor:
         """Remove the ended rows (live,) bool, by copies of rows from the end; returns the old index of each new row."""
@@ -84,9 +158,11 @@ class Decoder:
         return rows
 
     def carried(self, live: int, rows: int) -> int:
-        """The number of rows with which a batch continues: packed products are compiled for each number, so only numbers of three
-        significant bits occur.
+        """The number of rows with which a batch continues: packed products are compiled and CUDA graphs recorded for each number, so
+        only numbers of three significant bits occur, with graphs powers of two.
         """
+        if self.records:
+            return min(rows, power_of_two(live))
         step = 1 << max(0, live.bit_length() - 3)
         return min(rows, -(-live // step) * step)
 
@@ -102,7 +178,7 @@ class Decoder:
         if not prompts:
             return self.step(tokens)
         first = self.live
-        before = [self.step(tokens)] if first else []
+        before = [self.step(tokens).clone()] if first else []
         # equal ones are read once
         different = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         lengths = torch.tensor([len(prompt) for prompt in different], device=self.lengths.device)
@@ -156,10 +232,25 @@ class Decoder:
         return x[:, 0]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (live, V) after one more token per row, (live,)."""
+        """Logits (live, V) after one more token per row, (live,); on a GPU the next step writes over them."""
         computed = self.carried(self.live, self.rows)
         self._view(computed)
-        tokens = F.pad(tokens, (0, computed - self.live))
+        if computed > self.live:
+            tokens = F.pad(tokens, (0, computed - self.live))
+        shape = (computed, self._columns())
+        if not self.records or shape not in self.graphs:
+            self.graphs[shape] = None
+            logits = self.compute(tokens)
+        else:
+            graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
+            logits = graph.replay(tokens)
+            self.column += 1
+        if computed > self.live:
+            self.all_lengths[self.live :] = 0
+        return logits[: self.live]
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """A step of the rows in view, (N,)."""
         trunk, attend = self.trunk, self._make_attention()
         x = trunk.place(trunk.embed_tokens(tokens), self.lengths)
         rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
@@ -169,15 +260,19 @@ class Decoder:
         logits = self._logits(x)
         self.column += 1
         self.lengths += 1
-        self.all_lengths[self.live : computed] = 0
-        return logits[: self.live]
+        return logits
+
+    def _columns(self) -> int:
+        """How many columns a step attends to."""
+        block = COLUMN_BLOCK if self.records else 1
+        return min(self.columns, -(-(self.column + 1) // block) * block)
 
     def _make_attention(self) -> Attend:
         """A step's attention: f(q, k, v; keys and values; the layer's window) = y (N, D)."""
         if self.model.config.window is None and fast.can_attend(self.cache[0][0]):
             return lambda qkv, cache, _: fast.attend(qkv, cache, self.lengths)
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
-        columns, place = self.column + 1, (rows, slice(None), self.lengths)
+        columns, place = self._columns(), (rows, slice(None), self.lengths)
         later = torch.arange(columns, device=rows.device) > self.lengths[:, None]
         hidden = banded = torch.where(later, -torch.inf, 0.0)[:, None, None]  # (N, 1, 1, columns)
         if (window := self.model.config.window) is not None and columns > window:
@@ -209,3 +304,26 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (N, KV, H/KV, L)
     return (scores + mask).softmax(-1) @ v
+
+
+class Graph:
+    """A recorded step of a decoder, for its present shape. All graphs share one pool of memory: none reads what another left."""
+
+    pool: Any = None
+
+    def __init__(self, decoder: Decoder, tokens: Tensor):
+        Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
+        self.tokens = tokens.clone()
+        self.recorded = torch.cuda.CUDAGraph()
+        column = decoder.column
+        # without autocast's cache, whose tensors would be in the graph's memory
+        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded, pool=Graph.pool):
+            self.logits = decoder.compute(self.tokens)
+        decoder.column = column  # recording does not compute
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token per row; the next replay writes over them."""
+        self.tokens.copy_(tokens)
+        self.recorded.replay()
+        return self.logits

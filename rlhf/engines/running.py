@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf.engines.choosing import Choice, Key, choose_tokens, default_batch, hashed, uniforms_at
-from rlhf.engines.decoder import GROWTH, Decoder
+from rlhf.engines.decoder import GROWTH, Decoder, power_of_two
 from rlhf.model.interface import lm
 
 PREFILL_TOKENS = 2048  # tokens of prompts that are read between two tokens of the others; one prompt may be longer
@@ -90,7 +90,7 @@ class RunningBatch:
             logits = torch.cat([self._forward(row, tokens) for row, tokens in each])
         else:
             if new:
-                rows = 1 << (len(self) + len(new) - 1).bit_length()  # a power of two: the cache is made anew seldom
+                rows = power_of_two(len(self) + len(new))
                 self.decoder.reserve(rows, max(one.columns for one in [*self.responses, *new]))
             logits = self.decoder.advance(torch.tensor(last, dtype=torch.int64, device=self.device), prompts)
         self.responses += new

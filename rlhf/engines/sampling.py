@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
 from rlhf.engines.choosing import Choice, Key, Samples, Sampling, SamplingEngine, choose_tokens
-from rlhf.engines.decoder import Decoder, Prompts
+from rlhf.engines.decoder import GROWTH, Decoder, Prompts, on_gpu, power_of_two
 from rlhf.model.batching import right_pad
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import lm
@@ -31,6 +31,12 @@ PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over
 class NativeEngine(SamplingEngine):
     """Our GPT with a preallocated key-value cache."""
 
+    def __init__(self, model: Any, settings: Sampling):
+        super().__init__(model, settings)
+        self.lasting: Decoder | None = None  # on a GPU it stays from call to call
+        # most rows by columns, of a GPU: its cache stays, so later there is less memory free
+        self.rows: dict[int, int] = {}
+
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
         steps = uniforms.shape[1]
         sampled = torch.full(uniforms.shape, pad, dtype=torch.int64, device=eos.device)
@@ -38,9 +44,12 @@ class NativeEngine(SamplingEngine):
         rows = torch.arange(len(uniforms), device=eos.device)  # the prompts that are still in the batch
         # Rows that have ended stay until the next check; their further tokens are ignored.
         ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-        decoder = Decoder(self.model)
-        decoder.reserve(len(prompts), max(map(len, prompts)) + steps)
-        every, logits = LOOK_EVERY if eos.device.type == "cuda" else 1, decoder.advance(rows, prompts)
+        decoder = self.lasting
+        assert decoder is not None, "within `prepared`"
+        decoder.clear()
+        if not on_gpu(self.model):
+            decoder.reserve(len(prompts), max(map(len, prompts)) + steps)
+        every, logits = LOOK_EVERY if on_gpu(self.model) else 1, decoder.advance(rows, prompts)
         for step in range(steps):
             tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
             ended = ended | torch.isin(tokens, eos)
@@ -57,10 +66,36 @@ class NativeEngine(SamplingEngine):
             logits = decoder.step(tokens)
         return sampled, logprobs
 
+    def most_rows(self, columns: int) -> int:
+        if not on_gpu(self.model):
+            return super().most_rows(columns)
+        blocks = -(-columns // GROWTH)
+        if blocks not in self.rows:
+            self.rows[blocks] = super().most_rows(blocks * GROWTH)
+        return self.rows[blocks]
+
     @contextmanager
     def prepared(self, rows: int, columns: int, steps: int) -> Iterator[None]:
-        with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
+        if on_gpu(self.model):
+            self._refresh(rows, columns)
             yield
+        else:
+            with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
+                self.lasting = Decoder(self.model)
+                yield
+                self.lasting = None
+
+    def _refresh(self, rows: int, columns: int) -> None:
+        """Present weights, and room for `rows` of `columns` tokens and for what earlier calls needed, so that recorded steps stay valid."""
+        if self.lasting is None:
+            self.lasting = Decoder(self.model)
+        else:
+            self.lasting.load(self.model)
+        self.lasting.clear()
+        wide = max(columns, self.lasting.columns)
+        columns = wide if self.most_rows(wide) >= rows else columns
+        rows = min(self.most_rows(columns), max(rows, self.lasting.rows))
+        self.lasting.reserve(power_of_two(rows), columns)
 
 
 def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:

@@ -41,7 +41,7 @@ RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock
 @functools.cache
 def package_versions() -> dict[str, str]:
     installed = {"rlhf": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "accelerate", "tokenizers", "datasets", "numpy"):
+    for name in ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return installed

@@ -57,7 +57,7 @@ def run(config: Config) -> None:
 
         # 1. The teacher's answers
         answers = load_answers(config, stage, teacher, tokenizer)
-        rows = {split: make_rows(answers[split]) for split in answers}
+        rows = {split: make_rows(answers[split], 0, pack=False) for split in answers}
 
         # 2. Train the student
         checkpoint_activations(config, student)
@@ -139,7 +139,7 @@ class Student(nn.Module):
 
 def make_objective(engine: Engine, teacher: Any, settings: DistillConfig, pad: int) -> Objective[Row]:
     """The mean loss over the answers' tokens of a batch."""
-    collate, weight = make_collator(pad), teacher.get_output_embeddings().weight.detach()
+    collate, weight = make_collator(pad, False, False), teacher.get_output_embeddings().weight.detach()
 
     def loss_of(part: list[Row], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
         batch = put(collate(part), engine.device)

@@ -10,6 +10,7 @@ Residual dropout acts in our GPT only.
 """
 
 import contextlib
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ from rlhf.training.loop import TrainingLoop
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
 
+LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
 CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
 
 
@@ -123,29 +125,68 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
 
 
-def make_rows(rows: Sequence[TokenRow]) -> list[dict[str, list[int]]]:
-    """{"input_ids", "labels"} of demonstrations; nothing comes before a row's first token, which is not learned."""
+def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[dict[str, list[int]]]:
+    """{"input_ids", "labels", "seq_lengths"} of demonstrations; with `pack` a row contains several, by TRL's best fit."""
     made = [{"input_ids": row["prompt"] + row["response"], "labels": labels_of(row, IGNORED)} for row in rows]
+    if pack:
+        import datasets
+        from trl import pack_dataset
+
+        datasets.disable_progress_bars()
+        made = pack_dataset(datasets.Dataset.from_list(made), context, "bfd").to_list()
     for row in made:
-        row["labels"][0] = IGNORED
+        row.setdefault("seq_lengths", [len(row["input_ids"])])
+        for start in itertools.accumulate(row["seq_lengths"][:-1], initial=0):
+            row["labels"][start] = IGNORED  # nothing comes before the first token
     return made
 
 
-def make_collator(pad: int, with_prompts: bool = False) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Any]]:
-    """Rows as arguments of `NextToken`, padded on the right.
+def make_collator(
+    pad: int, pack: bool, with_prompts: bool
+) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Any]]:
+    """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row.
 
     with_prompts: also `prompts`, labels that count the tokens which `labels` ignore.
     """
+    if pack:
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+        join = DataCollatorForLanguageModeling(pad, padding_free=True)
 
     def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
-        ids, lengths = right_pad([row["input_ids"] for row in rows], pad)
-        batch = {"input_ids": ids, "labels": right_pad([row["labels"] for row in rows], IGNORED)[0]}
+        if pack:
+            batch = join(list(rows))
+        else:
+            batch = {
+                "input_ids": right_pad([row["input_ids"] for row in rows], pad)[0],
+                "labels": right_pad([row["labels"] for row in rows], IGNORED)[0],
+            }
         if with_prompts:
-            real = torch.arange(ids.shape[1]) < lengths[:, None]
-            batch["prompts"] = ids.masked_fill((batch["labels"] != IGNORED) | ~real, IGNORED)
+            lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+            real = batch["position_ids"] > 0 if pack else torch.arange(int(lengths.max())) < lengths[:, None]
+            batch["prompts"] = batch["input_ids"].masked_fill((batch["labels"] != IGNORED) | ~real, IGNORED)
         return batch
 
     return collate
+
+
+@torch.no_grad()
+def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
+    """Raises: UserError if in a packed row a demonstration's loss depends on the one before it, as it does in models that ignore
+    the positions of packed rows.
+    """
+    loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), [*rows, *rows][:2]
+    before, ids = (first["prompt"] + first["response"])[:16], (second["prompt"] + second["response"])[:16]
+    found = []
+    for start in (before, before[::-1]):
+        labels = [IGNORED] * (len(start) + 1) + ids[1:]
+        row = {"input_ids": start + ids, "labels": labels, "seq_lengths": [len(start), len(ids)]}
+        found.append(loss(**put(collate([row]), next(model.parameters()).device)).item())
+    if abs(found[0] - found[1]) > LEAK * max(1.0, *found):
+        kind = model.config.model_type
+        raise UserError(
+            f"sft.pack=true: in a packed row a {kind} model reads earlier demonstrations: use sft.pack=false"
+        )
 
 
 @contextlib.contextmanager
@@ -165,10 +206,13 @@ def fine_tuned(
     settings = stage.config.sft
     context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
-    batches = Batches(make_rows(rows), settings.batch_size, accelerate_order(stage.config.seed))
+    batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
     checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
+    if settings.pack:
+        with engine.autocast():
+            check_packing(model, rows, tokenizer.pad_token_id)
     looks = settings if stage.name == "sft" else None
     objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
     with trained(stage, engine, batches, objective, epochs, settings, evaluate=evaluate, looks=looks) as loop:
@@ -180,7 +224,7 @@ def make_objective(config: Config, engine: Engine, pad: int) -> Objective[dict[s
     the first of a row.
     """
     settings = config.sft
-    collate = make_collator(pad, bool(settings.lm_coef))
+    collate = make_collator(pad, settings.pack, bool(settings.lm_coef))
 
     def loss_of(part: list[dict[str, list[int]]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
         batch = put(collate(part), engine.device)
@@ -203,7 +247,7 @@ def labels_in(row: dict[str, list[int]]) -> int:
 
 def response_loss(model: Any, rows: list[TokenRow], pad: int) -> float:
     """Mean loss in nats over all learned tokens of the rows."""
-    loss, collate, made = NextToken(model).eval(), make_collator(pad), make_rows(rows)
+    loss, collate, made = NextToken(model).eval(), make_collator(pad, False, False), make_rows(rows, 0, False)
     device = next(model.parameters()).device
     groups = by_length([len(row["input_ids"]) for row in made], 32, scoring_tokens(model))
     nats = sum(loss(**put(collate([made[i] for i in group]), device)).item() for group in groups)

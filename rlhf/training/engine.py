@@ -10,10 +10,12 @@ the losses given to `backward`.
 import contextlib
 import copy
 import importlib.util
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +25,11 @@ from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.errors import UserError
 from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
+from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect_alone, is_first
 from rlhf.training.ema import Ema
 from rlhf.training.optim import make_adamw
+from rlhf.training.setup import check_gradients
 from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, group_numbers, is_partitioned
 
 
@@ -74,6 +78,7 @@ class Engine:
         self.ema: Ema | None = None
         self.averaged = ""  # the part whose weights `ema` averages
         # of the micro-batches since the last step: whether the loss is finite, read once per step, and the tensors
+        self.unchecked = device.type == "mps"  # whether the first forward is to be compared with the CPU's
         self.losses: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         self.batch: Mapping[str, Tensor] = {}  # the last micro-batch of a step; the first whose loss is not finite
         # `set_budget` sets the first and can set the second
@@ -82,6 +87,9 @@ class Engine:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
+        if self.unchecked and torch.is_grad_enabled():
+            self.unchecked = False
+            check_gradients(self.module, arguments, keywords)
         with self.autocast():
             return self.module(*arguments, **keywords)
 
@@ -385,7 +393,7 @@ def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float =
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    return {
+    ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
@@ -395,3 +403,41 @@ def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float =
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    return ours if config.sharding.file is None else with_file(ours, config.sharding.file)
+
+
+# Sections of DeepSpeed's configuration that settings of ours decide, and which.
+DECIDED_HERE = {
+    "optimizer": "<stage>.lr", "scheduler": "<stage>.schedule", "fp16": "precision", "amp": "precision",
+    "train_batch_size": "the stage's batch", "offload_optimizer": "deepspeed=…_offload", "offload_param": "deepspeed=…_offload",
+}  # fmt: skip
+
+
+def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
+    """Our settings of DeepSpeed with those of a user's JSON; "auto" stands for ours.
+    Raises: UserError that names all settings of the file that ours decide otherwise.
+    """
+    given, conflicts = read_json(Path(path)), list[str]()
+    if not given:
+        raise UserError(
+            f"sharding.file={path}: contains no settings: want a JSON object, as DeepSpeed's documentation has it"
+        )
+
+    def merge(mine: dict[str, Any], theirs: dict[str, Any], prefix: str) -> dict[str, Any]:
+        merged = dict(mine)
+        for key, value in theirs.items():
+            old, name = mine.get(key), prefix + key
+            if value == "auto" or value == old:
+                continue
+            if isinstance(old, dict) and isinstance(value, dict):
+                merged[key] = merge(old, value, f"{name}.")
+            elif key in mine or key in DECIDED_HERE:
+                conflicts.append(f"{name} ({DECIDED_HERE.get(key) or f'ours: {json.dumps(old)}'})")
+            else:
+                merged[key] = value
+        return merged
+
+    merged = merge(ours, given, "")
+    if conflicts:
+        raise UserError(f"sharding.file={path}: {', '.join(conflicts)}: other settings decide this: leave it out")
+    return merged

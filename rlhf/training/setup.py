@@ -1,6 +1,7 @@
-"""Set-up that all stages share: device and seeds, the tracker, a model from a folder."""
+"""Set-up that all stages share: device and seeds, whether the device computes right, the tracker, a model from a folder."""
 
 import contextlib
+import copy
 import importlib
 import io
 import logging
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
@@ -22,6 +25,8 @@ from rlhf.ops.fast import keep_freed_memory
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker, make_tracker, tracking_config
 from rlhf.system.processes import connect
+
+MOST_GAP = 1e-2  # of a gradient from the CPU's, as a share of its norm
 
 
 def set_up(config: Config) -> torch.device:
@@ -54,10 +59,41 @@ def be_quiet() -> None:
 def choose_device(config: Config) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no GPU here: use device=auto or device=cpu")
+    if config.device == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError("device=mps: torch sees no Apple GPU here: use device=auto or device=cpu")
+        return torch.device("mps")
     wants_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
     if wants_gpu:  # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda" if wants_gpu else "cpu")
+
+
+def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
+    """Compare the gradients of a forward's summed outputs with those of the same module on the CPU, without dropout.
+
+    MPS gave wrong gradients without an error (pytorch#177116, pytorch#153957). Raises: UserError if any differs by more than MOST_GAP.
+    """
+    training = module.training
+    twin = copy.deepcopy(module.eval()).cpu()
+    given = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, (arguments, keywords))
+    found = []
+    for one, (args, kwargs) in ((module, (arguments, keywords)), (twin, given)):
+        outputs = [x for x in tree_leaves(one(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        trained = {name: p for name, p in one.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad([x.sum() for x in outputs], [*trained.values()], allow_unused=True)
+        found.append({n: g.float().cpu() for n, g in zip(trained, gradients, strict=True) if g is not None})
+    module.train(training)
+    here, wanted = found
+    least = 1e-5 * nn.utils.get_total_norm(wanted.values())  # of gradients that are 0 but for rounding
+    bad = [
+        n for n in wanted if n not in here or not (here[n] - wanted[n]).norm() <= MOST_GAP * wanted[n].norm() + least
+    ]
+    if bad:
+        raise UserError(
+            f"device=mps: the gradient of {bad[0]} and of {len(bad) - 1} other weights is not the CPU's: torch computes it wrongly "
+            "here: use device=cpu, or another version of torch"
+        )
 
 
 def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:

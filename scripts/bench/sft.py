@@ -103,7 +103,7 @@ def ours(spec: Spec, turns: Turns) -> None:
             model.to(device)
             groups = decay_groups(model, config.sft)
             engine = make_engine(config, NextToken(model), groups, device, max_grad_norm=config.sft.max_grad_norm)
-            rows = sft.make_rows(make_rows(spec))
+            rows = sft.make_rows(make_rows(spec), spec["context"], pack=False)
             batches = Batches(rows, spec["batch"], accelerate_order(0)).after(0)
             objective, sums = sft.make_objective(config, engine, tokenizer.pad_token_id), Sums()
             for _ in turns:

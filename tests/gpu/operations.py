@@ -1,12 +1,12 @@
-"""What a pretended GPU checks and counts at each operation: devices, host synchronisations."""
+"""What a pretended GPU checks and counts at each operation: devices, host synchronisations, recorded graphs."""
 
 import sys
 from collections import Counter
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -40,13 +40,15 @@ class Where:
 
 
 class Log:
-    """Launches, and host synchronisations in total and by place."""
+    """Launches, host synchronisations in total and by place, recorded graphs and their replays."""
 
     def __init__(self):
         self.kernels, self.syncs, self.sync_places = Counter(), Counter(), Counter()
+        self.captures = self.replays = 0
 
     def snapshot(self):
-        return {"kernels": sum(self.kernels.values()), "syncs": sum(self.syncs.values())}
+        counted = {"kernels": sum(self.kernels.values()), "syncs": sum(self.syncs.values())}
+        return counted | {"captures": self.captures, "replays": self.replays}
 
     def since(self, before):
         now = self.snapshot()
@@ -85,6 +87,7 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.where, self.log = where, log
         self.forced = self.quiet = self.inside = 0
+        self.capture = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -114,9 +117,12 @@ class Kernels(TorchDispatchMode):
         self.check(name, func, args, kwargs, tensors, on)
         view = func.is_view or func in VIEWS
         free = view or func in NOTHING
-        out = func(*args, **kwargs)
-        if not free and not self.quiet:
-            self.log.kernels[name] += 1
+        if self.capture is not None and not free:
+            out = self.record(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+            if not free and not self.quiet:
+                self.log.kernels[name] += 1
         before = {t.untyped_storage()._cdata for t in tensors}
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and t not in self.where and t.untyped_storage()._cdata not in before:
@@ -148,6 +154,53 @@ class Kernels(TorchDispatchMode):
             )
 
     def wait(self, what):
+        if self.capture is not None:
+            raise PretendError(f"{what}: operation not permitted when stream is capturing\n{place()}")
         if not self.quiet:
             self.log.syncs[what] += 1
             self.log.sync_places[f"{place()}: {what}"] += 1
+
+    # ------------------------------------------------------------------------------------------------ CUDA graphs
+
+    def record(self, func, args, kwargs):
+        """Remember the operation; its results are memory with nonsense in it until a replay."""
+        if func._schema.is_mutable:
+            self.capture.append((func, args, kwargs, None))
+            written = [
+                args[i] if i < len(args) else kwargs[a.name]
+                for i, a in enumerate(func._schema.arguments)
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
+            return written[0] if len(written) == 1 else tuple(written)
+
+        def as_meta(x):
+            return (
+                torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+            )
+
+        more = {
+            k: ("meta" if k == "device" else as_meta(v) if not isinstance(v, (list, tuple)) else tree_map(as_meta, v))
+            for k, v in kwargs.items()
+        }
+        shape = func(*tree_map(as_meta, args), **more)
+
+        def allocate(x):
+            if not isinstance(x, Tensor):
+                return x
+            t = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
+            t.fill_(float("nan") if t.is_floating_point() else True if t.dtype == torch.bool else -(2**30))
+            return t
+
+        out = tree_map(allocate, shape)
+        self.capture.append((func, args, kwargs, out))
+        return out
+
+    def replay(self, records):
+        self.log.replays += 1
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            for func, args, kwargs, out in records:
+                result = func(*args, **kwargs)
+                if out is not None:
+                    for a, b in zip(tree_leaves(out), tree_leaves(result), strict=True):
+                        if isinstance(a, Tensor):
+                            a.copy_(b)

@@ -2,7 +2,9 @@
 
 Tensors stay on the CPU but say that they are on cuda:0, so all code that branches on the device takes the GPU's path, with real
 values. What a real GPU would refuse is refused here: tensors of two devices in one operation, a mask of another type than the
-queries. Kernels and synchronisations are counted by place.
+queries, a host synchronisation while a CUDA graph is recorded. CUDA graphs are recorded and replayed: recording computes nothing (outputs
+hold NaN until the first replay), so a graph that misses an operation gives wrong values here too. Kernels and synchronisations
+are counted by place.
 
 Where a tensor is: a property of its storage. Two modes keep it: `Functions` (TorchFunctionMode) answers .device, .to, .cpu,
 device=…; `Kernels` (TorchDispatchMode) checks and counts operations and tags their results.
@@ -152,11 +154,45 @@ class Functions(TorchFunctionMode):
             raise PretendError(f"mm: {a.dtype} and {b.dtype}\n{place()}")
         self.kernels.quiet += 1
         try:
-            out = torch.mm(a.float(), b.float())
+            out = torch.mm(a.float(), b.float()) if self.kernels.capture is None else None
         finally:
             self.kernels.quiet -= 1
+        if out is None:  # recorded as three operations
+            return torch.mm(a.float(), b.float())
         self.log.kernels["mm"] += 1
         return out
+
+
+class Graph:
+    """torch.cuda.CUDAGraph"""
+
+    def __init__(self, keep_graph=False):
+        self.records = []
+
+    def replay(self):
+        Pretended.current.kernels.replay(self.records)
+
+    def reset(self):
+        self.records = []
+
+    def pool(self):
+        return (0, 0)
+
+
+class Capture:
+    """torch.cuda.graph"""
+
+    def __init__(self, cuda_graph, pool=None, stream=None, capture_error_mode="global", **_):
+        self.graph = cuda_graph
+
+    def __enter__(self):
+        kernels = Pretended.current.kernels
+        assert kernels.capture is None
+        kernels.log.captures += 1
+        kernels.capture = self.graph.records
+
+    def __exit__(self, *_):
+        Pretended.current.kernels.capture = None
 
 
 REAL_AUTOCAST, REAL_ENABLED, REAL_DTYPE = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -217,7 +253,8 @@ class Pretended(contextlib.ExitStack):
             "max_memory_allocated": lambda d=None: 0, "memory_allocated": lambda d=None: 0, "memory_reserved": lambda d=None: 0,
             "get_rng_state": lambda d=None: torch.get_rng_state(), "set_rng_state": lambda s, d=None: None,
             "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state_all": lambda s: None,
-            "Stream": Stream, "current_stream": lambda d=None: Stream(),
+            "CUDAGraph": Graph, "graph": Capture, "Stream": Stream, "current_stream": lambda d=None: Stream(),
+            "graph_pool_handle": lambda: (0, 1), "is_current_stream_capturing": lambda: self.kernels.capture is not None,
         }  # fmt: skip
         for name, value in cuda.items():
             self.enter_context(mock.patch.object(torch.cuda, name, value))

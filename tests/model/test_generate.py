@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from rlhf.engines import decoder
+from rlhf.cpu.products import by_torch_alone
+from rlhf.engines import decoder, sampling
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.sampling import sample
 from rlhf.model import GPTConfig, GPTForCausalLM
@@ -271,3 +272,16 @@ def test_under_autocast_the_sampler_computes_logits_as_training_does():
     assert model(torch.tensor(rows[:1])).logits.mean() < -70
     # hidden states of 8 bits; logits of 8 bits would be off by up to 0.25
     assert torch.cat(gaps).mean() < 0.01 and torch.cat(gaps).max() < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lasting_cache_gives_the_same_samples(kind, monkeypatch):
+    """The decoder of a GPU, each step computed: rows leave, and what the cache holds before may be anything."""
+    model, settings = make(kind), {"max_new_tokens": 20, "eos_token_id": [20, 22, 23, 25, 27, 33], "pad_token_id": PAD}
+    prompts = [p[:5] for p in PROMPTS] * 6
+    wanted = sample(model, prompts, **settings)
+    monkeypatch.setattr(sampling, "on_gpu", lambda model: True)
+    with by_torch_alone():  # as on a GPU
+        found = sample(model, prompts, **settings)
+    assert found.responses == wanted.responses
+    assert torch.allclose(found.logprobs, wanted.logprobs, atol=1e-5, rtol=0.0)

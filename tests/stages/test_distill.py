@@ -48,7 +48,7 @@ def test_the_student_is_every_second_block_of_the_teacher():
 def test_the_loss_is_the_weighted_sum_of_three_by_hand():
     teacher, model = make_model(1).double(), make_model(2, n_layer=2).double()
     settings = DistillConfig(temperature=3.0, ce_coef=0.7, lm_coef=0.2, cos_coef=0.4)
-    rows = make_rows([{"prompt": [1, 2], "response": [3, 4, 5]}, {"prompt": [6], "response": [7]}])
+    rows = make_rows([{"prompt": [1, 2], "response": [3, 4, 5]}, {"prompt": [6], "response": [7]}], 0, pack=False)
     engine = Engine(Student(model, settings), torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"), False, 1.0)
     sums = Sums()
     loss, _ = make_objective(engine, teacher, settings, 0).loss(rows, 4, sums)

@@ -1,9 +1,11 @@
 """SFT: what its loss counts, how long it trains, and what it runs on."""
 
+import contextlib
 import re
 
 import pytest
 import torch
+import transformers
 
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.corpus import PackedCorpus
@@ -53,9 +55,35 @@ def test_the_loss_counts_response_tokens_and_their_end_token_alone(copy_until):
     assert logged == pytest.approx(nats / count, abs=1e-4)
 
 
+def test_packing_does_not_multiply_epochs(copy_until):
+    """An epoch is one pass over the demonstrations, however many of them a row holds."""
+    rows = [{"prompt": [1, 2, 3], "response": [4, 5, 6, 7, 8]}] * 64  # 8 tokens each
+    packed = sft.make_rows(rows, 128, pack=True)
+    assert sum(len(row["seq_lengths"]) for row in packed) == 64
+    assert len(packed) == 4, "sixteen demonstrations in a row"
+    assert all(row["labels"] == [-100, -100, -100, 4, 5, 6, 7, 8] * 16 for row in packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaks"), [("llama", False), ("gpt2", False), ("ours", False), ("opt", True), ("bloom", True)]
+)
+def test_packing_is_refused_if_a_demonstration_reads_the_one_before(gold_run, kind, leaks):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"ffn_dim": 32, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    torch.manual_seed(0)
+    if kind == "ours":
+        model = load_policy(gold_run.folder / "pretrain" / "model")
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [7, 1]}]
+    refused = pytest.raises(UserError, match=f"^sft.pack=true: in a packed row a {kind} model reads")
+    with refused if leaks else contextlib.nullcontext():
+        sft.check_packing(model, rows, 0)
+
+
 def loss_of(config, model, rows, count):
     """The loss of rows in one micro-batch, as SFT computes it."""
-    made = sft.make_rows(rows)
+    made = sft.make_rows(rows, 128, config.sft.pack)
     engine = make_engine(config, NextToken(model), [{"params": list(model.parameters())}], torch.device("cpu"))
     objective = sft.make_objective(config, engine, 0)
     assert sum(map(objective.count, made)) == count
@@ -68,11 +96,12 @@ def nats_of(model, row, first, last):
     return -sum(row_logprobs(model, (row["prompt"] + row["response"])[:last], first))
 
 
-def test_the_prompt_counts_with_its_coefficient(gold_run):
+@pytest.mark.parametrize("pack", ["false", "true"])
+def test_the_prompt_counts_with_its_coefficient(gold_run, pack):
     """L2 + 0.5 L1 over the response tokens: 3 of the first row and 2 of the second; a row's first token is not predicted."""
     rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
     model = load_policy(gold_run.folder / "pretrain" / "model")
-    loss = loss_of(gold_run.config("sft.lm_coef=0.5"), model, rows, 5)
+    loss = loss_of(gold_run.config("sft.lm_coef=0.5", f"sft.pack={pack}"), model, rows, 5)
     response = nats_of(model, rows[0], 4, 7) + nats_of(model, rows[1], 2, 4)
     prompt = nats_of(model, rows[0], 1, 4) + nats_of(model, rows[1], 1, 2)
     assert loss == pytest.approx((response + 0.5 * prompt) / 5, abs=1e-4)
@@ -98,7 +127,7 @@ def test_the_loss_is_trls_own(gold_run, tmp_path):
     rows = [{"prompt": [5, 9, 7, 30], "response": [41, 42, 1]}, {"prompt": [8, 6], "response": [77, 1]}]
     folder = gold_run.folder / "pretrain" / "model"
     model, tokenizer = load_policy(folder), load_tokenizer(folder)
-    made = [{name: row[name] for name in ("input_ids", "labels")} for row in sft.make_rows(rows)]
+    made = [{name: row[name] for name in ("input_ids", "labels")} for row in sft.make_rows(rows, 128, False)]
     arguments = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, max_length=None)
     trainer = SFTTrainer(model, arguments, train_dataset=datasets.Dataset.from_list(made), processing_class=tokenizer)
     with torch.no_grad():
@@ -118,8 +147,8 @@ def test_a_share_of_the_rows_is_pretraining_text(gold_run):
     found = drawn()
     known = {tuple(block["input_ids"].tolist()) for block in PackedCorpus.load(folder / "corpus").blocks("train", 128)}
     assert len({tuple(row["response"]) for row in found} & known) == len(found) == 10
-    made = sft.make_rows(found)
-    assert all(row["labels"] == [-100, *row["input_ids"][1:]] for row in made)
+    made = sft.make_rows(found, 128, pack=False)
+    assert all(row["labels"][1:] == row["input_ids"][1:] for row in made)
     assert drawn() == found != drawn("seed=1")
     with pytest.raises(UserError, match="lower it"):
         drawn(share=0.999)
