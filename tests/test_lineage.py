@@ -176,7 +176,7 @@ def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
     stated = {key: found.changes for key, found in settings_in(type(compose())).items()}
     assert {key for key, changes in stated.items() if changes == ROUNDING} == {
         "device", "threads", "gradient_checkpointing", "deepspeed", "launcher.processes", "sharding.bucket_elements", "rollout.batch_size",
-        "rollout.vllm_memory", "rollout.tensor_parallel",
+        "sharding.file", "rollout.vllm_memory", "rollout.tensor_parallel",
         "memory.budget_gb", "sharding.overlap", "distill.micro_batch_size",
         "sharding.persistence_threshold", "pretrain.micro_batch_sequences", "sft.micro_batch_size", "reward.micro_batch_responses",
         "ppo.micro_batch_episodes", "dpo.micro_batch_prompts", "classify.micro_batch_size", "judge.micro_batch_responses",
