@@ -75,6 +75,7 @@ class Sampling:
     greedy: bool = False
     seed: int = 0
     batch_size: int | None = None  # most prompts decoded together; fewer if the key-value cache has no room for them
+    cache_bytes: int | None = None  # most of that cache on a CPU; None: as in `default_batch`
 
     @property
     def ends(self) -> list[int]:
@@ -191,7 +192,7 @@ class SamplingEngine:
 
     def most_rows(self, columns: int) -> int:
         """The batch for rows of this many tokens."""
-        return default_batch(self.model, columns)
+        return default_batch(self.model, columns, self.settings.cache_bytes)
 
     def prepared(self, rows: int, columns: int, steps: int) -> AbstractContextManager[Any]:
         """A context in which batches of at most `rows` are drawn, of at most `columns` tokens, of which `steps` are new."""
@@ -241,11 +242,11 @@ def make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
     return Samples(responses, logprobs[:, :longest].masked_fill(~mask, 0.0), mask, ended)
 
 
-def default_batch(model: Any, columns: int) -> int:
+def default_batch(model: Any, columns: int, most_bytes: int | None = None) -> int:
     """The number of rows whose keys and values fit the bound.
 
     On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all weights,
-    whatever the batch, and at the end of each batch few rows are left. On a GPU an eighth of its free memory.
+    whatever the batch, and at the end of each batch few rows are left; `most_bytes` lowers it. On a GPU an eighth of its free memory.
     """
     config, parameter = model.config.get_text_config(), next(model.parameters())
     heads = getattr(config, "num_attention_heads", 1)
@@ -257,4 +258,5 @@ def default_batch(model: Any, columns: int) -> int:
     else:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
+        room = room if most_bytes is None else min(room, most_bytes)
     return max(1, min(MAX_BATCH, room // row))

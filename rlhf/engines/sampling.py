@@ -23,6 +23,7 @@ from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import lm
 from rlhf.model.linear import Linear, products_cast
 from rlhf.ops.fast import packed_weights
+from rlhf.system.memory import GB
 
 LOOK_EVERY = 8  # steps on a GPU between two checks for ended rows, since a check waits for the GPU
 PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over them) saves time
@@ -148,10 +149,12 @@ def make_sampler(config: Config, model: Any, tokenizer: Any, **changes: Any) -> 
     """The engine of rollout.engine for a model, with the run's seed, length of responses and batch, and the tokenizer's end tokens, unless
     `changes` say otherwise.
     """
+    budget = config.memory.budget_gb
     of_run = {
         "seed": config.seed,
         "max_new_tokens": config.rollout.max_new_tokens,
         "batch_size": config.rollout.batch_size,
+        "cache_bytes": None if budget is None else int(budget * GB / 8),
         "eos_token_id": end_ids(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
     }

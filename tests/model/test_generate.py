@@ -3,15 +3,17 @@ batching.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
+from rlhf.config.compose import compose_config
 from rlhf.cpu.products import by_torch_alone
 from rlhf.engines import decoder, sampling
 from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
-from rlhf.engines.sampling import sample
+from rlhf.engines.sampling import make_sampler, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.fused_loss import response_logprobs
 from tests.presets import preset
@@ -155,6 +157,17 @@ def test_samples_depend_on_neither_batch_nor_order(kind):
     assert torch.allclose(moved.logprobs, whole.logprobs[order], atol=1e-5)
     alone = sample(model, PROMPTS[2:3], keys=keys[2:3], **settings)
     assert alone.responses[0] == whole.responses[2]
+
+
+def test_the_cache_takes_an_eighth_of_the_memory_budget_at_most():
+    model, tokenizer = make(ALL[0]), SimpleNamespace(eos_token_id=7, pad_token_id=PAD, init_kwargs={})
+    wide, narrow = (
+        make_sampler(compose_config(["rollout.max_new_tokens=4", *budget]), model, tokenizer)
+        for budget in ([], ["memory.budget_gb=4e-5"])
+    )
+    # keys and values of 2 layers of width 64, or less with fewer heads, and 4 bytes: 5,000 bytes hold at most a few rows of 12
+    assert narrow.settings.cache_bytes == 5_000 and narrow.most_rows(12) < 8 < wide.most_rows(12)
+    assert narrow.sample(PROMPTS).responses == wide.sample(PROMPTS).responses
 
 
 def test_each_step_has_a_random_number_of_its_own():
