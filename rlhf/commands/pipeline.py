@@ -236,7 +236,7 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
     }
     others = [o for o in overrides if o.partition("=")[0] not in settings]
     whole = run_folder(replace(config, run=ROUND.sub("", config.run)))
-    whole.mkdir(exist_ok=True)  # with stages of other runs it has none of its own yet
+    whole.mkdir(parents=True, exist_ok=True)  # with stages of other runs it has none of its own yet
     remember(whole)  # the same command goes on after the labels
     run_stage(config, "sample", [*others, *(f"{key}={value}" for key, value in settings.items())])
 
