@@ -150,9 +150,10 @@ def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards"
     if name is None:
         return stage_folder(config, "reward")
     runs, kinds = Path(config.runs_dir), ("judge", "rate") if setting == "ppo.rewards" else ("judge",)
-    if name in kinds[1:]:
-        check_output(stage_folder(config, name), name)
-        return stage_folder(config, name)
+    if name == "rate" and "rate" in kinds:
+        folder = stage_folder(config, "rate")
+        check_output(folder, "rate")
+        return folder
     for candidate in (runs / name / "reward", Path(name) / "reward", Path(name), runs / name):
         if (candidate / "stage.json").exists():
             check_output(candidate, candidate.name if candidate.name in kinds else "reward")
