@@ -91,7 +91,7 @@ class Config:
     overwrite: bool = setting(False, "replace what the run already has", changes=NOTHING)
     plugins: Any = setting(None, "functions called first, to register architectures", kind="functions", changes=NOTHING)
     device: str = setting("auto", "device", choices=("auto", "cpu", "cuda", "mps"), changes=ROUNDING)
-    threads: int = setting(0, "CPU threads per process; 0: all cores", min=0, max=MAX_PROCESSES, changes=ROUNDING)
+    threads: int = setting(0, "CPU threads per process; 0: free cores", min=0, max=MAX_PROCESSES, changes=ROUNDING)
     precision: str = setting("auto", "bfloat16: mixed; auto: if the GPU can", choices=("auto", "float32", "bfloat16"))
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, more time", changes=ROUNDING)
     deepspeed: str = setting("none", "ZeRO stage", choices=tuple(DEEPSPEED), changes=ROUNDING)

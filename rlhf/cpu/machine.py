@@ -1,4 +1,8 @@
-"""What a process keeps of its machine: freed memory.
+"""What a process takes of its machine: threads and freed memory.
+
+A step waits for its slowest thread, so fewer are used while other processes use the cores. With `threads=0` on Linux a loop
+measures, every second, the processor time of this process and the idle time of its cores, and uses that many whole cores as
+threads for the next steps. On an idle machine it always uses all cores.
 
 Freed memory stays in the process, because every training step allocates the same sizes again: by default glibc returns large
 blocks to the system at once and gets them again as pages that the kernel must clear first; on a CPU that takes a tenth of a
@@ -8,7 +12,55 @@ small model's step or more.
 import ctypes
 import os
 import sys
+import time
 from typing import Any
+
+import psutil
+import torch
+
+WINDOW = 1.0  # seconds between two measurements
+ROUNDED_UP = 0.25  # of a core: the load of an almost idle machine
+
+
+def threads_for(available: float, most: int) -> int:
+    """The number of threads that this many cores can run at once: 1 to `most`."""
+    return max(1, min(most, int(available + ROUNDED_UP)))
+
+
+def processor_seconds() -> tuple[float, float]:
+    """(processor time of this process, idle time of its cores), each since some fixed time."""
+    cores, times = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
+    return time.process_time(), sum(x.idle + x.iowait for number, x in enumerate(times) if number in cores)
+
+
+class ThreadCount:
+    """The threads of a loop's steps. most: with all cores free."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.threads = self.fitting = most  # in use; the number that fitted in the last window
+        self.seen, self.since = sum(processor_seconds()), time.monotonic()
+
+    def look(self) -> None:
+        """Call it after each step. The number falls at once and rises after two windows with room for more threads."""
+        taken = time.monotonic() - self.since
+        if taken < WINDOW:
+            return
+        total = sum(processor_seconds())
+        fitting = threads_for((total - self.seen) / taken, self.most)
+        wanted = min(fitting, max(self.fitting, self.threads))
+        if wanted != self.threads:
+            torch.set_num_threads(wanted)
+        self.threads, self.fitting, self.seen, self.since = wanted, fitting, total, time.monotonic()
+
+
+def adapting_threads(threads: int, device: torch.device, processes: int) -> ThreadCount | None:
+    """None if the number is fixed: by the setting or the environment, or because several processes divide the cores."""
+    fixed = threads or "OMP_NUM_THREADS" in os.environ or processes > 1 or torch.get_num_threads() == 1
+    if fixed or device.type != "cpu" or sys.platform != "linux":
+        return None
+    return ThreadCount(torch.get_num_threads())
+
 
 # Constants of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -8,7 +8,7 @@ from torch import Tensor
 
 try:
     from rlhf.cpu.kernels import attend, can_attend, can_invert, invert
-    from rlhf.cpu.machine import keep_freed_memory, return_freed_memory
+    from rlhf.cpu.machine import adapting_threads, keep_freed_memory, return_freed_memory
     from rlhf.cpu.products import by_torch_alone, outer, packed_weights, plain_product, product
 except ImportError:
 
@@ -36,8 +36,10 @@ except ImportError:
 
     return_freed_memory = keep_freed_memory
 
+    adapting_threads = cast(Any, lambda threads, device, processes: None)
+
 
 __all__ = [
-    "attend", "by_torch_alone", "can_attend", "can_invert", "invert", "keep_freed_memory", "outer", "packed_weights",
+    "adapting_threads", "attend", "by_torch_alone", "can_attend", "can_invert", "invert", "keep_freed_memory", "outer", "packed_weights",
     "plain_product", "product", "return_freed_memory",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf.errors import UserError
+from rlhf.ops.fast import adapting_threads
 from rlhf.runs.checkpoints import (
     checkpoint_due,
     checkpoint_step,
@@ -60,6 +61,7 @@ class TrainingLoop:
         self.saved_at = self.logged_at = time.monotonic()
         self.logged = {"tokens": self.tokens, "rows": 0}
         self.rows = 0  # sequences trained on by this process's loop, over all ranks
+        self.threads = adapting_threads(stage.config.threads, engine.device, self.ranks.count)
 
     @property
     def resumed(self) -> bool:
@@ -74,6 +76,8 @@ class TrainingLoop:
             for step in range(self.done + 1, self.total + 1):
                 self.figure, self.improved = None, False
                 yield step
+                if self.threads is not None:
+                    self.threads.look()
                 waited = time.monotonic() - self.saved_at
                 due = (
                     checkpoint_due(self.stage.config.checkpoints, step, waited, self.writing, first=self.saved == 0)

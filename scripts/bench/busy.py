@@ -8,7 +8,8 @@ a round, so other load of the machine affects all. The fair share next to n loop
 min(u, c * u / (u + n)) cores; what counts is steps per second against the same way's idle speed times that share.
 
 Ways: `one` thread; `threads`: one per core, as torch comes; `passive`: the same with OMP_WAIT_POLICY=PASSIVE, so that a thread
-with nothing to do sleeps in place of spinning; `processes`: one process of one thread per core, data parallel.
+with nothing to do sleeps in place of spinning; `processes`: one process of one thread per core, data parallel; `adapting`: as
+training does with threads=0 (`rlhf/cpu/machine.py`).
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import time
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-WAYS = ("one", "threads", "passive", "processes")
+WAYS = ("one", "threads", "passive", "processes", "adapting")
 ROWS, WIDTH = 16, 128  # the demo's global batch: 2,048 tokens
 
 
@@ -30,9 +31,10 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
 
     from rlhf.model import GPTConfig, GPTForCausalLM
     from rlhf.model.fused_loss import NextToken
-    from rlhf.ops.fast import keep_freed_memory
+    from rlhf.ops.fast import adapting_threads, keep_freed_memory
 
     keep_freed_memory()
+    threads = adapting_threads(0, torch.device("cpu"), processes)  # none where OMP_NUM_THREADS is set
     if processes > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
     torch.manual_seed(0)
@@ -49,6 +51,8 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
             dist.all_reduce(flat)
         optimizer.step()
         optimizer.zero_grad()
+        if threads is not None:
+            threads.look()
 
     for _ in range(3):
         step()
@@ -69,7 +73,8 @@ def work(seconds: float, rank: int, processes: int, port: int) -> None:
 def turn(way: str, seconds: float, loops: int) -> float:
     """Steps per second of one way next to `loops` busy loops."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
-    environment["OMP_NUM_THREADS"] = "1" if way in ("one", "processes") else str(CORES)
+    if way != "adapting":
+        environment["OMP_NUM_THREADS"] = "1" if way in ("one", "processes") else str(CORES)
     if way == "passive":
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     processes = CORES if way == "processes" else 1
@@ -92,7 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--loops", nargs="+", type=int, default=[0, 1, 2, 4])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of one turn (default 6)")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="of one turn (default 6); adapting begins with all threads"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
