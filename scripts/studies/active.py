@@ -2,26 +2,29 @@
 
     for seed in 0 1 2 3 4; do rlhf sft experiment=gold rounds=1 run=base-$seed seed=$seed threads=1; done   after world, tokenizer, pretrain
     python scripts/studies/active.py --out runs/active --seeds 0 1 2 3 4 --parents runs/base-0 … runs/base-4 \
-        experiment=gold rounds=1 threads=1
+        --ppo random-500 random-1000 uncertain-500 disagreement-500 experiment=gold rounds=1 threads=1
 
 The parent's SFT model answers 1600 prompts, and simulated labelers rank all answers. A reward model is trained on FIRST prompts at random,
 then on twice as many, and so on. `random` draws the prompts; `uncertain` and `disagreement` choose each batch as `rlhf sample` does, with
 its defaults: from four times as many prompts, a quarter at random, by the reward model so far, or by three that differ in their seed.
-Accuracy is that on the pairs of all held-out test prompts, which nobody chose.
+Accuracy is that on the pairs of all held-out test prompts, which nobody chose. --ppo trains a policy against each of these reward models,
+and compares its true win rate over SFT with that of the first one.
 """
 
 import math
 from contextlib import redirect_stdout
+from copy import copy
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness import draw, is_complete, mean_interval, over_seeds, parse, read, show, table
+from harness import draw, is_complete, make_cells, mean_interval, over_seeds, parse, read, run, show, spaced, table
 
 from rlhf.recipe import STAGES
 
 FIRST, STEPS = 125, {"random": 3, "uncertain": 2, "disagreement": 2}  # the number of prompts doubles so often
+TAKEN = ("world", "tokenizer", "pretrain", "sft")
 MEMBERS, POOL, RANDOM, DEMONSTRATIONS = 3, 4, 0.25, 64
 SETTINGS = (
     "gold.comparison_prompts=1600",
@@ -38,7 +41,7 @@ class Study:
         from rlhf.data.reading import load_comparisons
 
         self.out, self.seed = asked.out, seed
-        taken = [f"parents.{stage}='{parent / stage}'" for stage in ("world", "tokenizer", "pretrain", "sft")]
+        taken = [f"parents.{stage}='{parent / stage}'" for stage in TAKEN]
         self.shared = [*asked.overrides, *SETTINGS, *taken, f"runs_dir='{asked.out}'", "tracking=jsonl"]
         pool = asked.out / f"pool-seed{seed}"
         some = asked.out / f"demonstrations-seed{seed}.jsonl"  # calibration shifts all scores alike: a few will do
@@ -192,7 +195,37 @@ def main(asked: Any) -> None:
     )
     series = {how: [(float(n), means[f"{how} {n}"]["accuracy"]) for one, n in arms if one == how] for how in STEPS}
     draw(asked.picture, series, "labelled prompts", "accuracy on test pairs")
+    if asked.ppo:
+        compare_policies(asked)
+
+
+def compare_policies(asked: Any) -> None:
+    """PPO against the reward models that --ppo names: win rate and KL, and differences from the first, paired over seeds."""
+    cells = []
+    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
+        one = copy(asked)
+        one.seeds, one.parents, one.cells = [seed], [parent], []
+        one.overrides = [*asked.overrides, *SETTINGS, f"parents.label='{asked.out}/pool-seed{seed}/label'"]
+        choices = {f"ppo-{arm}": (f"parents.reward='{asked.out}/{arm}-seed{seed}/reward'",) for arm in asked.ppo}
+        cells += make_cells(one, choices, TAKEN, {"ppo": (), "evaluate": ("evaluate.best_of=0",)})
+    run(cells, asked.processes)
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for cell in cells:
+        results = cell.results()
+        found.setdefault(cell.name, {})[cell.seed] = {
+            "gold win rate over SFT": results["gold"]["win_rate_vs_sft"]["value"],
+            "KL to SFT, nats": results["kl_to_sft_nats"],
+        }
+    first = found[cells[0].name]
+    less = {
+        name: {seed: {key: row[key] - first[seed][key] for key in row} for seed, row in rows.items()}
+        for name, rows in found.items()
+        if rows is not first
+    }
+    for title, figures in (("PPO against", found), (f"less {spaced(cells[0].name)}", less)):
+        means = over_seeds(figures)
+        table([title, *next(iter(means.values()))], [[spaced(name), *row.values()] for name, row in means.items()])
 
 
 if __name__ == "__main__":
-    main(parse(__doc__))
+    main(parse(__doc__, ppo={"nargs": "+", "default": []}))

@@ -1,22 +1,23 @@
 """InstructGPT's evidence by model size on the gold world (Ouyang et al. 2022, figure 1 and section 4).
 
     python scripts/studies/sizes.py --out runs/sizes --seeds 0 1 2 --parents runs/parent-0 runs/parent-1 runs/parent-2 \
-        --picture docs/img/sizes-preference.png experiment=gold
+        --picture docs/img/sizes-preference.png --ratings docs/img/sizes-ratings.png experiment=gold
 
 A quarter, a half and the whole of the parent's width. Each size has its own base, SFT model, PPO and PPO-ptx; the parent's reward model
 scores all of them. Every policy, and the base with a few-shot prompt, answers the same --prompts test prompts once. Preference is by the
 true score, over the SFT model of the largest size. The intervals have the prompt as the unit, over the prompts of all seeds together:
-they say nothing about other training runs; the last table has preference by seed.
+they say nothing about other training runs; so preference is given by seed too. --ratings: a picture of the ratings by size.
 """
 
 import copy
 import random
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness import Cell, cached, draw, make_cells, parse, read, rows, run, show, spaced, table, within
+from harness import Cell, cached, draw, make_cells, mean_interval, parse, read, rows, run, show, spaced, table, within
 
 from rlhf.gold.truth import has_any, insults, judge, make_labelers, without_manners
 from rlhf.gold.world import KINDS, Task, task_from_metadata
@@ -159,7 +160,7 @@ def figures(by_seed: dict[int, Values], reference: dict[int, Values]) -> dict[st
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = parse(__doc__, argv, prompts={"type": int, "default": 256})
+    asked = parse(__doc__, argv, prompts={"type": int, "default": 256}, ratings={"type": Path})
     first, mixed = cells_of(asked)
     run(first, asked.processes)
     run(mixed, asked.processes)
@@ -173,14 +174,14 @@ def main(argv: list[str] | None = None) -> None:
     lines = {(size, policy): figures(values[size, policy], reference) for size in sizes for policy in POLICIES}
     columns = list(next(iter(lines.values())))
     table(["policy", *map(spaced, columns)], [[spaced(" ".join(key)), *row.values()] for key, row in lines.items()])
-    smallest = values[sizes[0], "ppo"]
-    table(
-        ["the smallest PPO model over", "share preferred"],
-        [
-            [f"{spaced(sizes[-1])} {spaced(policy)}", preferred(smallest, values[sizes[-1], policy])]
-            for policy in POLICIES
-        ],
-    )
+    compared = []
+    for small, large in combinations(sizes, 2):
+        for policy in POLICIES:
+            ours, theirs = values[small, "ppo"], values[large, policy]
+            by_seed = [preferred({seed: ours[seed]}, theirs)["value"] for seed in asked.seeds]
+            over = within(mean_interval(by_seed))
+            compared.append([spaced(small), spaced(f"{large} {policy}"), preferred(ours, theirs), over, *by_seed])
+    table(["PPO model", "preferred to", "share of prompts", "over seeds", *map(str, asked.seeds)], compared)
     table(
         ["preference by seed", *map(str, asked.seeds)],
         [
@@ -188,11 +189,16 @@ def main(argv: list[str] | None = None) -> None:
             for key, by_seed in values.items()
         ],
     )
-    series = {
-        spaced(policy): [(float(i), lines[size, policy]["win_rate"]) for i, size in enumerate(sizes)]
-        for policy in POLICIES
-    }
-    draw(asked.picture, series, "size", f"share preferred to {spaced(sizes[-1])} SFT", sizes, level=0.5)
+    preference = f"share preferred to {spaced(sizes[-1])} SFT"
+    for path, name, title, level in (
+        (asked.picture, "win_rate", preference, 0.5),
+        (asked.ratings, "rating", "rating, 1 to 7", None),
+    ):
+        series = {
+            spaced(policy): [(float(i), lines[size, policy][name]) for i, size in enumerate(sizes)]
+            for policy in POLICIES
+        }
+        draw(path, series, "size", title, sizes, level=level)
 
 
 if __name__ == "__main__":
