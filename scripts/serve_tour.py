@@ -1,13 +1,14 @@
 """The pages of `rlhf serve` in a headless Chromium, as labelers and their manager use them: widths, colours, mouse, touch and keyboard.
 
     rlhf pipeline run=demo experiment=gold                 # or any other run with an SFT model and comparisons
+    head -n 2000 runs/demo/label/comparisons.jsonl > labelled.jsonl   # prompts without labels are left for the tasks
     rlhf pipeline run=tour rounds=2 parents.tokenizer=demo parents.pretrain=demo parents.sft=demo sample.prompts=24 \\
-        sample.responses=3 data.comparisons=runs/demo/label/comparisons.jsonl data.prompts=runs/demo/world/prompts.jsonl \\
+        sample.responses=3 data.comparisons=labelled.jsonl data.prompts=runs/demo/world/prompts.jsonl \\
         reward.batch_prompts=16 reward.lr=6e-4 ppo.episodes=512 ppo.episodes_per_update=128 ppo.lr=1.5e-4 \\
         ppo.critic_lr=5e-4 rollout.max_new_tokens=40
     python scripts/serve_tour.py --run tour --axe axe.min.js --pictures tour
 
-The second command stops where the tasks of round 2 wait for labels. For each width, colour and way of pointing, one labeler then gives
+The last pipeline stops where the tasks of round 2 wait for labels. For each width, colour and way of pointing, one labeler then gives
 twenty rankings by drag alone or by keys, with a reload in the middle, saves a dialogue from Chat as a demonstration, and ranks answers in
 Compare. Two labelers work in two tabs of one browser. The manager decides, adds a labeler, assigns a task, pauses, revokes, starts the
 training on these labels and sees what it changed. Nine long answers are ranked without scrolling. At the end the file of labels is
