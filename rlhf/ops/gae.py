@@ -29,7 +29,11 @@ def gae(
     Source: Schulman et al. 2016, eq. 16; Schulman et al. 2017, eq. 11 and 12 (the sum cut at the episode's
     end).
     """
-    _check(rewards, values, mask, gamma, lam)
+    check_mask("gae", mask, rewards=rewards, values=values)
+    starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)  # (B,) runs of True in a row
+    if bool((starts > 1).any()):
+        row = int((starts > 1).nonzero()[0])
+        raise ValueError(f"gae: row {row} of mask has a hole: response tokens must be contiguous")
     B = mask.shape[0]
     rewards = torch.where(mask, upcast(rewards), 0.0)
     values = torch.where(mask, upcast(values), 0.0)
@@ -46,20 +50,6 @@ def gae(
     return advantages, advantages + values
 
 
-def _check(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> None:
-    check_mask("gae", mask, rewards=rewards, values=values)
-    if mask.dim() != 2 or mask.shape[1] < 1:
-        raise ValueError(f"gae: mask has shape {tuple(mask.shape)}: give (B, T)")
-    if not (rewards.is_floating_point() and values.is_floating_point()):
-        raise ValueError(f"gae: rewards are {rewards.dtype}, values {values.dtype}: give floats")
-    if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
-        raise ValueError(f"gae: gamma is {gamma}, lam {lam}: give both within 0 to 1")
-    starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)  # (B,) runs of True in a row
-    if bool((starts > 1).any()):
-        row = int((starts > 1).nonzero()[0])
-        raise ValueError(f"gae: row {row} of mask has a hole: response tokens must be contiguous")
-
-
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """Reward of each response minus the mean reward of the other responses to its prompt.
 
@@ -68,7 +58,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     rewards (B,) float, one per response; responses to one prompt are adjacent, k each. Returns (B,).
     Source: Kool et al. 2019, section 2; Ahmadian et al. 2024 (RLOO), section 4.
     """
-    groups = _groups("leave_one_out", rewards, group_size)  # (B/k, k)
+    groups = upcast(rewards).view(-1, group_size)  # (B/k, k)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
     return (groups - others).flatten()
 
@@ -82,7 +72,7 @@ def group_normalised(rewards: Tensor, group_size: int) -> Tensor:
     responses to a prompt earn the same.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2 (outcome supervision).
     """
-    groups = _groups("group_normalised", rewards, group_size)
+    groups = upcast(rewards).view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, correction=0, keepdim=True) + 1e-6)).flatten()
 
@@ -114,18 +104,6 @@ def compute_advantages(
         return gae(rewards, values, mask, gamma=gamma, lam=lam)
     if name == "reinforce":
         return gae(rewards, torch.zeros_like(values), mask, gamma=gamma, lam=1.0)
-    baselines = {"rloo": leave_one_out, "grpo": group_normalised}
-    if name not in baselines:
-        raise ValueError(f"compute_advantages: name is {name!r}: give one of {', '.join(ESTIMATORS)}")
-    check_mask("compute_advantages", mask, rewards=rewards)
+    compare = {"rloo": leave_one_out, "grpo": group_normalised}[name]
     totals = masked_sum(rewards, mask, dim=1)  # (B,)
-    spread = torch.where(mask, baselines[name](totals, group_size)[:, None], 0.0)
-    return spread, torch.where(mask, totals[:, None], 0.0)
-
-
-def _groups(where: str, rewards: Tensor, group_size: int) -> Tensor:
-    if rewards.dim() != 1 or not rewards.is_floating_point():
-        raise ValueError(f"{where}: rewards are {rewards.dtype} of shape {tuple(rewards.shape)}: give floats (B,)")
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"{where}: {len(rewards)} rewards in groups of {group_size}: give whole groups of 2 or more")
-    return upcast(rewards).view(-1, group_size)
+    return torch.where(mask, compare(totals, group_size)[:, None], 0.0), torch.where(mask, totals[:, None], 0.0)

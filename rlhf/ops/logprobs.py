@@ -24,9 +24,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     logits are what the backward pass keeps.
     Source: Radford et al. 2018, section 3.1 (the summand of eq. 1).
     """
-    _check_logits("token_logprobs", logits)
-    if tokens.dtype != torch.int64:
-        raise ValueError(f"token_logprobs: tokens are {tokens.dtype}, want torch.int64")
     if tokens.shape != logits.shape[:-1]:
         raise ValueError(
             f"token_logprobs: logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} are not aligned: "
@@ -47,7 +44,6 @@ def entropy(logits: Tensor) -> Tensor:
     float64).
     Source: Shannon 1948, eq. for H in section 6.
     """
-    _check_logits("entropy", logits)
     return _join([_entropy(upcast(part)) for part in _split(logits)])
 
 
@@ -88,8 +84,3 @@ def _split(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _check_logits(where: str, logits: Tensor) -> None:
-    if not logits.is_floating_point() or logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"{where}: logits are {logits.dtype} of shape {tuple(logits.shape)}: give floats (…, V)")

@@ -92,8 +92,6 @@ def resolve_denominator(where: str, count: Tensor, denominator: float | Tensor |
         if not bool(count > 0):
             raise ValueError(f"{where}: no {counted}: for a part of a batch, pass the global count as denominator")
         return count
-    if isinstance(denominator, Tensor) and denominator.numel() != 1:
-        raise ValueError(f"{where}: denominator has shape {tuple(denominator.shape)}: give one number")
     if not bool(denominator > 0):
         raise ValueError(f"{where}: denominator is {float(denominator)}: give the global count, more than 0")
     return denominator

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlhf.ops.masked import check_mask, masked_mean, resolve_denominator, upcast
 
-MISSING_EOS_RULES = ("min", "replace", "none")
 CAP = 2.0  # on importance weights of sampled tokens
 
 
@@ -27,13 +26,8 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     """
     check_mask("apply_missing_eos (mask = ended)", ended, scores=scores)
     scores = upcast(scores)
-    if rule == "none":
-        return scores
-    if rule == "min":
-        return torch.where(ended, scores, scores.clamp(max=missing_eos_score))
-    if rule == "replace":
-        return torch.where(ended, scores, missing_eos_score)
-    raise ValueError(f"apply_missing_eos: rule is {rule!r}: give one of {', '.join(MISSING_EOS_RULES)}")
+    lowered = {"min": scores.clamp(max=missing_eos_score), "replace": missing_eos_score, "none": scores}[rule]
+    return torch.where(ended, scores, lowered)
 
 
 def sampler_weights(logp_old: Tensor, logp_sampled: Tensor, mask: Tensor, kind: str) -> Tensor:
@@ -45,16 +39,14 @@ def sampler_weights(logp_old: Tensor, logp_sampled: Tensor, mask: Tensor, kind: 
     (B, T) float32, 0 where mask is False. A masked response still counts in the loss's denominator.
     Source: Ionides 2008, "Truncated importance sampling", with the cap of 2 that RL libraries use for vLLM's mismatch.
     """
-    _check_tokens("sampler_weights", mask, logp_old=logp_old, logp_sampled=logp_sampled)
+    check_mask("sampler_weights", mask, logp_old=logp_old, logp_sampled=logp_sampled)
     log_ratios = torch.where(mask, upcast(logp_old) - upcast(logp_sampled), 0.0)
     if kind == "truncate":
         weights = log_ratios.exp().clamp(max=CAP)
     elif kind == "mask":
         weights = (log_ratios.sum(1, keepdim=True).abs() <= math.log(CAP)).float().expand_as(log_ratios)
-    elif kind == "none":
-        weights = torch.ones_like(log_ratios)
     else:
-        raise ValueError(f"sampler_weights: kind is {kind!r}: give truncate, mask or none")
+        weights = torch.ones_like(log_ratios)
     return torch.where(mask, weights, 0.0)
 
 
@@ -78,9 +70,7 @@ def token_rewards(
     2019. token_scores: as in Chan et al. 2024 ("Dense Reward for Free in RLHF"), who divide a score by attention weights.
     """
     parts = torch.zeros_like(logp_old) if token_scores is None else token_scores
-    _check_tokens("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref, token_scores=parts)
-    if mask.dim() != 2 or scores.shape != mask.shape[:1]:
-        raise ValueError(f"token_rewards: scores {tuple(scores.shape)}, mask {tuple(mask.shape)}: give (B,) and (B, T)")
+    check_mask("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref, token_scores=parts)
     if not bool(mask.any(1).all()):
         row = int((~mask.any(1)).nonzero()[0])
         raise ValueError(f"token_rewards: row {row} has no response token, so its score has no place: leave it out")
@@ -120,10 +110,8 @@ def policy_loss(
     Differs: the mean is over tokens rather than time steps of an actor, and its count can span micro-batches
     and ranks.
     """
-    _check_tokens("policy_loss", mask, logp=logp, logp_old=logp_old, advantages=advantages)
+    check_mask("policy_loss", mask, logp=logp, logp_old=logp_old, advantages=advantages)
     high = clip_range if clip_range_high is None else clip_range_high
-    for limit in (clip_range, high):
-        _check_clip("policy_loss", limit)
     N = resolve_denominator("policy_loss", mask.sum(), denominator, "True in mask")
     # Masked before exp: the infinity of a pad's ratio would turn a zero gradient into NaN.
     log_ratio = torch.where(mask, upcast(logp) - upcast(logp_old).detach(), 0.0)
@@ -164,8 +152,7 @@ def value_loss(
     Source: Schulman et al. 2017, eq. 9 (the squared error); Ziegler et al. 2019, released code (clipping, the
     half).
     """
-    _check_tokens("value_loss", mask, values=values, values_old=values_old, returns=returns)
-    _check_clip("value_loss", clip_range)
+    check_mask("value_loss", mask, values=values, values_old=values_old, returns=returns)
     N = resolve_denominator("value_loss", mask.sum(), denominator, "True in mask")
     V, V_old, R = (torch.where(mask, upcast(x), 0.0) for x in (values, values_old.detach(), returns.detach()))
     squared = (V - R) ** 2
@@ -177,17 +164,3 @@ def value_loss(
             "clipfrac": masked_mean(squared_clipped > squared, mask, N),
         }
     return loss, statistics
-
-
-def _check_tokens(where: str, mask: Tensor, **tensors: Tensor) -> None:
-    check_mask(where, mask, **tensors)
-    if mask.numel() == 0:
-        raise ValueError(f"{where}: mask has shape {tuple(mask.shape)}: there is nothing in it")
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"{where}: {name} is {tensor.dtype}: give floats")
-
-
-def _check_clip(where: str, clip_range: float) -> None:
-    if not clip_range > 0:
-        raise ValueError(f"{where}: clip_range is {clip_range}: give a number above 0")

@@ -47,11 +47,6 @@ def unembedded_logprobs(
     from the log-probabilities to hidden and weight, and from the entropy only with entropy_gradient.
     Source: Radford et al. 2018, section 3.1; Shannon 1948, section 6.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or tokens.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"unembedded_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, tokens "
-            f"{tuple(tokens.shape)}: give (N, D), (V, D) and (N,)"
-        )
     if not (with_entropy and entropy_gradient):
         logp, entropies = _Unembedding.apply(hidden, weight, tokens, with_entropy)
         return logp, entropies if with_entropy else None

@@ -21,8 +21,6 @@ def test_missing_eos():
     assert apply_missing_eos(scores, ended, -1.0).tolist() == [2.0, -1.0, -3.0, -3.0]  # min(-3, -1) = -3
     assert apply_missing_eos(scores, ended, -1.0, rule="replace").tolist() == [2.0, -1.0, -3.0, -1.0]
     assert apply_missing_eos(scores, ended, -1.0, rule="none").tolist() == [2.0, 2.0, -3.0, -3.0]
-    with pytest.raises(ValueError, match="give one of min, replace, none"):
-        apply_missing_eos(scores, ended, -1.0, rule="add")
     with pytest.raises(ValueError, match=r"want torch\.bool"):
         apply_missing_eos(scores, ended.int(), -1.0)
 
@@ -38,8 +36,6 @@ def test_sampler_weights_by_hand():
     torch.testing.assert_close(of["truncate"], truncated, atol=1e-4, rtol=0)
     assert of["mask"].tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     assert of["none"].tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
-    with pytest.raises(ValueError, match="give truncate, mask or none"):
-        sampler_weights(logp_old, logp_sampled, mask, "clip")
 
 
 def test_token_rewards_by_hand():
@@ -134,8 +130,6 @@ def test_a_higher_upper_limit_by_hand():
     # with one limit also the first: -1.2 - 1.2 + 0.8
     loss, _ = policy_loss(ratio.log(), old, advantages, mask, clip_range=0.2)
     assert loss.item() == pytest.approx(-1.6 / 3, abs=1e-6)
-    with pytest.raises(ValueError, match="clip_range is -1"):
-        policy_loss(ratio.log(), old, advantages, mask, clip_range=0.2, clip_range_high=-1)
 
 
 def test_value_loss_by_hand():
