@@ -222,15 +222,6 @@ class TextRewardModel(nn.Module):
     def calibrate(self, gain: float, shift: float) -> None:
         self.gain, self.shift = float(gain), float(shift)
 
-    def gradient_checkpointing_enable(self, *arguments: Any, **keywords: Any) -> None:
-        """Raises: UserError if the architecture does not support it."""
-        try:
-            self.network.gradient_checkpointing_enable(*arguments, **keywords)
-        except ValueError as error:
-            raise UserError(
-                f"gradient_checkpointing: {type(self.network).__name__} has no gradient checkpointing: set it to false"
-            ) from error
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Weights (safetensors) and config as transformers reads them, the tokenizer, and the calibration."""
         folder = Path(folder)

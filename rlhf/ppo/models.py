@@ -22,7 +22,7 @@ from rlhf.training.adapters import add_adapters, are_shared, share_weights
 from rlhf.training.divided import load_lm, load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import check_tokenizer, checkpoint_activations
+from rlhf.training.setup import check_tokenizer
 
 
 class ActorCritic(nn.Module):
@@ -221,7 +221,6 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
     """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
     turn_off_dropout(model)
-    checkpoint_activations(config, *(part for part in model.parts().values() if not isinstance(part, ScalarHead)))
     rates = {"policy": settings.lr, "critic": settings.critic_lr}
     groups = [
         group

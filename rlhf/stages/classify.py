@@ -31,7 +31,7 @@ from rlhf.system.files import write_json, write_jsonl
 from rlhf.training.batches import Batches, Objective, shuffled_order, trained
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import checkpoint_activations, load_policy, set_up
+from rlhf.training.setup import load_policy, set_up
 
 MEASURED_TOGETHER = 32  # examples per forward
 
@@ -65,7 +65,6 @@ def run(config: Config) -> None:
         lm = transfer(lm, settings.layers, settings.from_scratch)
         if len(tokenizer) > lm.get_input_embeddings().num_embeddings:
             lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        checkpoint_activations(config, lm)
         model = LabelModel(lm, classes, bool(columns.choices), settings.dropout)
 
         # 3. Train

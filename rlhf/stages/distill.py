@@ -40,7 +40,7 @@ from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import checkpoint_activations, load_frozen, load_policy, set_up
+from rlhf.training.setup import load_frozen, load_policy, set_up
 
 Row = dict[str, list[int]]
 
@@ -60,7 +60,6 @@ def run(config: Config) -> None:
         rows = {split: make_rows(answers[split], 0, pack=False) for split in answers}
 
         # 2. Train the student
-        checkpoint_activations(config, student)
         groups = decay_groups(student, settings)
         module = Student(student, settings)
         engine = make_engine(config, module, groups, device, max_grad_norm=settings.max_grad_norm)

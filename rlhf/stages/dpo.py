@@ -42,7 +42,7 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine, shard_frozen
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import checkpoint_activations, set_up
+from rlhf.training.setup import set_up
 
 ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
 
@@ -65,7 +65,6 @@ def run(config: Config) -> None:
         model = load_lm(config, folder, device)
         reference = load_reference(config, model, folder, device)
         add_adapters(model, config, folder)
-        checkpoint_activations(config, model)
         settings, pad = config.dpo, tokenizer.pad_token_id
         groups = decay_groups(model, settings)
         engine = make_engine(config, Reference(model), groups, device, max_grad_norm=settings.max_grad_norm)

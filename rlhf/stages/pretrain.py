@@ -43,7 +43,7 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, decay_groups, inverse_sqrt_schedule, make_schedule
-from rlhf.training.setup import checkpoint_activations, set_up
+from rlhf.training.setup import set_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -89,7 +89,6 @@ def run(config: Config) -> None:
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
-        checkpoint_activations(config, model)
         settings, is_causal = config.pretrain, not is_encoder(model.config)
         model.to(device)  # type: ignore[arg-type]
         trained = NextToken(model) if is_causal else MaskedToken(model, settings.pairs != "none")

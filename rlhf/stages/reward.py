@@ -61,7 +61,7 @@ from rlhf.training.divided import load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, zero_stage
 from rlhf.training.loop import newest_checkpoint
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import checkpoint_activations, load_frozen, set_up
+from rlhf.training.setup import load_frozen, set_up
 from rlhf.training.state import gathered_state, put_weights
 
 
@@ -174,7 +174,6 @@ def make_model(config: Config, device: torch.device, start: Path | None = None) 
         model.config.read_tokens = settings.read_tokens
     else:
         model = TextRewardModel.from_base(settings.model)
-    checkpoint_activations(config, model)
     return model
 
 

@@ -39,7 +39,7 @@ from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop
 from rlhf.training.optim import decay_groups
-from rlhf.training.setup import check_tokenizer, checkpoint_activations, load_policy, set_up
+from rlhf.training.setup import check_tokenizer, load_policy, set_up
 
 LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
 CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
@@ -207,7 +207,6 @@ def fine_tuned(
     context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
-    checkpoint_activations(stage.config, model)
     groups = decay_groups(model, settings)
     engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
     if settings.pack:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
@@ -81,7 +82,7 @@ class Engine:
         self.unchecked = device.type == "mps"  # whether the first forward is to be compared with the CPU's
         self.losses: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         self.batch: Mapping[str, Tensor] = {}  # the last micro-batch of a step; the first whose loss is not finite
-        # `set_budget` sets the first and can set the second
+        # `set_budget` sets the first
         self.most_tokens: int | None = None  # padded tokens of a forward with gradients
         self.recomputes = False  # whether activations are computed again in the backward pass: gradient_checkpointing
 
@@ -92,6 +93,15 @@ class Engine:
             check_gradients(self.module, arguments, keywords)
         with self.autocast():
             return self.module(*arguments, **keywords)
+
+    def recompute_activations(self) -> None:
+        """Compute activations again in the backward pass from now on. Raises: UserError if a model's class does not support it."""
+        for model in transformers_in(self.module):
+            if not model.supports_gradient_checkpointing:
+                wrong = f"gradient_checkpointing: {type(model).__name__} has no gradient checkpointing"
+                raise UserError(f"{wrong}: set it to false")
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recomputes = True
 
     def eval(self) -> "Engine":
         """Set the module to eval mode."""
@@ -191,6 +201,13 @@ class Engine:
         self.whole_state.write({kind: tensors for kind, tensors in state.items() if not kind.startswith("ema")})
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"], int(state["ema_steps"]["steps"]))
+
+
+def transformers_in(module: nn.Module) -> list[Any]:
+    """The outermost models of transformers' classes in a module."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [found for child in module.children() for found in transformers_in(child)]
 
 
 def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
@@ -309,7 +326,8 @@ def make_engine(
         if bfloat16:
             round_frozen(module)
         engine = Engine(module, optimizer, device, bfloat16, max_grad_norm)
-    engine.recomputes = config.gradient_checkpointing
+    if config.gradient_checkpointing:
+        engine.recompute_activations()
     return engine
 
 

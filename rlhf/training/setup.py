@@ -140,12 +140,6 @@ def read_policy_config(folder: Path, dropout: float | None = None, encoder: bool
     return config
 
 
-def checkpoint_activations(config: Config, *models: Any) -> None:
-    """With gradient_checkpointing, set models to compute activations again in the backward pass."""
-    for model in models if config.gradient_checkpointing else ():
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
 def load_frozen(config: Config, folder: Path, device: torch.device) -> Any:
     """`load_policy` for a model that is not trained, on its device, prepared for `inference`."""
     return hold_frozen(config, load_policy(folder), device)

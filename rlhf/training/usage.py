@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
@@ -30,7 +29,7 @@ from rlhf.planning.formulas import (
 from rlhf.runs.stage import Stage
 from rlhf.system.memory import GB, budget_bytes, peak_rss_mb, used_bytes
 from rlhf.system.processes import share
-from rlhf.training.engine import Engine
+from rlhf.training.engine import Engine, transformers_in
 from rlhf.training.optim import shape_of
 
 CPU_BYTES = 1.5e9  # of activations that are kept: on a CPU more tokens per forward are not faster, but padded more
@@ -64,11 +63,9 @@ def set_budget(
         """Bytes if a forward has so many tokens, unless its only item has more or all items that may share it have fewer."""
         return int(held + per_token * max(longest, min(tokens, longest * items)))
 
-    models = transformers_in(engine.module)
-    if longest > fitting() and not engine.recomputes and all(m.supports_gradient_checkpointing for m in models):
-        for model in models:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        engine.recomputes = True
+    supported = all(model.supports_gradient_checkpointing for model in transformers_in(engine.module))
+    if longest > fitting() and not engine.recomputes and supported:
+        engine.recompute_activations()
         stage.say(
             f"the longest row has {longest:,} tokens: activations are computed again in the backward pass, to fit"
         )
@@ -139,13 +136,6 @@ def kept_per_token(engine: Engine, recomputes: bool | None = None) -> float:
 def trunk_shape(model: Any) -> Shape:
     """The shape of one of transformers' models or of ours, of a reward model that of its trunk."""
     return shape_of_config((getattr(model.config, "trunk", None) or model.config).get_text_config())
-
-
-def transformers_in(module: nn.Module) -> list[Any]:
-    """The outermost models of transformers' classes in a module."""
-    if isinstance(module, PreTrainedModel):
-        return [module]
-    return [found for child in module.children() for found in transformers_in(child)]
 
 
 # ------------------------------------------------------------------------------------------------- as metrics
