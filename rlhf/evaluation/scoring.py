@@ -39,7 +39,7 @@ FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any, counts: Counter[str] | None = None) -> Encode:
-    """The encoder of prompts and answers for this model; `tokenizer` is the policy's. counts: see `RewardSource.answer_encoder`."""
+    """The encoder of prompts and answers for this model; `tokenizer` is the policy's. counts: see `RewardModel.answer_encoder`."""
     limit = row_limit(config, tokenizer)
     return model.answer_encoder(tokenizer, limit, min(config.rollout.max_new_tokens, limit // 2), counts)
 

@@ -146,7 +146,7 @@ SCORED_TOGETHER = 64  # rows per forward of `score`
 class TextRewardModel(nn.Module):
     """r = gain (classifier(text) - shift), for prompt and response as text. Weights float32, every dropout 0."""
 
-    reads_text = True  # see rlhf/model/interface.py
+    reads_text = True  # this and the methods: see `RewardModel`
 
     def __init__(self, network: Any, tokenizer: Any, gain: float = 1.0, shift: float = 0.0):
         super().__init__()

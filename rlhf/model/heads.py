@@ -116,13 +116,15 @@ class RewardModel(PreTrainedModel):
     is in the middle of a sentence, and its state represents the next word rather than the response.
     Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and
     bias).
+
+    A row is what a reward model reads of one prompt and response: token ids of the policy's tokenizer, or of its own.
     """
 
     config_class = RewardConfig
     base_model_prefix = "trunk"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    reads_text, together = False, 128  # see rlhf/model/interface.py
+    reads_text, together = False, 128  # whether it has a tokenizer of its own; most rows of a batch in `score`
 
     def __init__(self, config: RewardConfig):
         super().__init__(config)
@@ -202,18 +204,23 @@ class RewardModel(PreTrainedModel):
         return self.gain * (raw - self.shift) if calibrated else raw
 
     def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
+        """Makes rows of texts, of at most `limit` tokens; `tokenizer` is the policy's, `room` the tokens that are left for a response.
+
+        counts: increased, as by `rlhf.data.encoding.token_encoder`.
+        """
         return token_encoder(tokenizer, limit, room, counts)
 
     def rows(self, episodes: Episodes) -> list[list[int]]:
+        """A row per sampled response."""
         return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
 
     def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[list[int]]:
-        """As SFT reads them."""
+        """A row of at most `limit` tokens per demonstration that fits, as SFT reads them; `tokenizer` is the policy's."""
         encoded = encode_demonstrations(records, tokenizer, limit)
         return [row["prompt"] + row["response"] for row in encoded]
 
     def collate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
-        """{"tokens": (B, T), "lengths": (B,)}; what the padding contains changes no score."""
+        """The batch of these rows, arguments of `forward`; what the padding contains changes no score."""
         return dict(zip(("tokens", "lengths"), right_pad(rows, 0), strict=True))
 
     @property
@@ -225,6 +232,7 @@ class RewardModel(PreTrainedModel):
         return self.config.shift
 
     def calibrate(self, gain: float, shift: float) -> None:
+        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
         self.config.gain, self.config.shift = float(gain), float(shift)
 
     @torch.no_grad()

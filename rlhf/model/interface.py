@@ -1,5 +1,5 @@
-"""What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and `RewardSource`
-of a reward model.
+"""What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and of a reward model
+the methods that `RewardModel` describes.
 
 Our GPT and RewardModel implement it themselves; TextRewardModel gives it to any of transformers' classifiers. Nothing else depends
 on the class of a model.
@@ -7,10 +7,9 @@ on the class of a model.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 from rlhf.model.batching import by_length, scoring_tokens
 
 if TYPE_CHECKING:
-    from rlhf.data.encoding import Encode
-    from rlhf.data.records import Demonstration, PromptRecord
+    from rlhf.data.records import PromptRecord
 
 
 def unwrapped(model: Any) -> Any:
@@ -122,40 +120,9 @@ class Episodes(NamedTuple):
     ended: Tensor  # (B,) bool
 
 
-class RewardSource(Protocol):
-    """A reward model: texts or sampled responses to rows, rows to a batch, a batch to scores.
-
-    A row is what the model reads of one prompt and response: token ids of the policy's tokenizer, or of its own. `forward` takes
-    a batch and `calibrated`, and returns scores (B,).
-    """
-
-    reads_text: bool  # has a tokenizer of its own
-    together: int  # most rows of a batch in `score`
-    gain: float
-    shift: float
-
-    def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
-        """Makes rows of texts, of at most `limit` tokens; `tokenizer` is the policy's, `room` the tokens that are left for a response.
-
-        counts: increased, as by `rlhf.data.encoding.token_encoder`.
-        """
-
-    def rows(self, episodes: Episodes) -> list[Any]:
-        """A row per sampled response."""
-
-    def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[Any]:
-        """A row of at most `limit` tokens per demonstration that fits; `tokenizer` is the policy's."""
-
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """The batch of these rows: arguments of `forward`."""
-
-    def calibrate(self, gain: float, shift: float) -> None:
-        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
-
-
 @torch.no_grad()
 def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
-    """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: a `RewardSource`, bare or inside an engine."""
+    """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: of rewards, bare or inside an engine."""
     bare = unwrapped(model)
     scores, device = torch.zeros(len(rows)), next(bare.parameters()).device
     with evaluating(bare):

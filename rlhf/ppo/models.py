@@ -80,10 +80,6 @@ class ActorCritic(nn.Module):
         """- sum log P(u_i | u_<i) / denominator over the batch's next tokens, nats."""
         return NextToken(self.policy)(denominator=denominator, **batch)
 
-    def parts(self) -> dict[str, Any]:
-        """{"policy": …, "critic": …}, without the critic if there is none."""
-        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
-
 
 def share_left(mask: Tensor) -> Tensor:
     """(n - t) / n before response token t = 0…n - 1 of n, (B, A) float32 of mask (B, A) bool, left-aligned; 0 outside it."""
@@ -104,6 +100,13 @@ class Reference(nn.Module):
         return response_logprobs(self.model, tokens, starts, mask)[0]
 
 
+def load_reference(config: Config, folder: Path, device: torch.device, policy: Any = None) -> nn.Module:
+    """The frozen model of a folder as a `Reference`; policy: whose weights it shares, before it gets adapters."""
+    if policy is not None:
+        return Reference(share_weights(policy).requires_grad_(False)).to(device)
+    return shard_frozen(config, Reference(load_lm(config, folder, device).requires_grad_(False)), device)
+
+
 def load_models(
     config: Config, stage: Stage, tokenizer: Any, device: torch.device
 ) -> tuple[Any, Any, nn.Module, Reward, Engine]:
@@ -112,10 +115,8 @@ def load_models(
     The policy starts from ppo.policy, the critic from ppo.critic; it is None if advantages need no values.
     """
     settings = config.ppo
-    folder, reference_folder = (
-        policy_folder(config, name, setting) / "model"
-        for name, setting in ((settings.policy, "ppo.policy"), (settings.reference, "ppo.reference"))
-    )
+    folder = policy_folder(config, settings.policy, "ppo.policy") / "model"
+    reference_folder = policy_folder(config, settings.reference, "ppo.reference") / "model"
     if folder != reference_folder:
         check_tokenizer(reference_folder.parent, tokenizer)
     policy = load_lm(config, folder, device, dropout=0.0)
@@ -135,20 +136,16 @@ def load_models(
         else:
             source.model = shard_frozen(config, source.model, device)
     scale_values = settings.score_by_token and not end_ids(tokenizer)
-    shared = are_shared(config) and folder == reference_folder
-    frozen = share_weights(policy).requires_grad_(False) if shared else None
+    shares = are_shared(config) and folder == reference_folder
+    reference = load_reference(config, folder, device, policy) if shares else None
     add_adapters(policy, config, folder)
     if config.lora.rank and critic is not None and not settings.shared_critic:
         from_reward = reward_model is not None and settings.critic == "reward"
         base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
         add_adapters(critic, config, base)
     engine = make_actor_critic_engine(config, ActorCritic(policy, critic, scale_values), device)
-    if frozen is not None:
-        reference: nn.Module = Reference(frozen).to(device)
-    else:
-        reference = shard_frozen(
-            config, Reference(load_lm(config, reference_folder, device).requires_grad_(False)), device
-        )
+    if reference is None:
+        reference = load_reference(config, reference_folder, device)
     return policy, critic, reference, reward, engine
 
 
@@ -221,12 +218,9 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
     """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
     turn_off_dropout(model)
-    rates = {"policy": settings.lr, "critic": settings.critic_lr}
-    groups = [
-        group
-        for name, module in model.parts().items()
-        for group in decay_groups(module, settings, lr=rates[name], name=name)
-    ]
+    groups = decay_groups(model.policy, settings, lr=settings.lr, name="policy")
+    if model.critic is not None:
+        groups += decay_groups(model.critic, settings, lr=settings.critic_lr, name="critic")
     engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=model.policy)
     if settings.ema_decay is not None:
         engine.keep_average("policy", model.policy, settings.ema_decay)

@@ -61,10 +61,8 @@ def optimize(
     size = settings.episodes_per_update // settings.minibatches
     for epoch in range(settings.epochs):
         # prompts in random order; responses to one prompt stay together, since they share its cost
-        prompts, k = (
-            list(range(settings.episodes_per_update // settings.responses_per_prompt)),
-            settings.responses_per_prompt,
-        )
+        k = settings.responses_per_prompt
+        prompts = list(range(settings.episodes_per_update // k))
         random.Random(f"minibatch-{config.seed}-{update}-{epoch}").shuffle(prompts)
         order = [prompt * k + i for prompt in prompts for i in range(k)]
         for number in range(settings.minibatches):
@@ -155,14 +153,8 @@ def micro_batch_loss(
     )
     loss = torch.zeros((), device=mask.device)
     if values is not None:
-        critic_loss, statistics = value_loss(
-            values,
-            rollout.values,
-            part.returns,
-            mask,
-            clip_range=settings.value_clip_range or math.inf,
-            denominator=tokens,
-        )
+        clip_range = settings.value_clip_range or math.inf
+        critic_loss, statistics = value_loss(values, rollout.values, part.returns, mask, clip_range, tokens)
         default = SHARED_VALUE_COEF if settings.shared_critic else 1.0
         loss = (default if settings.value_coef is None else settings.value_coef) * critic_loss
         sums.add("loss/value_avg", wide(statistics["loss"]) * tokens, count)

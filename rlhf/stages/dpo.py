@@ -18,11 +18,9 @@ as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
@@ -31,16 +29,16 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.scoring import by_item, item_length, pad_weights
 from rlhf.model.batching import joins_rows, right_pad
 from rlhf.ops.ranking import ranking_loss
-from rlhf.ppo.models import Reference
+from rlhf.ppo.models import Reference, load_reference
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
-from rlhf.training.adapters import add_adapters, are_shared, save_output, share_weights
+from rlhf.training.adapters import add_adapters, are_shared, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.divided import load_lm
-from rlhf.training.engine import Engine, make_engine, shard_frozen
+from rlhf.training.engine import Engine, make_engine
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
 
@@ -63,7 +61,7 @@ def run(config: Config) -> None:
 
         # 2. The SFT model, and a second one as the frozen reference
         model = load_lm(config, folder, device)
-        reference = load_reference(config, model, folder, device)
+        reference = load_reference(config, folder, device, model if are_shared(config) else None)
         add_adapters(model, config, folder)
         settings, pad = config.dpo, tokenizer.pad_token_id
         groups = decay_groups(model, settings)
@@ -71,7 +69,7 @@ def run(config: Config) -> None:
         batches = Batches(items["train"], settings.batch_prompts, accelerate_order(config.seed))
 
         # 3. Train
-        objective = make_objective(config, engine, reference.to(device), pad)
+        objective = make_objective(config, engine, reference, pad)
         with trained(stage, engine, batches, objective, settings.epochs, settings) as loop:
             save_output(model, tokenizer, stage)
 
@@ -80,13 +78,6 @@ def run(config: Config) -> None:
                 summary = evaluate_items(engine, objective, items["dev"], "dpo")
             loop.log_held_out(summary)
         stage.finish(summary)
-
-
-def load_reference(config: Config, model: Any, folder: Path, device: torch.device) -> Any:
-    """The frozen SFT model."""
-    if are_shared(config):
-        return Reference(share_weights(model).requires_grad_(False))
-    return shard_frozen(config, Reference(load_lm(config, folder, device).requires_grad_(False)), device)
 
 
 def collate(items: Sequence[Item], pad: int) -> dict[str, Tensor]:
@@ -102,7 +93,7 @@ def collate(items: Sequence[Item], pad: int) -> dict[str, Tensor]:
     }
 
 
-def make_objective(config: Config, engine: Engine, reference: Any, pad: int) -> Objective[Item]:
+def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: int) -> Objective[Item]:
     """The mean ranking loss of the log-ratios over the prompts of a batch."""
     settings, shape = config.dpo, {"label_smoothing": config.dpo.label_smoothing}
     if settings.loss == "ipo":

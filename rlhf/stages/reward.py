@@ -58,7 +58,7 @@ from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, evaluate_items, put, shuffled_order, trained
 from rlhf.training.divided import load_reward, reward_model_on
-from rlhf.training.engine import Engine, make_engine, zero_stage
+from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import newest_checkpoint
 from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_frozen, set_up
@@ -163,17 +163,14 @@ def make_model(config: Config, device: torch.device, start: Path | None = None) 
     if start is not None:
         model = load_reward(config, start / "model", device)
         model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
-    elif settings.model is None:
-        # fit_head reads the trunk's features before the engine exists
-        whole = zero_stage(config) < 3 or settings.fit_head
-        model = (
-            RewardModel.from_causal_lm(str(sft), settings.layers)
-            if whole
-            else reward_model_on(config, sft, device, settings.layers)
-        )
-        model.config.read_tokens = settings.read_tokens
-    else:
+    elif settings.model is not None:
         model = TextRewardModel.from_base(settings.model)
+    else:
+        if settings.fit_head:  # which reads the trunk's features before the engine exists
+            model = RewardModel.from_causal_lm(str(sft), settings.layers)
+        else:
+            model = reward_model_on(config, sft, device, settings.layers)
+        model.config.read_tokens = settings.read_tokens
     return model
 
 

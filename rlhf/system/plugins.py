@@ -73,11 +73,11 @@ def source_file(what: str, name: str) -> Path | None:
     return Path(spec.origin) if spec.origin is not None and Path(spec.origin).is_file() else None
 
 
-def load_named(what: str, name: str, arguments: int | Sequence[str], offered: Sequence[str] = ()) -> Callable[..., Any]:
+def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence[str] = ()) -> Callable[..., Any]:
     """The function `module:name` or `file.py:name`; what it raises becomes a UserError of one line.
 
-    what: for messages, such as "reward function". arguments: how many it is called with, or their names; those that end
-    with "=" are passed by name. offered: names of further ones; its attribute `takes` lists those that it has.
+    what: for messages, such as "reward function". arguments: their names; those that end with "=" are passed by
+    name. offered: names of further ones; its attribute `takes` lists those that it has.
 
     Raises: UserError if there is no such function, or it cannot be called like this.
     """
@@ -100,8 +100,7 @@ def load_named(what: str, name: str, arguments: int | Sequence[str], offered: Se
         ) from error
     if not callable(function):
         raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
-    given = [f"argument {i + 1}" for i in range(arguments)] if isinstance(arguments, int) else list(arguments)
-    positional = [argument for argument in given if not argument.endswith("=")]
+    given, positional = list(arguments), [argument for argument in arguments if not argument.endswith("=")]
     takes: list[str] = []
     try:
         signature = inspect.signature(function)
@@ -133,4 +132,4 @@ def load_named(what: str, name: str, arguments: int | Sequence[str], offered: Se
 def call_plugins(names: Sequence[str]) -> None:
     """Call the functions of the setting `plugins`. Raises: UserError for one that cannot be called, or raises."""
     for name in names:
-        load_named("plugins", name, 0)()
+        load_named("plugins", name, ())()

@@ -136,7 +136,7 @@ def find_format(name: str, setting: str) -> Format | None:
     if name == "auto":
         return None
     if ":" in name:
-        convert = inspect.unwrap(load_named("format", name, 1))  # a row that it cannot read is a reject
+        convert = inspect.unwrap(load_named("format", name, ("row",)))  # a row that it cannot read is a reject
         return Format(name, "what the function reads", convert)
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
