@@ -148,10 +148,6 @@ _GPT2_WANTED = {
 }
 
 
-def _gpt1_misfits(c: GPTConfig) -> list[str]:
-    return _square(c) + ([f"mlp_width is {c.mlp_width}, not 4 width"] if c.mlp_width != 4 * c.width else [])
-
-
 def _gpt_entries(tokens: str, positions: str, last_norm: bool, c: GPTConfig) -> Iterator[Entry]:
     """GPT's and GPT-2's tensors: matrices are stored transposed there."""
     pairs = (
@@ -180,7 +176,8 @@ register_architecture("gpt2", Architecture(
 ))  # fmt: skip
 register_architecture("openai-gpt", Architecture(
     transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"},
-    {"afn": ("gelu",)}, _GPT_NAMES, _read_gpt, _write_gpt, partial(_gpt_entries, "tokens_embed", "positions_embed", False), _gpt1_misfits,
+    {"afn": ("gelu",)}, _GPT_NAMES, _read_gpt, _write_gpt, partial(_gpt_entries, "tokens_embed", "positions_embed", False),
+    lambda c: _square(c) + ([f"mlp_width is {c.mlp_width}, not 4 width"] if c.mlp_width != 4 * c.width else []),
 ))  # fmt: skip
 
 # ------------------------------------------------------------------------------------- Llama and what shares its shape

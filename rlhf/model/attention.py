@@ -179,8 +179,11 @@ def make_attention_mask(
     length = x.shape[1]
     keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     fresh = keys == length  # a first call: the keys are those of the queries
-    if attention_mask is not None and _is_harmless(attention_mask, fresh and causal):
-        attention_mask = None
+    if attention_mask is not None:
+        hides_later = fresh and causal  # padding on the right
+        later, earlier = attention_mask[:, 1:], attention_mask[:, :-1]
+        if bool((later <= earlier).all() if hides_later else attention_mask.all()):
+            attention_mask = None
     segments = _segments(position_ids) if fresh and length > 1 else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
@@ -218,13 +221,6 @@ def narrow(mask: Tensor | None, window: int, queries: int, past: int, device: to
     key = torch.arange(keys, device=device)
     near = key > query - window
     return (near & (key <= query))[None, None] if mask is None else mask & near
-
-
-def _is_harmless(attention_mask: Tensor, hides_later: bool) -> bool:
-    """Whether there is no padding, or only on the right of a first call (`hides_later`), where causality hides it."""
-    if hides_later:
-        return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
-    return bool(attention_mask.all())
 
 
 def _segments(position_ids: Tensor | None) -> Tensor | None:

@@ -127,16 +127,17 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (N,) float32 of `tokens` (N,) after hidden states (N, D), and the entropies; see `unembedded_logprobs`.
 
-    model: a causal language model whose logits are not its "own". Without a plain product logits are computed in chunks, and
-    again for the backward pass.
+    model: a causal language model; if its logits are its "own", `hidden` are they (N, V). Without a plain product logits are
+    computed in chunks, and again for the backward pass.
     """
-    finish: Any = lm(model).finish if lm(model).logits_are == "finished" else None
-    head: Any = model.get_output_embeddings()
-    if finish is None and is_plain(head):
+    known = lm(model)
+    head: Any = None if known.logits_are == "own" else model.get_output_embeddings()
+    if known.logits_are == "product" and is_plain(head):
         return unembedded_logprobs(hidden, head.weight, tokens, with_entropy, entropy_gradient)
 
     def measure(rows: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
-        logits = head(rows) if finish is None else finish(head(rows))
+        logits = rows if head is None else head(rows)
+        logits = known.finish(logits) if known.logits_are == "finished" else logits
         logp = token_logprobs(logits, chosen)
         return (logp, entropy(logits if entropy_gradient else logits.detach())) if with_entropy else (logp,)
 
@@ -180,12 +181,10 @@ def response_logprobs(
     before = before_responses(prompt_lengths, tokens.shape[1], mask) if before is None else before
     chosen, model = tokens.flatten()[before + 1], lm(policy)
     if model.logits_are == "own":
-        logits = model.logits(tokens, before)  # (N, V)
-        logp = token_logprobs(logits, chosen)
-        entropies = entropy(logits if entropy_gradient else logits.detach()) if with_entropy else None
-    else:
-        hidden = model.hidden(tokens, before) if hidden is None else hidden
-        logp, entropies = chosen_logprobs(policy, hidden, chosen, with_entropy, entropy_gradient)
+        hidden = model.logits(tokens, before)  # (N, V)
+    elif hidden is None:
+        hidden = model.hidden(tokens, before)
+    logp, entropies = chosen_logprobs(policy, hidden, chosen, with_entropy, entropy_gradient)
     return unpacked(logp, mask), None if entropies is None else unpacked(entropies, mask)
 
 

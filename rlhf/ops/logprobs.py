@@ -4,14 +4,10 @@ Logits and tokens come aligned: logits[..., t, :] is the distribution from which
 with a whole sequence passes logits[:, :-1] and tokens[:, 1:]. There is no temperature.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.ops.masked import upcast
-
-# Elements of (…, V) per chunk: temporaries of 64 MiB in float32, for any batch.
-_CHUNK = 2**24
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -29,10 +25,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
             f"token_logprobs: logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} are not aligned: "
             "give (…, V) and (…)"
         )
-    parts = zip(_split(logits), _split(tokens[..., None], logits), strict=True)
-    # in float32, so that the gradient onehot - p is rounded only once, at the end
-    wide = ((upcast(part), chosen) for part, chosen in parts)
-    return _join([x.gather(-1, chosen).squeeze(-1) - x.logsumexp(-1) for x, chosen in wide])
+    wide = upcast(logits)  # so that the gradient onehot - p is rounded only once, at the end
+    return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -44,7 +38,10 @@ def entropy(logits: Tensor) -> Tensor:
     float64).
     Source: Shannon 1948, eq. for H in section 6.
     """
-    return _join([_entropy(upcast(part)) for part in _split(logits)])
+    wide = upcast(logits)
+    logp = wide - wide.logsumexp(-1, keepdim=True)
+    p = logp.exp()
+    return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # 0 log 0 = 0; the product alone would be NaN at -inf
 
 
 def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -66,21 +63,3 @@ def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor, temperature: floa
 def hidden_cosine(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
     """cos(h, h_teacher) (…) of hidden states (…, D); the loss is 1 minus it (Sanh et al. 2019, section 2)."""
     return F.cosine_similarity(upcast(hidden), upcast(teacher_hidden.detach()), dim=-1)
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    logp = logits - logits.logsumexp(-1, keepdim=True)
-    p = logp.exp()
-    return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)  # 0 log 0 = 0; the product alone would be NaN at -inf
-
-
-def _split(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Parts of x along the first dimension, as `like` is split, as views: a reshape would copy logits[:, :-1]."""
-    like = x if like is None else like
-    if like.dim() < 2 or like.numel() <= _CHUNK:
-        return (x,)
-    return x.split(max(1, _CHUNK // like[0].numel()))
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

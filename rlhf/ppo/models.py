@@ -203,21 +203,14 @@ def weight_of(reward: Reward, model: RewardModel) -> float:
     )
 
 
-def turn_off_dropout(model: nn.Module) -> nn.Module:
-    """Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode)."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:
     """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
     settings = config.ppo
-    turn_off_dropout(model)
+    # Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode).
+    for module in model.modules():
+        for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     groups = decay_groups(model.policy, settings, lr=settings.lr, name="policy")
     if model.critic is not None:
         groups += decay_groups(model.critic, settings, lr=settings.critic_lr, name="critic")

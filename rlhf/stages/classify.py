@@ -82,10 +82,8 @@ def run(config: Config) -> None:
             with inference(config, device):
                 probabilities = predict(model, coded[1], pad, device)
             results = write_results(stage, held_out, [one.label for one in coded[1]], classes, probabilities)
-            figures = {
-                "accuracy": results["accuracy"]["value"],
-                "macro_f1": results["macro_f1"],
-                "loss": results["loss"],
+            figures = {"accuracy": results["accuracy"]["value"]} | {
+                name: results[name] for name in ("macro_f1", "loss")
             }
             loop.log_held_out(figures)
         stage.finish(figures)
@@ -133,9 +131,8 @@ def predict(model: LabelModel, examples: list[Coded], pad: int, device: torch.de
     """P(y | x) of every class, (N, C) float32 on the CPU."""
     model.eval()
     probabilities = torch.zeros(len(examples), len(model.classes))
-    for group in by_length(
-        [max(map(len, example.rows)) for example in examples], MEASURED_TOGETHER, scoring_tokens(model)
-    ):
+    lengths = [max(map(len, example.rows)) for example in examples]
+    for group in by_length(lengths, MEASURED_TOGETHER, scoring_tokens(model)):
         inputs, _ = collate([examples[i] for i in group], pad, device)
         probabilities[group] = model(**inputs)[0].softmax(-1).cpu()
     return probabilities

@@ -223,19 +223,14 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
         inputs = engine.module.collate([row for item in part for row in item.rows])
         scores = by_item(part, engine(**put(inputs, engine.device), calibrated=False))
         loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count)
-        add_figures(sums, part, scores, figures)
+        add_ranking_figures(sums, "reward", figures)
+        real = torch.cat([scores[i, : len(item.rows)] for i, item in enumerate(part)]).detach()
+        sums.add("reward/mean", real.sum().item(), real.numel())
+        sums.add("reward/std", real.sum().item(), real.square().sum().item(), real.numel())
         return loss, inputs | {"scores": scores}
 
     most, joined = config.reward.micro_batch_responses, joins_rows(engine.module)
     return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
-
-
-def add_figures(sums: Sums, items: list[Item], scores: Tensor, figures: dict[str, Tensor]) -> None:
-    """Add the statistics of `ranking_loss`, and of the scores."""
-    add_ranking_figures(sums, "reward", figures)
-    real = torch.cat([scores[i, : len(item.rows)] for i, item in enumerate(items)]).detach()
-    sums.add("reward/mean", real.sum().item(), real.numel())
-    sums.add("reward/std", real.sum().item(), real.square().sum().item(), real.numel())
 
 
 def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> None:

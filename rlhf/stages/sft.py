@@ -67,12 +67,9 @@ def run(config: Config) -> None:
         counts: Counter[str] = Counter()
         model = load_with_dropout(config, base, device)
         context = row_limit(config, tokenizer)
-        rows = {
-            split: encode_demonstrations(
-                in_split(config, demonstrations, split), tokenizer, context, turns=config.sft.turns, counts=counts
-            )
-            for split in ("train", "dev")
-        }
+        records = {split: in_split(config, demonstrations, split) for split in ("train", "dev")}
+        how: Any = {"turns": config.sft.turns, "counts": counts}
+        rows = {split: encode_demonstrations(some, tokenizer, context, **how) for split, some in records.items()}
         cut = "".join(f", {name} {count:,}" for name, count in sorted(counts.items()))
         stage.say(
             f"{len(rows['train']):,} demonstrations, {len(rows['dev'])} held out, at most {context:,} tokens{cut}"

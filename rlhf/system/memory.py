@@ -20,6 +20,11 @@ GB = 1e9
 SCORING_BYTES = 5e8
 SAFE_SHARE = 0.8  # of what is free, if no budget is set
 CGROUPS, OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Limit, use and the field of droppable pages by controller, which version 2 does not name.
+FILES_OF = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def budget_bytes(budget_gb: float | None, device: "torch.device") -> int:
@@ -67,13 +72,10 @@ def left_in_cgroups() -> Iterator[int]:
     with contextlib.suppress(OSError):
         for line in OF_PROCESS.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
+            if controllers not in FILES_OF:
                 continue
-            root, limit, used, dropped = (
-                (CGROUPS, "memory.max", "memory.current", "inactive_file")
-                if not controllers
-                else (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            )
+            limit, used, dropped = FILES_OF[controllers]
+            root = CGROUPS / controllers
             folder = root / path.lstrip("/")
             for group in (folder, *folder.parents):  # in a container its own group can be the root
                 read = (group / name for name in (limit, used, "memory.stat"))

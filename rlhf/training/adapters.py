@@ -81,11 +81,10 @@ def inject(model: Any, settings: Any, name: str) -> None:
         layer.cast_input_dtype_enabled = False  # to the adapters' float32, from which autocast would cast back
 
 
-def linear_layers(model: Any) -> list[str]:
-    """The names of the trunk's linear layers."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    trunk = {id(module) for module in model.base_model.modules()} - {id(output)}
-    return [
+def chosen_layers(model: Any, config: Config) -> list[str]:
+    """The names of the trunk's linear layers that lora.target_modules chooses. Raises: UserError for a name that fits none."""
+    trunk = {id(module) for module in model.base_model.modules()} - {id(model.get_output_embeddings())}
+    layers = [
         name
         for name, module in model.named_modules()
         if id(module) in trunk
@@ -93,11 +92,7 @@ def linear_layers(model: Any) -> list[str]:
         and ".base_layer" not in name
         and ".lora_" not in name
     ]
-
-
-def chosen_layers(model: Any, config: Config) -> list[str]:
-    """The linear layers of lora.target_modules. Raises: UserError for a name that fits none."""
-    layers, chosen = linear_layers(model), []
+    chosen = []
     for wanted in listed(config.lora.target_modules):
         fitting = [name for name in layers if f".{name}".endswith(f".{wanted}")]
         chosen += fitting
@@ -111,7 +106,7 @@ def chosen_layers(model: Any, config: Config) -> list[str]:
 
 def heads_of(model: Any) -> dict[str, nn.Parameter]:
     """The modules outside the trunk, except the unembedding."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output = model.get_output_embeddings()
     known = {id(p) for part in (model.base_model, output) if part is not None for p in part.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in known}
 

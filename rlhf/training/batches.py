@@ -98,16 +98,16 @@ class Objective(Generic[T]):
         """Padded tokens of a micro-batch, at most."""
         return max(map(self.tokens, part), default=0) * len(part)
 
-    def micro_batches(self, items: Sequence[T], tokens: int | None, rank: int, ranks: int) -> list[list[int]]:
-        """One rank's micro-batches of a batch, by `by_length`: indices of its items. Every rank has the same number, so that all take part
-        in the same exchanges; a rank that has fewer gets empty ones.
+    def micro_batches(self, items: Sequence[T], tokens: int | None, rank: int, ranks: int) -> list[list[T]]:
+        """One rank's micro-batches of a batch, by `by_length`. Every rank has the same number, so that all take part in the same exchanges;
+        a rank that has fewer gets empty ones.
         """
         lengths, rows = [self._length(item) for item in items], [len(self.rows(item)) for item in items]
         order = sorted(range(len(items)), key=lengths.__getitem__)
         parts = []
         for mine in (order[number::ranks] for number in range(ranks)):
             sizes = [lengths[i] for i in mine], self.micro_batch_rows, tokens, [rows[i] for i in mine], self.joined
-            parts.append([[mine[i] for i in group] for group in by_length(*sizes)])
+            parts.append([[items[mine[i]] for i in group] for group in by_length(*sizes)])
         return parts[rank] + [[]] * (max(map(len, parts)) - len(parts[rank]))
 
     def _length(self, item: T) -> int:
@@ -118,11 +118,10 @@ def train_step(engine: Engine, batch: list[T], objective: Objective[T], sums: Su
     """One optimizer step on a batch, the same on any number of ranks. sums: of this rank. factor: on the learning rates."""
     engine.module.train()
     denominator = sum(map(objective.count, batch))
-    for group in objective.micro_batches(batch, engine.most_tokens, engine.ranks.rank, engine.ranks.count):
+    for part in objective.micro_batches(batch, engine.most_tokens, engine.ranks.rank, engine.ranks.count):
         # a rank with fewer micro-batches computes an item that does not count
-        part = [batch[i] for i in group] or batch[:1]
-        loss, tensors = objective.loss(part, denominator, sums if group else Sums())
-        engine.backward(loss if group else loss * 0.0, tensors)
+        loss, tensors = objective.loss(part or batch[:1], denominator, sums if part else Sums())
+        engine.backward(loss if part else loss * 0.0, tensors)
     for name, value in engine.step(factor).items():
         sums.add(name, value)
     sums.add("optim/lr", engine.rates[0] * factor)
@@ -146,7 +145,7 @@ def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: i
 
     None if it cannot be told, because the process had used more before.
     """
-    part = [items[i] for i in objective.micro_batches(items, most, 0, 1)[0]]
+    part = objective.micro_batches(items, most, 0, 1)[0]
     before, peak = used_bytes(engine.device), used_bytes(engine.device, peak=True)
     trial(engine, objective, part)
     gradients = sum(4 * p.numel() for p in engine.module.parameters() if p.requires_grad)
@@ -159,14 +158,9 @@ def say_time(loop: TrainingLoop, batches: Batches[T], objective: Objective[T]) -
     engine, ranks = loop.engine, loop.engine.ranks
     if engine.sharded or loop.done == loop.total:
         return
-    parts = [
-        [
-            [batch[i] for i in group]
-            for group in objective.micro_batches(batch, engine.most_tokens, ranks.rank, ranks.count)
-        ]
-        for batch in itertools.islice(batches.after(loop.done), BATCHES_COUNTED)
-    ]
-    part = max(parts[0], key=objective.padded) or next(batches.after(loop.done))[:1]  # a rank may have none
+    first = list(itertools.islice(batches.after(loop.done), BATCHES_COUNTED))
+    parts = [objective.micro_batches(batch, engine.most_tokens, ranks.rank, ranks.count) for batch in first]
+    part = max(parts[0], key=objective.padded) or first[0][:1]  # a rank may have none
     seconds = trial(engine, objective, part)
     if seconds < WARM_SECONDS:
         seconds = trial(engine, objective, part)
@@ -250,8 +244,8 @@ def evaluate_items(engine: Engine, objective: Objective[T], items: Sequence[T], 
     """The objective's figures <stage>/… of items that are not trained on, by the rest of their names; empty without items."""
     engine.eval()
     sums = Sums()
-    for group in objective.micro_batches(items, scoring_tokens(engine.module), 0, 1):
-        objective.loss([items[i] for i in group], 1, sums)
+    for part in objective.micro_batches(items, scoring_tokens(engine.module), 0, 1):
+        objective.loss(part, 1, sums)
     return {name.removeprefix(f"{stage}/"): value for name, value in sums.reduce().items()}
 
 

@@ -249,10 +249,8 @@ class ZeroEngine(Engine):
             # samples by the logits that the sharded unembedding gives
             self.empty_copy.get_output_embeddings().stands_for_shards = True  # type: ignore[operator]
         for p in module.parameters() if self.bfloat16 else ():
-            if not p.requires_grad and not is_partitioned(
-                p
-            ):  # DeepSpeed would cast it without keeping what is written later
-                hold_rounded(p, keep=is_first())
+            if not p.requires_grad and not is_partitioned(p):
+                hold_rounded(p, keep=is_first())  # DeepSpeed would cast it without keeping what is written later
         if stage == 3 and self.bfloat16:
             cast_weights(module)
         group_of = group_numbers(module, optimizer.param_groups)
@@ -296,7 +294,8 @@ class ZeroEngine(Engine):
         try:
             yield self.empty_copy
         finally:
-            empty(self.empty_copy)
+            for p in self.empty_copy.parameters():
+                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 
 
 def make_engine(
@@ -372,13 +371,6 @@ def import_deepspeed(device: torch.device) -> Any:
     connect_alone(device)
     deepspeed.init_distributed(verbose=False)
     return deepspeed
-
-
-def empty(module: nn.Module) -> nn.Module:
-    """The module with parameters of no elements."""
-    for p in module.parameters():
-        p.data = torch.empty(0, dtype=p.dtype, device=p.device)
-    return module
 
 
 def zero_stage(config: Config) -> int:

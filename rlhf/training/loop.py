@@ -78,11 +78,8 @@ class TrainingLoop:
                 yield step
                 if self.threads is not None:
                     self.threads.look()
-                waited = time.monotonic() - self.saved_at
-                due = (
-                    checkpoint_due(self.stage.config.checkpoints, step, waited, self.writing, first=self.saved == 0)
-                    or self.improved
-                )
+                waited, keep = time.monotonic() - self.saved_at, self.stage.config.checkpoints
+                due = self.improved or checkpoint_due(keep, step, waited, self.writing, first=self.saved == 0)
                 # rank 0's clock decides for all; a signal may have reached any rank
                 level = self.ranks.max(2 if stop_requested() else 1 if due and self.ranks.rank == 0 else 0)
                 if level:
@@ -176,15 +173,13 @@ def newest_checkpoint(stage: Stage) -> Path | None:
 
 def describe(stage: Stage, error: NonFinite) -> str:
     """What was not finite; saves the batch."""
-    kept = ""
+    where = ""
     if error.batch:
         path = stage.folder / f"offending_batch{f'-{rank()}' if rank() else ''}.safetensors"
-        tensors = {
-            name: x.detach().cpu().contiguous() for name, x in error.batch.items() if isinstance(x, torch.Tensor)
-        }
-        save_file(tensors, str(path))
-        kept = f", the batch is in {path}: look at it"
+        kept = {name: x.detach().cpu().contiguous() for name, x in error.batch.items() if isinstance(x, torch.Tensor)}
+        save_file(kept, str(path))
+        where = f", the batch is in {path}: look at it"
     return (
-        f"{stage.name}: {error} not finite: stopped before the step, the last checkpoint is kept{kept}, or lower the "
+        f"{stage.name}: {error} not finite: stopped before the step, the last checkpoint is kept{where}, or lower the "
         "learning rate and run again"
     )

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.ops import logprobs
 from rlhf.ops.logprobs import entropy, token_logprobs
 from tests import oracles
 
@@ -59,23 +58,6 @@ def test_half_precision_logits_give_float32():
     # a sum in bfloat16 would be off by 1e-2
     expected = oracles.token_logprobs(logits.double().numpy(), tokens.numpy())
     np.testing.assert_allclose(logp.numpy(), expected, atol=1e-5)
-
-
-def test_working_in_parts_is_the_same_on_a_shifted_view(monkeypatch):
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(5, 4, 7, generator=generator, requires_grad=True)
-    tokens = torch.randint(7, (5, 4), generator=generator)
-
-    def both():
-        logits.grad = None
-        logp, H = token_logprobs(logits[:, :-1], tokens[:, 1:]), entropy(logits[:, :-1])
-        (logp.sum() + 0.5 * H.square().sum()).backward()
-        return logp.detach(), H.detach(), logits.grad
-
-    whole = both()
-    monkeypatch.setattr(logprobs, "_CHUNK", 2 * 3 * 7)  # two rows a part: 2, 2, 1
-    assert len(logprobs._split(logits[:, :-1])) == 3
-    torch.testing.assert_close(both(), whole, rtol=0, atol=1e-7)
 
 
 def test_gradients():
