@@ -1,7 +1,9 @@
 """The one exception for mistakes of the user, and its wording of errors from model libraries."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 
 class UserError(Exception):
@@ -10,6 +12,15 @@ class UserError(Exception):
     The message is one line: where it happened, what came, what was wanted, what to do. The command line prints it
     without a traceback and exits with code 2.
     """
+
+
+def optional(package: str, needed_by: str, otherwise: str = "") -> Any:
+    """A package or module that not every user needs. Raises: UserError if it is not installed. otherwise: what else would help."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise UserError(f"{needed_by}: needs the package {name}: pip install {name}{otherwise}") from None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf.config.commands import CorpusConfig
 from rlhf.data.splits import conversation, hash64
-from rlhf.errors import UserError
+from rlhf.errors import UserError, optional
 from rlhf.system.files import check_replaceable, held, replaced, write_json
 from rlhf.system.terminal import say
 
@@ -139,10 +139,7 @@ class Duplicates:
         self.seen: set[int] = set()
         self.near = near
         if near is not None:
-            try:
-                import datasketch
-            except ImportError:
-                raise UserError("near: needs datasketch: pip install datasketch, or set near=null") from None
+            datasketch = optional("datasketch", "near", ", or set near=null")
             self.minhash: Any = datasketch.MinHash
             self.made: dict[int, Any] = {}
             self.index = datasketch.MinHashLSH(threshold=near, num_perm=PERMUTATIONS)

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.records import Message, PromptRecord, RankedResponse, Ranking
-from rlhf.errors import UserError
+from rlhf.errors import UserError, optional
 from rlhf.gold.world import Task, task_from_metadata
 
 OPENERS = ("Of course.", "Happy to help.", "Good question.", "With pleasure.")
@@ -286,13 +286,7 @@ class Requests:
 
 @lru_cache(maxsize=1)
 def _analyzer() -> Any:
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        raise UserError(
-            "gold.truth=vader: the package vaderSentiment is not installed: pip install vaderSentiment"
-        ) from None
-    return SentimentIntensityAnalyzer()
+    return optional("vaderSentiment.vaderSentiment", "gold.truth=vader").SentimentIntensityAnalyzer()
 
 
 class Sentiment(Requests):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
-from rlhf.errors import UserError, reading
+from rlhf.errors import UserError, optional, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.checkpoint import (
     ADAPTED,
@@ -167,10 +167,7 @@ def load_weights(checkpoint: Checkpoint) -> Any:
 
 def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
     """The model with the weights that PEFT's adapters give it."""
-    try:
-        import peft
-    except ImportError:
-        raise UserError(f"model.pretrained={checkpoint.adapters}: needs PEFT: pip install peft") from None
+    peft = optional("peft", f"model.pretrained={checkpoint.adapters}")
     with reading(
         f"model.pretrained={checkpoint.adapters}: not readable adapters", f"give those of {checkpoint.source}"
     ):

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rlhf.errors import UserError, reading
+from rlhf.errors import UserError, optional, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
 from rlhf.system.files import check_regular, download, read_json
@@ -175,10 +175,7 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
 
 def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
     if gguf is not None:
-        try:
-            import gguf as _  # noqa: F401
-        except ImportError:
-            raise UserError(f"model.pretrained={source}: needs the package gguf: pip install gguf") from None
+        optional("gguf", f"model.pretrained={source}")
     wanted = "give a checkpoint of an architecture that transformers knows"
     more = {} if gguf is None else {"gguf_file": gguf}
     config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
-from rlhf.errors import UserError
+from rlhf.errors import UserError, optional
 from rlhf.model.linear import adapted_layers, merged
 from rlhf.runs.stage import Stage
 from rlhf.training.engine import zero_stage
@@ -61,11 +61,7 @@ def are_shared(config: Config) -> bool:
 
 
 def import_peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise UserError("lora.rank: needs PEFT: pip install peft, or set lora.rank=0") from None
-    return peft
+    return optional("peft", "lora.rank", ", or set lora.rank=0")
 
 
 def inject(model: Any, settings: Any, name: str) -> None:

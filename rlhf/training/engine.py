@@ -9,7 +9,6 @@ the losses given to `backward`.
 
 import contextlib
 import copy
-import importlib.util
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
-from rlhf.errors import UserError
+from rlhf.errors import UserError, optional
 from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
 from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect_alone, is_first
@@ -312,10 +311,6 @@ def make_engine(
     groups: AdamW's parameter groups, or the optimizer. max_grad_norm: to which the gradient of each part is clipped, under
     ZeRO the joint one; 0: not clipped. sampled: the part of `module` for which `Engine.whole` will be called.
     """
-    if zero_stage(config) and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            f"deepspeed={config.deepspeed}: DeepSpeed is not installed: pip install deepspeed, or set deepspeed=none"
-        )
     module.to(device)
     optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
     bfloat16 = wants_bfloat16(config, device)
@@ -358,13 +353,12 @@ def cast_weights(module: nn.Module) -> None:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, without its messages, and with a connection of one process if there is no launcher."""
+    """DeepSpeed, without its messages, and with a connection of one process if there is no launcher. Raises: UserError without it."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use .torch.distributed", category=FutureWarning)
-    import deepspeed
-
+    deepspeed = optional("deepspeed", "deepspeed", ", or set deepspeed=none")
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # Only DeepSpeed's inference uses this operator, and compiling it takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
