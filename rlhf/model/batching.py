@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlhf.data.splits import common_beginning
 from rlhf.system.memory import SCORING_BYTES
 
 
@@ -96,9 +97,7 @@ class Joined:
 
 def shared_length(rows: Sequence[list[int]]) -> int:
     """Length of the longest common prefix, shorter than the shortest row."""
-    shortest = min(map(len, rows)) - 1
-    first, last = min(rows), max(rows)  # the prefix that the first and last in alphabetical order share, all share
-    return next((i for i in range(shortest) if first[i] != last[i]), shortest)
+    return min(len(common_beginning(rows)), min(map(len, rows)) - 1)
 
 
 def joined_length(rows: Sequence[list[int]]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.chat_template import encode_scored
-from rlhf.data.encoding import Answer, Encode
+from rlhf.data.encoding import Answer, Encode, drop_oldest
 from rlhf.data.records import Demonstration, Message
 from rlhf.data.tokenizer import open_tokenizer
 from rlhf.errors import UserError, reading
@@ -84,7 +84,10 @@ class TextEncoder:
             limit = int(self.limit)
             over, spare = len(row) - limit, self.count(render_prompt(messages)) - limit // LEAST_PROMPT
             if spare > 0:
-                messages = self._shorten(messages, min(over, spare))
+                if not drop_oldest(messages):
+                    text = messages[0].content
+                    text = self._cut(text, max(0, self.count(text) - min(over, spare)), keep_start=False)
+                    messages = messages[1:] or [Message(role="user", content=text)]
             elif ended:
                 ended = False
             elif response:
@@ -117,19 +120,6 @@ class TextEncoder:
             ids.append(self.tokenizer.eos_token_id)
             types.append(types[-1] if types else 0)
         return TextRow(ids, types)
-
-    def _shorten(self, messages: list[Message], tokens: int) -> list[Message]:
-        """Drop the oldest turn (a system turn is kept as long as possible), or the first tokens of the last one."""
-        first = 1 if messages[0].role == "system" and len(messages) > 1 else 0
-        if len(messages) > first + 1:
-            rest = messages[first + 1 :]
-            while rest[0].role != "user":
-                rest = rest[1:]
-            return [*messages[:first], *rest]
-        if first:
-            return messages[1:]
-        text = messages[0].content
-        return [Message(role="user", content=self._cut(text, max(0, self.count(text) - tokens), keep_start=False))]
 
     def _cut(self, text: str, keep: int, keep_start: bool) -> str:
         """The first or the last `keep` tokens of a text."""

@@ -187,14 +187,14 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def share(value: T, source: int = 0) -> T:
-    """The value of one rank, on every rank."""
+def share(value: T) -> T:
+    """Rank 0's value, on every rank."""
     if process_count() == 1:
         return value
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box)
     return box[0]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from rlhf.runs.checkpoints import (
     checkpoints,
     latest_checkpoint,
     remove_checkpoint,
+    save_checkpoint,
 )
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, format_seconds, progress
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker
 from rlhf.system.exits import finish_step, stop_requested
-from rlhf.system.processes import on_first_rank, rank
+from rlhf.system.processes import gather, on_first_rank, rank
 from rlhf.training.engine import Engine, NonFinite
 from rlhf.training.setup import open_tracker
-from rlhf.training.state import put_random_state, read_state, write_checkpoint
+from rlhf.training.state import put_random_state, random_state, read_state, write_state
 from rlhf.training.usage import update_flops, usage_metrics
 
 
@@ -93,7 +95,11 @@ class TrainingLoop:
         notes = self.notes | {"tokens": self.tokens, "sums": self.ranks.merge(self.sums).state()}
         keep = self.stage.config.checkpoints
         keep = replace(keep, keep_best=max(keep.keep_best, int("best" in notes)))
-        write_checkpoint(self.stage, step, self.engine.state(), notes, keep=keep, figure=self.figure)
+        state, random = self.engine.state(), gather(random_state())
+        if state is not None:  # on rank 0
+            state["rng"] = {name: x for of_rank in random for name, x in of_rank.items()}
+            write = partial(write_state, state=state, notes=notes)
+            save_checkpoint(self.stage.checkpoints, step, write, keep, self.figure)
         self.stage.note_progress()
         self.saved, self.saved_at = step, time.monotonic()
         self.writing = self.saved_at - started

@@ -16,13 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.model.linear import exact_weight
-from rlhf.runs.checkpoints import save_checkpoint
-from rlhf.runs.stage import Stage
 from rlhf.system.files import read_json, write_json
-from rlhf.system.processes import Ranks, gather, is_first, rank
+from rlhf.system.processes import Ranks, is_first, rank
 from rlhf.system.schemas import Schema, read_checked
 from rlhf.training.optim import shape_of, steps_on_device
 
@@ -162,31 +159,6 @@ class PlainState:
                 restored["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
             if restored:
                 self.optimizer.state[p] = restored
-
-
-def write_checkpoint(
-    stage: Stage,
-    step: int,
-    state: SavedState | None,
-    notes: Mapping[str, Any],
-    *,
-    keep: CheckpointConfig,
-    figure: float | None = None,
-) -> None:
-    """checkpoints/step-N: the state, the loop's notes, every rank's random numbers. Every rank has to call it; rank 0, whose
-    `state` is not None, writes.
-
-    figure: for checkpoints.keep_best, higher is better.
-    """
-    random = {name: value for part in gather(random_state()) for name, value in part.items()}
-
-    def write(folder: Path) -> None:
-        assert state is not None
-        write_state(folder, state, notes)
-        save_file(random, str(folder / "rng.safetensors"))
-
-    if state is not None:
-        save_checkpoint(stage.checkpoints, step, write, keep, figure)
 
 
 def write_state(folder: Path, state: SavedState, notes: Mapping[str, Any]) -> None:
