@@ -8,6 +8,7 @@ import importlib.util
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, longest first; the first needs no gold run, which the second makes meanwhile.
 LONGEST = (
-    "test_ways.py", "test_sharding.py", "test_labelling_page.py", "test_zero.py", "test_resume.py", "test_pipeline.py",
+    "test_ways.py", "test_sharding.py", "test_labelling_page.py", "test_resume.py", "test_pipeline.py",
     "test_ppo_options.py", "test_reward_sources.py", "test_lora.py", "test_rounds.py", "test_real_data.py", "test_recipe.py",
     "test_stages.py", "test_adopted.py", "test_ppo.py", "test_exits.py", "test_memory.py", "test_interrupts.py",
 )  # fmt: skip
@@ -50,6 +51,23 @@ def pytest_collection_finish() -> None:
     """What the imports made stays: the garbage collector, which trainers call, need not walk it again each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refused("sft", …): the one line on standard error with which that command ends, with exit code 2."""
+
+    def call(*arguments: str) -> str:
+        from rlhf.cli import main
+
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments])
+        err = capsys.readouterr().err
+        assert caught.value.code == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
+        return err
+
+    return call
 
 
 @pytest.fixture(scope="session")

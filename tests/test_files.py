@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,18 +103,6 @@ def test_two_processes_do_not_write_one_place(tmp_path):
             pass
     with held(tmp_path / "out"):
         pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_no_half_written_file(tmp_path):
-    """RLIMIT_FSIZE stands in for the full disk: a write past it gives EFBIG."""
-    code = (
-        "import resource, signal, sys; from pathlib import Path; from rlhf.system.files import write_text\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "write_text(Path(sys.argv[1]) / 'report.html', 'x' * 5000)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "UserError" in done.stderr and "report.html: cannot write: File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -128,13 +128,10 @@ def test_encodings_and_packed_files(read):
             read(packed[:-9], name)
 
 
-DAY = datetime.datetime(2026, 5, 1, 10)
-TYPED = pa.table({"n": [1, None], "x": [float("nan"), 0.5], "t": [DAY, None], "l": [[{"a": "é"}], []]})
-
-
 def test_tables_of_columns_become_rows_and_damage_is_refused(tmp_path, read):
-    path = tmp_path / "a.parquet"
-    parquet.write_table(TYPED, path)
+    path, day = tmp_path / "a.parquet", datetime.datetime(2026, 5, 1, 10)
+    typed = pa.table({"n": [1, None], "x": [float("nan"), 0.5], "t": [day, None], "l": [[{"a": "é"}], []]})
+    parquet.write_table(typed, path)
     first, second = values(read(None, path.name))
     assert first == {"n": 1, "x": None, "t": "2026-05-01T10:00:00", "l": [{"a": "é"}]} and second["x"] == 0.5
     with pytest.raises(UserError, match=r"a\.parquet: damaged \.parquet file after row 0"):

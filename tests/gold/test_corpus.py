@@ -22,22 +22,6 @@ SAMPLES = Path(__file__).parents[2] / "data"
 COUNTS = {"train": 400, "dev": 300, "test": 300}
 
 
-@pytest.fixture(scope="module")
-def training_text() -> str:
-    """What models are trained on: the pretraining text and the training demonstrations of one seed."""
-    rows = [row for row in demonstration_rows(seed=1, split_seed=1, count=400) if row["split"] == "train"]
-    return "\n".join([*documents(1, 1, 4000), *(f"{row['prompt']}\n{row['response']}" for row in rows)])
-
-
-def test_no_held_out_request_occurs_in_training_text(training_text):
-    cores: dict[str, set[str]] = {split: set() for split in COUNTS}
-    for row in prompt_rows(1, 1, COUNTS):
-        cores[row["metadata"]["split"]].add(row["metadata"]["group"])
-    found = {split: sum(core in training_text for core in cores[split]) for split in cores}
-    assert found["dev"] == found["test"] == 0
-    assert found["train"] > 20  # so the search would have found one
-
-
 def test_demonstrations_are_training_requests_by_writers_of_mixed_skill():
     written = list(demonstration_rows(0, 0, 1500))
     assert len({row["id"] for row in written}) == len({row["prompt"] for row in written}) == 1575
@@ -207,9 +191,10 @@ def test_the_word_by_hand():
     assert judge(allowed, refusal)["total"] == pytest.approx(0.36, abs=1e-9)
 
 
-def test_no_held_out_conversation_occurs_in_training_text():
+def test_no_held_out_request_and_no_held_out_conversation_occurs_in_training_text():
     rows = [row for row in demonstration_rows(1, 1, 300, 0.5) if row["split"] == "train"]
-    text = "\n".join([*documents(1, 1, 3000, 0.5), *(json.dumps(row["prompt"]) for row in rows)])
+    written = (json.dumps(row["prompt"]) + row["response"] for row in rows)
+    text = "\n".join([*documents(1, 1, 3000, 0.5), *written])
     cores: dict[str, set[str]] = {"train": set(), "dev": set(), "test": set()}
     for row in prompt_rows(1, 1, {"train": 300, "dev": 200, "test": 200}, 0.5):
         task = task_from_metadata(json.loads(json.dumps(row["metadata"]["gold"])))

@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 
 from rlhf.engines import decoder
 from rlhf.engines.choosing import Choice, Sampling
@@ -38,8 +37,9 @@ def change(model: GPTForCausalLM) -> None:
 
 
 def with_adapters(model: GPTForCausalLM) -> GPTForCausalLM:
-    model = inject_adapter_in_model(LoraConfig(r=4, target_modules=["qkv"], init_lora_weights=False), model)
-    return model
+    from peft import LoraConfig, inject_adapter_in_model
+
+    return inject_adapter_in_model(LoraConfig(r=4, target_modules=["qkv"], init_lora_weights=False), model)
 
 
 def check_equal(found, wanted) -> None:

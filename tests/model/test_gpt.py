@@ -11,25 +11,16 @@ from rlhf.model.attention import SHORT, attend
 from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from tests.model.checkpoints import CHECKPOINTS, make_checkpoint
+from tests.model.test_generate import KINDS
+from tests.presets import preset
 
 VOCAB = 61
-SMALL = {"vocab_size": VOCAB, "context_length": 48, "n_layer": 2, "n_head": 4, "width": 32}
-KINDS = {
-    "gpt2": {}, "llama": {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "n_kv_head": 2},
-    "qk_norm": {"positions": "rotary", "norm": "rmsnorm", "qk_norm": True, "tie_word_embeddings": False},
-    "post_norm": {"block": "post"},
-    "parallel": {"positions": "rotary", "rotary_share": 0.5, "block": "parallel", "mlp": "gelu_erf"},
-    "wide_heads": {"positions": "rotary", "norm": "rmsnorm", "bias": False, "qkv_bias": True, "head_dim": 12},
-    "sinusoidal": {"positions": "sinusoidal", "block": "post", "mlp": "relu"}, "banded": {"window": 3, "n_layer": 3},
-    "one_norm": {"positions": "rotary", "block": "one_norm", "mlp": "swiglu", "bias": False, "n_kv_head": 1,
-        "head_dim": 12},
-    "switch": {"positions": "rotary", "norm": "rmsnorm", "mlp": "relu", "experts": 4},
-}  # fmt: skip
+SMALL = {"vocab_size": VOCAB, "context_length": 48, "n_layer": 3, "n_head": 4, "width": 32}
 
 
 def make(kind: str = "llama", **overrides) -> GPTForCausalLM:
     torch.manual_seed(0)
-    model = GPTForCausalLM(GPTConfig(**{**SMALL, **KINDS[kind], **overrides})).eval()
+    model = GPTForCausalLM(preset("tiny", **{**SMALL, **KINDS[kind], **overrides})).eval()
     for parameter in model.parameters():  # far from the initial biases of 0 and scales of 1
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     return model

@@ -49,15 +49,8 @@ def test_score_is_the_head_at_the_last_real_token(reward, tokens):
 
 
 @torch.no_grad()
-def test_score_is_the_mean_over_the_last_tokens(reward, tokens):
-    values = token_values(reward, tokens)
-    reward.config.read_tokens = 5
-    means = [row[max(0, n - 5) : n].mean() for row, n in zip(values, LENGTHS, strict=True)]  # the second has 4 tokens
-    assert torch.allclose(reward(tokens, LENGTHS), torch.stack(means), atol=1e-6)
-
-
-@torch.no_grad()
 def test_terms_of_the_score_are_those_of_its_last_tokens(reward, tokens):
+    """And the score is their sum: the mean over the last tokens."""
     values = token_values(reward, tokens)
     reward.config.read_tokens = 5
     terms = reward(tokens, LENGTHS, by_token=True)

@@ -17,11 +17,11 @@ RANKED = "#rank .strip .chip:not(.divider ~ .chip)"
 
 @pytest.fixture
 def site(tmp_path):
-    """A server with six tasks of three responses and no model: its address, and its labelling."""
+    """A server with three tasks of three responses and no model: its address, and its labelling."""
     from rlhf.serving.app import make_app
     from rlhf.serving.models import ModelThread
 
-    labelling = make_labelling(tmp_path / "labels.jsonl", count=6)
+    labelling = make_labelling(tmp_path / "labels.jsonl", count=3)
     labelling.rules = load_rules("serve.rules", "data/rules.json")
     thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
     for address in serving(make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")):
@@ -86,7 +86,7 @@ def drag(page, source, x, y, touch):
 def test_rankings_by_drag_alone(visit, site, width, scheme):
     """Mouse on a desktop and touch on a phone: nothing but the drags sets the ranks, in the order of each task's ids."""
     page = visit("anna", width, scheme)
-    for _ in range(6):
+    for _ in range(3):
         task_of(page)
         for place, name in enumerate("cab"):
             chip, divider = page.locator(f"#rank .chip[data-id={name}]"), page.locator("#rank .divider").bounding_box()
@@ -94,7 +94,7 @@ def test_rankings_by_drag_alone(visit, site, width, scheme):
             assert page.locator(RANKED).count() == place + 1
         save(page)
     page.get_by_text("Nothing is left").wait_for()
-    assert [row["ranking"] for row in rows(site[1])] == [[["c"], ["a"], ["b"]]] * 6
+    assert [row["ranking"] for row in rows(site[1])] == [[["c"], ["a"], ["b"]]] * 3
 
 
 def test_a_task_is_ranked_by_buttons_or_is_beyond_judging(visit, site):

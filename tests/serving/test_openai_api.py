@@ -1,33 +1,22 @@
 """The API through the official client, on a small gold run."""
 
 import asyncio
-import json
 
 import httpx
 import pytest
 import torch
 
-from rlhf.commands.generate import run as generate
 from rlhf.errors import UserError
 from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import ServerReward
 from rlhf.serving import openai_api
 from rlhf.serving.app import make_app
 from tests.serving.conftest import access, emptied, make_labelling, serving
+from tests.stages.test_generate import generated, prompts  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.anyio
 PROMPT = "what is red ?"
 ASKED = [{"role": "user", "content": PROMPT}]
-
-
-def generated(run, folder, count, *settings):
-    """What `rlhf generate` answers to prompts of the run."""
-    prompts = (run.folder / "world" / "prompts.jsonl").read_text().splitlines()[:count]
-    rows = [{"id": f"p{i}", "prompt": json.loads(line)["prompt"]} for i, line in enumerate(prompts)]
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [f"data.prompts='{folder}/in.jsonl'", f"generate.out='{folder}/out.jsonl'"]
-    generate(run.config(*files, "seed=3", "generate.logprobs=true", "generate.stage=sft", *settings))
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -61,9 +50,10 @@ def agreeing(choice, tokens, logprobs, within):
     return same
 
 
-async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client, gold_run, tmp_path):
+async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client, gold_run, prompts, tmp_path):  # noqa: F811
     """120 responses at once through 8 places, with neighbours of other lengths and temperatures; rounding may change a token."""
-    lines = generated(gold_run, tmp_path, 40, "generate.samples=3")
+    how = ("seed=3", "generate.logprobs=true", "generate.stage=sft", "generate.samples=3")
+    lines = generated(gold_run, prompts, tmp_path / "out.jsonl", *how)
     gate = asyncio.Semaphore(10)
 
     async def one(row):

@@ -185,7 +185,7 @@ SHORT = {  # so that each stage has few steps; every other setting is that of th
 @pytest.fixture(scope="session")
 def undisturbed(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """undisturbed("sft"): a run whose last stage is that one, SHORT, done in one go and without any checkpoint. Only read it."""
-    made: dict[str, Run] = {}
+    made = {"ppo": gold_run}  # whose every setting is that of the gold run
 
     def make(stage: str) -> Run:
         if stage not in made:

@@ -229,25 +229,14 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
                                                      "model: reward.model={folder}/bert"),
     ],
 )  # fmt: skip
-def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, capsys, arguments, told):
-    sizes = {"num_attention_heads": 1, "num_hidden_layers": 1, "hidden_size": 8}
-    configs = {
-        ".": {},
-        "stage/model": {},
-        "bert": {"model_type": "bert"},
-        "judge": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
-        "bare": {"model_type": "llama", **sizes},
-    }
-    for name, config in configs.items():
+def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, refused, arguments, told):
+    for name, config in ((".", {}), ("stage/model", {}), ("bert", {"model_type": "bert"})):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    command, *overrides = arguments.format(folder=tmp_path).split()
-    with pytest.raises(SystemExit) as ended:
-        main([command, *overrides, f"runs_dir={tmp_path}/runs"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and told.format(folder=tmp_path) in said and said.count("\n") == 1
+    said = refused(*arguments.format(folder=tmp_path).split(), f"runs_dir={tmp_path}/runs")
+    assert told.format(folder=tmp_path) in said
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -1,5 +1,6 @@
 """`rlhf classify`: input transformations, L3 by hand, symmetry, transfer, resume, the command on files, and its errors."""
 
+import copy
 import csv
 import json
 import random
@@ -89,7 +90,7 @@ def test_l3_by_hand(base, micro):
     config = Config()
     config.classify.micro_batch_size, config.classify.max_grad_norm = micro, 1e9
     torch.manual_seed(0)
-    model = LabelModel(load_policy_again(base), ["no", "yes"], choices=False)
+    model = LabelModel(copy.deepcopy(base[1]), ["no", "yes"], choices=False)
     batch = [
         classify.Coded([[1, 40, 41, 5, 50, 4], [1, 50, 5, 40, 41, 4]], 1),
         classify.Coded([[1, 60, 5, 61, 4], [1, 61, 5, 60, 4]], 0),
@@ -109,12 +110,6 @@ def test_l3_by_hand(base, micro):
     for name, gradient in gradients.items():
         assert torch.allclose(engine.optimizer.gradients[name], gradient, atol=1e-5), name
     assert found["classify/loss"] + 0.5 * found["classify/lm_loss"] == pytest.approx(wanted.item(), abs=1e-5)
-
-
-def load_policy_again(base):
-    model = type(base[1])(base[1].config)
-    model.load_state_dict(base[1].state_dict())
-    return model
 
 
 def test_both_orders_give_one_answer_and_choices_their_own(base):

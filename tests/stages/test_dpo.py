@@ -9,7 +9,6 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.encoding import Item, join_rankings, token_encoder
-from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.ppo.models import Reference
@@ -25,25 +24,16 @@ from tests.oracles import row_logprobs
 
 from .conftest import ONE_LABELER
 from .test_resume import EVERY_STEP, assert_same_weights, interrupt
+from .test_reward import make_ranking
 
 BETA = 0.3
 CPU = torch.device("cpu")
 
 
-def ranking(key: str, prompt: str, texts: list[str], order: list[list[str]]) -> Ranking:
-    """order: names (a, b, …) best first; names of one list are tied."""
-    return Ranking(
-        id=key,
-        prompt=[Message(role="user", content=prompt)],
-        ranking=order,
-        responses=[RankedResponse(id="abcdef"[i], text=text) for i, text in enumerate(texts)],
-    )
-
-
 # a > b = c > d: five ordered pairs, and a prompt of one pair
 RANKINGS = [
-    ranking("one", "What colour?", ["Blue.", "It is green, I think.", "Red", "A dog ran."], [["a"], ["b", "c"], ["d"]]),
-    ranking("two", "Hi", ["Hello to you!", "No"], [["b"], ["a"]]),
+    make_ranking("one", "What colour?", ["Blue.", "It is green, I think.", "Red", "A dog ran."], [[0], [1, 2], [3]]),
+    make_ranking("two", "Hi", ["Hello to you!", "No"], [[1], [0]]),
 ]
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -92,6 +91,8 @@ def test_dropout_is_on_the_adapters_input_and_never_in_ppo(gold_run, copy_until)
 
 
 def test_peft_reads_the_adapters_of_sft_and_those_and_the_head_of_the_reward_model(adapted):
+    import peft
+
     run = adapted["sft"]
     found = peft.PeftModel.from_pretrained(run.policy("pretrain"), str(run.folder / "sft" / "adapters"))
     with torch.no_grad():

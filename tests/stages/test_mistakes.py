@@ -1,33 +1,15 @@
 """A user's mistake is one line that names the place, and exit code 2; long texts are cut, and it is said."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf.cli import main
+from rlhf.config.commands import SHARED_FLAG
 from rlhf.system.files import hash_files
 
 from .conftest import SMALL_MODEL
-
-
-@pytest.fixture
-def refused(capsys) -> Callable[..., str]:
-    """refused("sft", …): the one line on stderr with which the command ends."""
-
-    def call(*arguments: str) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([*arguments, "--shared-settings"])  # the runs' settings are those of all stages
-        assert caught.value.code == 2
-        err = capsys.readouterr().err
-        lines = err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("rlhf: error: "), err
-        return lines[0]
-
-    return call
 
 
 @pytest.fixture
@@ -37,8 +19,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def plain(tmp_path: Path, *more: str) -> list[str]:
-    """A run that is not of the gold world."""
-    return [*SMALL_MODEL, f"runs_dir={tmp_path / 'runs'}", "run=x", *more]
+    """A run that is not of the gold world; the settings of runs are those of all stages."""
+    return [*SMALL_MODEL, f"runs_dir={tmp_path / 'runs'}", "run=x", SHARED_FLAG, *more]
 
 
 def test_nothing_to_train_on(refused, tmp_path):
@@ -66,15 +48,7 @@ BAD_DEMONSTRATIONS = [
 @pytest.mark.parametrize(("content", "told"), BAD_DEMONSTRATIONS)
 def test_demonstrations_that_cannot_be_used(refused, copy_until, folder, content, told):
     (folder / "mine.jsonl").write_text(content + "\n")
-    assert told in refused("sft", *copy_until("sft").words(), f"data.demonstrations={folder / 'mine.jsonl'}")
-
-
-def test_a_stage_that_is_complete_is_not_overwritten(refused, copy_until):
-    run = copy_until("label")
-    before = (run.folder / "sft" / "stage.json").read_bytes()
-    told = refused("sft", *run.words())
-    assert "already has a complete sft" in told and "overwrite=true" in told
-    assert (run.folder / "sft" / "stage.json").read_bytes() == before
+    assert told in refused("sft", *copy_until("sft").words(SHARED_FLAG), f"data.demonstrations={folder / 'mine.jsonl'}")
 
 
 MISTAKES = [
@@ -95,7 +69,7 @@ def test_overwriting_with_a_mistake_loses_nothing(refused, copy_until, folder):
     before = hash_files(run.folder)
     without_gpu = [] if torch.cuda.is_available() else [("pretrain", "device=cuda", "device=cuda")]
     for stage, mistake, told in MISTAKES + without_gpu:
-        assert told in refused(stage, *run.words(), "overwrite=true", mistake.format(folder=folder))
+        assert told in refused(stage, *run.words(SHARED_FLAG), "overwrite=true", mistake.format(folder=folder))
         left = hash_files(run.folder)
         assert {name: left.get(name) for name in before} == before, mistake
         assert not any(f"{stage}.new/" in name for name in left), "no half-made replacement"

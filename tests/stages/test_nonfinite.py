@@ -34,9 +34,9 @@ def steps(monkeypatch) -> list[str]:
     return taken
 
 
-def assert_stopped(run, stage: str) -> None:
+def assert_stopped(run, stage: str, *more: str) -> None:
     with pytest.raises(UserError, match="not finite") as caught:
-        run.stage(stage, EVERY_STEP)
+        run.stage(stage, EVERY_STEP, *more)
     batch = run.folder / stage / "offending_batch.safetensors"
     message = str(caught.value)
     assert str(batch) in message and message.startswith(f"{stage}: ") and "\n" not in message
@@ -75,7 +75,7 @@ def test_a_reward_model_with_nan_is_not_trained(copy_until, monkeypatch, steps):
 
 def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch):
     """A weight becomes NaN after the first update; once that is corrected, the run resumes from the checkpoint."""
-    run, save = copy_until("ppo"), TrainingLoop.save
+    run, save, small = copy_until("ppo"), TrainingLoop.save, ["ppo.episodes=32", "ppo.episodes_per_update=16"]
 
     def save_and_poison(loop, step):
         save(loop, step)
@@ -83,7 +83,7 @@ def test_ppo_keeps_the_last_good_checkpoint(copy_until, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "save", save_and_poison)
-        assert_stopped(run, "ppo")
+        assert_stopped(run, "ppo", *small)
     assert [path.name for path in checkpoints(run.folder / "ppo" / "checkpoints")] == ["step-1"]
-    run.stage("ppo", EVERY_STEP)
+    run.stage("ppo", EVERY_STEP, *small)
     assert is_complete(run.folder / "ppo")

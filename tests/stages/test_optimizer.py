@@ -86,7 +86,13 @@ OPTIMIZER = ("beta1=0.5", "beta2=0.75", "weight_decay=0.25", "schedule=linear", 
 FEW_STEPS = {
     "dpo": ["dpo.batch_prompts=8", "dpo.warmup_fraction=0", *ONE_LABELER],
     "pretrain": [*SHORT["pretrain"], "pretrain.warmup_tokens=0", "pretrain.optimizer=adamw"],
-    "ppo": ["ppo.ema_decay=null"],
+    "ppo": [
+        "ppo.ema_decay=null",
+        "ppo.episodes=48",
+        "ppo.episodes_per_update=16",
+        "ppo.minibatches=2",
+        "ppo.eval_every=0",
+    ],
 }
 
 

@@ -19,7 +19,7 @@ from rlhf.runs.remembered import recall
 from rlhf.runs.run_files import read_jsonl
 
 from .conftest import GOLD_STAGES, Run
-from .test_resume import assert_same_weights, interrupt
+from .test_resume import interrupt
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -142,7 +142,8 @@ def test_every_parent_may_be_another_runs(gold_run, capsys):
     loaded = rlhf.load(other.folder, device="cpu")
     assert "sft" in loaded.policies and len(loaded.score(["a"], loaded.sample(["a"], "sft"))) == 1
     again = Run(gold_run.runs_dir, "other", [*gold_run.overrides, *parents, "parents.label=gold"])
-    assert read_stage(again.stage("reward"))["hash"] == read_stage(gold_run.folder / "reward")["hash"]
+    ours, theirs = read_stage(again.stage("reward")), gold_run.record("reward")
+    assert (ours["files"], ours["hash"]) == (theirs["files"], theirs["hash"]), "equal runs have equal hashes"
 
 
 def test_a_damaged_model_is_noticed(whole, monkeypatch):
@@ -174,13 +175,13 @@ def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until):
     assert "already has a complete world" in told and "pipeline: stopped in world" in told and "Traceback" not in told
 
 
-def test_a_stage_that_was_stopped_is_resumed(copy_until, gold_run, monkeypatch):
-    run = copy_until("ppo")
-    interrupt(run, "ppo", 1)
-    assert pipe_in_process(monkeypatch, run, *SHORT_EVALUATION) == ["ppo", "evaluate"]
+def test_a_stage_that_was_stopped_is_resumed(copy_until, monkeypatch):
+    """With the weights of the undisturbed stage: test_resume.py."""
+    run, more = copy_until("ppo"), ["ppo.episodes=64", "ppo.episodes_per_update=32", "ppo.epochs=1", *SHORT_EVALUATION]
+    interrupt(run, "ppo", 1, *more)
+    assert pipe_in_process(monkeypatch, run, *more) == ["ppo", "evaluate"]
     assert states(run) == {s: "complete before" for s in GOLD_STAGES} | {"ppo": "resumed", "evaluate": "done"}
     assert all(is_complete(run.folder / stage) for stage in GOLD_STAGES)
     steps = [row["progress/step"] for row in read_jsonl(run.folder / "ppo" / "metrics.jsonl")]
-    assert steps == [0, 1, 2, 3]  # 0: the SFT model on the held-out prompts
-    assert_same_weights(gold_run.folder / "ppo", run.folder / "ppo", "model/model.safetensors")
+    assert steps == [0, 1, 2]  # 0: the SFT model on the held-out prompts
     assert (run.folder / "report.html").is_file()

@@ -19,7 +19,7 @@ from rlhf.stages import ppo, reward, sft
 from rlhf.training import batches
 from rlhf.training.loop import TrainingLoop
 
-from .conftest import SHORT, Run, stopped_in_second
+from .conftest import ONE_LABELER, SHORT, Run, stopped_in_second
 
 EVERY_STEP = "checkpoints.every_seconds=0"
 
@@ -106,8 +106,8 @@ LOSSES = [3.0, 2.0, 2.5, 2.25]
 OFTEN = {
     "sft": ["sft.epochs=4", "sft.batch_size=100", "sft.schedule=constant", "sft.eval_every=2"],
     "reward": [
-        "reward.epochs=4", "reward.batch_prompts=16", "reward.schedule=constant", "reward.eval_every=2", "reward.audit=0",
-        "reward.calibration_samples=16",
+        "reward.epochs=4", "reward.batch_prompts=8", "reward.schedule=constant", "reward.eval_every=2", "reward.audit=0",
+        "reward.calibration_samples=16", *ONE_LABELER,
     ],
 }  # fmt: skip
 

@@ -22,18 +22,16 @@ from rlhf.runs.sources import fractions, hash_sources
 from rlhf.system.files import sha256_file, write_json
 
 from ..model.classifiers import WORDS, save_classifier, score_texts
-from .conftest import Run
+from .conftest import ONE_LABELER, Run
 from .ppo_trainer import changed, open_trainer, weights
 
-SHORT = ["ppo.episodes=128", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
+SHORT = ["ppo.episodes=64", "ppo.episodes_per_update=32", "ppo.epochs=1", "ppo.missing_eos_rule=none"]
 
 
 def test_a_whole_stage_on_two_reward_models(gold_run, copy_until):
     """The second one has the same parents and was trained on its data in another order."""
-    run, second_reward = (
-        copy_until("ppo"),
-        copy_until("reward", name="other").stage("reward", "seed=7", "reward.audit=0"),
-    )
+    run, more = copy_until("ppo"), ["seed=7", "reward.audit=0", "reward.calibration_samples=16", *ONE_LABELER]
+    second_reward = copy_until("reward", name="other").stage("reward", *more)
     sources = f"ppo.rewards=['{gold_run.folder / 'reward'}','{second_reward}']"
     stage = run.stage("ppo", sources, "ppo.reward_weights=[0.5,0.5]", *SHORT)
     assert read_stage(stage)["status"] == "complete"
