@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. `name` may contain `<split>` and `<part>`, each a placeholder for one lower-case word."""
+    """One row of the table. `name` may contain `<split>`, a lower-case word, and `<part>`, any name that a function or a source gives."""
 
     name: str
     unit: str  # "" for a pure number
@@ -160,7 +160,8 @@ METRICS: tuple[Metric, ...] = (
 # The x axis of a stage's curves, if it is not progress/step.
 X_AXES = {"pretrain": "progress/tokens", "ppo": "progress/episodes"}
 
-_PATTERNS = [(re.compile(re.sub("<[a-z]+>", r"[a-z][a-z0-9_\-]*", metric.name)), metric) for metric in METRICS]
+_PLACEHOLDERS = {"<split>": r"[a-z][a-z0-9_\-]*", "<part>": ".+"}
+_PATTERNS = [(re.compile(re.sub("<[a-z]+>", lambda m: _PLACEHOLDERS[m[0]], metric.name)), metric) for metric in METRICS]
 
 
 @functools.lru_cache(maxsize=4096)

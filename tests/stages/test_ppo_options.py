@@ -16,7 +16,7 @@ from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.heads import RewardModel
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.rewards import CombinedReward, adjust_scores
-from rlhf.runs.metric_table import Sums
+from rlhf.runs.metric_table import Sums, check_names
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
@@ -265,7 +265,7 @@ def test_the_model_is_the_average_and_the_last_weights_stand_beside_it(copy_unti
 
 
 def pays_two(prompts, responses, metadata):
-    return [2.0] * len(responses)
+    return {"Two": [2.0] * len(responses), "none": [0.0] * len(responses)}
 
 
 def pays_infinity(prompts, responses, metadata):
@@ -277,7 +277,8 @@ def test_several_sources_with_weights(open_trainer, gold_run):
     with open_trainer(sources, "ppo.reward_weights=[0.5,3]", "ppo.missing_eos_rule=none") as trainer:
         assert isinstance(trainer.reward, CombinedReward)
         metrics = trainer.update()
-    assert metrics["objective/scores/function_1"] == 2.0
+    assert metrics["objective/scores/function_1"] == metrics["objective/scores/function_1/Two"] == 2.0
+    check_names(metrics)
     wanted = 0.5 * metrics["objective/scores/model_0"] + 6.0
     assert metrics["objective/scores"] == pytest.approx(wanted, abs=1e-5)
     cut = adjust_scores(compose_config(["ppo.score_clip=0.1"]), torch.tensor([-2.0, 0.05, 3.0]), torch.ones(3).bool())
