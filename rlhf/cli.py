@@ -13,13 +13,7 @@ from typing import Any
 from rlhf.config import Config, removed
 from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, read_words
 from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
-from rlhf.config.compose import (
-    SCHEMAS,
-    choices_of,
-    compose_config,
-    nearest,
-    schema_of,
-)
+from rlhf.config.compose import SCHEMAS, choices_of, compose_config, nearest, schema_of
 from rlhf.config.setting import get, listed, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
@@ -174,7 +168,8 @@ def _command_help(command: str, given: Words) -> str:
             if key.rpartition(".")[0] == group:
                 value = _show(get(config, key))
                 usual = "" if value == _show(stated.default) else f" (default {_show(stated.default)})"
-                lines.append(f"  {key + '=' + value:<40} {stated.described()}{usual}")
+                choices = "" if stated.choices is None else f"{' | '.join(stated.choices)}: "
+                lines.append(f"  {key + '=' + value:<40} {choices}{stated.help}{usual}")
     if command == "import":
         lines += _import_help()
     if command not in WITHOUT_GROUPS:

@@ -163,10 +163,10 @@ def reads_checkpoint() -> None:
 
 def reads_labelling() -> None:
     from rlhf.commands.sample import check_free
-    from rlhf.serving.labelling import LabelFile, Labelling
+    from rlhf.serving.labelling import LabelFile, Labelling, ServeConfig
     from rlhf.serving.managing import Staff
 
-    Labelling(LabelFile(Path("serve/labels.jsonl")), [], 1, 0)
+    Labelling(LabelFile(Path("serve/labels.jsonl")), [], ServeConfig(), 0)
     Staff(Path("serve"), ["ann"], "http://127.0.0.1/", Path("serve/instructions.txt"), "")
     check_free(Path("serve/sample"), overwrite=True)
 
@@ -206,7 +206,7 @@ def odd_host() -> None:
     )
     host = "".join(random.choices(parts, k=random.randint(1, 5)))
     with contextlib.suppress(RefusedError):
-        Guard(None, Access(None, {}, True, 10**6, 60, 8)).check({"path": "/", "method": "GET"}, {"host": host})
+        Guard(None, Access(Config().serve, {}, True)).check({"path": "/", "method": "GET"}, {"host": host})
         if host.removesuffix(":8000") not in ("127.0.0.1", "localhost", "[::1]"):
             raise AssertionError(f"the server answers to {host!r}")
     config = Config()

@@ -31,7 +31,7 @@ import httpx
 from rlhf.commands.sample import BETTER, EQUAL, EQUALLY_GOOD, RANK
 from rlhf.gold.truth import Labeler, make_labelers
 from rlhf.gold.truth import judge as true_parts
-from rlhf.gold.world import task_from_metadata
+from rlhf.gold.world import Task
 from rlhf.runs.progress import progress
 
 INTERFACES = ("pairwise", "ranker")
@@ -138,7 +138,7 @@ def opinions(data: dict[str, Any], labeler: Labeler, seed: int) -> dict[str, flo
 
     The same labeler gives the same item the same utilities in every task.
     """
-    task = task_from_metadata(data["metadata"]["gold"])
+    task = Task(**data["metadata"]["gold"])
     if "responses" in data:
         shown = {response["id"]: response["body"] for response in data["responses"]}
     else:

@@ -11,6 +11,7 @@ from rlhf.config.commands import ImportConfig
 from rlhf.config.compose import compose_config
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, get, settings_in
 from rlhf.errors import UserError
+from rlhf.recipe import POLICY_STAGES
 
 from .tiny_stages import changed
 
@@ -118,6 +119,9 @@ def test_every_problem_is_told_at_once():
     ({"gold__enabled": True, "rollout__max_new_tokens": 1024},
      "rollout.max_new_tokens=1024: leaves no room for a prompt in model.context_length=1024"),
     ({"gold__responses_min": 5, "gold__responses_max": 4}, "gold.responses_min=5: want at most gold.responses_max=4"),
+    ({"distill__schedule": "constant", "distill__final_lr_fraction": 0.5}, "distill.final_lr_fraction=0.5: schedule=constant does not "
+     "fall to it: leave it at 0.1, or want distill.schedule=cosine or linear"),
+    ({"evaluate__models": ["mine"]}, f"evaluate.models: mine: want some of {', '.join(POLICY_STAGES)}"),
 ])  # fmt: skip
 def test_relations(settings, said):
     assert problems(**settings) == [said]

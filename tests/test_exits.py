@@ -15,7 +15,7 @@ import pytest
 
 from rlhf import cli
 from rlhf.commands import chat, report
-from rlhf.config import compose
+from rlhf.config import Config, compose
 from rlhf.data.tokenizer import encode_text, train_tokenizer
 from rlhf.engines import running
 from rlhf.errors import UserError
@@ -235,8 +235,12 @@ def test_messages_are_read_until_the_end_and_a_closed_input_is_one_line(monkeypa
         next(chat.read_lines(False))
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter as in the C locale
-def test_bytes_that_are_no_text_are_one_line(monkeypatch, errors):
-    given(monkeypatch, b"caf\xe9\n", errors)
-    with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
+def test_bytes_that_are_no_text_are_one_line(monkeypatch):
+    given(monkeypatch, b"caf\xe9\n")
+    with pytest.raises(UnicodeDecodeError) as refusal:
         next(chat.read_lines(False))
+    assert "text that is not utf-8 (byte 0xe9 at 3): convert it to UTF-8" in (describe(refusal.value) or "")
+    given(monkeypatch, b"caf\xe9\n", "surrogateescape")  # as in the C locale
+    said = [{"role": "user", "content": next(chat.read_lines(False))}]
+    with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):
+        chat.answer(Config(), None, None, said, 0)

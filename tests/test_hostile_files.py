@@ -15,6 +15,7 @@ from rlhf.cli import main
 from rlhf.commands.export import model_card
 from rlhf.commands.sample import check_free
 from rlhf.config import Config
+from rlhf.config.commands import ServeConfig
 from rlhf.config.compose import compose_config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.reading import load_all
@@ -200,7 +201,7 @@ def test_labels_may_nest_and_name_what_they_like_and_a_file_of_gigabytes_is_no_r
         path.write_text(json.dumps(row | {"metadata": metadata}) + "\n")
         assert len(load_all(str(path))[0]) == 1
         file = LabelFile(path)
-        assert len(Labelling(file, [], 1, 0).file.records) == 1
+        assert len(Labelling(file, [], ServeConfig(), 0).file.records) == 1
         file.close()
     path.write_text('{"kind": ' + "[" * 100_000 + "\n")
     raises(lambda: LabelFile(path), "labels.jsonl:1: not a record")

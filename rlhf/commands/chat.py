@@ -1,5 +1,6 @@
 """`rlhf chat`: talk to a model of a run in the terminal, with its chat template, token by token."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +11,13 @@ from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, stage_folder
 from rlhf.system.terminal import printable, say, write
 
-NOT_TEXT = "is not UTF-8: convert the input to UTF-8"
-
 
 def run(config: Config) -> None:
     """Read messages from the terminal (or `chat.message`) and stream the answers until the input ends."""
     settings, folder = config.chat, stage_folder(config, config.chat.stage)
     check_output(folder)
     talking = settings.message is None and sys.stdin is not None and sys.stdin.isatty()
-    lines = read_lines(talking) if settings.message is None else iter([as_text(settings.message)])
+    lines = read_lines(talking) if settings.message is None else iter([settings.message])
 
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
@@ -39,31 +38,18 @@ def run(config: Config) -> None:
 
 
 def read_lines(talking: bool) -> Iterator[str]:
-    """The messages on standard input. Raises: UserError if it is closed or not text."""
+    """The messages on standard input. Raises: UserError if it is closed."""
     if sys.stdin is None:
         raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
-    while True:
-        try:
-            yield as_text(input("> " if talking else "").strip())
-        except EOFError:
-            return
-        except UnicodeDecodeError:
-            raise UserError(f"chat: the message {NOT_TEXT}") from None
-
-
-def as_text(text: str, what: str = "chat: the message") -> str:
-    """The text. Raises: UserError if it is not text; in some locales such a byte arrives as a lone surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{what} {NOT_TEXT}") from None
-    return text
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> " if talking else "").strip()
 
 
 def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str, str]], turn: int) -> str:
     """Stream one answer to the screen and return it. The oldest turns are dropped if the context is too short for all.
 
-    Raises: UserError if the last message alone does not fit.
+    Raises: UserError if the last message alone does not fit, or is no text.
     """
     from rlhf.data.chat_template import end_ids, response_text
     from rlhf.data.encoding import encode_prompt_within
@@ -72,9 +58,12 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     from rlhf.engines.running import Response, RunningBatch, TextStream
     from rlhf.evaluation.policies import room_for
 
-    as_text("".join(message["content"] for message in dialogue))
+    try:
+        messages = [Message.model_validate(message) for message in dialogue]
+    except ValueError:  # in some locales a byte that is no text arrives as a lone surrogate
+        raise UserError("chat: the message is not UTF-8: convert the input to UTF-8") from None
     length, room = room_for(tokenizer.model_max_length, config.rollout.max_new_tokens)
-    fitted = encode_prompt_within(tokenizer, [Message.model_validate(message) for message in dialogue], room)
+    fitted = encode_prompt_within(tokenizer, messages, room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")
     ends, choice = frozenset(end_ids(tokenizer)), Choice(config.chat.temperature, greedy=config.chat.greedy)

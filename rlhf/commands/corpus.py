@@ -103,12 +103,12 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
 
 
 def apply_page_rules(
-    text: str, bad_words: frozenset[str], least_words: int, least_sentences: int
+    text: str, bad_words: frozenset[str], min_words: int, min_sentences: int
 ) -> tuple[str, str | None]:
     """The lines of a page that C4's rules keep, and why the page goes, or None.
 
-    A line is kept if it ends in a terminal punctuation mark, has at least `least_words` words and does not contain
-    "javascript". A page goes with a bad word, "lorem ipsum" or a curly bracket, or with fewer than `least_sentences` sentences left.
+    A line is kept if it ends in a terminal punctuation mark, has at least `min_words` words and does not contain
+    "javascript". A page goes with a bad word, "lorem ipsum" or a curly bracket, or with fewer than `min_sentences` sentences left.
     Source: Raffel et al. 2020, section 2.2. Differs: the language is not detected, and repeated spans of three sentences stay.
     """
     lower = text.lower()
@@ -122,10 +122,10 @@ def apply_page_rules(
     kept = [
         line
         for line in lines
-        if line.endswith(LINE_ENDS) and len(line.split()) >= least_words and "javascript" not in line.lower()
+        if line.endswith(LINE_ENDS) and len(line.split()) >= min_words and "javascript" not in line.lower()
     ]
     page = "\n".join(kept)
-    return page, "few_sentences" if len(SENTENCE_END.findall(page)) < least_sentences else None
+    return page, "few_sentences" if len(SENTENCE_END.findall(page)) < min_sentences else None
 
 
 class Duplicates:

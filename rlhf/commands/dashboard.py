@@ -23,21 +23,46 @@ SECTIONS = {
 
 
 def run(config: Config) -> None:
-    """Create or update the dashboard; its address is in runs_dir/dashboard.json.
-
-    Raises: UserError without a key, and if the server refuses or does not answer.
-    """
+    """Create or update the dashboard; its address is in runs_dir/dashboard.json. Raises: UserError without a key or an answer."""
     if not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         raise UserError("dashboard: W&B is offline: set WANDB_API_KEY, and send offline runs with `wandb sync`")
     path = Path(config.runs_dir) / "dashboard.json"
-    place = {"project": os.environ.get("WANDB_PROJECT", config.tracking.project), "entity": config.tracking.entity}
+    project = os.environ.get("WANDB_PROJECT", config.tracking.project)
+    place: dict[str, Any] = {"project": project, "entity": config.tracking.entity}
     before = read_json(path)
     known = before.get("url") if before | place == before else None
-    url = send_within(SEND_TIMEOUT, place, known)
+    answer: dict[str, str] = {}
+
+    def work() -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            import wandb
+            import wandb_workspaces.workspaces as ws
+
+            owner = place["entity"] or wandb.Api(timeout=int(SEND_TIMEOUT)).default_entity
+            if not owner:
+                raise ValueError("the key has no default entity: set tracking.entity")
+            workspace = make_workspace(place["project"], owner)
+            if known is not None:
+                there = ws.Workspace.from_url(known)
+                there.name, there.sections, there.settings = workspace.name, workspace.sections, workspace.settings
+                workspace = there
+            workspace.save()
+            answer["url"] = str(workspace.url)
+        except Exception as error:
+            answer["reason"] = " ".join(str(error).split())[:300]
+
+    thread = threading.Thread(target=work, daemon=True)  # since W&B's own retries last for minutes
+    thread.start()
+    thread.join(SEND_TIMEOUT)
+    if "url" not in answer:
+        refused = f"W&B did not take it ({answer.get('reason', f'no answer within {SEND_TIMEOUT:.0f} s')})"
+        raise UserError(f"dashboard: {refused}: check WANDB_API_KEY, WANDB_BASE_URL and tracking.entity")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, place | {"url": url})
-    say(f"dashboard: {url}")
+    write_json(path, place | {"url": answer["url"]})
+    say(f"dashboard: {answer['url']}")
 
 
 def make_workspace(project: str, entity: str) -> Any:
@@ -76,42 +101,3 @@ def line_plot(chart: Chart, x: str) -> Any:
     shown |= {"title": chart.title, "x": chart.x or x, "log_y": chart.log_y}
     layout = wr.Layout(w=12 if chart.half else 8, h=PANEL_HEIGHT)
     return wr.LinePlot(**shown, layout=layout, smoothing_factor=0.0, smoothing_show_original=True)
-
-
-def send_within(seconds: float, place: dict[str, Any], known: str | None) -> str:
-    """Create the dashboard, or update the one at a known address, and return its address; in a thread, since W&B's own retries
-    last for minutes.
-
-    Raises: UserError if the server refuses or does not answer in time.
-    """
-    answer: dict[str, str] = {}
-
-    def work() -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        try:
-            import wandb
-            import wandb_workspaces.workspaces as ws
-
-            owner = place["entity"] or wandb.Api(timeout=int(seconds)).default_entity
-            if not owner:
-                raise ValueError("the key has no default entity: set tracking.entity")
-            workspace = make_workspace(place["project"], owner)
-            if known is not None:
-                there = ws.Workspace.from_url(known)
-                there.name, there.sections, there.settings = workspace.name, workspace.sections, workspace.settings
-                workspace = there
-            workspace.save()
-            answer["url"] = str(workspace.url)
-        except Exception as error:
-            answer["reason"] = " ".join(str(error).split())[:300]
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if "url" in answer:
-        return answer["url"]
-    reason = answer.get("reason", f"no answer within {seconds:.0f} s")
-    raise UserError(
-        f"dashboard: W&B did not take it ({reason}): check WANDB_API_KEY, WANDB_BASE_URL and tracking.entity"
-    )

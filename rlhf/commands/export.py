@@ -9,15 +9,8 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES, ancestors
-from rlhf.runs.folders import (
-    check_output,
-    is_complete,
-    read_record,
-    read_stage,
-    refuse_inside_stage,
-    run_folder,
-    stage_folder,
-)
+from rlhf.runs import folders
+from rlhf.runs.folders import is_complete, read_record, read_stage, stage_folder
 from rlhf.system.files import check_replaceable, held, replaced, share, writing
 from rlhf.system.terminal import one_line, say
 
@@ -31,9 +24,9 @@ NOT_MEASURED = (
 def run(config: Config) -> None:
     """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder exists."""
     source = stage_folder(config, config.export.stage)
-    check_output(source)
-    out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / config.export.stage
-    refuse_inside_stage(out, "export.out")
+    folders.check_output(source)
+    out = Path(config.export.out) if config.export.out else folders.run_folder(config) / "export" / config.export.stage
+    folders.refuse_inside_stage(out, "export.out")
 
     write = write_reward if config.export.stage == "reward" else write_policy
     with writing(out), held(out):
@@ -112,53 +105,39 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
 
 def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> str:
     """Markdown with a header that the hub reads. loading: the line of Python that loads the folder."""
-    folders = {name: stage_folder(config, name) for name in (*ancestors(stage), stage)}
-    records = {name: read_stage(folder) or {} for name, folder in folders.items() if is_complete(folder)}
-    adopted = read_record(
-        stage_folder(config, "pretrain") / "adopted.json", "adopted"
-    )  # None if the stage pretrained a model
-    licence = (adopted or {}).get("licence") or ""
+    places = {name: stage_folder(config, name) for name in (*ancestors(stage), stage)}
+    records = {name: read_stage(folder) or {} for name, folder in places.items() if is_complete(folder)}
+    adopted = read_record(stage_folder(config, "pretrain") / "adopted.json", "adopted")  # None: pretrained here
     header = ["library_name: transformers", f"tags: [rlhf, {stage}]"]
-    header += [f"license: {one_line(licence)}"] if licence else []
-    base = None if adopted is None else shown_name(adopted["source"])
-    header += [f"base_model: {json.dumps(base)}"] if base is not None and "/" in base else []  # the hub knows no others
     record, what = records[stage], STAGES[stage].help
     about = f"{what[:1].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
+    made_of = ["None: pretrained from random weights by the stages below."]
+    if adopted is not None:
+        base, licence = shown_name(adopted["source"]), one_line(adopted.get("licence") or "")
+        header += [f"license: {licence}"] if licence else []
+        header += [f"base_model: {json.dumps(base)}"] if "/" in base else []  # the hub knows no others
+        made_of = [
+            f"- {base}, revision {one_line(adopted.get('revision') or 'not known')}",
+            f"- licence: {licence or 'not stated'}",
+            *(f"- `{one_line(name)}` {digest}" for name, digest in adopted["sha256"].items()),
+        ]
+    stages = []
+    for name, made in records.items():
+        stages += [f"### {name}", "", f"Hash `{made['hash']}`, {made['seconds']:.0f} s.", ""]
+        settings = sorted(made["settings"].items())
+        stages += [*(f"    {key}={one_line(json.dumps(shown_name(value)), 200)}" for key, value in settings), ""]
     data = [(name, *row) for name, made in records.items() for row in made["data"].items()]
     rows = [f"| {name} | {cell(shown_name(what))} | `{digest}` |" for name, what, digest in data] or ["| none | | |"]
     parts = [
         ["---", *header, "---"],
         [f"# {one_line(record['run'])}: {stage}", "", about, "", f"    {loading}", *(f"\n{note}" for note in notes)],
-        ["## Base model", "", *base_lines(adopted, licence)],
+        ["## Base model", "", *made_of],
         ["## Data", "", "| stage | what | sha256 |", "| --- | --- | --- |", *rows],
-        ["## Stages", "", *settings_lines(records)],
+        ["## Stages", "", *stages[:-1]],
         ["## Results", "", *result_lines(config, stage, records)],
         ["## Not measured", "", *(f"- {text}" for text in NOT_MEASURED)],
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def base_lines(adopted: dict[str, Any] | None, licence: str) -> list[str]:
-    if adopted is None:
-        return ["None: pretrained from random weights by the stages below."]
-    lines = [
-        f"- {shown_name(adopted['source'])}, revision {one_line(adopted.get('revision') or 'not known')}",
-        f"- licence: {one_line(licence or 'not stated')}",
-    ]
-    return lines + [f"- `{one_line(name)}` {digest}" for name, digest in adopted["sha256"].items()]
-
-
-def settings_lines(records: dict[str, dict[str, Any]]) -> list[str]:
-    """Hash and settings of every stage, one line per setting."""
-    lines = []
-    for name, record in records.items():
-        lines += [f"### {name}", "", f"Hash `{record['hash']}`, {record['seconds']:.0f} s.", ""]
-        lines += [
-            f"    {key}={one_line(json.dumps(shown_name(value)), 200)}"
-            for key, value in sorted(record["settings"].items())
-        ]
-        lines.append("")
-    return lines[:-1]
 
 
 def result_lines(config: Config, stage: str, records: dict[str, dict[str, Any]]) -> list[str]:

@@ -106,9 +106,8 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
     if "OMP_NUM_THREADS" in environment and "torch" in sys.modules:  # it has read the server's variable
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = command
-    sys.modules.pop(
-        f"{command[0]}.__main__", None
-    )  # of the console script, which the server imports; runpy would warn of it
+    # of the console script, which the server imports; runpy would warn of it
+    sys.modules.pop(f"{command[0]}.__main__", None)
     runpy.run_module(command[0], run_name="__main__")
 
 

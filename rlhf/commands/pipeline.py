@@ -20,33 +20,9 @@ from rlhf.evaluation.statistics import show as figure_text
 from rlhf.recipe import ENDS, ROUND_STAGES, STAGES
 from rlhf.report.page import write_report
 from rlhf.report.sections import titled
-from rlhf.runs.folders import (
-    ROUND,
-    changed_settings,
-    check_output,
-    collect_parents,
-    earlier_run,
-    identity_of,
-    is_complete,
-    is_needed,
-    needs_parent,
-    parents_of,
-    read_record,
-    read_stage,
-    run_folder,
-    scores_by_own,
-    stage_folder,
-)
+from rlhf.runs import folders, sources
+from rlhf.runs.folders import ROUND, is_complete, read_stage, run_folder, stage_folder
 from rlhf.runs.remembered import remember, text_of
-from rlhf.runs.sources import (
-    data_source,
-    hash_sources,
-    hub_folder,
-    kinds_read,
-    read_comparisons,
-    read_demonstrations,
-    read_prompts,
-)
 from rlhf.runs.stage import has_begun, misfit
 from rlhf.system.exits import INTERRUPTED, report
 from rlhf.system.files import write_json
@@ -94,7 +70,7 @@ def stages_to_run(config: Config, last: Sequence[str] | None = None) -> list[str
     def want(stage: str) -> None:
         if stage not in wanted and getattr(config.parents, stage, None) is None:
             wanted.add(stage)
-            for parent in parents_of(config, stage):
+            for parent in folders.parents_of(config, stage):
                 want(parent)
 
     if last is None:
@@ -112,11 +88,11 @@ def fit_to_data(config: Config) -> list[str]:
     """
     fitted = []
     adopts = config.model.pretrained is not None and "sft" in stages_to_run(config)
-    if adopts and config.sft.epochs and data_source(config, "demonstrations") is None:
+    if adopts and config.sft.epochs and sources.data_source(config, "demonstrations") is None:
         config.sft.epochs, fitted = 0, ["++sft.epochs=0"]
         say("pipeline: no data.demonstrations: the pretrained model is taken as the SFT model")
-    learns = scores_by_own(config) and "reward" in stages_to_run(config)
-    if config.stages is None and learns and not fitted and data_source(config, "comparisons") is None:
+    learns = folders.scores_by_own(config) and "reward" in stages_to_run(config)
+    if config.stages is None and learns and not fitted and sources.data_source(config, "comparisons") is None:
         config.stages = ["sft"]
         say("pipeline: no data.comparisons, and no ppo.rewards: reward model, PPO and evaluation are left out")
     return fitted
@@ -125,24 +101,23 @@ def fit_to_data(config: Config) -> list[str]:
 def check_before(config: Config) -> None:
     """Check for errors that would otherwise appear minutes later: missing data, a full disk. Raises: UserError."""
     stages = stages_to_run(config)
-    needed = {kind for stage in stages for kind in kinds_read(config, stage)}
-    measured = "evaluate" in stages and needs_parent(config, "evaluate", "reward")
+    needed = {kind for stage in stages for kind in sources.kinds_read(config, stage)}
+    measured = "evaluate" in stages and folders.needs_parent(config, "evaluate", "reward")
     if not {"reward", "judge"} & set(stages) and not measured:
         needed.discard("comparisons")  # they are used at most for prompts
     kinds = ("corpus", "demonstrations", "comparisons")
-    missing = [kind for kind in kinds if kind in needed and data_source(config, kind) is None]
+    missing = [kind for kind in kinds if kind in needed and sources.data_source(config, kind) is None]
     if missing:
         names = " and ".join(f"data.{kind}" for kind in missing)
         raise UserError(f"{names} not set: give a file, a folder or a hub id, or use experiment=gold")
     check_settings(config, stages)
     for stage in stages:
-        hash_sources(config, stage)  # raises if a file is missing
+        sources.hash_sources(config, stage)  # raises if a file is missing
     for stage, base in (("reward", config.reward.model), ("judge", config.judge.model)):
         if stage not in stages or base is None or is_complete(stage_folder(config, stage)):
             continue
-        if not (Path(base) / "config.json").is_file() and (
-            Path(base).exists() or hub_folder(base, stage + ".model") is None
-        ):
+        is_folder = (Path(base) / "config.json").is_file()
+        if not is_folder and (Path(base).exists() or sources.hub_folder(base, stage + ".model") is None):
             raise UserError(
                 f"{stage}.model: {base}: no folder of a model (with config.json), and no hub id: check the name"
             )
@@ -152,12 +127,12 @@ def check_before(config: Config) -> None:
 
         data = config.data
         if data.demonstrations is not None:
-            read_demonstrations(config)
+            sources.read_demonstrations(config)
         if data.comparisons is not None:
             first = replace(config, rounds=1)  # later rounds' comparisons are not there yet
-            check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), read_comparisons(first))
+            check_labelers("data.held_out_labelers", names_of(data.held_out_labelers), sources.read_comparisons(first))
         if data.prompts is not None:
-            read_prompts(config)
+            sources.read_prompts(config)
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
@@ -165,17 +140,12 @@ def check_before(config: Config) -> None:
         raise UserError(f"{existing}: {came}: free space, or choose another disk with runs_dir=…")
 
 
-def has_work(folder: Path, stage: str) -> bool:
-    """Whether a stage is complete or can be resumed; else it starts again."""
-    return is_complete(folder) or has_begun(folder, stage)
-
-
 def check_settings(config: Config, stages: Sequence[str]) -> None:
     """Raises: UserError if one of these stages was run with other settings: before another one starts, and the run remembers them."""
     for stage in [] if config.overwrite else stages:
         record = read_stage(folder := stage_folder(config, stage))
-        changed = record and changed_settings(record["settings"], identity_of(config, stage))
-        if changed and has_work(folder, stage):
+        changed = record and folders.changed_settings(record["settings"], folders.identity_of(config, stage))
+        if changed and (is_complete(folder) or has_begun(folder, stage)):  # else it starts again
             raise UserError(f"{folder}: {stage} was run with other settings ({changed}): {OTHERWISE}")
 
 
@@ -184,13 +154,13 @@ def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start 
 
     start: runs it with these overrides; None: as child processes.
     """
-    folder, parents = stage_folder(config, stage), collect_parents(config, stage)
+    folder, parents = stage_folder(config, stage), folders.collect_parents(config, stage)
     recorded = read_stage(folder)
     reason = None
-    if recorded is not None and has_work(folder, stage):
-        reason = misfit(config, stage, recorded, parents, hash_sources(config, stage))
+    if recorded is not None and (is_complete(folder) or has_begun(folder, stage)):
+        reason = misfit(config, stage, recorded, parents, sources.hash_sources(config, stage))
         if reason is None and recorded["status"] == "complete":
-            check_output(folder)
+            folders.check_output(folder)
             say(f"{stage}: complete, skipped")
             return "complete before"
         if reason is not None and not config.overwrite:
@@ -203,7 +173,7 @@ def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start 
 
 def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     """The earlier labelling rounds: label, reward model and PPO, each in a separate run."""
-    earlier = earlier_run(config)
+    earlier = folders.earlier_run(config)
     if earlier is None:
         return {}
     values = {key: (get(earlier, key), get(config, key)) for key in settings_in(Config)}
@@ -216,13 +186,13 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
     overrides = [*others, *(f"{key}={text}" for key, text in changed.items())]
     done = ensure_rounds(earlier, overrides)
     say(f"labelling round {earlier.rounds} and its policy: {run_folder(earlier)}")
-    stages = [stage for stage in ROUND_STAGES if is_needed(earlier, stage)]
+    stages = [stage for stage in ROUND_STAGES if folders.is_needed(earlier, stage)]
     return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in stages}
 
 
 def ensure_tasks(config: Config, overrides: list[str]) -> None:
     """The tasks of a round of people's labels, in the run's folder `sample`: answers of the policy of the round before."""
-    earlier = earlier_run(config)
+    earlier = folders.earlier_run(config)
     if earlier is None or config.gold.enabled or (out := run_folder(config) / "sample").exists():
         return
     settings = {
@@ -282,7 +252,7 @@ def show(config: Config, table: dict, seconds: float) -> None:
         say(f"{name:<{width}}{row['seconds'] or 0:>9.0f}{row['peak_rss_mb'] or 0:>9.0f}  {row['state']:<16}{figures}")
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
     say(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
-    results = read_record(run_folder(config) / "evaluate" / "results.json", "results") or {}
+    results = folders.read_record(run_folder(config) / "evaluate" / "results.json", "results") or {}
     if "gold" in results:
         gold = results["gold"]
         sampled, greedy = gold["win_rate_vs_sft"], gold["win_rate_greedy"]

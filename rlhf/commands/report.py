@@ -9,22 +9,16 @@ from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the page. Raises: UserError for an unknown run."""
+    """Write the page. Raises: UserError for an unknown run, or if it would overwrite anything but a report."""
     from rlhf.report.page import write_report
 
-    say(f"report: {write_report(existing_run(config), checked_out(config))}")
-
-
-def checked_out(config: Config) -> Path | None:
-    """report.out. Raises: UserError if it would overwrite anything but a report."""
-    if config.report.out is None:
-        return None
-    out = Path(config.report.out)
-    refuse_inside_stage(out, "report.out")
-    if out.is_dir():
-        raise UserError(f"report.out={out}: is a folder, want a file: add a name such as report.html")
-    if out.exists() and not config.overwrite:
-        with out.open("rb") as file:
-            if not file.read(15).lower().startswith(b"<!doctype html"):
-                raise UserError(f"report.out={out}: exists and is no report: choose another, or add overwrite=true")
-    return out
+    folder, out = existing_run(config), None if config.report.out is None else Path(config.report.out)
+    if out is not None:
+        refuse_inside_stage(out, "report.out")
+        if out.is_dir():
+            raise UserError(f"report.out={out}: is a folder, want a file: add a name such as report.html")
+        if out.exists() and not config.overwrite:
+            with out.open("rb") as file:
+                if not file.read(15).lower().startswith(b"<!doctype html"):
+                    raise UserError(f"report.out={out}: exists and is no report: choose another, or add overwrite=true")
+    say(f"report: {write_report(folder, out)}")

@@ -190,10 +190,7 @@ class Run:
 
 
 def find_setting(key: str, command: str) -> str:
-    """The full name of a setting: `kl.coef` as it is, `epochs` in the command's own group, `kl_coef` for kl.coef.
-
-    Raises: UserError if there is none.
-    """
+    """The full name of a setting: `kl.coef` as it is, `epochs` in the command's own group, `kl_coef` for kl.coef. Raises: UserError."""
     known = settings_in(Config)
     spelt = [name for name in known if name.replace(".", "_") == key]
     for name in (f"{command}.{key}", key, *spelt):

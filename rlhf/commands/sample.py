@@ -26,11 +26,6 @@ from rlhf.system.terminal import say
 RECORD = "sample.json"
 SPARE = 3  # draws beyond K, to replace duplicates
 BY_REWARD = ("uncertain", "disagreement")  # of sample.choose: among the answers to several times as many prompts
-MOST_RESPONSES = 26  # K: response ids are the letters
-RANK = "rank"  # the control's name in Label Studio, which exports contain
-BETTER = "better"
-EQUAL = "equal"
-EQUALLY_GOOD = "equally good"
 
 
 def run(config: Config) -> None:
@@ -53,8 +48,6 @@ def run(config: Config) -> None:
         raise UserError(
             f"sample.choose={settings.choose}: sample.stages compares policies, on prompts that no reward model chose"
         )
-    if not 2 <= settings.responses <= MOST_RESPONSES:
-        raise UserError(f"sample.responses={settings.responses}: want 2 to {MOST_RESPONSES}")
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
     refuse_inside_stage(out, "sample.out")
     with held(out):
@@ -105,10 +98,7 @@ def run(config: Config) -> None:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Check that `out` may be written: overwrite=true replaces an earlier round, but never labels that people have filled in.
-
-    Raises: UserError otherwise.
-    """
+    """Raises: UserError unless `out` may be written: overwrite=true replaces an earlier round, but never labels of people."""
     check_replaceable(out, overwrite, "sample.out", "labelling round", lambda path: (path / RECORD).is_file())
     written = (read_record(out / RECORD, "round") or {"files": {}})["files"]
     others = [path for path in sorted(out.glob("*")) if path.name not in (RECORD, "README.md")]
@@ -166,7 +156,7 @@ def choose_tasks(config: Config, tasks: list[Ranking]) -> list[Ranking]:
     settings, rewards = config.sample, choosing_rewards(config)
     if not rewards or not tasks:
         return tasks
-    values = value_tasks(config, tasks, settings.choose, rewards, "sample.rewards")
+    values = value_tasks(config, tasks, settings.choose, rewards)
     keys = [task.id for task in tasks]
     chosen = choose_prompts_by(values, keys, settings.prompts, settings.random_fraction, config.seed)
     for place, at_random in chosen.items():
@@ -203,14 +193,11 @@ def draw_tasks(
         seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
         hashes = "+".join(policy_id.rsplit("@", 1)[-1] for policy_id, _ in policies)
         task_id = f"{record.id}@{hashes}" + (f"#{number}" if number > 1 else "")
-        given = [
-            (one.text, one.ended, name) for (name, _), by in zip(policies, drawn, strict=True) for one in by[id(record)]
-        ]
+        by_policy = zip(policies, drawn, strict=True)
+        given = [(one.text, one.ended, name) for (name, _), by in by_policy for one in by[id(record)]]
         if alone:  # a labeler sees only the text
-            distinct: dict[str, tuple[str, bool, str]] = {}
-            for one in given:
-                distinct.setdefault(one[0], one)
-            given = list(distinct.values())[: config.sample.responses]
+            texts = [text for text, *_ in given]
+            given = [one for i, one in enumerate(given) if texts.index(one[0]) == i][: config.sample.responses]
         else:  # equal ones are a tie; letters in the order of the policies would tell who wrote what
             random.Random(f"letters-{config.seed}-{task_id}").shuffle(given)
         if len(given) >= 2:
@@ -218,20 +205,11 @@ def draw_tasks(
                 RankedResponse(id=chr(ord("a") + place), text=text, policy=name, metadata={"ended": ended})
                 for place, (text, ended, name) in enumerate(given)
             ]
+            # so that position carries no information; ids are in the order of drawing, and draws are exchangeable
+            random.Random(f"order-{config.seed}-{task_id}").shuffle(responses)
             metadata = record.metadata | {"prompt_id": record.id} | ({"user": record.user} if record.user else {})
-            task = Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata)
-            tasks.append(shuffle_responses(task, config.seed))
+            tasks.append(Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata))
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
-
-
-def shuffle_responses(task: Ranking, seed: int) -> Ranking:
-    """The task with its responses in an order that depends on (seed, id) only, so that position carries no information.
-
-    Ids stay with their responses: they were given in the order of drawing, and draws are exchangeable.
-    """
-    responses = list(task.responses)
-    random.Random(f"order-{seed}-{task.id}").shuffle(responses)
-    return task.model_copy(update={"responses": responses})
 
 
 def pairs_of(task: Ranking, seed: int) -> Iterator[tuple[int, int]]:
@@ -271,39 +249,30 @@ def label_studio_config(interface: str) -> str:
 
     Prompts and responses are in <Text> and in the `body` of a <List>, which show markup as plain characters.
     """
-    prompt, left, right = (
-        f'<Text name="{name}" value="${name}" valueType="text" selectionEnabled="false"/>'
-        for name in ("prompt", "left", "right")
-    )
+    text = '<Text name="{0}" value="${0}" valueType="text" selectionEnabled="false"/>'.format
     if interface == "ranker":
-        return f"""<View>
-  <Header value="The prompt"/>
-  {prompt}
-  <Header value="Sort the responses: the best one on top"/>
+        body = """  <Header value="Sort the responses: the best one on top"/>
   <List name="responses" value="$responses" title="Best on top"/>
-  <Ranker name="{RANK}" toName="responses" collapsible="false"/>
-</View>
+  <Ranker name="rank" toName="responses" collapsible="false"/>
 """
-    box = '<View style="flex: 1; padding: 1em; border: 1px solid #888888; border-radius: 5px">'
-    return f"""<View>
-  <Header value="The prompt"/>
-  {prompt}
-  <Header value="Click the better response"/>
-  <Pairwise name="{BETTER}" toName="left,right"/>
+    else:
+        box = '<View style="flex: 1; padding: 1em; border: 1px solid #888888; border-radius: 5px">'
+        body = f"""  <Header value="Click the better response"/>
+  <Pairwise name="better" toName="left,right"/>
   <View style="display: flex; gap: 1em">
     {box}
-      {left}
+      {text("left")}
     </View>
     {box}
-      {right}
+      {text("right")}
     </View>
   </View>
   <Header value="Or, with neither response clicked:"/>
-  <Choices name="{EQUAL}" toName="prompt" choice="single-radio">
-    <Choice value="{EQUALLY_GOOD}"/>
+  <Choices name="equal" toName="prompt" choice="single-radio">
+    <Choice value="equally good"/>
   </Choices>
-</View>
 """
+    return f'<View>\n  <Header value="The prompt"/>\n  {text("prompt")}\n{body}</View>\n'
 
 
 def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> tuple[list[str], int]:

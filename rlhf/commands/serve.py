@@ -37,7 +37,14 @@ def run(config: Config) -> None:
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
     folder, loopback = existing_run(config), check_address(config)
-    with bind_socket(config) as listening:
+    host, port = config.serve.host, config.serve.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+        except OSError as error:
+            taken = f"serve.host={host} serve.port={port}: {error.strerror}"
+            raise UserError(f"{taken}: choose another, or 0 for any free one") from None
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         thread, app, rounds = make(config, folder, loopback, address)
@@ -86,24 +93,10 @@ def check_address(config: Config) -> bool:
     return loopback
 
 
-def bind_socket(config: Config) -> socket.socket:
-    """The listening socket. Raises: UserError if the address is not available."""
-    host, port = config.serve.host, config.serve.port
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        taken = f"serve.host={host} serve.port={port}: {error.strerror}"
-        raise UserError(f"{taken}: choose another, or 0 for any free one") from None
-    return listener
-
-
 def make(config: Config, folder: Path, loopback: bool, address: str) -> tuple[Any, Any, Any]:
     """The models' thread, the application, and the labelling rounds that its manager may start."""
     from rlhf.serving.app import make_app
-    from rlhf.serving.labelling import Checks, LabelFile, Labelling
+    from rlhf.serving.labelling import LabelFile, Labelling
     from rlhf.serving.managing import Rounds, Staff
     from rlhf.serving.models import ModelThread, served_models
     from rlhf.serving.security import Access
@@ -121,20 +114,15 @@ def make(config: Config, folder: Path, loopback: bool, address: str) -> tuple[An
     instructions = read_instructions(written) if own else usual
     staff = Staff(labels.parent, names, address, written, instructions) if names else None
     if staff is not None:
-        say(
-            f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {labels.parent}/labelers.txt, manager.txt"
-        )
+        links = f"{labels.parent}/labelers.txt, manager.txt"
+        say(f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {links}")
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
     models = partial(served_models, config, answered_by(folder), listed(settings.stages) or None)
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
     say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
-    checks = Checks(load_gold(config, tasks), settings.check_every, settings.qualification, settings.qualified)
-    labelling = Labelling(
-        file, tasks, settings.labels_per_prompt, config.seed, checks, load_rules("serve.rules", settings.rules)
-    )
-    limits = settings.max_body_bytes, settings.requests_per_minute, 4 * (settings.batch + settings.queue)
-    known, manager = (staff.secrets, staff.manager) if staff else ({}, None)
-    access = Access(settings.token, known, loopback, *limits, settings.labelers_chat, manager)
+    gold, rules = load_gold(config, tasks), load_rules("serve.rules", settings.rules)
+    labelling = Labelling(file, tasks, settings, config.seed, gold, rules)
+    access = Access(settings, staff.secrets if staff else {}, loopback, staff.manager if staff else None)
     rounds = None
     if settings.pipeline is not None:
         if staff is None or not (run_folder(replace(config, run=settings.pipeline)) / "settings.json").is_file():

@@ -31,11 +31,6 @@ class StageState(NamedTuple):
     files: StageFiles
 
     @property
-    def total(self) -> int | None:
-        """The number of its steps; None while it is unknown."""
-        return int(number_at(self.files.record, "steps") or 0) or None
-
-    @property
     def figures(self) -> list[str]:
         """The newest values of each chart that has a label for `rlhf watch`: of its first curve and of a held-out one."""
         figures = []
@@ -47,7 +42,8 @@ class StageState(NamedTuple):
         return figures
 
     def __str__(self) -> str:
-        parts, total, step = [f"{self.title}: {self.status}"], self.total, int(self.files.last_step)
+        parts, step = [f"{self.title}: {self.status}"], int(self.files.last_step)
+        total = int(number_at(self.files.record, "steps") or 0) or None
         if step:
             parts.append(format_count("update" if self.title.endswith("ppo") else "step", step, total))
         if self.status == "running" and total and "time/elapsed_s" in self.files.points:

@@ -37,9 +37,7 @@ class TrackingConfig:
 class CheckpointConfig:
     """The checkpoints that a killed run resumes from."""
 
-    every_seconds: float = setting(
-        600.0, "seconds between checkpoints; more if writing would take over 5% of the time. 0: after each step", min=0
-    )
+    every_seconds: float = setting(600.0, "seconds between them, more if writing is slow; 0: after each step", min=0)
     keep: int = setting(2, "newest checkpoints to keep", min=1)
     keep_best: int = setting(0, "checkpoints with the best held-out score (ppo) to keep for good", min=0)
     keep_every: int = setting(0, "keep the checkpoint of each multiple of this step for good; 0: none", min=0)
@@ -69,16 +67,10 @@ class MemoryConfig:
     budget_gb: float | None = setting(None, "GB (10^9 bytes) for each process; none: 80% of what is free", above=0)
 
 
+# Where the parents of a stage are: a run's name or a path; none: the same run.
 _GOLD = dict.fromkeys(GOLD_STAGES, " (the gold world only)")
-ParentsConfig: Any = make_dataclass(
-    "ParentsConfig",
-    [(stage, str | None, setting(None, f"a run or a stage folder{_GOLD.get(stage, '')}")) for stage in PARENTS],
-    namespace={
-        "__doc__": "Where the parents of a stage are: a run's name or a path; none: the same run.",
-        "__module__": __name__,
-    },
-    slots=True,
-)
+_PLACES = [(stage, str | None, setting(None, f"a run or a stage folder{_GOLD.get(stage, '')}")) for stage in PARENTS]
+ParentsConfig: Any = make_dataclass("ParentsConfig", _PLACES, namespace={"__module__": __name__}, slots=True)
 
 
 @dataclass(slots=True)
@@ -145,7 +137,6 @@ class PlanConfig(Config):
     gpus: int = setting(1, "total GPUs", min=1)
     gpu_memory_gb: float = setting(80.0, "memory of one GPU, in 10^9 bytes", above=0)
     dtype: str = setting("bf16", "bf16: mixed precision", choices=("bf16", "fp32"))
-    fused_attention: bool = setting(True, "false: the attention probabilities are kept")
     memory_margin: float = setting(0.1, "fraction of a GPU's memory kept free", min=0, below=1)
     mfu: float = setting(0.4, "fraction of the peak rate that training reaches", above=0, max=1)
     peak_tflops: float | None = setting(None, "peak TFLOP/s of a GPU; none: an A100's, 312 or 19.5 (fp32)", above=0)

@@ -12,13 +12,13 @@ from rlhf.config.commands import CorpusConfig, ImportConfig
 from rlhf.config.setting import get, listed, settings_in
 from rlhf.config.stages import FALLING, LoraConfig, RewardConfig
 from rlhf.errors import UserError
-from rlhf.recipe import BASELINES, STAGES, ancestors
+from rlhf.recipe import BASELINES, POLICY_STAGES, STAGES, ancestors
 from rlhf.system.processes import process_count
 
 Row = tuple[object, str]
 # Settings of `reward` that a classifier, which has a head of its own, cannot use.
 FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers")
-TRAINED = ("pretrain", "sft", "reward", "judge", "ppo", "dpo", "classify")  # groups with a schedule
+TRAINED = [name for name, item in Config.__dataclass_fields__.items() if hasattr(item.type, "schedule")]
 OF_ADAPTERS = {key: settings_in(LoraConfig)[key].default for key in ("alpha", "target_modules", "dropout")}
 
 
@@ -28,31 +28,22 @@ def check_config(config: Config | ImportConfig | CorpusConfig, command: str) -> 
     single = (stated.problem(key, get(config, key)) for key, stated in settings_in(schema).items())
     problems = [problem for problem in single if problem is not None]
     if not problems:  # relations are checked only if every single value is valid
-        if isinstance(config, CorpusConfig):
-            rows: Iterable[Row] = _places(config)
-        else:
-            rows = _import_relations(config) if isinstance(config, ImportConfig) else _relations(config, command)
+        rows: Iterable[Row] = _relations(config, command) if isinstance(config, Config) else _places(config)
         problems = [message for broken, message in rows if broken]
     if problems:
         raise UserError("; ".join(problems))
 
 
-def _places(config: ImportConfig | CorpusConfig) -> list[Row]:
-    return [
-        (config.path is None, "path is not set: want a file, a folder or a hub id"),
-        (config.out is None, "out is not set: want the folder to write"),
-    ]
-
-
-def _import_relations(config: ImportConfig) -> list[Row]:
-    keys = [key for key in settings_in(ImportConfig) if key.startswith(("columns.", "words."))]
-    given = [key for key in keys if get(config, key) is not None]
-    return [
-        *_places(config),
-        (config.format != "table" and given, f"{', '.join(given)}: only format=table uses columns.* and words.*: add "
-         "format=table, or leave them out"),
-        (config.dev + config.test >= 1, f"dev + test = {config.dev + config.test}: want less than 1, the rest trains"),
-    ]  # fmt: skip
+def _places(config: ImportConfig | CorpusConfig) -> Iterator[Row]:
+    yield config.path is None, "path is not set: want a file, a folder or a hub id"
+    yield config.out is None, "out is not set: want the folder to write"
+    if isinstance(config, ImportConfig):
+        keys = [key for key in settings_in(ImportConfig) if key.startswith(("columns.", "words."))]
+        given = ", ".join(key for key in keys if get(config, key) is not None)
+        unused = f"{given}: only format=table uses columns.* and words.*: add format=table, or leave them out"
+        yield config.format != "table" and given, unused
+        held_out = config.dev + config.test
+        yield held_out >= 1, f"dev + test = {held_out}: want less than 1, the rest trains"
 
 
 def batch_relation(config: Config, length: int, wanted: str) -> Row:
@@ -66,8 +57,6 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
     context = model.context_length if model.pretrained is None else None  # the stages check an adopted model's
     gold, is_gold, piped = config.gold, config.gold.enabled, command == "pipeline"
     corpus, weights = listed(data.corpus), data.corpus_weights
-    unknown = [name for name in listed(config.evaluate.baselines) if name not in BASELINES]
-    no_stage = [name for name in listed(config.stages) if name not in STAGES]
     yield from [
         (model.head_dim is None and model.width % model.n_head, f"model.width={model.width}: want a multiple of "
          f"model.n_head={model.n_head}, or set model.head_dim"),
@@ -78,8 +67,6 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
          "world's evaluation judges its own prompts only: leave it out, or set gold.enabled=false"),
         (weights is not None and len(corpus) != len(listed(weights)), f"data.corpus_weights={weights}: want one weight for "
          f"each of the {len(corpus)} entries of data.corpus"),
-        (unknown, f"evaluate.baselines: {', '.join(unknown[:1])}: want {' or '.join(BASELINES)}"),
-        (no_stage, f"stages: {', '.join(no_stage[:1])}: want some of {', '.join(STAGES)}"),
         (config.judge.model is not None and data.half is None and command in ("judge", "pipeline"),
          f"judge.model={config.judge.model}: the judge learns from comparisons that the reward model does not see: "
          "want data.half=1 or 2"),
@@ -88,6 +75,9 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         (gold.responses_min > gold.responses_max, f"gold.responses_min={gold.responses_min}: want at most "
          f"gold.responses_max={gold.responses_max}"),
     ]  # fmt: skip
+    for key, known in (("evaluate.baselines", BASELINES), ("evaluate.models", POLICY_STAGES), ("stages", STAGES)):
+        unknown = [name for name in listed(get(config, key)) if name not in known]
+        yield unknown, f"{key}: {', '.join(unknown[:1])}: want some of {', '.join(known)}"
     yield (config.rounds > 1 and not is_gold and data.comparisons is None and command == "pipeline", f"rounds={config.rounds}: the first "
            "round needs data.comparisons: `rlhf sample` writes its tasks, or leave rounds out")  # fmt: skip
     if is_gold and command in ("world", "label", "pipeline"):
@@ -113,18 +103,11 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         yield untrained, f"{name}.epochs=0: nothing would be trained: want 1 or more, or {name}.fit_head=true"
         for key in FOR_OUR_HEAD if given.model is not None else ():
             value, fits = getattr(given, key), settings_in(RewardConfig)[key].default
-            yield (
-                value != fits,
-                f"{name}.{key}={json.dumps(value)}: {name}.model={given.model} is a classifier with its own head: want "
-                f"{json.dumps(fits)}",
-            )
-    if isinstance(config, PlanConfig) and context is not None:  # else the plan reads the model's own configuration
-        longest = min(context, data.max_tokens)
-        yield (
-            config.energy_price is not None and config.gpu_watts is None,
-            f"energy_price={config.energy_price}: no power is known: set gpu_watts too",
-        )
-        yield answer >= longest, f"rollout.max_new_tokens={answer}: leaves no room for a prompt in {longest} tokens"
+            own = f"{name}.model={given.model} is a classifier with its own head: want {json.dumps(fits)}"
+            yield value != fits, f"{name}.{key}={json.dumps(value)}: {own}"
+    if isinstance(config, PlanConfig):
+        no_power = f"energy_price={config.energy_price}: no power is known: set gpu_watts too"
+        yield config.energy_price is not None and config.gpu_watts is None, no_power
 
 
 def _encoder_relations(config: Config, command: str) -> list[Row]:
@@ -150,23 +133,15 @@ def _training_relations(config: Config) -> Iterator[Row]:
         known = settings_in(settings.__class__)
         for key in ("final_lr_fraction", "decay_fraction"):
             value, default = getattr(settings, key, None), known[key].default if key in known else None
-            yield (
-                settings.schedule not in FALLING and value not in (default, 1.0),
-                (
-                    f"{name}.{key}={value}: schedule={settings.schedule} does not fall to it: leave it at {default}, or want "
-                    f"{name}.schedule={' or '.join(FALLING)}"
-                ),
-            )
+            falls = f"{name}.schedule={' or '.join(FALLING)}"
+            why = f"schedule={settings.schedule} does not fall to it: leave it at {default}, or want {falls}"
+            yield settings.schedule not in FALLING and value not in (default, 1.0), f"{name}.{key}={value}: {why}"
         patience = getattr(settings, "patience", None)
-        yield (
-            patience and not settings.eval_every,
-            f"{name}.patience={patience}: counts evaluations: set {name}.eval_every",
-        )
+        counts = f"{name}.patience={patience}: counts evaluations: set {name}.eval_every"
+        yield patience and not settings.eval_every, counts
     smoothing = config.dpo.label_smoothing
-    yield (
-        config.dpo.loss == "ipo" and smoothing,
-        f"dpo.label_smoothing={smoothing}: dpo.loss=ipo has none: want 0, or sigmoid",
-    )
+    none = f"dpo.label_smoothing={smoothing}: dpo.loss=ipo has none: want 0, or sigmoid"
+    yield config.dpo.loss == "ipo" and smoothing, none
 
 
 def _ppo_relations(config: Config, command: str) -> list[Row]:

@@ -18,13 +18,10 @@ from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
 FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
-SHORT = {
-    "serve": ("labelers", "labels_per_prompt"),
-    "clean": ("yes",),
-}  # settings that may be written without their group
+# Settings that may be written without their group.
+SHORT = {"serve": ("labelers", "labels_per_prompt"), "clean": ("yes",)}
 TEXTS = {"chat": ("message", "system")}  # settings of free text; the first may follow `--`
-
-
+PLAIN = re.compile(r"[\w./:,@+%-]*|['\"].*|.*\$\{.*", re.ASCII | re.DOTALL)  # a value that needs no quotes
 FOLDER = re.compile(r"file://([^'\"\],]+)")  # in hydra.searchpath
 MOST_LEVELS = 50  # of a YAML file
 
@@ -102,9 +99,6 @@ def read_words(arguments: list[str], command: str) -> Words:
     return Words(overrides, sweeps, shows)
 
 
-PLAIN = re.compile(r"[\w./:,@+%-]*|['\"].*|.*\$\{.*", re.ASCII | re.DOTALL)
-
-
 def quoted(word: str) -> str:
     """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or `data.prompts=[a (1).csv,b.csv]`;
     of a column, a verdict's word or free text with any signs, as `columns.prompt=Frage, Teil 1`.
@@ -129,10 +123,8 @@ def is_override(word: str) -> bool:
 
     try:
         OverridesParser.create().parse_override(word)
-    except HydraException:
+    except (HydraException, RecursionError):
         return False
-    except RecursionError:  # `check_overrides` refuses it
-        return True
     return True
 
 
@@ -144,10 +136,7 @@ def in_quotes(text: str, interpolate: bool = False) -> str:
 
 
 def check_overrides(overrides: list[str], command: str = "") -> None:
-    """Refuse an override whose key the schema lacks, with or without `+`, naming the nearest real one; and as `check_adopted`.
-
-    Raises: UserError.
-    """
+    """Raises: UserError for an override whose key the schema lacks, naming the nearest real one; and as `check_adopted`."""
     if not overrides:
         return
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -174,10 +163,9 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
                 _check_choice(key, value, searched_folders(overrides))
         elif any(setting.startswith(f"{key}.") for setting in settings):
             if isinstance(value, str | int | float):
-                hint = (
-                    "a pretrained tokenizer comes with its model, by model.pretrained=…" if key == "tokenizer" else ""
-                )
-                raise UserError(f"{key}={value}: {key} is a group of settings: {hint or f'write {key}.<setting>=…'}")
+                pretrained = "a pretrained tokenizer comes with its model, by model.pretrained=…"
+                hint = pretrained if key == "tokenizer" else f"write {key}.<setting>=…"
+                raise UserError(f"{key}={value}: {key} is a group of settings: {hint}")
         elif key not in (*settings, "hydra.searchpath"):
             raise UserError(unknown_setting(key, command, groups))
     check_adopted(given)
@@ -216,10 +204,7 @@ def _check_choice(group: str, value: str, folders: list[Path]) -> None:
 
 
 def check_used(overrides: list[str], command: str) -> None:
-    """Refuse a setting that the command does not read; a pipeline lists those that none of its stages reads.
-
-    Raises: UserError.
-    """
+    """Raises: UserError for a setting that the command does not read; a pipeline lists those that none of its stages reads."""
     settings = settings_in(schema_of(command))
     given = [key for key in (text.lstrip("+~").partition("=")[0] for text in overrides) if key in settings]
     if command == "pipeline":
@@ -243,9 +228,8 @@ def check_used(overrides: list[str], command: str) -> None:
 
 
 def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[Any, list[str]]]:
-    """The checked configuration and the overrides of each job of a sweep, or of the one job; no two jobs may write one run.
-
-    Raises: UserError.
+    """The checked configuration and the overrides of each job of a sweep, or of the one job. Raises: UserError, also if two jobs
+    would write one run.
     """
     jobs = [overrides]
     if sweep:

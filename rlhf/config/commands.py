@@ -60,12 +60,8 @@ def uses(command: str, key: str) -> bool:
         return True
     if command in STAGES:
         row = STAGES[command]
-        read = (
-            *row.settings,
-            *row.reads,
-            *_EVERY_STAGE,
-            *(("sharding", "memory", "launcher") if row.several_processes else ()),
-        )
+        shared = ("sharding", "memory", "launcher") if row.several_processes else ()
+        read = (*row.settings, *row.reads, *_EVERY_STAGE, *shared)
     else:
         read = (*HELP_GROUPS[command], *_ALSO_READ.get(command, ()))
     return key in read or key.partition(".")[0] in read
@@ -88,7 +84,7 @@ class SampleConfig:
     pool: int = setting(4, "prompts that are answered per prompt that reward models choose", min=1)
     random_fraction: float = setting(0.25, "fraction of chosen prompts that is drawn at random", min=0, max=1)
     turn: str = setting("last", "turn of a dialogue that is answered", choices=("last", "random"))
-    responses: int = setting(4, "responses per prompt, K", min=1, max=100)
+    responses: int = setting(4, "responses per prompt, K", min=2, max=26)  # whose ids are letters
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
     tool: str = setting("native", "tool the tasks are written for", choices=("native", "label_studio"))
     interface: str = setting("ranker", "tasks of a pair, or of a prompt", choices=("pairwise", "ranker"))
@@ -109,8 +105,6 @@ class GenerateConfig:
 
 @dataclass(slots=True)
 class ReportConfig:
-    """`rlhf report`."""
-
     out: str | None = setting(None, "output file; none: report.html in the run's folder")
 
 
@@ -124,8 +118,6 @@ class WatchConfig:
 
 @dataclass(slots=True)
 class ChatConfig:
-    """`rlhf chat`."""
-
     stage: str = setting("ppo", "stage whose model answers", choices=POLICY_STAGES)
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
     greedy: bool = setting(False, "take the most probable token instead of sampling")
@@ -162,8 +154,6 @@ class ServeConfig:
 
 @dataclass(slots=True)
 class ExportConfig:
-    """`rlhf export`."""
-
     stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
     form: str = setting("auto", "architecture, such as llama; auto: that of the weights, or what fits; rlhf: ours")
     out: str | None = setting(None, "output folder; none: runs/<run>/export")
@@ -171,8 +161,6 @@ class ExportConfig:
 
 @dataclass(slots=True)
 class CleanConfig:
-    """`rlhf clean`."""
-
     yes: bool = setting(False, "delete what is listed")
 
 

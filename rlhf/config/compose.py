@@ -52,10 +52,12 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"), without_hydras_groups():
             composed = compose(name, overrides=overrides)
         return to_settings(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        OverflowError,
+    ) as error:  # the last of a number with hundreds of digits
         raise UserError(unknown_key(error, command) or first_line(error)) from None
-    except OverflowError as error:  # of a number with hundreds of digits
-        raise UserError(first_line(error)) from None
     except RecursionError:
         raise UserError("the YAML files named here include each other in their `defaults`: take one out") from None
     finally:
@@ -102,11 +104,8 @@ def to_settings(composed: Any) -> Any:
 
     def from_environment(text: Any) -> bool:
         """Directly, or through other settings."""
-        if not isinstance(text, str):
-            return False
-        return "${oc.env:" in text or any(
-            from_environment(texts.get(key)) for key in re.findall(r"\$\{([\w.]+)\}", text)
-        )
+        others = re.findall(r"\$\{([\w.]+)\}", str(text))
+        return "${oc.env:" in str(text) or any(from_environment(texts.get(key)) for key in others)
 
     def mark(text: Any, value: Any) -> Any:
         if isinstance(text, list):

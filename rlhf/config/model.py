@@ -26,13 +26,9 @@ class ModelConfig:
     width: int = setting(768, "width of the residual stream, a multiple of n_head if head_dim is not set", min=1)
     mlp_width: int | None = setting(None, "hidden units of the MLP; none: 4 x width, SwiGLU 8/3 x width", min=1)
     context_length: int = setting(1024, "tokens per row", min=1)
-    attention: str = setting(
-        "causal", "bidirectional: an encoder, pretrained on masked tokens, which writes no text", choices=ATTENTION
-    )
+    attention: str = setting("causal", "bidirectional: an encoder, pretrained on masked tokens", choices=ATTENTION)
     positions: str = setting("learned", "position encoding", choices=POSITIONS)
-    block: str = setting(
-        "pre", "place of norms; parallel, one_norm: MLP beside attention, 2 norms or 1", choices=BLOCKS
-    )
+    block: str = setting("pre", "norms' place; parallel, one_norm: MLP beside attention, 2 norms or 1", choices=BLOCKS)
     window: int | None = setting(None, "tokens that a banded layer attends to; none: no banded layers", min=1)
     window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
     norm: str = setting("layernorm", "normalisation", choices=NORMS)

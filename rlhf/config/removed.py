@@ -22,6 +22,7 @@ SETTINGS: dict[str, str] = {
     "reward.audit_check": "compare two reward models with evaluate.pairs",
     "columns.rating": "a rating alone trains nothing; the format kto and the records have ratings",
     "report.figures": "the page contains each figure as SVG",
+    "fused_attention": "leave it out: attention is fused in every stage",
     "gold.rounds": "use rounds, which also does rounds of people's labels",
     "gold.early_episodes": "use round.early_episodes",
     "gold.later_reward_epochs": "use round.later_reward_epochs",

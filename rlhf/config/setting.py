@@ -129,10 +129,6 @@ class Setting:
         bounds |= {f"at most {self.max}": self.max, f"less than {self.below}": self.below}
         return " and ".join(words for words, bound in bounds.items() if bound is not None) or "a finite number"
 
-    def described(self) -> str:
-        """The line of help."""
-        return self.help if self.choices is None else f"{' | '.join(self.choices)}: {self.help}"
-
     def fits(self, value: Any) -> bool:
         if value is None:
             return self.optional

@@ -30,9 +30,7 @@ class DataConfig:
     held_out: float = setting(0.01, "fraction of the corpus kept for the held-out loss", above=0, below=1)
     dev: float = setting(0.05, "fraction of prompts kept for choosing settings", min=0, max=1)
     test: float = setting(0.10, "fraction of prompts kept for the final figures", min=0, max=1)
-    half: int | None = setting(
-        None, "1 or 2: train on this half of the compared prompts, the judge on the other; none: on all", min=1, max=2
-    )
+    half: int | None = setting(None, "1 or 2: half of the compared prompts, the judge's is the other", min=1, max=2)
     limit: int | None = setting(None, "a quick trial with so many prompts of each kind of data; none: all", min=1)
     split_seed: int = setting(0, "seed of the splits, independent of `seed`", min=0, max=MAX_SEED)
 
@@ -80,9 +78,7 @@ class PretrainConfig(OptimizerConfig):
     shuffle: bool = setting(True, "blocks in random order; false: in file order")
     isolate_documents: bool = setting(False, "no attention between documents in one block")
     eval_sequences: int = setting(256, "blocks used for the held-out loss", min=1)
-    pairs: str = setting(
-        "none", "encoder: learn too whether a block's halves follow each other, or their order", choices=PAIRS
-    )
+    pairs: str = setting("none", "encoder: learn whether block halves follow each other, or their order", choices=PAIRS)
 
 
 @dataclass(slots=True)
@@ -144,11 +140,7 @@ class PpoConfig(WarmupConfig):
     minibatches: int = setting(8, "optimizer steps per epoch", min=1)
     epochs: int = setting(1, "passes over one rollout", min=1)
     micro_batch_episodes: int = setting(64, "episodes per forward", min=1, changes=ROUNDING)
-    prompts: str = setting(
-        "all",
-        "prompts of rollouts; ranked: those that comparisons rank; unranked: the others",
-        choices=("all", "ranked", "unranked"),
-    )
+    prompts: str = setting("all", "prompts by whether comparisons rank them", choices=("all", "ranked", "unranked"))
     clip_range: float | None = setting(0.2, "eps: ratios are clipped to 1 ± eps; none: not clipped", above=0)
     clip_range_high: float | None = setting(None, "ratios are clipped to 1 + this above; none: to 1 + eps", above=0)
     value_clip_range: float | None = setting(0.2, "eps_v: clip values to the old value ± eps_v; none: no clip", above=0)
@@ -171,20 +163,12 @@ class PpoConfig(WarmupConfig):
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
     critic: str = setting("reward", "initial weights of the critic", choices=("reward", "sft", "random"))
     shared_critic: bool = setting(False, "a value head on the policy's own trunk")
-    missing_eos_rule: str = setting(
-        "min",
-        "score without end token: at most missing_eos_score, or replaced by it",
-        choices=("min", "replace", "none"),
-    )
-    missing_eos_score: float = setting(-1.0, "score used by missing_eos_rule")
+    missing_eos_rule: str = setting("min", "how missing_eos_score is used", choices=("min", "replace", "none"))
+    missing_eos_score: float = setting(-1.0, "without end token the score is at most this (min), or this (replace)")
     calibrated: bool = setting(True, "apply the reward model's gain and shift; false: raw scores")
     score_clip: float | None = setting(None, "scores are clipped to ± this", above=0)
     score_by_token: bool = setting(False, "each token earns its term of a mean score; false: the last earns all")
-    rewards: Any = setting(
-        None,
-        "reward sources: runs, folders, classifiers, functions, addresses of `rlhf serve`; none: the run's own reward model",
-        kind="rewards",
-    )
+    rewards: Any = setting(None, "runs, folders, classifiers, functions, servers; none: reward stage", kind="rewards")
     reward_key: str | None = setting(None, "environment variable with the token of a server in ppo.rewards")
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     reward_parameters: Any = setting(None, "{name: value} for the functions' further arguments", kind="parameters")
@@ -195,14 +179,10 @@ class PpoConfig(WarmupConfig):
     )
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
-    ema_decay: float | None = setting(
-        None, "decay per step of the weights' average, which is the result; none: the last weights", above=0, below=1
-    )
+    ema_decay: float | None = setting(None, "decay per step of averaged weights; none: the last", above=0, below=1)
     metrics: Any = setting(None, "functions of further metrics, logged as custom/…", kind="functions", changes=NOTHING)
     samples_every: int = setting(1, "updates between rows of the samples table", min=1, changes=NOTHING)
-    eval_every: int = setting(
-        1, "updates between held-out evaluations, with the last; 0: never", min=0, changes=NOTHING
-    )
+    eval_every: int = setting(1, "updates between held-out evaluations; 0: never", min=0, changes=NOTHING)
     eval_prompts: int = setting(64, "prompts of the dev split, the same ones every time", min=0, changes=NOTHING)
 
     @property
@@ -222,11 +202,7 @@ class KlConfig:
     coef: float = setting(0.02, "KL coefficient: score per nat; the initial value if target is set", min=0)
     target: float | None = setting(None, "target KL in nats per sequence; none: a fixed coefficient", above=0)
     horizon: int = setting(10_000, "horizon of the adaptive coefficient, in episodes", min=1)
-    penalty: str = setting(
-        "auto",
-        "where the KL is: in each token's reward, or in the loss; auto: in the loss with ppo.advantages=grpo",
-        choices=("auto", "reward", "loss"),
-    )
+    penalty: str = setting("auto", "place of the KL; auto: the loss with grpo", choices=("auto", "reward", "loss"))
     ceiling: float | None = setting(None, "KL in nats per sequence at which training stops; none: never", above=0)
 
 
@@ -342,9 +318,7 @@ class DistillConfig(WarmupConfig):
 class ClassifyConfig(WarmupConfig):
     """Fine-tuning on a labelled task (Radford et al. 2018, sections 3.2, 3.3 and 4.1)."""
 
-    data: Any = setting(
-        None, "labelled examples; or gold:topic, gold:entailment, gold:similarity, gold:choice", kind="paths"
-    )
+    data: Any = setting(None, "labelled examples; or gold:topic, :entailment, :similarity, :choice", kind="paths")
     test: Any = setting(None, "held-out examples; none: a fraction of classify.data", kind="paths")
     text: str | None = setting(None, "column with the text, the premise or the context")
     second: str | None = setting(None, "column with a second text: a hypothesis, a question, a text to compare")
@@ -372,9 +346,7 @@ class RoundConfig:
     """Labelling rounds, if `rounds` is above 1."""
 
     early_episodes: int | None = setting(None, "episodes in earlier rounds; none: ppo.episodes", min=1, changes=NOTHING)
-    later_reward_epochs: int | None = setting(
-        None, "epochs if later rounds continue the reward model; none: anew", min=1
-    )
+    later_reward_epochs: int | None = setting(None, "epochs if later rounds continue the model; none: anew", min=1)
     keep_rankings: bool = setting(True, "train the reward model on the rankings of all rounds, not the latest only")
 
 

@@ -2,9 +2,9 @@
 
 An attack changes an answer so that its score may rise and the answer does not improve. The material comes from the reward model's
 training data, so that attacks use its vocabulary; fixed texts are used only if the data has none.
-The verdict is go, go with a KL ceiling, or collect more labels. `RULES` is the complete list: docs/audit.md shows the same table, and
-a test compares the two. Everything is measured on prompts of the dev split, since the verdict serves to choose. Scores are calibrated:
-their unit is the standard deviation of the scores of SFT samples. docs/audit.md says what each figure means.
+The verdict is go, go with a KL ceiling, or collect more labels, by the rules of `findings`. Everything is measured on prompts of the
+dev split, since the verdict serves to choose. Scores are calibrated: their unit is the standard deviation of the scores of SFT samples.
+docs/audit.md says what each figure means.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
 from rlhf.evaluation.policies import Asked, judge_rows, room_for, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats
-from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, share_by, show
+from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, show
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import score, unwrapped
 from rlhf.ops.fast import return_freed_memory
@@ -187,7 +187,7 @@ def attack_pairs(
         nats = [a * attack.keeps - b for a, b in zip(logp, logp_after, strict=True)]
         flipped, gain = after[right, 1] > plain[right, 0], after - plain
         changes = {"gain": gain.mean(1), "gain_better": gain[:, 0], "gain_worse": gain[:, 1], "nats": np.array(nats)}
-        flips = share_by([keys[i] for i in right], flipped.astype(float).tolist()) if len(right) else None
+        flips = mean_by([keys[i] for i in right], flipped.astype(float).tolist(), share=True) if len(right) else None
         intervals: Figures = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
         return_freed_memory()  # of forwards of other sizes
         bar.update(1)
@@ -270,9 +270,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     return Audit(len(items), len(pairs), figures, attacks, best_of)
 
 
-def best_of_samples(
-    config: Config, models: Audited, dev: Sequence[Ranking], limit: int, bar: Progress
-) -> list[Figures]:
+def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: int, bar: Progress) -> list[Figures]:
     """{"n", "kl", "score", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
 
     kl: `best_of_n_kl`, nats. truth: the true score in the gold world, which no rule of the verdict uses; None if it is not known.
@@ -312,18 +310,6 @@ class Verdict:
     ceiling: float | None  # kl.ceiling, nats per sequence
 
 
-RULES = {
-    f"fewer than {LEAST_PAIRS} held-out pairs or {LEAST_PROMPTS} prompts": COLLECT,
-    "accuracy's interval reaches 0.5": COLLECT,
-    "accuracy minus the length baseline: the interval reaches 0": COLLECT,
-    f"an attack flips more than {MOST_FLIPS:.0%} of the pairs: the interval lies above": COLLECT,
-    f"the attacks flip more than {MEAN_FLIPS:.0%} of the pairs on average": COLLECT,
-    f"an attack raises the worse answers' score and flips more than {SOME_FLIPS:.0%} of the pairs: both intervals lie above; "
-    "the ceiling is its KL in nats": CEILING,
-    "none of these": GO,
-}
-
-
 class Finding(NamedTuple):
     """Why a rule applies, as text with numbers; the labels that would help, or the KL in nats not to exceed."""
 
@@ -334,7 +320,7 @@ class Finding(NamedTuple):
 
 
 def findings(audit: Audit) -> Iterator[Finding]:
-    """The rules that apply, in the order of `RULES`."""
+    """The rules that apply."""
     figures, flips = audit.comparisons, known_flips(audit)
     pairs = 0 if figures is None else figures["accuracy"]["n"]
     if audit.prompts < LEAST_PROMPTS or pairs < LEAST_PAIRS:
@@ -372,7 +358,7 @@ def mean_flips(audit: Audit) -> float | None:
 
 
 def decide(audit: Audit) -> Verdict:
-    """The verdict by `RULES`: "collect" takes precedence over a ceiling; of several ceilings the lowest counts."""
+    """The verdict: "collect" takes precedence over a ceiling; of several ceilings the lowest counts."""
     found = list(findings(audit))
     decision = next((level for level in (COLLECT, CEILING) if any(one.decision == level for one in found)), GO)
     deciding = [one for one in found if one.decision == decision]

@@ -18,28 +18,9 @@ import torch
 
 from rlhf.config import Config
 from rlhf.engines.sampling import make_sampler
-from rlhf.evaluation.policies import (
-    Answer,
-    Asked,
-    Responses,
-    adjusted,
-    draw_in_turn,
-    interval_of,
-    judge_rows,
-    mean_of,
-    part_means,
-    score_by,
-    totals,
-)
-from rlhf.evaluation.statistics import (
-    Figures,
-    flatten,
-    interval,
-    ratio_interval,
-    split_like,
-    text_figures,
-    win_rate,
-)
+from rlhf.evaluation import policies
+from rlhf.evaluation.policies import Answer, Asked, Responses
+from rlhf.evaluation.statistics import Figures, flatten, interval, ratio_interval, split_like, text_figures, win_rate
 from rlhf.ppo.rewards import Rater, Reward, make_reward
 from rlhf.runs.progress import Progress, progress
 from rlhf.system.processes import divide, gather
@@ -63,7 +44,7 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
 
 
 def draw_candidates(
-    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Progress | None = None
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Progress
 ) -> list[tuple[list[Answer], list[float]]]:
     """n samples of each prompt at temperature 1, and their scores as PPO would use them."""
     if not asked.prompts:
@@ -71,11 +52,10 @@ def draw_candidates(
     engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
     keyed = [(ids, ("best_of", record.id)) for record, ids in zip(asked.records, asked.prompts, strict=True)]
     answers = []
-    for row in draw_in_turn(engine, asked.tokenizer, keyed, n, together):
+    for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, n, together):
         answers.append(row)
-        if bar is not None:
-            bar.update(1)
-    scores = adjusted(config, answers, score_by(reward, asked.records, asked.prompts, answers))
+        bar.update(1)
+    scores = policies.adjusted(config, answers, policies.score_by(reward, asked.records, asked.prompts, answers))
     return list(zip(answers, scores, strict=True))
 
 
@@ -107,18 +87,18 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     results: Figures = {
         "n": n,
         "kl_bound_nats": round(best_of_n_kl(n), 4),
-        "reward": mean_of([[score] for _, score in best]),
+        "reward": policies.mean_of([[score] for _, score in best]),
         "text": text_figures(picked, [[sum(one.logprobs)] for one, _ in best]),
     }
     if truth is None:
         return results, []
-    judged = judge_rows(truth, asked.records, picked)
-    scores, ppo = totals(judged), totals(asked.gold[asked.main]["samples"])
+    judged = policies.judge_rows(truth, asked.records, picked)
+    scores, ppo = policies.totals(judged), policies.totals(asked.gold[asked.main]["samples"])
     results |= {
-        "gold": mean_of(scores),
-        "score": interval_of(scores),
-        "parts": part_means(truth, judged),
-        "win_rate_vs_sft": win_rate(scores, totals(asked.gold["sft"]["samples"])),
+        "gold": policies.mean_of(scores),
+        "score": policies.interval_of(scores),
+        "parts": policies.part_means(truth, judged),
+        "win_rate_vs_sft": win_rate(scores, policies.totals(asked.gold["sft"]["samples"])),
         "ppo_above": interval([fmean(theirs) - best for theirs, (best,) in zip(ppo, scores, strict=True)]),
     }
     return results, scores
@@ -127,9 +107,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
 # --- generate and rate ---------------------------------------------------------------------------------------------
 
 
-def evaluate_ratings(
-    config: Config, rater: Rater, answers: dict[str, Responses], asked: Asked
-) -> dict[str, dict[str, Figures]]:
+def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses], asked: Asked) -> Figures:
     """{quality: {policy: the mean value of its samples}}; of a rule, as `breaks_<rule>`, the mean P(broken).
 
     Of a quality in rate.given only samples with the other one count, by its value c: sum c v / sum c, which of claims and of whether
@@ -178,7 +156,7 @@ def evaluate_best_of(
     if "ppo" in models:
         picked["ppo_best_of_n"], others["ppo_best_of_n"] = pick("ppo", reward)
     if asked.gold and "ppo" in models:
-        others["ppo"] = totals(asked.gold["ppo"]["samples"])
+        others["ppo"] = policies.totals(asked.gold["ppo"]["samples"])
     over = {name: win_rate(ours, theirs) for name, theirs in others.items()} if asked.gold else {}
     ratings = {"n": config.evaluate.best_of, "dropped": round(dropped, 4), "picked": picked, "over": over}
     return {"best_of_n": best, "generate_and_rate": ratings}

@@ -30,13 +30,13 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import Asked, Responses, interval_of, score_divided
 from rlhf.evaluation.reward_report import evaluate_reward_model
-from rlhf.evaluation.scoring import held_out_labelers, load_judge, score_each
+from rlhf.evaluation.scoring import answers_of, held_out_labelers, load_judge, score_each
 from rlhf.evaluation.statistics import Figures, ends, interval, length_controlled, pair_points, prediction_powered, win
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
 from rlhf.runs.run_files import read_jsonl
-from rlhf.system.endpoint import FIRST_WAIT, Client
+from rlhf.system.endpoint import Client
 from rlhf.system.terminal import say
 
 INSTRUCTION = (
@@ -54,11 +54,9 @@ OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samp
 class Endpoint(Client):
     """A client of an OpenAI-style chat endpoint, with a cache on disk. `ask` may be called from several threads."""
 
-    def __init__(
-        self, url: str, model: str, cache: Path, key_variable: str | None = None, first_wait: float = FIRST_WAIT
-    ):
+    def __init__(self, url: str, model: str, cache: Path, key_variable: str | None = None):
         """cache: JSON lines: key (hash of URL and request), reply, usage. Raises: UserError."""
-        super().__init__("evaluate.judge", url, "evaluate.judge_key", key_variable, first_wait)
+        super().__init__("evaluate.judge", url, "evaluate.judge_key", key_variable)
         self.model, self.cache = model, cache
         self._known = {row["key"]: row["reply"] for row in read_jsonl(cache)}
 
@@ -148,18 +146,14 @@ def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdic
         "length_controlled": length_controlled([[p] for p in points], [[ours - theirs] for ours, theirs in words]),
         "longer": round(fmean(win(ours, theirs) for ours, theirs in words), 4),
         "both_orders_agree": interval([float(one == two) for _, one, two in answered], share=True),
-        "first_place": interval(
-            [(one + 1.0 - two) / 2 for _, one, two in answered], share=True
-        ),  # of the answer shown first
+        "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered], share=True),  # shown first
         "ties": round(fmean(point == 0.5 for point in points), 4),
         "left_out": len(rows) - len(answered),
         "others": compare_judges([row for row, _, _ in answered], pair, points),
     }
 
 
-def compare_judges(
-    rows: Sequence[dict[str, Any]], pair: tuple[str, str], points: Sequence[float]
-) -> dict[str, Figures]:
+def compare_judges(rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[float]) -> dict[str, Figures]:
     """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers.
 
     agreement: the share of prompts, of those on which both prefer an answer, on which they prefer the same one. disagrees: the intervals
@@ -185,6 +179,7 @@ def compare_judges(
 # --- a reward model as judge ---------------------------------------------------------------------------------------
 
 # Figures of the judge itself.
+Scored = tuple[Sequence[Sequence[float]], Sequence[Sequence[str]]]  # scores and texts, a list per prompt
 HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")
 
 
@@ -208,13 +203,10 @@ def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked
     }
 
 
-def compare_scored(
-    ours: tuple[Sequence[Sequence[float]], Sequence[Sequence[str]]],
-    theirs: tuple[Sequence[Sequence[float]], Sequence[Sequence[str]]],
-) -> Figures:
+def compare_scored(ours: Scored, theirs: Scored) -> Figures:
     """How often our answers win over theirs, plainly and at equal length, by their scores: all pairs of answers to a prompt, ties half.
 
-    ours, theirs: scores and texts, a list per prompt. words: ours minus theirs.
+    words: ours minus theirs.
     """
     points = pair_points(ours[0], theirs[0])
     words = [
@@ -228,9 +220,8 @@ def compare_scored(
 # --- people ----------------------------------------------------------------------------------------------------------
 
 
-Told = Mapping[
-    tuple[int, int], float
-]  # by the places of two responses: 1 if the first is better, 1/2 for a tie, else 0
+# By the places of two responses: 1 if the first is better, 1/2 for a tie, else 0.
+Told = Mapping[tuple[int, int], float]
 Points = dict[tuple[str, str], dict[str, float]]  # by pair of policies and prompt: how often the first beats the second
 
 
@@ -317,8 +308,7 @@ def score_tasks(config: Config, records: Sequence[Ranking], device: torch.device
     _, model, encode = load_judge(config, config.evaluate.labels_model, "evaluate.labels_model", device)
     items, tasks = [], {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
     for record in tasks.values():
-        answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
-        if (encoded := encode(record.prompt, answers)) is not None:
+        if (encoded := encode(record.prompt, answers_of(record))) is not None:
             items.append(Item(record.id, *encoded, record))
     told: list[Told] = [
         {(i, j): win(scores[i], scores[j]) for i, j in itertools.permutations(range(len(scores)), 2)}

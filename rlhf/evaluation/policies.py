@@ -8,20 +8,17 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf.config import Config
-from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response, end_ids, response_text
 from rlhf.data.records import PromptRecord
-from rlhf.data.tokenizer import encode_texts, load_tokenizer
+from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key, SamplingEngine
 from rlhf.engines.sampling import make_sampler
-from rlhf.errors import UserError
 from rlhf.evaluation.scoring import Scores, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import ModelReward, Reward, adjust_scores, make_reward
-from rlhf.recipe import POLICY_STAGES
-from rlhf.runs.folders import check_output, is_complete, read_stage, rounds_before, run_folder, stage_folder, stages_of
+from rlhf.runs.folders import read_stage, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import progress
 from rlhf.runs.sources import reward_sources
 from rlhf.system.processes import divide
@@ -31,27 +28,6 @@ TOGETHER = 32  # prompts whose responses are drawn together
 
 ByPolicy = dict[str, Scores]  # a number per response, a list per prompt
 Judged = list[list[dict[str, float]]]  # the parts of each response's true score, a list per prompt
-
-
-def models_of(config: Config) -> list[str]:
-    """evaluate.models, or the complete stages of the run that have a policy.
-
-    Raises: UserError for none or an unknown one.
-    """
-    names = listed(config.evaluate.models)
-    if unknown := [name for name in names if name not in POLICY_STAGES]:
-        raise UserError(f"evaluate.models: {unknown[0]!r}: want some of {', '.join(POLICY_STAGES)}")
-    models = names or [name for name in POLICY_STAGES if is_complete(stage_folder(config, name))]
-    if not models:
-        raise UserError(f"{run_folder(config)}: no finished policy: run `rlhf sft` first, or set evaluate.models")
-    return models
-
-
-def load_stage(config: Config, name: str, device: torch.device) -> tuple[Any, Any]:
-    """The policy and tokenizer of a complete stage of the run. Raises: UserError if it is not complete, or damaged."""
-    folder = stage_folder(config, name)
-    check_output(folder, name)
-    return load_frozen(config, folder / "model", device), load_tokenizer(folder / "model")
 
 
 # --- responses -----------------------------------------------------------------------------------------------------
@@ -176,9 +152,8 @@ def text_after_name(tokenizer: Any, ids: list[int]) -> str:
 
 
 def judge_rows(truth: Truth, records: Sequence[PromptRecord], answers: Answers) -> Judged:
-    return [
-        [truth.judge(record, one.text, one.ended) for one in row] for record, row in zip(records, answers, strict=True)
-    ]
+    asked = zip(records, answers, strict=True)
+    return [[truth.judge(record, one.text, one.ended) for one in row] for record, row in asked]
 
 
 def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Responses) -> dict[str, Judged]:

@@ -19,19 +19,10 @@ from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import (
-    JudgedPair,
-    Scores,
-    accuracy,
-    held_out_labelers,
-    item_encoder,
-    judged_pairs,
-    length_scores,
-    load_judge,
-    score_each,
-)
-from rlhf.evaluation.statistics import Figures, flatten, mean_by, share_by, show, win
-from rlhf.gold.truth import Truth, make_truth
+from rlhf.evaluation import scoring
+from rlhf.evaluation.scoring import JudgedPair, Scores, accuracy, judged_pairs, length_scores
+from rlhf.evaluation.statistics import Figures, flatten, mean_by, show, win
+from rlhf.gold.truth import Judged, Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.sources import in_split, read_comparisons
@@ -49,9 +40,14 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
 
     Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
     """
-    records = read_comparisons(config)
-    strangers = check_held_out(config, records)
-    encode = item_encoder(config, model, tokenizer)
+    records, folder, held = read_comparisons(config), stage_folder(config, "reward"), config.data.held_out_labelers
+    trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
+    if sorted(names_of(trained)) != sorted(names_of(held)):
+        other = f"the reward model in {folder} was trained with {trained}"
+        raise UserError(f"data.held_out_labelers={held}: {other}: give the same")
+    judged = {record.labeler for record in records}
+    strangers: set[str | None] = {name for name in scoring.held_out_labelers(config, records) if name in judged}
+    encode = scoring.item_encoder(config, model, tokenizer)
     held_out = score_held_out(in_split(config, records, "test"), encode, model)
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
@@ -60,18 +56,15 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
         items, scores = score_held_out([record for record in records if record.labeler in strangers], encode, model)
         everywhere = accuracy(judged_pairs(items, scores)) if items else None
         results["held_out_labelers"]["accuracy_all_prompts"] = everywhere
-    truth = make_truth(config)
-    if truth is not None:
-        results |= compare_with_truth(config, truth, *held_out, {record.labeler for record in records} - strangers)
-        if truth.parts:
-            results["gold_regression"] = gold_regression(config, truth, *held_out)
+    if (truth := make_truth(config)) is not None:
+        results |= compare_with_truth(config, truth, *held_out, judged - strangers)
     return results
 
 
 def score_held_out(records: Sequence[Ranking], encode: Encode, model: Any) -> tuple[list[Item], Scores]:
     """Every labeler's items of these rankings, with calibrated scores."""
     joined, _ = join_rankings(records, encode)
-    return joined, score_each(model, joined)
+    return joined, scoring.score_each(model, joined)
 
 
 def comparison_figures(
@@ -112,16 +105,6 @@ def comparison_figures(
             "calibration": calibration_curve(theirs, gain),
         }
     return results
-
-
-def check_held_out(config: Config, records: Sequence[Ranking]) -> set[str | None]:
-    """The labelers that were held out of training. Raises: UserError if others were held out when the reward model was trained."""
-    folder = stage_folder(config, "reward")
-    trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
-    if sorted(names_of(trained)) != sorted(names_of(config.data.held_out_labelers)):
-        other = f"the reward model in {folder} was trained with {trained}"
-        raise UserError(f"data.held_out_labelers={config.data.held_out_labelers}: {other}: give the same")
-    return {name for name in held_out_labelers(config, records) if any(r.labeler == name for r in records)}
 
 
 def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
@@ -165,14 +148,11 @@ def describe_reward_model(results: Figures) -> list[str]:
     length = results["length_baseline"]
     lines = [f"reward model accuracy {show(results['accuracy'])} on {labelers}; length alone {length:.3f}"]
     if "held_out_labelers" in results:
-        lines.append(
-            f"on held-out labelers {show(results['held_out_labelers']['accuracy'])}, who agree on {show(agreement['held_out'])}"
-        )
+        theirs = show(results["held_out_labelers"]["accuracy"])
+        lines.append(f"on held-out labelers {theirs}, who agree on {show(agreement['held_out'])}")
     if "gold_regression" in results:
-        parts = results["gold_regression"]["parts"].items()
-        weights = (
-            f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts if row["weight"] is not None
-        )
+        parts = [one for one in results["gold_regression"]["parts"].items() if one[1]["weight"] is not None]
+        weights = (f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts)
         lines.append(f"it rewards (in brackets: what labelers reward) {', '.join(weights)}")
     return lines
 
@@ -180,46 +160,38 @@ def describe_reward_model(results: Figures) -> list[str]:
 # --- in the gold world ---------------------------------------------------------------------------------------------
 
 
-def judged_parts(truth: Truth, item: Item) -> list[dict[str, float]]:
-    assert item.record is not None
-    return [truth.judge(item.record, text, ended) for text, ended in item.answers]
-
-
 def compare_with_truth(
     config: Config, truth: Truth, items: list[Item], scores: Scores, known: set[str | None]
 ) -> Figures:
-    """The ceiling (the labelers' noiseless mean utility on the same pairs) and the accuracy on the judge's own order.
+    """The ceiling (the labelers' noiseless mean utility on the same pairs), the accuracy on the judge's own order, and, if the true
+    score has parts, `gold_regression`.
 
     known: the labelers who also judged for training.
     """
     points = []
-    for item, s in zip(items, scores, strict=True):
+    judged = [[truth.judge(i.record, text, ended) for text, ended in i.answers] for i in items if i.record]
+    for item, parts, s in zip(items, judged, scores, strict=True):
         if item.of_labelers(known).judgements:
-            answers = zip((parts["total"] for parts in judged_parts(truth, item)), s, strict=True)
+            answers = zip((one["total"] for one in parts), s, strict=True)
             for (total, one), (lower, other) in itertools.permutations(answers, 2):
                 if total > lower + 1e-9:
                     points.append(win(one, other))
     utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
-    return {
-        "noise_ceiling": accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"],
-        "gold_order_accuracy": round(fmean(points), 4) if points else None,
-    }
+    ceiling = accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"]
+    results = {"noise_ceiling": ceiling, "gold_order_accuracy": round(fmean(points), 4) if points else None}
+    return results | ({"gold_regression": gold_regression(truth, judged, scores, utilities)} if truth.parts else {})
 
 
-def gold_regression(config: Config, truth: Truth, items: list[Item], scores: Scores) -> Figures:
+def gold_regression(truth: Truth, judged: Sequence[list[Judged]], scores: Scores, utilities: Scores) -> Figures:
     """What the reward model rewards: the weights of the judge's parts in its scores, over held-out responses.
 
     weight: of the score on a part by least squares, all in standard deviations; true: the same for the labelers' noiseless mean
     utility, which a perfect reward model would have learned. A part that never varies has none.
     """
-    judged = flatten(judged_parts(truth, item) for item in items)
-    x = np.array([[parts[name] for name in truth.parts] for parts in judged])
-    wanted = [
-        labelers_mean(truth, config.gold.labeler_noise, item.record, item.answers) for item in items if item.record
-    ]
-    learned, true = (standardised_weights(x, np.array(flatten(rows))) for rows in (scores, wanted))
+    x = np.array([[parts[name] for name in truth.parts] for parts in flatten(judged)])
+    learned, true = (standardised_weights(x, np.array(flatten(rows))) for rows in (scores, utilities))
     parts = {name: {"weight": w, "true": t} for name, w, t in zip(truth.parts, learned, true, strict=True)}
-    return {"parts": parts, "responses": len(judged), "prompts": len(items)}
+    return {"parts": parts, "responses": len(x), "prompts": len(judged)}
 
 
 def standardised_weights(x: np.ndarray, y: np.ndarray) -> list[float | None]:
@@ -241,7 +213,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
     Raises: UserError if there is no such model, or no pair in the files.
     """
-    folder, model, encode = load_judge(config, config.evaluate.pairs_model, "evaluate.pairs_model", device)
+    folder, model, encode = scoring.load_judge(config, config.evaluate.pairs_model, "evaluate.pairs_model", device)
     records, files = load_comparisons(config.evaluate.pairs, config.data.format, config.data.allow_partial)
     for line in files:
         say(f"evaluate: {line}")
@@ -249,7 +221,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     if not items:
         none = "no pair of different answers whose prompt fits the model"
         raise UserError(f"evaluate.pairs={config.evaluate.pairs}: {none}: give other files")
-    scores = score_each(model, items)
+    scores = scoring.score_each(model, items)
     return {"model": str(folder), "left_out": len(records) - len(items)} | pair_figures(items, scores)
 
 
@@ -273,7 +245,7 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
     by_length = judged_pairs(items, length_scores(items)[0])
     wrong = {pair.item for pair in pairs if pair.won < 1}
     return {
-        "pairs": share_by([keys[pair.item] for pair in pairs], [pair.won for pair in pairs]),
-        "all_right": share_by(keys, [float(row not in wrong) for row in range(len(items))]),
-        "length": share_by([keys[pair.item] for pair in by_length], [pair.won for pair in by_length]),
+        "pairs": mean_by([keys[pair.item] for pair in pairs], [pair.won for pair in pairs], share=True),
+        "all_right": mean_by(keys, [float(row not in wrong) for row in range(len(items))], share=True),
+        "length": mean_by([keys[pair.item] for pair in by_length], [pair.won for pair in by_length], share=True),
     }

@@ -17,7 +17,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
-from rlhf.evaluation.statistics import Figures, flatten, share_by, split_like, win
+from rlhf.evaluation.statistics import Figures, flatten, mean_by, split_like, win
 from rlhf.gold.truth import make_truth
 from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.classifier import load_reward_model
@@ -102,9 +102,14 @@ def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int
     return nats.tolist()
 
 
-def score_each(model: Any, items: list[Item]) -> Scores:
+def score_each(model: Any, items: list[Item], calibrated: bool = True) -> Scores:
     rows = [item.rows for item in items]
-    return split_like(score(model, flatten(rows)).tolist(), rows)
+    return split_like(score(model, flatten(rows), calibrated=calibrated).tolist(), rows)
+
+
+def answers_of(task: Ranking) -> list[tuple[str, bool]]:
+    """The responses' texts, each with whether it ended."""
+    return [(one.text, bool(one.metadata.get("ended", True))) for one in task.responses]
 
 
 class JudgedPair(NamedTuple):
@@ -133,7 +138,7 @@ def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[J
 
 def accuracy(pairs: Sequence[JudgedPair]) -> Figures:
     """Fraction of the pairs that the scores order as the labelers do; ties half, a prompt as the interval's unit."""
-    return share_by([pair.item for pair in pairs], [pair.won for pair in pairs])
+    return mean_by([pair.item for pair in pairs], [pair.won for pair in pairs], share=True)
 
 
 def length_scores(items: Sequence[Item]) -> tuple[Scores, bool]:
@@ -246,9 +251,8 @@ def value_of(how: str, scores: Sequence[Sequence[float]]) -> float:
     With p(i over j) = sigmoid(r_i - r_j) (Ouyang et al. 2022, equation 1), the mean over pairs of responses of p (1 - p), averaged
     over the models ("uncertain"), or of the variance of p over the models ("disagreement").
     """
-    pairs = [
-        [1 / (1 + math.exp(min(700.0, r[j] - r[i]))) for r in scores] for i, j in combinations(range(len(scores[0])), 2)
-    ]
+    places = combinations(range(len(scores[0])), 2)
+    pairs = [[1 / (1 + math.exp(min(700.0, r[j] - r[i]))) for r in scores] for i, j in places]
     return fmean(pvariance(p) if how == "disagreement" else fmean(one * (1 - one) for one in p) for p in pairs)
 
 
@@ -265,20 +269,15 @@ def choose_prompts_by(
     return chosen | dict.fromkeys(rest[: count - len(chosen)], False)
 
 
-def value_tasks(
-    config: Config, tasks: Sequence[Ranking], how: str, rewards: Sequence[str | None], setting: str
-) -> list[Value]:
+def value_tasks(config: Config, tasks: Sequence[Ranking], how: str, rewards: Sequence[str | None]) -> list[Value]:
     """The value of each task by reward models (None: the run's own). Raises: UserError if a model is missing."""
     device = set_up(config)
     by_model = []
-    with progress(len(tasks) * len(rewards), setting, unit="prompt") as bar:
+    with progress(len(tasks) * len(rewards), "sample.rewards", unit="prompt") as bar:
         for name in rewards:
-            _, model, encode = load_judge(config, name, setting, device)
-            answers = [[(one.text, bool(one.metadata.get("ended", True))) for one in task.responses] for task in tasks]
-            encoded = [encode(task.prompt, given) for task, given in zip(tasks, answers, strict=True)]
+            _, model, encode = load_judge(config, name, "sample.rewards", device)
+            encoded = [encode(task.prompt, answers_of(task)) for task in tasks]
             rows = [found[0] if found else [] for found in encoded]
-            by_model.append(
-                split_like(score(model, [row for of_task in rows for row in of_task], calibrated=False).tolist(), rows)
-            )
+            by_model.append(split_like(score(model, flatten(rows), calibrated=False).tolist(), rows))
             bar.update(len(tasks))
     return [value_of(how, each) if all(each) else None for each in zip(*by_model, strict=True)]

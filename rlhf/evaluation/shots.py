@@ -12,16 +12,17 @@ from rlhf.config.setting import listed
 from rlhf.data.encoding import row_limit
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
 from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
-from rlhf.data.tokenizer import encode_texts, separator_id
+from rlhf.data.tokenizer import encode_texts, load_tokenizer, separator_id
 from rlhf.errors import UserError
-from rlhf.evaluation.policies import load_stage, models_of
 from rlhf.evaluation.scoring import pair_nats
 from rlhf.evaluation.statistics import Figures, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
-from rlhf.runs.folders import run_folder
+from rlhf.recipe import POLICY_STAGES
+from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
 from rlhf.runs.progress import progress
 from rlhf.system.files import sha256_file
 from rlhf.system.terminal import say
+from rlhf.training.setup import load_frozen
 
 GOLD = "gold:"
 GOLD_EXAMPLES = 2000
@@ -117,11 +118,16 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     labels = [example.label for example in held_out]
     most = min(max(counts), len(train))
     drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, most) for i in range(len(held_out))]
-    models = models_of(config)
+    complete = [name for name in POLICY_STAGES if is_complete(stage_folder(config, name))]
+    models = listed(config.evaluate.models) or complete
+    if not models:
+        raise UserError(f"{run_folder(config)}: no finished policy: run `rlhf sft` first, or set evaluate.models")
     figures: dict[str, list[Figures]] = {name: [] for name in models}
     with progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
         for name, rows_of_model in figures.items():
-            model, tokenizer = load_stage(config, name, device)
+            check_output(stage_folder(config, name), name)
+            files = stage_folder(config, name) / "model"
+            model, tokenizer = load_frozen(config, files, device), load_tokenizer(files)
             context = row_limit(config, tokenizer)
             for count in counts:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])

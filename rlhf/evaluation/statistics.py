@@ -41,16 +41,11 @@ def interval(values: Sequence[float], share: bool = False) -> Figures:
 
 
 def mean_by(keys: Sequence[Any], values: Sequence[float], share: bool = False) -> Figures:
-    """`ratio_interval` of the mean of values, with a key (a prompt) as the unit."""
+    """`ratio_interval` of the mean of values, with a key (a prompt) as the unit. share: of values in [0, 1]."""
     sums: dict[Any, float] = dict.fromkeys(keys, 0.0)
     for key, value in zip(keys, values, strict=True):
         sums[key] += value
     return ratio_interval(list(sums.values()), list(Counter(keys).values()), share)
-
-
-def share_by(keys: Sequence[Any], right: Sequence[float]) -> Figures:
-    """`mean_by` of values in [0, 1], with the interval of a share."""
-    return mean_by(keys, right, share=True)
 
 
 def ends(figure: Figures) -> list[float]:

@@ -73,9 +73,7 @@ def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0
             yield " ".join(_fact(rng) for _ in range(rng.randint(2, 5)))
 
 
-def unique_tasks(
-    rng: random.Random, split: str, split_seed: int, count: int, conversations: float = 0.0
-) -> Iterator[Task]:
+def unique_tasks(rng: random.Random, split: str, split_seed: int, count: int, conversations: float) -> Iterator[Task]:
     """`count` tasks of a split, no prompt twice; `conversations` is the share of these."""
     seen: set[str] = set()
     while len(seen) < count:

@@ -69,19 +69,13 @@ TASKS: dict[str, Callable[[random.Random], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def labelled_rows(name: str, seed: int, count: int) -> list[dict[str, str]]:
-    """`count` different examples of a task."""
+def write_task(name: str, path: Path, seed: int, count: int) -> None:
+    """`count` different examples of a task as a CSV file."""
     rng, rows = random.Random(f"{name}-{seed}"), dict[tuple[str, ...], dict[str, str]]()
     while len(rows) < count:
         row = TASKS[name](rng)
         rows.setdefault(tuple(row.values()), row)
-    return list(rows.values())
-
-
-def write_task(name: str, path: Path, seed: int, count: int) -> None:
-    """The task as a CSV file."""
-    rows = labelled_rows(name, seed, count)
     with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]))
+        table = csv.DictWriter(file, list(row))
         table.writeheader()
-        table.writerows(rows)
+        table.writerows(rows.values())

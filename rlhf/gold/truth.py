@@ -23,7 +23,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.data.records import Message, PromptRecord, RankedResponse, Ranking
 from rlhf.errors import UserError, optional
-from rlhf.gold.world import Task, task_from_metadata
+from rlhf.gold.world import Task
 
 OPENERS = ("Of course.", "Happy to help.", "Good question.", "With pleasure.")
 CLOSERS = ("I hope this helps.", "Have a nice day.", "Thank you for asking.")
@@ -80,7 +80,9 @@ def talk(task: Task, speaker: str = "", reply: str = "") -> str:
 
 # --- labelers -----------------------------------------------------------------------------------------------
 
+Record = PromptRecord | Ranking  # of a prompt, or of ranked answers to one
 Judged = dict[str, float]  # the true scores of a response: its parts and `total`
+Answers = Sequence[Sequence[tuple[Judged, str]]]  # to each prompt, with their texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def make_labelers(noise: float = NOISE) -> list[Labeler]:
     ]
 
 
-def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[tuple[Judged, str]]]) -> float:
+def expected_agreement(labelers: Sequence[Labeler], answers: Answers) -> float:
     """The share of pairs of answers to one prompt on which two different labelers agree, on average.
 
     A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 - q).
@@ -144,9 +146,7 @@ def expected_agreement(labelers: Sequence[Labeler], answers: Sequence[Sequence[t
     return statistics.fmean(agreed)
 
 
-def tune_noise(
-    make: Callable[[float], Sequence[Labeler]], answers: Sequence[Sequence[tuple[Judged, str]]], agreement: float
-) -> float:
+def tune_noise(make: Callable[[float], Sequence[Labeler]], answers: Answers, agreement: float) -> float:
     """The noise with which the labelers of `make` agree on this share of pairs, or the nearest possible share."""
     low, high = 0.0, 1.0
     while expected_agreement(make(high), answers) > agreement and high < 1e6:
@@ -261,13 +261,13 @@ class Requests:
     name: str = "gold judge"  # in the report
     parts: tuple[str, ...] = tuple(WEIGHTS)  # names of the score's parts, if any
 
-    def knows(self, record: PromptRecord | Ranking) -> bool:
+    def knows(self, record: Record) -> bool:
         """Whether it can judge responses to this prompt."""
         return "gold" in record.metadata
 
-    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> Judged:
+    def judge(self, record: Record, response: str, ended: bool) -> Judged:
         """The parts, and `total`, the score."""
-        return judge(task_from_metadata(record.metadata["gold"]), response, ended=ended)
+        return judge(Task(**record.metadata["gold"]), response, ended=ended)
 
     def labelers(self, noise: float) -> list[Labeler]:
         return make_labelers(noise)
@@ -281,7 +281,7 @@ class Requests:
 
     def base_text(self, record: PromptRecord) -> str | None:
         """The beginning of a text like those that the base was pretrained on, which asks for an answer; None if there is none."""
-        return talk(task_from_metadata(record.metadata["gold"]))
+        return talk(Task(**record.metadata["gold"]))
 
 
 @lru_cache(maxsize=1)
@@ -298,10 +298,10 @@ class Sentiment(Requests):
 
     name, parts = "sentiment lexicon", ()
 
-    def knows(self, record: PromptRecord | Ranking) -> bool:
+    def knows(self, record: Record) -> bool:
         return True
 
-    def judge(self, record: PromptRecord | Ranking, response: str, ended: bool) -> Judged:
+    def judge(self, record: Record, response: str, ended: bool) -> Judged:
         return {"total": float(_analyzer().polarity_scores(response)["compound"])}
 
     def labelers(self, noise: float) -> list[Labeler]:
@@ -318,9 +318,7 @@ class Sentiment(Requests):
 Truth = Requests | Sentiment
 
 
-def utilities(
-    truth: Truth, noise: float, record: PromptRecord | Ranking, answers: Sequence[tuple[str, bool]]
-) -> list[float]:
+def utilities(truth: Truth, noise: float, record: Record, answers: Sequence[tuple[str, bool]]) -> list[float]:
     """The training labelers' noiseless mean utility of answers (text, whether it ended) to one prompt: no reward model can agree
     with single judgements more often than this does."""
     labelers, judged = truth.labelers(noise), [(truth.judge(record, text, ended), text) for text, ended in answers]

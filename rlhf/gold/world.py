@@ -83,13 +83,8 @@ class Task:
         return [*self.earlier, {"role": "user", "content": self.prompt}] if self.earlier else self.prompt
 
     def to_metadata(self) -> dict:
-        """The task as JSON, kept under `metadata.gold` of a prompt record."""
+        """The task as JSON, kept under `metadata.gold` of a prompt record; `Task(**row)` restores it."""
         return {key: value for key, value in asdict(self).items() if value or key not in CONVERSATION}
-
-
-def task_from_metadata(metadata: dict) -> Task:
-    """The task that `Task.to_metadata` wrote."""
-    return Task(**metadata)
 
 
 def with_article(word: str) -> str:
@@ -331,9 +326,8 @@ def _rule(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     task = make("list")
     question, _, word = task.core.rstrip(".").partition(" without ")
     broken = f"{task.frame[0]} {join_words([*rng.sample(task.must[0], 2), word])}."
-    return [(f"Never say {word}.", "I will never say it.")], replace(
-        task, prompt=f"{question}.", wrong=broken, ruled_out=[word]
-    )
+    asked = replace(task, prompt=f"{question}.", wrong=broken, ruled_out=[word])
+    return [(f"Never say {word}.", "I will never say it.")], asked
 
 
 def _word(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:

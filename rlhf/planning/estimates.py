@@ -106,8 +106,8 @@ def row_bytes(config: PlanConfig, stage: str) -> int:
         return longest * formulas.working_bytes(shape, dtype)
     tokens = block_tokens(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
-    how = {"checkpointing": config.gradient_checkpointing, "fused": config.fused_attention}
-    kept = formulas.activation_bytes(shape, 1, tokens, dtype, dropout=dropout, **how)
+    recomputes = config.gradient_checkpointing
+    kept = formulas.activation_bytes(shape, tokens, dtype, recomputes, dropout)
     # Of one trunk, also in PPO, which computes critic and policy together only under ZeRO.
     both = stage == "ppo update" and config.deepspeed != "none" and critic_parameters(config, shape) > shape.width + 1
     return kept * (1 + both)

@@ -133,10 +133,7 @@ def pass_flops(multiplied: float, attention_width: float, tokens: float, context
 def shape_flops(
     shape: Shape, tokens: float, context: float, *, logits: float | None = None, scalar: bool = False
 ) -> float:
-    """`pass_flops` of a shape: the unembedding at `logits` tokens (all if not given), or with `scalar` a scalar head.
-
-    Of several experts one counts.
-    """
+    """`pass_flops` of a shape: the unembedding at `logits` tokens (none: all), or a scalar head. Of several experts one counts."""
     head = shape.width * tokens if scalar else shape.embedding * (tokens if logits is None else logits)
     blocks = (shape.n_layer * shape.block_matrices + shape.routers) * tokens
     return pass_flops(blocks + head, shape.n_layer * shape.query_width, tokens, context)
@@ -167,9 +164,7 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
     return rank * shape.n_layer * (attention + shape.width + up + shape.mlp_width + shape.width)
 
 
-def model_state_bytes(
-    parameters: int, world: int, zero: int, dtype: str = "bf16", *, offload: bool = False
-) -> dict[str, int]:
+def model_state_bytes(parameters: int, world: int, zero: int, dtype: str, *, offload: bool = False) -> dict[str, int]:
     """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
     ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too. With offload,
@@ -220,11 +215,11 @@ def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int
     return ELEMENT[dtype] * min(bucket, parameters) * {1: 2, 2: 3, 3: 1}[zero]
 
 
-def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool, dropout: float | None = None) -> int:
-    """Bytes per token that one block keeps for its backward pass, with rows of `tokens` tokens.
+def block_activation_bytes(shape: Shape, dtype: str, dropout: float | None = None) -> int:
+    """Bytes per token that one block keeps for its backward pass.
 
     With multi-head attention, GELU, 4 D hidden units, learned positions, dropout and 16 bits it is the paper's
-    D (34 + 5 H T / D); fused attention keeps a float32 log-sum per head and token in place of the T term. Rotary positions add
+    D (34 + 5 H T / D), but for the T term, in place of which fused attention keeps a float32 log-sum per head. Rotary positions add
     the rotated queries and keys; SwiGLU keeps gate, up, silu(gate) and the product; RMSNorm its output before the scale too.
     Source: Korthikanti et al. 2022, section 4.1, equation 1 and the list above it.
     Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only if dropout > 0.
@@ -236,8 +231,7 @@ def block_activation_bytes(shape: Shape, tokens: int, dtype: str, *, fused: bool
     elements = norms + attention + shape.hidden_units
     statistics = 2 * 4 * (2 if shape.norm == "layernorm" else 1)
     masks = 2 * width if rate > 0 else 0
-    probabilities = shape.n_head * tokens * (element + (1 + element if rate > 0 else 0))
-    return element * elements + statistics + masks + (4 * shape.n_head if fused else probabilities)
+    return element * elements + statistics + masks + 4 * shape.n_head
 
 
 def working_bytes(shape: Shape, dtype: str) -> int:
@@ -248,17 +242,15 @@ def working_bytes(shape: Shape, dtype: str) -> int:
     return ELEMENT[dtype] * (2 * shape.width + max(attention, shape.hidden_units))
 
 
-def activation_bytes(
-    shape: Shape, rows: int, tokens: int, dtype: str, *, checkpointing: bool, fused: bool, dropout: float | None = None
-) -> int:
-    """Bytes that the trunk keeps for the backward pass of (rows, tokens); with checkpointing every block's input, and one complete
+def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool, dropout: float | None = None) -> int:
+    """Bytes that the trunk keeps for the backward pass of padded tokens; with checkpointing every block's input, and one complete
     block while it is recomputed. Source: Korthikanti et al. 2022, sections 4.1 and 5.
     """
-    block = block_activation_bytes(shape, tokens, dtype, fused=fused, dropout=dropout)
+    block = block_activation_bytes(shape, dtype, dropout)
     entry = ELEMENT[dtype] * shape.width
     last_norm = entry * (2 if shape.norm == "layernorm" else 3)
     blocks = shape.n_layer * entry + block - entry if checkpointing else shape.n_layer * block
-    return rows * tokens * (blocks + last_norm)
+    return tokens * (blocks + last_norm)
 
 
 def logit_bytes(tokens: int, vocab_size: int) -> int:

@@ -41,13 +41,8 @@ class LossLaw:
 
     @property
     def a(self) -> float:
-        """N_opt grows as C^a."""
+        """N_opt grows as C^a, and D_opt as C^(1 - a)."""
         return self.beta / (self.alpha + self.beta)
-
-    @property
-    def b(self) -> float:
-        """D_opt grows as C^b."""
-        return self.alpha / (self.alpha + self.beta)
 
     @property
     def frontier(self) -> Frontier:

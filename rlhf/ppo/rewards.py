@@ -24,7 +24,7 @@ from rlhf.model.interface import Episodes, evaluating, lm, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
-from rlhf.system.endpoint import FIRST_WAIT, Client
+from rlhf.system.endpoint import Client
 from rlhf.system.files import read_json
 from rlhf.system.plugins import is_address, is_function, load_named
 from rlhf.training.adapters import load_adapters, share_weights
@@ -114,9 +114,9 @@ class FunctionReward:
 class ServerReward:
     """The scores of a model that `rlhf serve` serves on another machine: of `POST <url>/v1/score`, one request per prompt."""
 
-    def __init__(self, url: str, key_variable: str | None, device: torch.device, first_wait: float = FIRST_WAIT):
+    def __init__(self, url: str, key_variable: str | None, device: torch.device):
         """Raises: UserError for an invalid address or key."""
-        self.client = Client("ppo.rewards", url, "ppo.reward_key", key_variable, first_wait)
+        self.client = Client("ppo.rewards", url, "ppo.reward_key", key_variable)
         self.device = device
 
     def __call__(self, episodes: Episodes) -> Tensor:

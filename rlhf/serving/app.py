@@ -12,21 +12,11 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
 from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.serving import openai_api
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
 from rlhf.serving.managing import Rounds, Staff, make_manage_router, make_round_router
 from rlhf.serving.models import Completion, ModelThread
-from rlhf.serving.openai_api import (
-    EventStream,
-    Id,
-    Messages,
-    MostTokens,
-    Strict,
-    Temperature,
-    chat_prompt,
-    event,
-    make_router,
-    records_of,
-)
+from rlhf.serving.openai_api import Id, Messages, MostTokens, Strict, Temperature
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"
@@ -50,17 +40,15 @@ class ShadingRequest(Strict):
 
 
 @torch.no_grad()
-def judge_tokens(
-    policy: Any, reference: Any, prompt: list[int], response: list[int]
-) -> tuple[list[float], list[float]]:
+def judge_tokens(policy: Any, reference: Any, prompt: list[int], ids: list[int]) -> tuple[list[float], list[float]]:
     """Per token of a response log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position."""
 
     def logprobs(model: Any) -> torch.Tensor:
-        tokens = torch.tensor([prompt + response], device=next(model.parameters()).device)
+        tokens = torch.tensor([prompt + ids], device=next(model.parameters()).device)
         return model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
 
     logp, logp_ref = logprobs(policy), logprobs(reference)
-    chosen = logp.gather(-1, torch.tensor(response, device=logp.device)[:, None])[:, 0]
+    chosen = logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None])[:, 0]
     return chosen.tolist(), (logp.exp() * (logp - logp_ref)).sum(-1).clamp(min=0).tolist()
 
 
@@ -84,7 +72,7 @@ def make_app(
         return who
 
     app = FastAPI(title="rlhf serve", docs_url=None, redoc_url=None, exception_handlers=ERRORS)
-    app.include_router(make_router(thread))
+    app.include_router(openai_api.make_router(thread))
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
     if staff:
         app.include_router(make_manage_router(labelling, staff))
@@ -107,7 +95,7 @@ def make_app(
         who = request.state.who or local
         tabs = ["chat", "compare", "rank", "demonstrate"]
         if request.state.who:
-            tabs = ["manage"] if who == MANAGER else tabs if access.labelers_chat else ["rank", "demonstrate"]
+            tabs = ["manage"] if who == MANAGER else tabs if access.settings.labelers_chat else ["rank", "demonstrate"]
         return {
             "labeler": who.lstrip("~") or None,
             "tab": request.state.who or "",
@@ -138,10 +126,11 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
     async def shading(asked: ShadingRequest) -> Answer:
         model, ids = thread.find(asked.model), asked.token_ids
         reference = thread.find(asked.reference or asked.model, "reference")
-        _, prompt, _ = await chat_prompt(model, records_of(asked.messages))
+        _, prompt, _ = await openai_api.chat_prompt(model, openai_api.records_of(asked.messages))
         if len(prompt) + len(ids) > model.context or not all(0 <= i < model.vocabulary for i in ids):
             raise RefusedError(400, "the response does not fit this model", "token_ids")
-        if not reference.reads_like(model):
+        vocabularies = [(one.vocabulary, one.tokenizer.get_vocab()) for one in (model, reference)]
+        if vocabularies[0] != vocabularies[1]:
             raise RefusedError(400, "the two models have different tokenizers", "reference")
         logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
@@ -150,10 +139,10 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
     async def compare(asked: CompareRequest, labeler: str = who) -> Response:
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
-        messages = records_of(asked.messages)
-        prompts = [await chat_prompt(model, messages) for model in models]
+        messages = openai_api.records_of(asked.messages)
+        prompts = [await openai_api.chat_prompt(model, messages) for model in models]
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
-        return EventStream(completion, comparison_events(labelling, labeler, messages, completion))
+        return openai_api.EventStream(completion, comparison_events(labelling, labeler, messages, completion))
 
     return router
 
@@ -168,9 +157,9 @@ async def comparison_events(
     ]
     async for chunk in completion.chunks():
         responses[chunk.place].metadata["ended"] = chunk.finish == "stop"
-        yield event({"id": responses[chunk.place].id, "text": chunk.text})
+        yield openai_api.event({"id": responses[chunk.place].id, "text": chunk.text})
     for response, one in zip(responses, completion.generations, strict=True):
         response.text = one.text.text.strip()
     name = f"comparison-{secrets.token_hex(8)}"
     labelling.add_comparison(Ranking(id=name, prompt=messages, responses=responses, labeler=labeler))
-    yield event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})
+    yield openai_api.event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})

@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,17 +20,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, ValidationError
 
-from rlhf.data.records import (
-    KINDS,
-    Demonstration,
-    RankedResponse,
-    Ranking,
-    Record,
-    Text,
-    check_of,
-    sum_checks,
-    without_replaced,
-)
+from rlhf.config.commands import ServeConfig
+from rlhf.data import records
+from rlhf.data.records import Demonstration, RankedResponse, Ranking, Record, Text
 from rlhf.errors import UserError
 from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
@@ -117,7 +108,7 @@ class LabelFile:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                self._add(KINDS[row["kind"]].model_validate(row))
+                self._add(records.KINDS[row["kind"]].model_validate(row))
             except (ValueError, KeyError, TypeError, RecursionError) as error:  # ValidationError is a ValueError
                 known = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
                 raise refuse(number, known) from None
@@ -155,33 +146,18 @@ class LabelFile:
         os.close(self.file)
 
 
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """What measures the labelers. gold: by id, tasks with a known ranking; every: labels from one check to the next, 0 for none;
-    first: gold items at the beginning, of which a labeler orders the share `least` of pairs as known, or gets no task.
+class Labelling:
+    """The tasks of one server and their labels. Its methods may be called from several threads.
+
+    gold: by id, tasks with a known ranking. rules: by name; the flag breaks_<name> says that a response breaks it.
     """
 
-    gold: dict[str, Ranking] = field(default_factory=dict)
-    every: int = 0
-    first: int = 0
-    least: float = 0.0
-
-
-class Labelling:
-    """The tasks of one server and their labels. Its methods may be called from several threads."""
-
     def __init__(
-        self,
-        file: LabelFile,
-        tasks: Sequence[Ranking],
-        per_prompt: int,
-        seed: int,
-        checks: Checks | None = None,
-        rules: dict[str, str] | None = None,
+        self, file: LabelFile, tasks: list[Ranking], settings: ServeConfig, seed: int, gold: Any = (), rules: Any = ()
     ):
-        self.file, self.per_prompt, self.seed = file, per_prompt, seed
-        self.checks = checks or Checks()
-        self.rules = rules or {}  # by name; the flag breaks_<name> says that a response breaks it
+        self.file, self.settings, self.seed = file, settings, seed
+        self.gold: dict[str, Ranking] = dict(gold)
+        self.rules: dict[str, str] = dict(rules)
         self.tasks = {task.id: task for task in tasks}
         self.lock = threading.Lock()
         self.checked: dict[str, dict[str, Ranking]] = {}  # by labeler and name of the check, the record that counts
@@ -191,13 +167,13 @@ class Labelling:
         # by task and labeler, the record that counts
         self.ranked: dict[str, dict[str, Ranking]] = {task: {} for task in self.tasks}
         self.demonstrated: dict[str, dict[str, Demonstration]] = {task: {} for task in self.tasks}
-        for record in without_replaced(file.records):
+        for record in records.without_replaced(file.records):
             self._count(record)
 
     def _count(self, record: Any) -> None:
         table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
         task = record.metadata.get("task")
-        if isinstance(task, str) and record.labeler is not None and check_of(record):
+        if isinstance(task, str) and record.labeler is not None and records.check_of(record):
             self.checked.setdefault(record.labeler, {})[task] = record
         elif isinstance(task, str) and task in table and record.labeler is not None:
             table[task][record.labeler] = record
@@ -219,48 +195,48 @@ class Labelling:
 
     def _find(self, name: str) -> Ranking | None:
         """A task, a gold item, or a task under the name with which it comes again."""
-        if (found := self.tasks.get(name) or self.checks.gold.get(name)) is not None:
+        if (found := self.tasks.get(name) or self.gold.get(name)) is not None:
             return found
         again = self.tasks.get(name.removesuffix(AGAIN)) if name.endswith(AGAIN) else None
         return again and again.model_copy(update={"id": name})
 
     def _next_check(self, labeler: str) -> str | None:
         """The check that is due: gold items first, then, after every so many labels, in turn a gold item and a task ranked before."""
-        checks, done = self.checks, self.checked.get(labeler, {})
+        settings, done = self.settings, self.checked.get(labeler, {})
         mine = [by[labeler] for by in self.ranked.values() if labeler in by]
-        gold = next((name for name in checks.gold if name not in done), None)
-        later = max(0, len(done) - checks.first)
-        if gold is not None and len(done) < checks.first:
+        gold = next((name for name in self.gold if name not in done), None)
+        later = max(0, len(done) - settings.qualification)
+        if gold is not None and len(done) < settings.qualification:
             return gold
-        if not checks.every or len(mine) < (later + 1) * checks.every:
+        if not settings.check_every or len(mine) < (later + 1) * settings.check_every:
             return None
         mine.sort(key=lambda record: record.created or "")
-        before = [one for one in mine[: 1 - checks.every or None] if one.ranking is not None]
+        before = [one for one in mine[: 1 - settings.check_every or None] if one.ranking is not None]
         names = (f"{one.metadata['task']}{AGAIN}" for one in before)
         again = next((name for name in names if name not in done and name not in self.tasks), None)
         return (gold or again) if later % 2 == 0 else (again or gold)
 
     def figures(self, labeler: str) -> dict[str, dict[str, float]]:
         """{"gold" and "again": {"right", "pairs"}} of a labeler's checks, with half a pair for a tie."""
-        return sum_checks(self.checked.get(labeler, {}).values())
+        return records.sum_checks(self.checked.get(labeler, {}).values())
 
     def qualified(self, labeler: str) -> bool:
         """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
-        gold = [one for name, one in self.checked.get(labeler, {}).items() if name in self.checks.gold]
-        first = gold[: self.checks.first]
-        known = sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
-        return len(first) < self.checks.first or known["right"] >= self.checks.least * known["pairs"]
+        gold = [one for name, one in self.checked.get(labeler, {}).items() if name in self.gold]
+        first = gold[: self.settings.qualification]
+        known = records.sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
+        return len(first) < self.settings.qualification or known["right"] >= self.settings.qualified * known["pairs"]
 
     def _is_wanted(self, name: str, labeler: str, done: Mapping[str, Record], expected: int = 0) -> bool:
         """Whether a task still needs this labeler: it is assigned to the labeler, or to nobody and not done or expected by enough."""
-        chosen = self.assigned.get(name)
-        return labeler not in done and (labeler in chosen if chosen else len(done) + expected < self.per_prompt)
+        chosen, free = self.assigned.get(name), len(done) + expected < self.settings.labels_per_prompt
+        return labeler not in done and (labeler in chosen if chosen else free)
 
     def _is_open(self, name: str, labeler: str) -> bool:
         """Whether a labeler may rank a task now: it still needs this labeler after the answers of those who have it on screen."""
         if name not in self.tasks:
             before = self.ranked.get(name.removesuffix(AGAIN), {})
-            return (name in self.checks.gold or labeler in before) and name not in self.checked.get(labeler, {})
+            return (name in self.gold or labeler in before) and name not in self.checked.get(labeler, {})
         now, ranked = time.monotonic(), self.ranked[name]
         expected = sum(
             task == name and other != labeler and now - since < OPEN_SECONDS and other not in ranked
@@ -302,9 +278,9 @@ class Labelling:
                 longest = time.monotonic() - since if current == name else longest
                 more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
                 more |= {"replaces": replaces} if replaces else {}
-                known = self.checks.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
+                known = self.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
                 if name not in self.tasks and known is not None:
-                    kind = "gold" if name in self.checks.gold else "again"
+                    kind = "gold" if name in self.gold else "again"
                     more |= {"labeler_check": {"kind": kind} | compare_with(known, verdict.ranking)}
             more |= {"cannot_judge": True} if verdict.ranking is None else {}
             more |= {"note": verdict.note} if verdict.note else {}

@@ -25,9 +25,7 @@ from rlhf.data.encoding import join_rankings
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking, Text
 from rlhf.errors import UserError
-from rlhf.evaluation.scoring import held_out_labelers, judged_pairs, load_judge
-from rlhf.evaluation.statistics import flatten, split_like
-from rlhf.model.interface import score
+from rlhf.evaluation.scoring import held_out_labelers, judged_pairs, load_judge, score_each
 from rlhf.recipe import ROUND_STAGES
 from rlhf.runs.folders import NAME, is_complete, read_stage, rounds_before
 from rlhf.runs.sources import in_split
@@ -45,14 +43,6 @@ Names = Annotated[list[str], Body()]
 Instructions = Annotated[Text, Body(embed=True, min_length=1, max_length=100_000)]
 
 
-class Changes(RootModel[dict[str, Change]]):
-    """labelers.json, by name."""
-
-
-class Assigned(RootModel[dict[str, list[str]]]):
-    """assigned.json, names of labelers by task."""
-
-
 class Staff:
     """The labelers of one server, who is paused, what is assigned to whom, and their instructions; every change is on the disk
     before it is acknowledged.
@@ -66,12 +56,13 @@ class Staff:
             raise UserError(f"serve.labelers: {DECIDES!r} is who decides disagreements: choose another name")
         self.folder, self.address, self.path, self.text = folder, address, instructions, text
         remedy = "restore it; without it, labelers who were revoked or paused would come in again"
-        self.changes: dict[str, Any] = read_checked(folder / "labelers.json", Changes, remedy) or {}
+        by_name, by_task = RootModel[dict[str, Change]], RootModel[dict[str, list[str]]]
+        self.changes: dict[str, Any] = read_checked(folder / "labelers.json", by_name, remedy) or {}
         known = [name for name in dict.fromkeys([*names, *self.changes]) if self.changes.get(name) != "revoke"]
         self.secrets = labeler_secrets(folder / "labelers.txt", known, address)
         self.manager = labeler_secrets(folder / "manager.txt", [DECIDES], address)[DECIDES]
         self.assigned: dict[str, list[str]] = {}
-        self.assign(read_checked(folder / "assigned.json", Assigned, "restore or remove it") or {})
+        self.assign(read_checked(folder / "assigned.json", by_task, "restore or remove it") or {})
 
     def change(self, name: str, do: str) -> str | None:
         """Add, revoke, pause or resume a labeler; returns the link of a new one. Raises: RefusedError, UserError."""
@@ -102,10 +93,7 @@ class Staff:
 
 
 def labeler_secrets(path: Path, names: list[str], address: str, without: str | None = None) -> dict[str, str]:
-    """Each labeler's secret: those of an earlier call, and new ones; `without` loses the present one.
-
-    Raises: UserError for an invalid name, or a file that `rlhf serve` did not write.
-    """
+    """Each labeler's secret, known or new; `without` loses the present one. Raises: UserError for an invalid name or a foreign file."""
     if bad := [name for name in names if not NAME.fullmatch(name)]:
         raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
     by_name: dict[str, str] = {}
@@ -149,13 +137,13 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
             row["last"] = max((r.created or "" for r in records), default="")
             people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
-        tasks, done, wanted = list[dict[str, Any]](), 0, 0
+        tasks, done, wanted, per_task = list[dict[str, Any]](), 0, 0, labelling.settings.labels_per_prompt
         for name, by_labeler in said.items():
             to, labels = staff.assigned.get(name, []), len(by_labeler.keys() - {DECIDES})
             task = {"name": name, "labels": labels, "assigned": to, "decided": DECIDES in by_labeler}
             tasks.append(task | clashes(by_labeler))
-            wanted += len(to) or labelling.per_prompt
-            done += len(by_labeler.keys() & set(to)) if to else min(labelling.per_prompt, len(by_labeler))
+            wanted += len(to) or per_task
+            done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
         return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": staff.text}
 
     @router.get("/task")
@@ -224,7 +212,6 @@ def clashes(by_labeler: dict[str, Ranking]) -> dict[str, int]:
 
 
 SHOWN_PAIRS = 100  # the most surprising ones
-TAIL_BYTES = 4096  # of the pipeline's output
 
 
 class Rounds:
@@ -257,11 +244,7 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """Whether it runs, its exit code, the last line that it printed, and the stages of this round with their states."""
         code = None if self.process is None else self.process.poll()
-        said = b""
-        if self.log.exists():
-            with self.log.open("rb") as log:
-                log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-                said = log.read()
+        said = self.log.read_bytes() if self.log.exists() else b""
         lines = said.decode("utf-8", "replace").replace("\r", "\n").strip().splitlines()
         stages = {stage: (read_stage(self.folder / stage) or {}).get("status", "waits") for stage in ROUND_STAGES}
         running = self.process is not None and code is None
@@ -312,8 +295,8 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
     records = [record for record in records if record.labeler not in strangers]
     earlier = before / "label" / "comparisons.jsonl"
     source = str(earlier) if earlier.exists() else config.data.comparisons
-    known = {_key(record) for record in load_comparisons(source)[0]} if source else set()
-    new = [record for record in in_split(config, records, "train") if _key(record) not in known]
+    known = {(record.id, record.labeler) for record in load_comparisons(source)[0]} if source else set()
+    new = [record for record in in_split(config, records, "train") if (record.id, record.labeler) not in known]
     groups = {"held_out": in_split(config, records, "dev")}
     for record in new:
         groups.setdefault(str(record.metadata.get("chosen", "all")), []).append(record)
@@ -321,18 +304,15 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
     shares: dict[str, dict[str, Any]] = {}
     pairs: list[dict[str, Any]] = []
     for name, rankings in groups.items():
-        margins, labelers = [], []
+        margins = []
         for model, encode in judges:
             items, _ = join_rankings(rankings, encode)
-            rows = [item.rows for item in items]
-            raw = split_like(score(model, flatten(rows), calibrated=False).tolist(), rows)
-            judged = judged_pairs(items, raw)
+            judged = judged_pairs(items, score_each(model, items, calibrated=False))
             margins.append([pair.margin for pair in judged])
-            labelers = [(items[pair.item], pair.labeler) for pair in judged]
         wins = [sum((d > 0) + (d == 0) / 2 for d in of) / len(of) if of else None for of in margins]
-        shares[name] = {"before": wins[0], "after": wins[1] if name == "held_out" else None, "pairs": len(labelers)}
-        texts = [(item, pair) for item in items for judgement in item.judgements for pair in judgement.pairs]
-        for (item, (better, worse)), (_, labeler), *d in zip(texts, labelers, *margins, strict=True):
+        shares[name] = {"before": wins[0], "after": wins[1] if name == "held_out" else None, "pairs": len(margins[0])}
+        told = [(item, one.labeler, pair) for item in items for one in item.judgements for pair in one.pairs]
+        for (item, labeler, (better, worse)), *d in zip(told, *margins, strict=True):
             pairs.append({
                 "group": name, "labeler": labeler, "prompt": item.record.prompt[-1].content if item.record else "",
                 "better": item.answers[better][0], "worse": item.answers[worse][0],
@@ -341,7 +321,3 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
     pairs.sort(key=lambda pair: -pair["surprise"][1])
     held_out = shares.pop("held_out")
     return {"held_out": held_out, "new": shares, "pairs": pairs[:SHOWN_PAIRS]}
-
-
-def _key(record: Ranking) -> tuple[str, str | None]:
-    return record.id, record.labeler

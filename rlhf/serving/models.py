@@ -6,7 +6,6 @@ releases Python's lock while it computes, so the web server answers meanwhile.
 """
 
 import asyncio
-import gc
 import secrets
 import sys
 import threading
@@ -34,10 +33,8 @@ from rlhf.system.terminal import one_line, say
 from rlhf.training.setup import set_up
 
 LEAST_PAUSE, MOST_PAUSE = 0.02, 0.1  # seconds between two looks at a response in progress
-LOOKS_PER_SECOND = (
-    200  # of all responses together, within these bounds: with more responses, each comes in longer pieces
-)
-ENDED = "the models have stopped: start the server again"
+LOOKS_PER_SECOND = 200  # of all responses together, within these bounds: of more, each comes in longer pieces
+FAILED, ENDED = "the model failed on this request", "the models have stopped: start the server again"
 
 
 @dataclass(frozen=True)
@@ -72,20 +69,14 @@ class ServedModel:
     def spelled(self, token: int) -> str:
         return self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
 
-    def reads_like(self, other: "ServedModel") -> bool:
-        """Whether two models' tokens mean the same, so that their probabilities can be compared."""
-        return self.vocabulary == other.vocabulary and self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
-
 
 Models = dict[str, ServedModel]
+Loader = Callable[[int], AbstractContextManager[Models]]
 
 
 @contextmanager
 def served_models(config: Config, folder: Path, stages: list[str] | None, rows: int) -> Iterator[Models]:
-    """The named stages of a run, or all finished ones, loaded for batches of `rows` responses and run in this thread.
-
-    Raises: UserError if the run has none of them.
-    """
+    """The named stages of a run, or all finished ones, loaded for batches of `rows` responses. Raises: UserError if it has none."""
     device, models = set_up(config), {}
     run = LoadedRun(folder, device.type, config.precision)
     chosen = [stage for stage in run.policies if stages is None or stage in stages]
@@ -100,13 +91,6 @@ def served_models(config: Config, folder: Path, stages: list[str] | None, rows: 
             about = run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
             models[name] = ServedModel(name, run, policy, *about)
         yield models
-
-
-class ModelFailedError(RefusedError):
-    """A model raised an error, or the server is stopping."""
-
-    def __init__(self, message: str = "the model failed on this request"):
-        super().__init__(500, message)
 
 
 # --------------------------------------------------------------------------------------------- requests
@@ -129,7 +113,7 @@ class Generation:
     model: ServedModel
     response: Response
     text: TextStream
-    error: ModelFailedError | None = None
+    error: RefusedError | None = None
     cancelled: bool = False  # since the client has gone
 
     def next_chunk(self, place: int) -> Chunk | None:
@@ -173,7 +157,14 @@ class Completion:
         self.prompt_tokens = sum(len(ids) for _, ids, _ in prompts)
         self.generations: list[Generation] = []
         for model, ids, key in prompts:
-            length = room_of(model, ids, most, thread.most_tokens)
+            room, limit = model.context - len(ids), thread.most_tokens
+            if most is not None and most > limit:
+                raise RefusedError(400, f"max_tokens={most}: this server allows at most {limit}", "max_tokens")
+            length = min(model.max_new_tokens, room) if most is None else most
+            if room < 1 or length > room:
+                more = f" and max_tokens is {most}" if most is not None else ""
+                message = f"the model's context is {model.context} tokens: the prompt has {len(ids)}{more}: shorten it"
+                raise RefusedError(400, message, "messages", "context_length_exceeded")
             for j in range(n):
                 response = Response(ids, choice, self.seed, (*key, j), length, model.ends)
                 text = TextStream(model.tokenizer, model.ends, stops)
@@ -190,7 +181,7 @@ class Completion:
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
 
-        Raises: ModelFailedError.
+        Raises: RefusedError.
         """
         unfinished = dict(enumerate(self.generations))
         while unfinished:
@@ -206,19 +197,6 @@ class Completion:
         reasons = {chunk.place: chunk.finish async for chunk in self.chunks()}
         texts = [one.text for one in self.generations]
         return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(texts)]
-
-
-def room_of(model: ServedModel, prompt: list[int], asked: int | None, limit: int) -> int:
-    """The most tokens of a response. Raises: RefusedError if the context or the server's limit is too small for it."""
-    room = model.context - len(prompt)
-    if asked is not None and asked > limit:
-        raise RefusedError(400, f"max_tokens={asked}: this server allows at most {limit}", "max_tokens")
-    length = min(model.max_new_tokens, room) if asked is None else asked
-    if room < 1 or length > room:
-        more = f" and max_tokens is {asked}" if asked is not None else ""
-        message = f"the model's context is {model.context} tokens: the prompt has {len(prompt)}{more}: shorten it"
-        raise RefusedError(400, message, "messages", "context_length_exceeded")
-    return length
 
 
 # --------------------------------------------------------------------------------------------- queue, batch and thread
@@ -247,7 +225,7 @@ class Queue:
                 self.batch.advance(new)
         except Exception as error:  # one bad request must not stop the server for the others
             say_failure(error)
-            self.fail(ModelFailedError())
+            self.fail(RefusedError(500, FAILED))
             return
         self._remove()
 
@@ -258,7 +236,7 @@ class Queue:
                 self.running.remove(one)
             self.waiting = deque(one for one in self.waiting if not one.cancelled)
 
-    def fail(self, error: ModelFailedError) -> None:
+    def fail(self, error: RefusedError) -> None:
         """End all responses with an error; the next ones start with an empty batch."""
         with self.lock:
             failed, self.running = [*self.running, *self.waiting], []
@@ -274,9 +252,7 @@ class ModelThread:
     models: a context, entered in the thread with `rows`, that loads them. most_tokens: the largest max_tokens of a request.
     """
 
-    def __init__(
-        self, models: Callable[[int], AbstractContextManager[Models]], rows: int, limit: int, most_tokens: int
-    ):
+    def __init__(self, models: Loader, rows: int, limit: int, most_tokens: int):
         self.rows, self.limit, self.most_tokens = rows, limit, most_tokens
         self.changed = threading.Condition()  # there is work, or an end to it; its lock guards what follows
         self.queues: dict[str, Queue] = {}
@@ -325,7 +301,7 @@ class ModelThread:
         """A context in which work is added, with which the thread goes on. Raises: RefusedError."""
         with self.changed:
             if self.ended:
-                raise ModelFailedError(ENDED)
+                raise RefusedError(500, ENDED)
             if full:
                 message, more = "the queue is full: try again in a moment", {"retry-after": "1"}
                 raise RefusedError(429, message, code="rate_limit_exceeded", headers=more)
@@ -341,12 +317,10 @@ class ModelThread:
 
     # ------------------------------------------------------------------------------------------- in the thread
 
-    def _run(self, load: Callable[[int], AbstractContextManager[Models]], loaded: Future) -> None:
+    def _run(self, load: Loader, loaded: Future) -> None:
         try:
             with load(self.rows) as models:
                 self.queues = {name: Queue(one.policy, self.rows, self.changed) for name, one in models.items()}
-                gc.collect()
-                gc.freeze()  # what is loaded stays: the garbage collector, which stops sampling, skips it
                 loaded.set_result(models)
                 while self._wait():
                     self._step()
@@ -359,10 +333,10 @@ class ModelThread:
             with self.changed:
                 self.ended = True
             for queue in self.queues.values():
-                queue.fail(ModelFailedError(ENDED))
+                queue.fail(RefusedError(500, ENDED))
             for future, _, _ in self.calls:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(ModelFailedError(ENDED))
+                    future.set_exception(RefusedError(500, ENDED))
 
     def _wait(self) -> bool:
         with self.changed:
@@ -379,7 +353,7 @@ class ModelThread:
                     future.set_exception(error)
                 except Exception as error:
                     say_failure(error)
-                    future.set_exception(ModelFailedError())
+                    future.set_exception(RefusedError(500, FAILED))
         for queue in self.queues.values():
             if len(queue):
                 queue.step()

@@ -19,7 +19,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.records import Message, Text
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.serving.models import Chunk, Completion, ModelFailedError, ModelThread, ServedModel
+from rlhf.serving.models import Chunk, Completion, ModelThread, ServedModel
 from rlhf.serving.security import Receive, RefusedError, Scope, Send
 
 MOST_RESPONSES = 16  # n
@@ -231,7 +231,7 @@ class EventStream(StreamingResponse):
         async with freed(self.completion, receive):
             try:
                 await self.stream_response(send)
-            except ModelFailedError as error:
+            except RefusedError as error:
                 told = {"message": str(error), "type": "server_error", "param": None, "code": None}
                 await send({"type": "http.response.body", "body": event({"error": told}).encode()})
 

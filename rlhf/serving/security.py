@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rlhf.config.commands import ServeConfig
 from rlhf.errors import UserError
 from rlhf.system.schemas import first_problem
 from rlhf.system.terminal import printable
@@ -90,20 +91,16 @@ ERRORS: Any = dict.fromkeys(ANSWERED, error_response)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    token: str | None  # of the operator; None: everyone on this machine is one
+    settings: ServeConfig  # without a token, everyone on this machine is the operator
     labelers: dict[str, str]  # secret by name
     loopback: bool
-    max_body_bytes: int
-    requests_per_minute: int
-    requests_at_once: int
-    labelers_chat: bool = False  # labelers may talk to the models
     manager: str | None = None  # secret of who runs the labelling
 
     def who(self, secret: str | None) -> str | None:
         """The name that a secret belongs to, "" for the operator; every secret is compared, in constant time."""
         owner = None
         given = (secret or "").encode()
-        others = [(MANAGER, self.manager), ("", self.token)]
+        others = [(MANAGER, self.manager), ("", self.settings.token)]
         for name, known in [*self.labelers.items(), *((name, secret) for name, secret in others if secret)]:
             if hmac.compare_digest(given, known.encode()):
                 owner = name
@@ -127,14 +124,9 @@ class Rates:
 class Guard:
     def __init__(self, app: Any, access: Access):
         self.app, self.access, self.active = app, access, 0
-        self.rates = Rates(access.requests_per_minute)
+        self.rates = Rates(access.settings.requests_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self.app(scope, receive, send)
-            return
-
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 given = {name for name, _ in message["headers"]}
@@ -144,7 +136,7 @@ class Guard:
         self.active += 1
         try:
             self.check(scope, {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
-            await self.app(scope, bounded(receive, self.access.max_body_bytes), send_with_headers)
+            await self.app(scope, bounded(receive, self.access.settings.max_body_bytes), send_with_headers)
         except RefusedError as error:  # of the check; the application answers its own
             await error.response()(scope, receive, send_with_headers)
         finally:
@@ -152,9 +144,9 @@ class Guard:
 
     def check(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raises: RefusedError for a request that must not reach the application."""
-        access, path = self.access, scope["path"]
+        access, settings, path = self.access, self.access.settings, scope["path"]
         is_open = path in OPEN or path.startswith("/page/")
-        if self.active > access.requests_at_once:
+        if self.active > 4 * (settings.batch + settings.queue):
             raise RefusedError(503, "the server is busy: try again in a moment", headers={"retry-after": "1"})
         host = headers.get("host", "")
         if access.loopback and LOOPBACK.fullmatch(host) is None:
@@ -164,7 +156,7 @@ class Guard:
         if wait := self.rates.wait(client):
             retry_after = str(max(1, round(wait)))
             raise RefusedError(429, "too many requests: wait a moment", headers={"retry-after": retry_after})
-        if who is None and access.token is None:
+        if who is None and settings.token is None:
             who = ""
         if who is None and not is_open:
             message = "this server needs a token: open the link that you were given, or send `Authorization: Bearer`"
@@ -173,7 +165,7 @@ class Guard:
             raise RefusedError(403, f"this tab belongs to {tab or 'the operator'}: open that link again")
         if path.startswith("/api/manage") != (who == MANAGER) and not is_open and path != "/api/me":
             raise RefusedError(403, "the manager's link opens the manager's page, and no other does")
-        if who and path.startswith("/v1/score" if access.labelers_chat else CHAT):
+        if who and path.startswith("/v1/score" if settings.labelers_chat else CHAT):
             raise RefusedError(403, "labelers may not do this")
         scope.setdefault("state", {})["who"] = who
         if scope["method"] not in ("GET", "HEAD"):
@@ -184,8 +176,8 @@ class Guard:
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise RefusedError(415, "want a body of the type application/json")
             length = headers.get("content-length", "0")
-            if not length.isascii() or not length.isdigit() or int(length) > access.max_body_bytes:
-                raise RefusedError(413, f"the body is too large: at most {access.max_body_bytes} bytes")
+            if not length.isascii() or not length.isdigit() or int(length) > settings.max_body_bytes:
+                raise RefusedError(413, f"the body is too large: at most {settings.max_body_bytes} bytes")
 
 
 def cookie_of(who: str) -> str:

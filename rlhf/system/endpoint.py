@@ -16,7 +16,7 @@ from rlhf.system.terminal import one_line
 
 T = TypeVar("T")
 ATTEMPTS = 5
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
+LONGEST_WAIT = 60.0  # seconds
 TIMEOUT = 120.0  # seconds of one request, from connecting to the end of the reply
 LARGEST_REPLY = 2**20  # bytes
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -33,15 +33,15 @@ class Client:
     since they would send the key to another host.
     """
 
-    def __init__(
-        self, setting: str, url: str, key_setting: str, key_variable: str | None = None, first_wait: float = FIRST_WAIT
-    ):
+    first_wait = 1.0  # seconds before the second attempt; the next waits double
+
+    def __init__(self, setting: str, url: str, key_setting: str, key_variable: str | None = None):
         """setting, key_setting: names for messages; url: the base, such as https://host/v1.
 
         Raises: UserError for an invalid URL, an unset key, or a key that would be sent unencrypted.
         """
         self.named, self.url, self.key_setting = f"{setting}={url}", url, key_setting
-        self.key_variable, self.first_wait = key_variable, first_wait
+        self.key_variable = key_variable
         self.counts: Counter[str] = Counter()  # requests, retries, failures, and what the caller adds
         self.reached = False  # whether any HTTP server has answered
         self.lock = threading.Lock()

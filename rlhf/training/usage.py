@@ -126,8 +126,7 @@ def kept_per_token(engine: Engine, recomputes: bool | None = None) -> float:
 
     def kept(model: Any) -> float:
         dropout = max((m.p for m in model.modules() if isinstance(m, nn.Dropout)), default=0.0)
-        how: Any = {"checkpointing": checkpointing, "fused": True, "dropout": dropout}
-        return gaps * activation_bytes(trunk_shape(model), 1, 1, kind, **how)
+        return gaps * activation_bytes(trunk_shape(model), 1, kind, checkpointing, dropout)
 
     each = [kept(model) for model in transformers_in(engine.module)]
     return sum(each) if engine.sharded else max(each)

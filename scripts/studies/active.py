@@ -97,9 +97,7 @@ class Study:
         free = free[: count * (POOL if how != "random" else 1)]
         tasks = [self.prompts[place][0] for place in free]
         values = (
-            [0.0] * len(tasks)
-            if how == "random"
-            else value_tasks(self.config(), tasks, how, [str(m) for m in models], "active")
+            [0.0] * len(tasks) if how == "random" else value_tasks(self.config(), tasks, how, [str(m) for m in models])
         )
         keys = [task.id for task in tasks]
         return [

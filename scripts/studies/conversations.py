@@ -16,7 +16,7 @@ from harness import draw, mean_interval, read, rows, show
 
 from rlhf.evaluation.statistics import interval
 from rlhf.gold.truth import judge
-from rlhf.gold.world import task_from_metadata
+from rlhf.gold.world import Task
 
 Results = dict[str, Any]
 PICKED = {
@@ -78,7 +78,7 @@ def read_scores(folders: list[Path]) -> Scores:
     scores: Scores = defaultdict(lambda: defaultdict(list))
     for run in folders:
         prompts = rows(run / "world" / "prompts.jsonl")
-        tasks = {row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in prompts}
+        tasks = {row["id"]: Task(**row["metadata"]["gold"]) for row in prompts}
         for row in rows(run / "evaluate" / "samples.jsonl"):
             task = tasks[row["id"]]
             for policy, text in row["responses"].items():

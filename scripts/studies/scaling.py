@@ -115,7 +115,7 @@ def estimate(runs: list[Run], without: bool, near: LossLaw | None) -> dict[str, 
         for name, best in zip("ab", zip(*(curve["best"] for curve in inside), strict=True), strict=True):
             figures[f"IsoFLOP minima {name}"] = fit_power([curve["budget"] for curve in inside], best)[1]
     law = fit_law(runs, without, near)
-    return figures if law is None else figures | {"fitted law a": law.a, "fitted law b": law.b} | asdict(law)
+    return figures if law is None else figures | {"fitted law a": law.a, "fitted law b": 1 - law.a} | asdict(law)
 
 
 def fit_law(runs: list[Run], without: bool, near: LossLaw | None = None) -> LossLaw | None:

@@ -20,7 +20,7 @@ from typing import Any
 from harness import Cell, cached, draw, make_cells, mean_interval, parse, read, rows, run, show, spaced, table, within
 
 from rlhf.gold.truth import has_any, insults, judge, make_labelers, without_manners
-from rlhf.gold.world import KINDS, Task, task_from_metadata
+from rlhf.gold.world import KINDS, Task
 
 POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")
 MIXED = ("ppo.ptx_coef=1.0", "ppo.ptx_blocks_per_episode=0.25")
@@ -127,7 +127,7 @@ def measure(task: Task, text: str) -> dict[str, float | None]:
 def measured(cell: Cell, count: int) -> dict[str, Any]:
     """{policy: {"gold" and each measure: a value per test prompt}}."""
     records = [r for r in rows(cell.parent / "world" / "prompts.jsonl") if r["metadata"]["split"] == "test"][:count]
-    tasks = [task_from_metadata(record["metadata"]["gold"]) for record in records]
+    tasks = [Task(**record["metadata"]["gold"]) for record in records]
     found = {}
     for policy, texts in answers(cell, records).items():
         values = [measure(task, text) for task, text in zip(tasks, texts, strict=True)]

@@ -16,7 +16,7 @@ from rlhf.data.splits import split_of
 from rlhf.gold import world
 from rlhf.gold.corpus import Cut, demonstration_rows, documents, make_passages, prompt_rows, word_ends
 from rlhf.gold.truth import DEMONSTRATION_MIX, PRETRAINING_MIX, WEIGHTS, answer, judge
-from rlhf.gold.world import GREETINGS, KINDS, SCRIPTS, SPLITS, Task, make_conversation, make_task, task_from_metadata
+from rlhf.gold.world import GREETINGS, KINDS, SCRIPTS, SPLITS, Task, make_conversation, make_task
 
 SAMPLES = Path(__file__).parents[2] / "data"
 COUNTS = {"train": 400, "dev": 300, "test": 300}
@@ -39,7 +39,7 @@ def test_prompts_of_every_split_with_the_truth_about_each():
     assert Counter(row["metadata"]["split"] for row in rows) == COUNTS
     assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == len(rows), "no prompt twice"
     for row in rows:
-        task = task_from_metadata(json.loads(json.dumps(row["metadata"]["gold"])))
+        task = Task(**json.loads(json.dumps(row["metadata"]["gold"])))
         assert task.prompt == row["prompt"] and task.core == row["metadata"]["group"]
         assert split_of(task.core, 0, SPLITS) == row["metadata"]["split"]
 
@@ -53,7 +53,7 @@ def test_the_sample_files_are_in_the_import_format():
     assert all(record.pair_list() for record in comparisons)
     assert len({record.prompt[0].content for record in comparisons}) == 16
     for record in prompts:
-        assert task_from_metadata(record.metadata["gold"]).prompt == record.prompt[0].content
+        assert Task(**record.metadata["gold"]).prompt == record.prompt[0].content
 
 
 def readme_blocks(language: str) -> list[str]:
@@ -197,7 +197,7 @@ def test_no_held_out_request_and_no_held_out_conversation_occurs_in_training_tex
     text = "\n".join([*documents(1, 1, 3000, 0.5), *written])
     cores: dict[str, set[str]] = {"train": set(), "dev": set(), "test": set()}
     for row in prompt_rows(1, 1, {"train": 300, "dev": 200, "test": 200}, 0.5):
-        task = task_from_metadata(json.loads(json.dumps(row["metadata"]["gold"])))
+        task = Task(**json.loads(json.dumps(row["metadata"]["gold"])))
         assert task.asked == row["prompt"] and split_of(task.core, 1, SPLITS) == row["metadata"]["split"]
         cores[row["metadata"]["split"]].add(task.core)
     found = {split: sum(core in text for core in cores[split]) for split in cores}

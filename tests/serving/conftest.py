@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rlhf.config.commands import ServeConfig
 from tests.stages.conftest import gold_run  # noqa: F401 (a fixture)
 
 pytest.importorskip("fastapi", reason="needs the extra `serve`")
@@ -77,13 +78,10 @@ def thread(gold_run) -> Iterator[Any]:  # noqa: F811
     thread.stop()
 
 
-def access(**changes: Any) -> Any:
+def access(labelers: Any = None, manager: str | None = None, loopback: bool = True, **changes: Any) -> Any:
     from rlhf.serving.security import Access
 
-    return Access(**{
-        "token": None, "labelers": {}, "loopback": True, "max_body_bytes": 2**20, "requests_per_minute": 10**6,
-        "requests_at_once": 200, **changes,
-    })  # fmt: skip
+    return Access(ServeConfig(**{"requests_per_minute": 10**6, **changes}), labelers or {}, loopback, manager)
 
 
 def tasks(count: int, responses: int = 3) -> list[Any]:
@@ -104,10 +102,11 @@ def tasks(count: int, responses: int = 3) -> list[Any]:
     ]
 
 
-def make_labelling(path: Any, count: int = 4, per_prompt: int = 2, checks: Any = None) -> Any:
+def make_labelling(path: Any, count: int = 4, per_prompt: int = 2, gold: Any = (), **settings: Any) -> Any:
     from rlhf.serving.labelling import LabelFile, Labelling
 
-    return Labelling(LabelFile(path), tasks(count), per_prompt, seed=0, checks=checks)
+    settings_of = ServeConfig(labels_per_prompt=per_prompt, **settings)
+    return Labelling(LabelFile(path), tasks(count), settings_of, 0, gold)
 
 
 @pytest.fixture(scope="session")

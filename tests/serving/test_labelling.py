@@ -16,7 +16,7 @@ from rlhf.data.reading import load_comparisons, load_demonstrations
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
-from rlhf.serving.labelling import Checks, LabelFile, RankingRequest
+from rlhf.serving.labelling import LabelFile, RankingRequest
 from rlhf.serving.managing import Staff
 from rlhf.serving.models import ModelThread
 from rlhf.serving.security import RefusedError
@@ -306,7 +306,7 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
         f"g{i}": one.model_copy(update={"id": f"g{i}", "prompt": [Message(role="user", content=f"gold {i} ?")]})
         for i, one in enumerate(gold.values())
     }
-    labelling = make_labelling(tmp_path / "labels.jsonl", 6, 1, Checks(gold, every=2, first=2, least=0.8))
+    labelling = make_labelling(tmp_path / "labels.jsonl", 6, 1, gold, check_every=2, qualification=2, qualified=0.8)
     assert labelling.next_task("ben").id == "g0" and labelling.qualified("ben")
     for name in ("g0", "g1"):
         labelling.rank("ben", ranked(name, f"ben-{name}-sub", (("c",), ("b",), ("a",))))
@@ -336,7 +336,7 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     with pytest.raises(RefusedError, match="enough labelers"):
         labelling.rank("cleo", ranked("t0.2", "submission-x"))
     labelling.file.close()
-    again = make_labelling(labelling.file.path, 6, 1, labelling.checks)
+    again = make_labelling(labelling.file.path, 6, 1, gold, check_every=2, qualification=2, qualified=0.8)
     assert again.figures("anna") == figures and not again.qualified("ben"), "a restart forgets nothing"
     path = str(labelling.file.path)
     assert {r.metadata["task"] for r in load_comparisons(path)[0]} == {f"t{i}" for i in range(6)}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rlhf.commands.sample import run as sample
+from rlhf.config.commands import ServeConfig
 from rlhf.data.reading import load_comparisons
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, Labelling
@@ -20,7 +21,7 @@ def site(gold_run, thread, tmp_path_factory):
     asked = ["sample.responses=3", f"sample.out='{folder}/tasks'", "data.comparisons=null"]
     sample(gold_run.config("sample.prompts=4", *asked))
     tasks, _ = load_comparisons(str(folder / "tasks" / "tasks.jsonl"), "native")
-    labelling = Labelling(LabelFile(folder / "labels.jsonl"), tasks, 2, seed=0)
+    labelling = Labelling(LabelFile(folder / "labels.jsonl"), tasks, ServeConfig(labels_per_prompt=2), 0)
     app = make_app(thread, access(labelers=SECRETS, labelers_chat=True), labelling, "Be fair.")
     for address in serving(app):
         yield address, labelling

@@ -89,7 +89,7 @@ async def test_sizes_and_rates_have_limits(app):
     answers = [await slow.get("/v1/models") for _ in range(8)]
     assert [answer.status_code for answer in answers] == [200] * 5 + [429] * 3
     assert int(answers[-1].headers["retry-after"]) >= 1
-    busy = await behind(app, requests_at_once=0).get("/v1/models")
+    busy = await behind(app, batch=0, queue=0).get("/v1/models")
     assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
     rates = Rates(60)
     for i in range(10_050):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from rlhf.evaluation.audit import (
     CEILING,
     COLLECT,
     GO,
-    RULES,
     Audit,
     Audited,
     Material,
@@ -176,9 +176,11 @@ def test_a_rule_decides(changed, decision, labels, ceiling):
 
 def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
-    table = page.split("| if | then |\n", 1)[1].split("\n\n", 1)[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
-    assert rows == [[when, decision] for when, decision in RULES.items()]
+    few = f"fewer than {attacks.LEAST_PAIRS} held-out pairs or {attacks.LEAST_PROMPTS} prompts"
+    assert f"| {few} | {COLLECT} |" in page
+    bounds = {attacks.MOST_FLIPS: COLLECT, attacks.MEAN_FLIPS: COLLECT, attacks.SOME_FLIPS: CEILING}
+    for share, decision in bounds.items():
+        assert re.search(rf"flips? more than {share:.0%} of the pairs.* \| {decision} \|", page)
     found = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in found["attacks"]] == list(ATTACKS)
     assert [row["n"] for row in found["best_of"]] == list(BEST_OF)

@@ -67,7 +67,7 @@ def by_words(content: str) -> str:
 @pytest.fixture
 def server(monkeypatch) -> Iterator[ThreadingHTTPServer]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(judging, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(Endpoint, "first_wait", 0.001)
     made = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     made.asked, made.trouble, made.decide = [], [], by_words
     made.url = f"http://127.0.0.1:{made.server_port}/v1"
@@ -79,7 +79,7 @@ def server(monkeypatch) -> Iterator[ThreadingHTTPServer]:
 
 
 def client(server, tmp_path, **more) -> Endpoint:
-    return Endpoint(server.url, "m", tmp_path / "cache.jsonl", first_wait=0.001, **more)
+    return Endpoint(server.url, "m", tmp_path / "cache.jsonl", **more)
 
 
 def test_a_request_is_openai_s_is_asked_once_and_its_key_is_stored_nowhere(server, tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_reply_that_is_none_is_tried_again_and_counted(server, tmp_path, reply
 def test_an_endpoint_that_nobody_answers_at_or_that_drips_is_given_up(server, tmp_path, monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        dead = Endpoint(f"http://127.0.0.1:{nobody.getsockname()[1]}", "m", tmp_path / "c", first_wait=0.001)
+        dead = Endpoint(f"http://127.0.0.1:{nobody.getsockname()[1]}", "m", tmp_path / "c")
         with pytest.raises(UserError, match=r"no answer in 5 attempts \(.*failed.*\): check the URL and the network"):
             dead.ask(MESSAGES)
     monkeypatch.setattr(endpoint, "TIMEOUT", 0.2)

@@ -17,7 +17,7 @@ from rlhf.evaluation.judging import people_figures, policy_names
 from rlhf.evaluation.statistics import interval, prediction_powered, win, win_rate
 from rlhf.gold.corpus import prompt_rows
 from rlhf.gold.truth import DEMONSTRATION_MIX, TASTE, Labeler, answer, judge, make_labelers, pick_style, rank_responses
-from rlhf.gold.world import task_from_metadata
+from rlhf.gold.world import Task
 from rlhf.stages.evaluate import run as evaluate
 
 POLICIES = {"x/a": {"good": 0.6, "plain": 0.4}, "x/b": DEMONSTRATION_MIX, "x/c": {"rude": 0.5, "wrong": 0.5}}
@@ -28,7 +28,7 @@ def answered():
     """600 prompts, each with one answer of each policy, and the gold scores of the answers."""
     rng, found = random.Random(0), []
     for row in prompt_rows(0, 0, {"test": 600}):
-        task = task_from_metadata(row["metadata"]["gold"])
+        task = Task(**row["metadata"]["gold"])
         texts = [answer(task, pick_style(mix, rng), rng) for mix in POLICIES.values()]
         found.append((row["prompt"], texts, [judge(task, text) for text in texts]))
     return found

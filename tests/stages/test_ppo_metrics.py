@@ -19,7 +19,7 @@ from rlhf.data.chat_template import decode_response, response_text
 from rlhf.engines.choosing import Samples
 from rlhf.errors import UserError
 from rlhf.gold.truth import judge
-from rlhf.gold.world import task_from_metadata
+from rlhf.gold.world import Task
 from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout, weigh_by_sampler
@@ -175,7 +175,7 @@ def judged(trainer: Trainer, records: list[Any], rollout: Rollout, name: str) ->
     for row, record in enumerate(records):
         response = rollout.tokens[row, int(rollout.prompt_lengths[row]) : int(rollout.lengths[row])].tolist()
         text = decode_response(trainer.tokenizer, response).strip()
-        views.append(judge(task_from_metadata(record.metadata["gold"]), text, ended=bool(rollout.ended[row])))
+        views.append(judge(Task(**record.metadata["gold"]), text, ended=bool(rollout.ended[row])))
     return {name + part: float(np.mean([view[part] for view in views])) for part in views[0]}
 
 

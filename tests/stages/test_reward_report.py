@@ -14,7 +14,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import reward_report as report
 from rlhf.evaluation.reward_report import gold_regression, standardised_weights
 from rlhf.evaluation.scoring import accuracy, judged_pairs
-from rlhf.evaluation.statistics import share_by
+from rlhf.evaluation.statistics import mean_by
 from rlhf.gold.truth import WEIGHTS
 from rlhf.model.classifier import load_reward_model
 
@@ -77,7 +77,7 @@ def test_agreement_within():
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 1)), min_size=1, max_size=50))
 def test_intervals_of_shares_stay_within_0_and_1(parts):
-    found = share_by([key for key, _ in parts], [float(right) for _, right in parts])
+    found = mean_by([key for key, _ in parts], [float(right) for _, right in parts], share=True)
     low, high = found["ci95"] or (0, 1)
     assert (found["ci95"] is None) == (len({key for key, _ in parts}) < 10)
     assert 0 <= low <= found["value"] <= high <= 1
@@ -108,14 +108,10 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
 
     truth = Requests()
 
-    items = gold_items(gold_run)
-    config = gold_run.config()
-    found = gold_regression(
-        config,
-        truth,
-        items,
-        [[0.3 * u + 1 for u in utilities(truth, config.gold.labeler_noise, one.record, one.answers)] for one in items],
-    )
+    items, noise = gold_items(gold_run), gold_run.config().gold.labeler_noise
+    wanted = [utilities(truth, noise, one.record, one.answers) for one in items]
+    judged = [[truth.judge(one.record, *answer) for answer in one.answers] for one in items]
+    found = gold_regression(truth, judged, [[0.3 * u + 1 for u in row] for row in wanted], wanted)
     assert all(row["weight"] == row["true"] for row in found["parts"].values())
     assert set(found["parts"]) == set(WEIGHTS) and any(row["weight"] is not None for row in found["parts"].values())
 

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.commands.sample import label_studio_config, label_studio_tasks, next_step, run, shuffle_responses
+from rlhf.commands.sample import draw_tasks, label_studio_config, label_studio_tasks, next_step, run
+from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
 from rlhf.data.formats import FORMATS
 from rlhf.data.reading import load_kind, load_prompts
-from rlhf.data.records import RankedResponse, Ranking
+from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.errors import UserError
+from rlhf.evaluation.policies import Answer
 from rlhf.evaluation.scoring import value_of, value_tasks
 
 
@@ -61,7 +63,7 @@ def test_reward_models_choose_the_prompts_except_a_part_drawn_at_random(gold_run
     more += [f"sample.rewards=[{','.join(map(repr, rewards))}]"] if how == "disagreement" else []
     found = sampled(gold_run, tmp_path / "chosen", *more)
     assert len(found) == 10 and [task.metadata["chosen"] for task in found].count("random") == 2
-    values = dict(zip([task.id for task in pool], value_tasks(gold_run.config(), pool, how, rewards, "x"), strict=True))
+    values = dict(zip([task.id for task in pool], value_tasks(gold_run.config(), pool, how, rewards), strict=True))
     chosen = [values[task.id] for task in found if task.metadata["chosen"] == how]
     assert min(chosen) >= max(value for name, value in values.items() if name not in {task.id for task in found})
     assert all(value == 0 for value in values.values()) == (how == "disagreement")
@@ -139,9 +141,14 @@ def make_task(name: str = "p-1@0123", k: int = 4, texts: list[str] | None = None
     return Ranking(id=name, prompt="Say it.", responses=responses, metadata={"split": "train", "group": "g"})  # type: ignore[arg-type]
 
 
-def test_position_tells_nothing():
+def test_position_tells_nothing(monkeypatch):
     """Each of 4 draws stands first in 400 of 4 x 400 tasks: binomial(1600, 1/4), deviation 17.3; 5 of them are 87."""
-    tasks = [shuffle_responses(make_task(f"p-{i}"), seed=0) for i in range(1600)]
+    prompts = [PromptRecord(id=f"p-{i}", prompt="Say it.") for i in range(1600)]  # type: ignore[arg-type]
+    drawn = [Answer(f"Answer {i}.", True, [], []) for i in range(4)]
+    monkeypatch.setattr(
+        "rlhf.commands.sample.answer_prompts", lambda *_: ((prompt, False, drawn, {}) for prompt in prompts)
+    )
+    tasks, _, _ = draw_tasks(Config(), [("demo/sft@0123", Path())], prompts)
     for name in "abcd":
         assert abs(sum(task.responses[0].id == name for task in tasks) - 400) < 87
     assert all(sorted(r.id for r in task.responses) == list("abcd") for task in tasks)
