@@ -1,0 +1,97 @@
+"""A user's rule in the gold world ("Never say dog."): how often SFT and PPO keep it, and PPO with a model of the rule as a reward.
+
+    python scripts/studies/rules.py --out runs/rules --seeds 0 --parents runs/talk-0 --weights 1 4 experiment=gold-dialogue threads=1
+
+A parent is a run of experiment=gold-dialogue with a finished PPO stage. `rlhf rate` learns P(broken) from the parent's comparisons, in
+which truth marks the answers that say a forbidden word (no other quality is used). PPO then gets the reward model's score minus each of
+--weights times P(broken). All policies answer the same --prompts new conversations with a rule once; differences are by prompt.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from harness import Cell, call, make_cells, parse, rows, run, show, table
+
+from rlhf.evaluation.statistics import interval
+from rlhf.gold.truth import judge
+from rlhf.gold.world import make_conversation, task_from_metadata
+
+RULES = {"forbidden": "It does not say what the user forbids."}
+TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
+
+
+def write_rows(path: Path, made: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return path
+
+
+def write_prompts(folder: Path, count: int, seed: int) -> Path:
+    """Conversations of the test split with a rule, each different."""
+    rng, made = random.Random(f"rules-{seed}"), dict[str, Any]()
+    while len(made) < count:
+        task = make_conversation(rng, kind="rule", split="test", seed=seed)
+        gold = {"gold": task.to_metadata()}
+        row = {"kind": "prompt", "id": f"rule-{len(made)}", "prompt": task.asked, "metadata": gold}
+        made.setdefault(json.dumps(task.asked), row)
+    return write_rows(folder / f"prompts-{seed}.jsonl", list(made.values()))
+
+
+def write_marks(folder: Path, parent: Path, seed: int) -> Path:
+    """The parent's comparisons, with the flag on responses to a conversation with a rule that say a forbidden word."""
+    made = rows(parent / "label" / "comparisons.jsonl")
+    for row in made:
+        task = task_from_metadata(row["metadata"]["gold"])
+        broken = [one["id"] for one in row["responses"] if task.ruled_out and not judge(task, one["text"])["safe"]]
+        row["flags"] = {name: ["breaks_forbidden"] for name in broken}
+        for one in row["responses"]:
+            one["metadata"].pop("qualities", None)
+    return write_rows(folder / f"marks-{seed}.jsonl", made)
+
+
+def answers(home: Path, stage: str, prompts: Path, out: Path, overrides: list[str]) -> dict[str, dict[str, float]]:
+    """The parts of the truth of one answer per prompt, by id of the prompt."""
+    if not out.exists():
+        words = [f"generate.stage={stage}", f"data.prompts={prompts}", f"generate.out={out}", "gold.enabled=false"]
+        with out.with_suffix(".log").open("a", encoding="utf-8") as log:
+            if call(["generate", f"runs_dir={home.parent}", f"run={home.name}", *words, *overrides], log):
+                raise SystemExit(f"{out.with_suffix('.log')}: the answers could not be drawn")
+    tasks = {row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in rows(prompts)}
+    return {row["id"]: judge(tasks[row["id"]], row["responses"][0]) for row in rows(out)}
+
+
+def main() -> None:
+    more = {"prompts": {"type": int, "default": 300}, "weights": {"type": float, "nargs": "+", "default": [1.0]}}
+    asked = parse(__doc__, **more)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    rules = asked.out / "rules.json"
+    rules.write_text(json.dumps(RULES), encoding="utf-8")
+    lines = []
+    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
+        one = type(asked)(**vars(asked) | {"seeds": [seed], "parents": [parent], "cells": []})
+        learns = (f"rate.rules={rules}", f"data.comparisons={write_marks(asked.out, parent, seed)}")
+        raters = make_cells(one, {"rater": ()}, TAKEN, {"rate": learns})
+        run(raters, asked.processes)
+        rewards = f"ppo.rewards=[null,'{raters[0].home / 'rate'}']"
+        choices = {f"weight_{weight:g}": (f"ppo.reward_weights=[1,{weight}]",) for weight in asked.weights}
+        cells: list[Cell] = make_cells(one, choices, TAKEN, {"ppo": (f"rate.rules={rules}", rewards)})
+        run(cells, asked.processes)
+        policies = {"SFT": (parent, "sft"), "PPO": (parent, "ppo")} | {cell.name: (cell.home, "ppo") for cell in cells}
+        prompts, found = write_prompts(asked.out, asked.prompts, seed), dict[str, Any]()
+        for name, (home, stage) in policies.items():
+            out = asked.out / f"{name}-{seed}.jsonl"
+            parts = found[name] = answers(home, stage, prompts, out, asked.overrides)
+            shares = [interval([parts[key][part] for key in parts]) for part in ("safe", "correct")]
+            less = [
+                interval([parts[key]["safe"] - found[other][key]["safe"] for key in parts])
+                for other in ("SFT", "PPO")
+                if other in found and other != name
+            ]
+            shown = [show(one, sign="+") for one in less] + ["–"] * (2 - len(less))
+            lines.append([str(seed), name.replace("_", " "), shares[0], *shown, shares[1]])
+    table(["seed", "policy", "keeps the rule", "less SFT", "less PPO", "correct"], lines)
+
+
+if __name__ == "__main__":
+    main()
