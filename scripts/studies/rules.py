@@ -4,7 +4,9 @@
 
 A parent is a run of experiment=gold-dialogue with a finished PPO stage. `rlhf rate` learns P(broken) from the parent's comparisons, in
 which truth marks the answers that say a forbidden word (no other quality is used). PPO then gets the reward model's score minus each of
---weights times P(broken). All policies answer the same --prompts new conversations with a rule once; differences are by prompt.
+--weights times P(broken). All policies answer the same --prompts new conversations with a rule once; differences are by prompt. The last
+two columns are the rule model's mean P(kept) of these answers, and how often it gives an answer that keeps its rule more than one
+that breaks it.
 """
 
 import json
@@ -61,6 +63,26 @@ def answers(home: Path, stage: str, prompts: Path, out: Path, overrides: list[st
     return {row["id"]: judge(tasks[row["id"]], row["responses"][0]) for row in rows(out)}
 
 
+def told_apart(rater: Path, prompts: Path, out: Path, kept: list[float], overrides: list[str]) -> list[float]:
+    """The rater's mean P(kept) of the answers in `out`, and its share of pairs of a kept and a broken rule in the right order."""
+    import torch
+
+    from rlhf.config.compose import compose_config
+    from rlhf.data.chat_template import encode_prompts, encode_responses
+    from rlhf.data.records import Message
+    from rlhf.data.tokenizer import load_tokenizer
+    from rlhf.ppo.rewards import load_rater
+
+    tokenizer = load_tokenizer(rater / "model")
+    model = load_rater(compose_config(overrides), rater, tokenizer, torch.device("cpu"))
+    asked = encode_prompts(tokenizer, [[Message(**turn) for turn in row["prompt"]] for row in rows(prompts)])
+    given = encode_responses(tokenizer, [row["responses"][0] for row in rows(out)])
+    values = model.rate([[*a, *b, tokenizer.eos_token_id] for a, b in zip(asked, given, strict=True)])["forbidden"]
+    is_kept = torch.tensor(kept, dtype=torch.bool)
+    gaps = values[is_kept][:, None] - values[~is_kept]
+    return [float(values.mean()), float((gaps.sign() + 1).mean() / 2)]
+
+
 def main() -> None:
     more = {"prompts": {"type": int, "default": 300}, "weights": {"type": float, "nargs": "+", "default": [1.0]}}
     asked = parse(__doc__, **more)
@@ -89,8 +111,10 @@ def main() -> None:
                 if other in found and other != name
             ]
             shown = [show(one, sign="+") for one in less] + ["–"] * (2 - len(less))
-            lines.append([str(seed), name.replace("_", " "), shares[0], *shown, shares[1]])
-    table(["seed", "policy", "keeps the rule", "less SFT", "less PPO", "correct"], lines)
+            kept = [parts[key]["safe"] for key in parts]
+            rated = told_apart(raters[0].home / "rate", prompts, out, kept, asked.overrides)
+            lines.append([str(seed), name.replace("_", " "), shares[0], *shown, shares[1], *rated])
+    table(["seed", "policy", "keeps the rule", "less SFT", "less PPO", "correct", "P(kept)", "told apart"], lines)
 
 
 if __name__ == "__main__":
