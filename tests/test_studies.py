@@ -14,8 +14,7 @@ from rlhf.planning.scaling import PUBLISHED, LossLaw
 from tests.stages.conftest import gold_run  # noqa: F401
 
 STUDIES = Path(__file__).parents[1] / "scripts" / "studies"
-NAMES = ["harness", "active", "audit", "details", "fitting", "frontier", "lstm", "monitor", "rounds", "scaling", "sentiment_optimum",
-         "sizes", "steadier", "transfer"]  # fmt: skip
+NAMES = sorted(path.stem for path in STUDIES.glob("*.py"))
 
 
 def load_scripts() -> dict[str, ModuleType]:

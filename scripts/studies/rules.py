@@ -18,7 +18,7 @@ from harness import Cell, call, make_cells, parse, rows, run, show, table
 
 from rlhf.evaluation.statistics import interval
 from rlhf.gold.truth import judge
-from rlhf.gold.world import make_conversation, task_from_metadata
+from rlhf.gold.world import Task, make_conversation
 
 RULES = {"forbidden": "It does not say what the user forbids."}
 TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
@@ -44,7 +44,7 @@ def write_marks(folder: Path, parent: Path, seed: int) -> Path:
     """The parent's comparisons, with the flag on responses to a conversation with a rule that say a forbidden word."""
     made = rows(parent / "label" / "comparisons.jsonl")
     for row in made:
-        task = task_from_metadata(row["metadata"]["gold"])
+        task = Task(**row["metadata"]["gold"])
         broken = [one["id"] for one in row["responses"] if task.ruled_out and not judge(task, one["text"])["safe"]]
         row["flags"] = {name: ["breaks_forbidden"] for name in broken}
         for one in row["responses"]:
@@ -59,7 +59,7 @@ def answers(home: Path, stage: str, prompts: Path, out: Path, overrides: list[st
         with out.with_suffix(".log").open("a", encoding="utf-8") as log:
             if call(["generate", f"runs_dir={home.parent}", f"run={home.name}", *words, *overrides], log):
                 raise SystemExit(f"{out.with_suffix('.log')}: the answers could not be drawn")
-    tasks = {row["id"]: task_from_metadata(row["metadata"]["gold"]) for row in rows(prompts)}
+    tasks = {row["id"]: Task(**row["metadata"]["gold"]) for row in rows(prompts)}
     return {row["id"]: judge(tasks[row["id"]], row["responses"][0]) for row in rows(out)}
 
 
