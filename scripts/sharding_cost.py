@@ -41,7 +41,7 @@ def make(size: str, way: str, device: torch.device) -> Engine:
     config.sharding.bucket_elements = 5_000_000
     torch.manual_seed(0)
     module = NextToken(GPTForCausalLM(GPTConfig(**SIZES[size])))
-    return make_engine(config, module, [{"params": list(module.parameters()), "lr": 1e-4}], device)
+    return make_engine(config, module, config.sft, device, groups=[{"params": list(module.parameters()), "lr": 1e-4}])
 
 
 def step(engine: Engine, tokens: Tensor, denominator: int) -> None:

@@ -74,7 +74,6 @@ def rank_main(rank: int, folder: Path, asked: Any) -> None:
     from rlhf.ppo.models import Reference
     from rlhf.training.divided import load_lm, reward_model_on
     from rlhf.training.engine import import_deepspeed, make_engine, shard_frozen
-    from rlhf.training.optim import decay_groups
     from rlhf.training.setup import load_policy, set_up
 
     settings = [f"precision={asked.precision}", "device=cpu", "threads=1", "sharding.bucket_elements=5000000"]
@@ -89,7 +88,7 @@ def rank_main(rank: int, folder: Path, asked: Any) -> None:
     if asked.what == "reference":
         model = shard_frozen(config, Reference(model.requires_grad_(False)), device)
     else:
-        model = make_engine(config, model, decay_groups(model, SftConfig(lr=1e-5)), device)
+        model = make_engine(config, model, SftConfig(lr=1e-5), device)
     peak = memory("VmHWM") - before  # GiB, as all that follow
     width = 2 if asked.precision == "bfloat16" else 4
     # float32: weights, the optimizer's copy, its gradients and two moments; bfloat16: weights and gradients take half

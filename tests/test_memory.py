@@ -84,7 +84,7 @@ def engine():
     sizes = {"width": 64, "n_head": 4, "n_layer": 8, "context_length": 4096, "vocab_size": 99}
     model = GPTForCausalLM(preset("tiny", **sizes))
     groups = [{"params": list(model.parameters()), "lr": 0.0}]
-    return make_engine(Config(), NextToken(model), groups, CPU)
+    return make_engine(Config(), NextToken(model), Config().sft, CPU, groups=groups)
 
 
 def test_the_limit_follows_the_budget(engine, monkeypatch):

@@ -22,15 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
-from rlhf.engines.choosing import (
-    Key,
-    Samples,
-    Sampling,
-    SamplingEngine,
-    check_sampling,
-    hashed,
-    make_samples,
-)
+from rlhf.engines.choosing import Key, Samples, Sampling, SamplingEngine, check_sampling, hashed, make_samples
 from rlhf.engines.decoder import Prompts
 from rlhf.errors import UserError
 from rlhf.model.convert import public_config, public_weights

@@ -173,9 +173,8 @@ def make_attention_mask(
 ) -> Tensor | None:
     """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain kernel, causal or not, is enough."""
     if attention_mask is not None and attention_mask.dim() == 4:
-        return (
-            attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        )  # or what is added to scores
+        # else it is what is added to scores
+        return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     length = x.shape[1]
     keys = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     fresh = keys == length  # a first call: the keys are those of the queries

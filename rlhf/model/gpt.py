@@ -171,13 +171,8 @@ class GPTModel(GPTPreTrainedModel):
             last_kept = kept if layer is self.layers[-1] else None
             x = layer(x, rope, layer_mask, past_key_values=past_key_values, kept=last_kept)
         x = self.norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*earlier, x)
-            if output_hidden_states
-            else None,  # transformers' convention: the last one is normed
-        )
+        states = (*earlier, x) if output_hidden_states else None  # transformers' convention: the last one is normed
+        return BaseModelOutputWithPast(x, past_key_values if use_cache else None, states)
 
 
 class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
@@ -227,12 +222,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss + balance_loss(self, labels, IGNORED, kwargs.get("num_items_in_batch"))
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-        )
+        return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states)
 
     def logits(self, tokens: Tensor, kept: Tensor) -> Tensor:
         return self.lm_head(self.hidden(tokens, kept))

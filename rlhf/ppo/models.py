@@ -214,7 +214,7 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
     groups = decay_groups(model.policy, settings, lr=settings.lr, name="policy")
     if model.critic is not None:
         groups += decay_groups(model.critic, settings, lr=settings.critic_lr, name="critic")
-    engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm, sampled=model.policy)
+    engine = make_engine(config, model, settings, device, groups=groups, sampled=model.policy)
     if settings.ema_decay is not None:
         engine.keep_average("policy", model.policy, settings.ema_decay)
     check_shares(config, engine.ranks)

@@ -30,7 +30,6 @@ from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.training.batches import Batches, Objective, shuffled_order, trained
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_policy, set_up
 
 MEASURED_TOGETHER = 32  # examples per forward
@@ -68,8 +67,7 @@ def run(config: Config) -> None:
         model = LabelModel(lm, classes, bool(columns.choices), settings.dropout)
 
         # 3. Train
-        groups, pad = decay_groups(model, settings), tokenizer.pad_token_id
-        engine = make_engine(config, model, groups, device, max_grad_norm=settings.max_grad_norm)
+        engine, pad = make_engine(config, model, settings, device), tokenizer.pad_token_id
         batches = Batches(coded[0], settings.batch_size, shuffled_order(f"{stage.name}-{config.seed}"))
         objective = make_objective(config, engine, pad, most=max(len(example.rows) for example in coded[0]))
         with trained(stage, engine, batches, objective, settings.epochs, settings, averages=False) as loop:

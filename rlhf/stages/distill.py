@@ -39,7 +39,6 @@ from rlhf.system.files import write_text
 from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_frozen, load_policy, set_up
 
 Row = dict[str, list[int]]
@@ -60,9 +59,7 @@ def run(config: Config) -> None:
         rows = {split: make_rows(answers[split], 0, pack=False) for split in answers}
 
         # 2. Train the student
-        groups = decay_groups(student, settings)
-        module = Student(student, settings)
-        engine = make_engine(config, module, groups, device, max_grad_norm=settings.max_grad_norm)
+        engine = make_engine(config, Student(student, settings), settings, device)
         batches = Batches(rows["train"], settings.batch_size, accelerate_order(config.seed))
         objective = make_objective(engine, teacher, settings, tokenizer.pad_token_id)
         with trained(stage, engine, batches, objective, settings.epochs, settings) as loop:

@@ -39,7 +39,6 @@ from rlhf.training.adapters import add_adapters, are_shared, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
 
 ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
@@ -64,8 +63,7 @@ def run(config: Config) -> None:
         reference = load_reference(config, folder, device, model if are_shared(config) else None)
         add_adapters(model, config, folder)
         settings, pad = config.dpo, tokenizer.pad_token_id
-        groups = decay_groups(model, settings)
-        engine = make_engine(config, Reference(model), groups, device, max_grad_norm=settings.max_grad_norm)
+        engine = make_engine(config, Reference(model), settings, device)
         batches = Batches(items["train"], settings.batch_prompts, accelerate_order(config.seed))
 
         # 3. Train

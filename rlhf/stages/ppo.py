@@ -221,19 +221,16 @@ def one_update(
 def measure_update(parts: Parts) -> tuple[float, Rollout]:
     """Seconds of an update, by those of one minibatch that is sampled, scored and trained on, and its rollout; changes nothing."""
     config, prompts, state, settings = parts.config, parts.prompts, parts.state, parts.config.ppo
-    engine, started = state.engine, time.monotonic()
+    engine, tokenizer, started = state.engine, prompts.tokenizer, time.monotonic()
     count = max(1, settings.episodes_per_update // settings.minibatches // engine.ranks.count)
     asked = [prompts.train[i] for i in choose_prompts(config, len(prompts.train), 1)[:count]]
     with torch.random.fork_rng():
         keys = [("measured", i) for i in range(count)]
-        samples, texts = sample_responses(engine, parts.sampler, prompts.tokenizer, asked, keys)
-        rollout = score_responses(
-            config, engine, parts.reference, parts.reward, prompts.tokenizer, asked, samples, texts
-        )
+        samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
+        rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
         scored, nothing = time.monotonic(), torch.zeros_like(rollout.values)
-        experience = Experience(
-            [record for record, _ in asked], texts, rollout, rollout.scores, nothing, nothing, nothing
-        )
+        records = [record for record, _ in asked]
+        experience = Experience(records, texts, rollout, rollout.scores, nothing, nothing, nothing)
         engine.module.train(engine.recomputes)
         train_minibatch(config, experience, list(range(count)), state, Sums(), check=False)
     engine.discard()

@@ -42,7 +42,7 @@ from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
-from rlhf.training.optim import MuonAdamW, decay_groups, inverse_sqrt_schedule, make_schedule
+from rlhf.training.optim import MuonAdamW, inverse_sqrt_schedule, make_schedule
 from rlhf.training.setup import set_up
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def run(config: Config) -> None:
         settings, is_causal = config.pretrain, not is_encoder(model.config)
         model.to(device)  # type: ignore[arg-type]
         trained = NextToken(model) if is_causal else MaskedToken(model, settings.pairs != "none")
-        optimizer = decay_groups(trained, settings) if settings.optimizer == "adamw" else MuonAdamW(trained, settings)
-        engine = make_engine(config, trained, optimizer, device, max_grad_norm=settings.max_grad_norm)
+        muon = MuonAdamW(trained, settings) if settings.optimizer == "muon" else None
+        engine = make_engine(config, trained, settings, device, groups=muon)
         with open_loop(stage, engine, steps) as loop:
             with limited_experts(model):
                 rows = config.pretrain.global_batch_tokens // length

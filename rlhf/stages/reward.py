@@ -60,7 +60,6 @@ from rlhf.training.batches import Batches, Objective, evaluate_items, put, shuff
 from rlhf.training.divided import load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import newest_checkpoint
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_frozen, set_up
 from rlhf.training.state import gathered_state, put_weights
 
@@ -92,7 +91,7 @@ def train_reward_model(config: Config, name: str) -> None:
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder)
         settings = config.reward
-        engine = make_engine(config, model, decay_groups(model, settings), device, max_grad_norm=settings.max_grad_norm)
+        engine = make_engine(config, model, settings, device)
         later = config.round.later_reward_epochs
         epochs = settings.epochs if start is None or later is None else later
         batches = Batches(items["train"], settings.batch_prompts, shuffled_order(f"{name}-{config.seed}"))

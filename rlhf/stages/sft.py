@@ -38,7 +38,6 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, put, tra
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import check_tokenizer, load_policy, set_up
 
 LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
@@ -204,8 +203,7 @@ def fine_tuned(
     context = row_limit(stage.config, tokenizer)
     rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
     batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
-    groups = decay_groups(model, settings)
-    engine = make_engine(stage.config, NextToken(model), groups, device, max_grad_norm=settings.max_grad_norm)
+    engine = make_engine(stage.config, NextToken(model), settings, device)
     if settings.pack:
         with engine.autocast():
             check_packing(model, rows, tokenizer.pad_token_id)

@@ -24,11 +24,11 @@ from rlhf.system.terminal import one_line, say
 MISTAKE, INTERRUPTED, NO_READER = 2, 130, 141
 REPORT_SECONDS = 5.0  # seconds in which rank 0 alone reports an error that every rank has
 REMEDIES = {
-    errno.EACCES: "give this user the right to read and write it, or name another place",
-    errno.EPERM: "give this user the right to read and write it, or name another place",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "give this user the right to read and write it, or name another place"
+    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space, or write elsewhere"),
     errno.EROFS: "name a place that can be written",
-    errno.ENOSPC: "free space, or write elsewhere",
-    errno.EDQUOT: "free space, or write elsewhere",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed, or its connection lost
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.

@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
+from rlhf.config.stages import OptimizerConfig
 from rlhf.errors import UserError, optional
 from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
 from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect_alone, is_first
 from rlhf.training.ema import Ema
-from rlhf.training.optim import make_adamw
+from rlhf.training.optim import decay_groups, make_adamw
 from rlhf.training.setup import check_gradients
 from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, group_numbers, is_partitioned
 
@@ -300,26 +301,27 @@ class ZeroEngine(Engine):
 def make_engine(
     config: Config,
     module: nn.Module,
-    groups: list[dict[str, Any]] | torch.optim.Optimizer,
+    settings: OptimizerConfig,
     device: torch.device,
     *,
-    max_grad_norm: float = 0.0,
+    groups: list[dict[str, Any]] | torch.optim.Optimizer | None = None,
     sampled: nn.Module | None = None,
 ) -> Engine:
-    """The engine of deepspeed=…. Raises: UserError if DeepSpeed is not installed.
+    """The engine of deepspeed=… with a stage's settings of the optimizer. Raises: UserError if DeepSpeed is not installed.
 
-    groups: AdamW's parameter groups, or the optimizer. max_grad_norm: to which the gradient of each part is clipped, under
-    ZeRO the joint one; 0: not clipped. sampled: the part of `module` for which `Engine.whole` will be called.
+    The gradient of each part is clipped to max_grad_norm, under ZeRO the joint one. groups: AdamW's parameter groups, or the
+    optimizer; those of `decay_groups` unless given. sampled: the part of `module` for which `Engine.whole` will be called.
     """
+    groups = decay_groups(module, settings) if groups is None else groups
     module.to(device)
     optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
     bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
-        engine: Engine = ZeroEngine(config, module, optimizer, device, max_grad_norm, sampled)
+        engine: Engine = ZeroEngine(config, module, optimizer, device, settings.max_grad_norm, sampled)
     else:
         if bfloat16:
             round_frozen(module)
-        engine = Engine(module, optimizer, device, bfloat16, max_grad_norm)
+        engine = Engine(module, optimizer, device, bfloat16, settings.max_grad_norm)
     if config.gradient_checkpointing:
         engine.recompute_activations()
     return engine

@@ -87,7 +87,6 @@ def ours(spec: Spec, turns: Turns) -> None:
     from rlhf.stages import sft
     from rlhf.training.batches import Batches, accelerate_order, train_step
     from rlhf.training.engine import make_engine
-    from rlhf.training.optim import decay_groups
     from rlhf.training.setup import be_quiet
 
     be_quiet()
@@ -101,8 +100,7 @@ def ours(spec: Spec, turns: Turns) -> None:
             model = harness.ours_like(harness.gpt2(spec["size"]))
             device = torch.device(spec["device"])
             model.to(device)
-            groups = decay_groups(model, config.sft)
-            engine = make_engine(config, NextToken(model), groups, device, max_grad_norm=config.sft.max_grad_norm)
+            engine = make_engine(config, NextToken(model), config.sft, device)
             rows = sft.make_rows(make_rows(spec), spec["context"], pack=False)
             batches = Batches(rows, spec["batch"], accelerate_order(0)).after(0)
             objective, sums = sft.make_objective(config, engine, tokenizer.pad_token_id), Sums()

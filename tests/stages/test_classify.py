@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf.config import Config
+from rlhf.config.stages import SftConfig
 from rlhf.data.labelled import Columns, Example, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.data.tokenizer import encode_text, load_tokenizer
 from rlhf.errors import UserError
@@ -104,7 +105,9 @@ def test_l3_by_hand(base, micro):
     wanted.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    engine = make_engine(config, model, [{"params": list(model.parameters())}], CPU)
+    engine = make_engine(
+        config, model, SftConfig(max_grad_norm=1e9), CPU, groups=[{"params": list(model.parameters())}]
+    )
     engine.optimizer = Recorder(model)
     found = one_step(engine, batch, classify.make_objective(config, engine, 0, most=2)).reduce()
     for name, gradient in gradients.items():

@@ -63,7 +63,7 @@ def trained(gold_run) -> Trained:
     for parameter in model.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     items, _ = join_rankings(RANKINGS, token_encoder(tokenizer, 64, 24))
-    engine = make_engine(config, Reference(model), [{"params": list(model.parameters())}], CPU)
+    engine = make_engine(config, Reference(model), config.dpo, CPU, groups=[{"params": list(model.parameters())}])
     return Trained(model, load_policy(folder), tokenizer, items, engine, config)
 
 

@@ -17,7 +17,6 @@ from rlhf.runs.metric_table import Sums
 from rlhf.stages.pretrain import MaskedBatches, Masking, make_masked_objective, make_model
 from rlhf.system.files import read_json
 from rlhf.training.engine import make_engine
-from rlhf.training.optim import decay_groups
 
 from .conftest import ONE_LABELER
 from .test_classify import QUICK
@@ -84,7 +83,7 @@ def test_the_loss_of_a_batch_is_the_same_however_it_is_split(encoder, world):
     config = encoder.config(*SHORT, "pretrain.pairs=next", "model.context_length=16")
     torch.manual_seed(0)
     module = MaskedToken(make_model(config, tokenizer), pairs=True)
-    engine = make_engine(config, module, decay_groups(module, config.pretrain), CPU)
+    engine = make_engine(config, module, config.pretrain, CPU)
     objective, batch = make_masked_objective(config, engine, blocks), next(masked_batches(config, world, 6).after(0))
     count = sum(map(objective.count, batch))
     whole = objective.loss(batch, count, Sums())[0].item()

@@ -17,7 +17,6 @@ from rlhf.runs.checkpoints import checkpoints
 from rlhf.stages import ppo
 from rlhf.training.adapters import add_adapters, gathered_state
 from rlhf.training.engine import make_engine
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import load_policy
 from tests.model.test_generate import KINDS, make
 
@@ -220,7 +219,7 @@ def test_frozen_weights_are_held_in_the_precision_of_training(gold_run):
     add_adapters(policy, config, folder)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = policy(TOKENS, use_cache=False).logits
-    make_engine(config, policy, decay_groups(policy, config.sft), torch.device("cpu"))
+    make_engine(config, policy, config.sft, torch.device("cpu"))
     assert first.dtype == torch.bfloat16 and second.dtype == torch.float32, "on a CPU only what loses nothing"
     second.exact, second.data = second.data, second.data.bfloat16()  # as on a GPU
     with torch.autocast("cpu", torch.bfloat16):

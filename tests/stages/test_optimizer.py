@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlhf.config.compose import compose_config
-from rlhf.config.stages import PretrainConfig, WarmupConfig
+from rlhf.config.stages import PretrainConfig, SftConfig, WarmupConfig
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.training import state as gather
@@ -140,7 +140,7 @@ def engine_of(faulty: bool) -> Engine:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), Faulty(4, faulty))
     config = compose_config(["device=cpu"])
-    engine = make_engine(config, module, [{"params": list(module.parameters()), "lr": 0.1}], torch.device("cpu"))
+    engine = make_engine(config, module, SftConfig(lr=0.1, max_grad_norm=1e9), torch.device("cpu"))
     engine.unchecked = True
     return engine
 

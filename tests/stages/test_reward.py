@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.config import Config
+from rlhf.config.stages import RewardConfig
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
 from rlhf.data.reading import prompts_of
@@ -26,7 +27,6 @@ from rlhf.stages import reward
 from rlhf.training.batches import Batches, Objective, shuffled_order, train
 from rlhf.training.engine import make_engine
 from rlhf.training.loop import open_loop
-from rlhf.training.optim import decay_groups
 
 from ..data.ranked import make_items
 from .conftest import ONE_LABELER
@@ -89,7 +89,9 @@ def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(
 
 
 def recording_engine(model):
-    engine = make_engine(Config(), model, [{"params": list(model.parameters())}], CPU)
+    engine = make_engine(
+        Config(), model, RewardConfig(max_grad_norm=1e9), CPU, groups=[{"params": list(model.parameters())}]
+    )
     engine.optimizer = Recorder(model)
     return engine
 
@@ -128,7 +130,7 @@ def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, mod
 
 
 def held_out_loss(config, model, items) -> float:
-    engine = make_engine(config, model, decay_groups(model, config.reward), CPU)
+    engine = make_engine(config, model, config.reward, CPU)
     return reward.evaluate_items(engine, reward.make_objective(config, engine), items, "reward")["loss"]
 
 
@@ -169,7 +171,7 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     items = {"train": make_items(rankings(64, "t"), tokenizer, 128, 24)[0]}
     items["dev"] = make_items(rankings(40, "d"), tokenizer, 128, 24)[0]
     config = copy_until("reward").config("reward.epochs=3", "reward.batch_prompts=8", "reward.lr=1e-3")
-    engine = make_engine(config, model, decay_groups(model, config.reward), CPU)
+    engine = make_engine(config, model, config.reward, CPU)
     drawn = Batches(items["train"], 8, shuffled_order("reward"))  # 64 prompts
     objective = reward.make_objective(config, engine)
     with open_stage(config, "reward") as stage, open_loop(stage, engine, 3 * 8) as loop:

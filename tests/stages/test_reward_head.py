@@ -144,7 +144,7 @@ def test_pairs_have_the_loss_and_gradient_of_trls_reward_trainer(twins, tmp_path
     ]
     config = Config()
     config.reward.micro_batch_responses, config.reward.max_grad_norm = micro, 1e9
-    engine = make_engine(config, ours, [{"params": list(ours.parameters())}], CPU)
+    engine = make_engine(config, ours, config.reward, CPU, groups=[{"params": list(ours.parameters())}])
     engine.optimizer = recorder = Recorder(ours)
     sums = one_step(engine, items, reward.make_objective(config, engine))
     assert abs(sums.reduce()["reward/loss"] - wanted.item()) < 1e-6

@@ -84,7 +84,7 @@ def test_packing_is_refused_if_a_demonstration_reads_the_one_before(gold_run, ki
 def loss_of(config, model, rows, count):
     """The loss of rows in one micro-batch, as SFT computes it."""
     made = sft.make_rows(rows, 128, config.sft.pack)
-    engine = make_engine(config, NextToken(model), [{"params": list(model.parameters())}], torch.device("cpu"))
+    engine = make_engine(config, NextToken(model), config.sft, torch.device("cpu"))
     objective = sft.make_objective(config, engine, 0)
     assert sum(map(objective.count, made)) == count
     with torch.no_grad():

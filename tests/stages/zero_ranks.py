@@ -29,7 +29,6 @@ from rlhf.system.processes import disconnect, gather, is_first, wait_for_all
 from rlhf.training.batches import put
 from rlhf.training.ema import Ema
 from rlhf.training.engine import Engine, ZeroEngine, make_engine
-from rlhf.training.optim import decay_groups
 from rlhf.training.setup import set_up
 from rlhf.training.state import gathered_state, read_state, write_state
 from tests.stages.ppo_trainer import experience, make_trainer
@@ -112,7 +111,7 @@ def run_reward(config: Any, out: Path, way: str) -> dict[str, Any]:
     model.head.initialise()
     records, _ = load_comparisons(str(folder / "label" / "comparisons.jsonl"), "auto", False)
     items, _ = reward.join_rankings(records, item_encoder(config, model, tokenizer), None)
-    engine = make_engine(config, model, decay_groups(model, SftConfig(lr=1e-3)), device, max_grad_norm=1e9)
+    engine = make_engine(config, model, SftConfig(lr=1e-3, max_grad_norm=1e9), device)
     objective = reward.make_objective(config, engine)
     metrics = []
     for step in range(STEPS):
@@ -150,7 +149,8 @@ def check_average() -> None:
         config = compose_config(["experiment=gold", f"deepspeed={way}", "precision=bfloat16", "device=cpu"])
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 8)
-        engine = make_engine(config, model, [{"params": list(model.parameters()), "lr": 1e-5}], torch.device("cpu"))
+        groups, settings = [{"params": list(model.parameters()), "lr": 1e-5}], SftConfig(max_grad_norm=1e9)
+        engine = make_engine(config, model, settings, torch.device("cpu"), groups=groups)
         engine.keep_average("", engine.module, decay)
         seen = []
         for _ in range(steps):
