@@ -197,19 +197,21 @@ class Item:
         return [pair for judgement in self.judgements for pair in judgement.pairs]
 
     def weights(self) -> "Tensor":
-        """(K, K) float32: the labelers who found i better than j, each by weight; 0 without a judgement."""
+        """(K, K) float32: the labelers who found i better than j, each by weight, which `ranking_loss` normalises; 0 without a judgement.
+        If two labelers disagree, both directions have weight.
+        """
         import torch
 
-        from rlhf.ops.ranking import combine_pair_weights, pair_weights, pair_weights_from_pairs
+        from rlhf.ops.ranking import pair_weights
 
-        K = len(self.rows)
-        judged = [
-            pair_weights_from_pairs(j.pairs, K)
-            if j.ranks is None
-            else pair_weights(torch.tensor([j.ranks.get(place, -1) for place in range(K)]))
-            for j in self.judgements
-        ]
-        return combine_pair_weights(judged, [j.weight for j in self.judgements]) if judged else torch.zeros(K, K)
+        weights = torch.zeros(len(self.rows), len(self.rows))
+        for one in self.judgements:
+            if one.ranks is None:
+                for better, worse in one.pairs:
+                    weights[better, worse] += one.weight
+            else:
+                weights += one.weight * pair_weights(torch.tensor([one.ranks.get(i, -1) for i in range(len(weights))]))
+        return weights
 
     def of_labelers(self, labelers: Collection[str | None]) -> "Item":
         """The same answers with the judgements of these labelers only."""

@@ -45,13 +45,11 @@ class Choice:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
         if not LEAST_TEMPERATURE <= self.temperature < math.inf:
-            problems.append(f"temperature={self.temperature} must be at least {LEAST_TEMPERATURE} (or ask for greedy)")
+            least = f"must be at least {LEAST_TEMPERATURE} (or ask for greedy)"
+            raise UserError(f"sampling: temperature={self.temperature} {least}")
         if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p} must be in (0, 1]")
-        if problems:
-            raise UserError("sampling: " + "; ".join(problems))
+            raise UserError(f"sampling: top_p={self.top_p} must be in (0, 1]")
 
 
 class Samples(NamedTuple):

@@ -87,17 +87,25 @@ def pad_weights(items: list[Item], device: torch.device) -> Tensor:
     return weights.to(device)
 
 
+def collate_answers(rows: Sequence[Sequence[int]], answers: Sequence[int], pad: int) -> dict[str, Tensor]:
+    """R rows, each a prompt and an answer of so many tokens, as arguments of `Reference`: tokens (R, T), right-padded; starts (R,), the
+    prompts' lengths; mask (R, A) of the answers' tokens.
+    """
+    tokens, lengths = right_pad(rows, pad)
+    counts = torch.tensor(answers)
+    mask = torch.arange(int(counts.max())) < counts[:, None]
+    return {"tokens": tokens, "starts": lengths - counts, "mask": mask}
+
+
 @torch.no_grad()
 def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int, device: torch.device) -> list[float]:
     """The log-prob in nats of each response under a model, of pairs (prompt, response) as tokens."""
     nats = torch.zeros(len(pairs))
     widths = [len(prompt) + len(response) for prompt, response in pairs]
     for group in by_length(widths, RESPONSES_TOGETHER, scoring_tokens(model)):
-        tokens, lengths = right_pad([pairs[i][0] + pairs[i][1] for i in group], pad)
-        starts = torch.tensor([len(pairs[i][0]) for i in group])
-        answers = lengths - starts
-        mask = torch.arange(int(answers.max())) < answers[:, None]  # (B, A)
-        logprobs, _ = response_logprobs(model, tokens.to(device), starts.to(device), mask.to(device))
+        rows, answers = [pairs[i][0] + pairs[i][1] for i in group], [len(pairs[i][1]) for i in group]
+        batch = collate_answers(rows, answers, pad)
+        logprobs, _ = response_logprobs(model, *(x.to(device) for x in batch.values()))
         nats[group] = logprobs.sum(1).cpu()
     return nats.tolist()
 

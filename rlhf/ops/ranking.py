@@ -1,7 +1,5 @@
 """The reward model's loss on ranked answers, and the pair weights of a ranking."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,28 +19,6 @@ def pair_weights(ranks: Tensor) -> Tensor:
     """
     better, worse = ranks[..., :, None], ranks[..., None, :]  # (…, K, 1), (…, 1, K)
     return ((better >= 0) & (better < worse)).float()
-
-
-def pair_weights_from_pairs(pairs: Sequence[Sequence[int]], K: int) -> Tensor:
-    """Turn explicit judgements [[better, worse], …] on K answers into the weights of 'i beats j'.
-
-    pair_weights[i, j] = number of times that [i, j] is in pairs
-
-    For judgements that do not form a weak order. Indices count from 0; returns (K, K) float32.
-    """
-    weights = torch.zeros(K, K)
-    for better, worse in pairs:
-        weights[better, worse] += 1.0
-    return weights
-
-
-def combine_pair_weights(labelers: Sequence[Tensor], labeler_weights: Sequence[float]) -> Tensor:
-    """Add several labelers' weights on the same answers: sum_l labeler_weights[l] * labelers[l].
-
-    Nothing is normalised here; ranking_loss normalises within a prompt. If two labelers disagree, both directions have weight.
-    labelers: tensors of one shape (…, K, K), answers in one order.
-    """
-    return torch.stack([w * upcast(one) for w, one in zip(labeler_weights, labelers, strict=True)]).sum(0)
 
 
 def ranking_loss(

@@ -314,36 +314,34 @@ def make_reward(
     parameters, taken = config.ppo.reward_parameters or {}, set[str]()
     first: Any = None
     for name in names:
-        if name is not None and is_address(name):
-            sources[f"server_{len(sources)}"] = ServerReward(name, config.ppo.reward_key, device)
+        source: Any
+        if name and is_address(name):
+            kind, source = "server", ServerReward(name, config.ppo.reward_key, device)
             say(f"rewards come from {name}")
-            continue
-        if name is not None and is_function(name):
-            function = sources[f"function_{len(sources)}"] = FunctionReward(name, device, parameters)
-            taken |= set(function.function.takes)
+        elif name and is_function(name):
+            kind, source = "function", FunctionReward(name, device, parameters)
+            taken |= set(source.function.takes)
             say(f"rewards come from the function {name}")
-            continue
-        folder = reward_folder(config, name)
-        if folder.name == "rate":
-            rater = sources[f"ratings_{len(sources)}"] = load_rater(config, folder, tokenizer, device)
-            if not rater.weights:
-                raise UserError(
-                    f"rate.weights: flags have none of their own: want weights of {', '.join(rater.qualities)}"
-                )
-            say(f"{folder}: rates responses by {rater.weights}")
-            continue
-        if policy is None:
-            model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
+        elif (folder := reward_folder(config, name)).name == "rate":
+            kind, source = "ratings", load_rater(config, folder, tokenizer, device)
+            if not source.weights:
+                rated = ", ".join(source.qualities)
+                raise UserError(f"rate.weights: flags have none of their own: want weights of {rated}")
+            say(f"{folder}: rates responses by {source.weights}")
         else:
-            model = load_on_trunk(config, folder, policy)
-        if not config.ppo.calibrated:
-            model.calibrate(gain=1.0, shift=0.0)
-        if model.reads_text:
-            say(f"{folder}: scores text with its own tokenizer")
-        else:
-            check_tokenizer(folder, tokenizer)
-            model.together, first = 2 * config.ppo.micro_batch_episodes, first or model
-        sources[f"model_{len(sources)}"] = ModelReward(model, device)
+            if policy is None:
+                model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
+            else:
+                model = load_on_trunk(config, folder, policy)
+            if not config.ppo.calibrated:
+                model.calibrate(gain=1.0, shift=0.0)
+            if model.reads_text:
+                say(f"{folder}: scores text with its own tokenizer")
+            else:
+                check_tokenizer(folder, tokenizer)
+                model.together, first = 2 * config.ppo.micro_batch_episodes, first or model
+            kind, source = "model", ModelReward(model, device)
+        sources[f"{kind}_{len(sources)}"] = source
     if unknown := sorted(set(parameters) - taken):
         raise UserError(f"ppo.reward_parameters: {unknown[0]}: no function of ppo.rewards has an argument of this name")
     if len(sources) == 1 and weights == [1.0]:

@@ -17,7 +17,6 @@ as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,9 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import Item, row_limit, token_encoder
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.scoring import by_item, item_length, pad_weights
-from rlhf.model.batching import joins_rows, right_pad
+from rlhf.evaluation.scoring import by_item, collate_answers, item_length, pad_weights
+from rlhf.evaluation.statistics import flatten
+from rlhf.model.batching import joins_rows
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.models import Reference, load_reference
 from rlhf.runs.folders import stage_folder
@@ -78,19 +78,6 @@ def run(config: Config) -> None:
         stage.finish(summary)
 
 
-def collate(items: Sequence[Item], pad: int) -> dict[str, Tensor]:
-    """The answers of N prompts, R in all: tokens (R, T), right-padded; starts (R,), the prompts' lengths; mask (R, A) of the
-    response tokens.
-    """
-    tokens, lengths = right_pad([row for item in items for row in item.rows], pad)
-    answers = torch.tensor([length for item in items for length in item.lengths])
-    return {
-        "tokens": tokens,
-        "starts": lengths - answers,
-        "mask": torch.arange(int(answers.max())) < answers[:, None],
-    }
-
-
 def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: int) -> Objective[Item]:
     """The mean ranking loss of the log-ratios over the prompts of a batch."""
     settings, shape = config.dpo, {"label_smoothing": config.dpo.label_smoothing}
@@ -98,7 +85,8 @@ def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: in
         shape = {"target": 1 / (2 * settings.beta)}
 
     def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = put(collate(part, pad), engine.device)
+        rows, answers = flatten(item.rows for item in part), flatten(item.lengths for item in part)
+        batch = put(collate_answers(rows, answers, pad), engine.device)
         logp = engine(**batch).sum(1)  # (R,)
         with torch.no_grad(), engine.autocast():
             logp_ref = reference(**batch).sum(1)

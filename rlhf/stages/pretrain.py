@@ -4,6 +4,7 @@ model, adopted.
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1).
 """
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -145,20 +146,17 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int
     """
     folder = stage.folder / "corpus"
 
-    def is_packed() -> bool:
-        try:
-            corpus = PackedCorpus.load(folder)
-            changed = any(sha256_file(folder / name) != digest for name, digest in corpus.sha256.items())
-        except UserError:
-            return False
-        if changed:
-            stage.say(f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again")
-        return not changed and corpus.tokenizer_hash == tokenizer_hash(tokenizer)
-
     def ensure() -> None:
-        if not is_packed():
-            with progress(None, "pretrain: packing", unit="token") as bar:
-                pack(stage.config, tokenizer, length, folder, bar)
+        with contextlib.suppress(UserError):  # not packed yet, or not whole
+            corpus = PackedCorpus.load(folder)
+            if any(sha256_file(folder / name) != digest for name, digest in corpus.sha256.items()):
+                stage.say(
+                    f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again"
+                )
+            elif corpus.tokenizer_hash == tokenizer_hash(tokenizer):
+                return
+        with progress(None, "pretrain: packing", unit="token") as bar:
+            pack(stage.config, tokenizer, length, folder, bar)
 
     on_first_rank(ensure)
     return PackedCorpus.load(folder)

@@ -70,12 +70,17 @@ def lost_another(error: Exception) -> bool:
     return process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS)
 
 
-def connect(device: "torch.device") -> None:
-    """Connect the processes, if there are several and they are not connected yet."""
+def connect(device: "torch.device", alone: bool = False) -> None:
+    """Connect the processes, unless they are. alone: also a single one, which DeepSpeed needs even if there is no launcher."""
     import torch
     import torch.distributed as dist
 
-    if process_count() == 1 or dist.is_initialized():
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized() or (process_count() == 1 and not alone):
+        return
+    if process_count() == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     if device.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))  # the number of its GPU
@@ -87,7 +92,6 @@ def connect(device: "torch.device") -> None:
         torch.cuda.set_device(local)
     store = meet()
     store.set_timeout(LONGEST_WAIT)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank(), world_size=process_count(), timeout=LONGEST_WAIT)
 
 
@@ -149,16 +153,6 @@ def is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def connect_alone(device: "torch.device") -> None:
-    """Open a connection of one process, which DeepSpeed needs even if there is no launcher."""
-    import torch.distributed as dist
-
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def disconnect() -> bool:
@@ -270,7 +264,9 @@ class Ranks:
     def sum(self, x: "Tensor | float") -> float:
         import torch
 
-        return float(x) if self.count == 1 else float(self.sum_tensor(self._one(torch.as_tensor(x))))
+        if self.count == 1:
+            return float(x)
+        return float(self.sum_tensor(torch.as_tensor(x).detach().to(self.device, torch.float64)))
 
     def max(self, x: float) -> float:
         import torch
@@ -278,14 +274,9 @@ class Ranks:
 
         if self.count == 1:
             return float(x)
-        most = self._one(torch.tensor(float(x)))
+        most = torch.tensor(float(x), dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most)
-
-    def _one(self, x: "Tensor") -> "Tensor":
-        import torch
-
-        return x.detach().to(self.device, torch.float64)
 
     def merge(self, sums: Any) -> Any:
         """`rlhf.runs.metric_table.Sums` of all ranks, added up."""

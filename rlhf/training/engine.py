@@ -27,7 +27,7 @@ from rlhf.config.stages import OptimizerConfig
 from rlhf.errors import UserError, optional
 from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
 from rlhf.system.files import read_json
-from rlhf.system.processes import Ranks, connect_alone, is_first
+from rlhf.system.processes import Ranks, connect, is_first
 from rlhf.training.ema import Ema
 from rlhf.training.optim import decay_groups, make_adamw
 from rlhf.training.setup import check_gradients
@@ -364,7 +364,7 @@ def import_deepspeed(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # Only DeepSpeed's inference uses this operator, and compiling it takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    connect_alone(device)
+    connect(device, alone=True)
     deepspeed.init_distributed(verbose=False)
     return deepspeed
 

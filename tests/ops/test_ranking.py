@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.ops.ranking import combine_pair_weights, pair_weights, pair_weights_from_pairs, ranking_loss
+from rlhf.data.encoding import Item, Judgement
+from rlhf.ops.ranking import pair_weights, ranking_loss
 from tests import oracles
 
 NAN = float("nan")
@@ -31,17 +32,14 @@ def test_pair_weights_are_all_ordered_pairs(ranks):
     assert ((weights == 0) | (weights == 1)).all()
 
 
-def test_pair_weights_from_pairs():
-    weights = pair_weights_from_pairs([[0, 2], [2, 1], [0, 2]], 3)
-    assert weights.tolist() == [[0, 0, 2], [0, 0, 0], [0, 1, 0]]
-    assert pair_weights_from_pairs([], 2).tolist() == [[0, 0], [0, 0]]
-
-
 def test_labelers_add_up():
-    # two say 0 > 1, one says 1 > 0
-    first, second = pair_weights(torch.tensor([0, 1])), pair_weights(torch.tensor([1, 0]))
-    assert combine_pair_weights([first, first, second], [1.0] * 3).tolist() == [[0, 2], [1, 0]]
-    assert combine_pair_weights([first, second], [3.0, 0.5]).tolist() == [[0, 3], [0.5, 0]]
+    # pairs: 0 > 2, 2 > 1; ranks: 1 best, 0 next, 2 not judged, so 1 > 0, with weight 3; nobody: no weight
+    judged = [Judgement("ann", [(0, 2), (2, 1)], None), Judgement("ben", [(1, 0)], [1], weight=3.0, ranks={0: 1, 1: 0})]
+    item = Item("p", [[1]] * 3, [1] * 3, judgements=judged)
+    assert item.weights().tolist() == [[0, 0, 1], [3, 0, 0], [0, 1, 0]]
+    item.judgements += [judged[0], Judgement("cid", [(0, 1)], [1], weight=0.5, ranks={0: 0, 1: 1})]  # who disagrees
+    assert item.weights().tolist() == [[0, 0.5, 2], [3, 0, 0], [0, 2, 0]]
+    assert Item("p", [[1]] * 2, [1] * 2).weights().tolist() == [[0, 0], [0, 0]]
 
 
 def test_loss_by_hand():
