@@ -184,7 +184,12 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
     shares = lora.share_trunk and not whole
     one_process = not (command in STAGES and STAGES[command].several_processes)
     remedy = "set launcher.processes instead" if command == "pipeline" else "start it without a launcher"
+    prompts = config.ppo.episodes_per_update // config.ppo.responses_per_prompt if command == "ppo" else processes
+    shared = f"ppo.episodes_per_update={config.ppo.episodes_per_update}: {prompts} prompts per update"
     return [
+        (prompts < processes, f"{shared} for {processes} processes: want at least one each"),
+        (slices and prompts % processes, f"{shared} cannot be divided among {processes} processes, as ZeRO-3 requires: choose a "
+         "multiple, or deepspeed=zero2"),
         (whole, f"lora.rank={lora.rank}: reward.model={reward.model} trains all its weights: run `rlhf reward` without "
          "lora.rank, and the other stages with it"),
         *((not lora.rank and getattr(lora, key) != default, f"lora.{key}={getattr(lora, key)}: is for adapters, and lora.rank=0 "

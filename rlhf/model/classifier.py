@@ -152,9 +152,6 @@ class TextRewardModel(nn.Module):
         self._takes_types = has_types and "token_type_ids" in known and "token_type_ids" in tokenizer.model_input_names
         # without a pad token, transformers' decoder classifiers cannot find the end of a padded row
         self.together = 1 if pad is None else SCORED_TOGETHER
-        for module in network.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
 
     @classmethod
     def from_base(cls, source: str) -> "TextRewardModel":
@@ -205,8 +202,7 @@ class TextRewardModel(nn.Module):
 
     def forward(self, calibrated: bool = True, **inputs: Tensor) -> Tensor:
         """Scores (B,) float32 of a batch from `collate`."""
-        output = self.network(**inputs)
-        raw = (output if isinstance(output, Tensor) else output.logits).squeeze(-1).float()
+        raw = self.network(**inputs).logits.squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
 
     def calibrate(self, gain: float, shift: float) -> None:

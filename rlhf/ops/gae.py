@@ -10,13 +10,7 @@ OF_GROUPS = ("rloo", "grpo")  # they compare responses to one prompt
 
 
 @torch.no_grad()
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
     """Advantages and returns of each response token.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t

@@ -139,13 +139,6 @@ def load_measure(name: str) -> Measure:
     return measure
 
 
-def add_measures(sums: Sums, measures: Iterable[Measure], experience: Experience) -> None:
-    count = len(experience.texts)
-    for measure in measures:
-        for name, value in measure(experience).items():
-            sums.add(name, value * count, count)
-
-
 def true_scores(
     truth: "Truth | None", records: list[PromptRecord], texts: list[str], rollout: Rollout
 ) -> list[dict[str, float]]:

@@ -17,7 +17,6 @@ from rlhf.ppo.rewards import CombinedReward, ModelReward, Reward, make_reward, s
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.runs.stage import Stage
-from rlhf.system.processes import Ranks
 from rlhf.training.adapters import add_adapters, are_shared, share_weights
 from rlhf.training.divided import load_lm, load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine, shard_frozen, zero_stage
@@ -204,7 +203,7 @@ def weight_of(reward: Reward, model: RewardModel) -> float:
 
 
 def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:
-    """One engine for policy and critic, with two learning rates. Raises: UserError for unsupported ranks or adapters."""
+    """One engine for policy and critic, with two learning rates."""
     settings = config.ppo
     # Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode).
     for module in model.modules():
@@ -217,16 +216,4 @@ def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.d
     engine = make_engine(config, model, settings, device, groups=groups, sampled=model.policy)
     if settings.ema_decay is not None:
         engine.keep_average("policy", model.policy, settings.ema_decay)
-    check_shares(config, engine.ranks)
     return engine
-
-
-def check_shares(config: Config, ranks: Ranks) -> None:
-    """Raises: UserError if the prompts of an update cannot be divided among the ranks."""
-    prompts = config.ppo.episodes_per_update // config.ppo.responses_per_prompt
-    what = f"ppo.episodes_per_update={config.ppo.episodes_per_update}: {prompts} prompts per update"
-    if prompts < ranks.count:
-        raise UserError(f"{what} for {ranks.count} processes: want at least one each")
-    if zero_stage(config) == 3 and prompts % ranks.count:
-        remedy = "choose a multiple, or deepspeed=zero2"
-        raise UserError(f"{what} cannot be divided among {ranks.count} processes, as ZeRO-3 requires: {remedy}")

@@ -59,16 +59,13 @@ def take_in_labels(config: Config) -> None:
                 f"label: {folder / 'sample'}: {left} of {tasks} tasks wait for labels: rank them with `rlhf serve run={config.run}`, "
                 f"or import them as its README.md says, to {imported}; then run the same command again"
             )
-        before = (
-            str(run_folder(earlier) / "label" / "comparisons.jsonl") if earlier.rounds > 1 else config.data.comparisons
-        )
-        earlier_rankings = load_comparisons(before, config.data.format, config.data.allow_partial)[0]
-        rankings = [*kept(config, earlier_rankings), *new]
-        write_jsonl(
-            stage.folder / "comparisons.jsonl",
-            (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings),
-        )
-        stage.say(f"{len(new):,} rankings of {place} after {len(rankings) - len(new):,} of the rounds before")
+        own = str(run_folder(earlier) / "label" / "comparisons.jsonl")
+        source = own if earlier.rounds > 1 else config.data.comparisons
+        before = kept(config, load_comparisons(source, config.data.format, config.data.allow_partial)[0])
+        rankings = [*before, *new]
+        rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
+        write_jsonl(stage.folder / "comparisons.jsonl", rows)
+        stage.say(f"{len(new):,} rankings of {place} after {len(before):,} of the rounds before")
         stage.finish({"rankings": float(len(rankings))})
 
 

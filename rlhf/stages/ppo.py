@@ -43,7 +43,6 @@ from rlhf.ppo.invariants import check_first_rollout
 from rlhf.ppo.metrics import (
     Measure,
     Phases,
-    add_measures,
     add_rollout_metrics,
     add_times,
     held_out_sums,
@@ -98,7 +97,7 @@ def run(config: Config) -> None:
         with open_loop(stage, engine, updates, unit="update") as loop:
             limit_memory(stage, parts)
             metrics: dict[str, float] = {}
-            if loop.resumed:
+            if loop.done:
                 state.kl.load_state_dict(loop.notes["kl"])
                 state.tokens = loop.tokens
                 metrics = [{}, *read_jsonl(stage.folder / "metrics.jsonl")][-1]  # reported if no update is left
@@ -108,7 +107,7 @@ def run(config: Config) -> None:
                 loop.tracker.log(held_out, step=0, episodes=0)
             if loop.done < updates and not engine.sharded:  # ZeRO keeps gradients
                 seconds, rollout = measure_update(parts)
-                if not loop.resumed:
+                if not loop.done:
                     say_lengths(config, tokenizer, rollout, stage.say)
                 loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
             for update in loop.steps():
@@ -204,7 +203,9 @@ def one_update(
 
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient
     add_rollout_metrics(config, sums, experience, state.kl.coef, reward, critic)
-    add_measures(sums, measures, experience)
+    for measure in measures:
+        for name, value in measure(experience).items():
+            sums.add(name, value * len(texts), len(texts))
     kl = engine.ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
     if not above_ceiling(config, kl):
         optimize(config, update, experience, episodes, state, prompts.blocks, sums)

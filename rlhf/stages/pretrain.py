@@ -43,7 +43,7 @@ from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, train
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
-from rlhf.training.optim import MuonAdamW, inverse_sqrt_schedule, make_schedule
+from rlhf.training.optim import MuonAdamW, make_schedule
 from rlhf.training.setup import set_up
 
 if TYPE_CHECKING:
@@ -203,11 +203,15 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
 
 
 def pretrain_schedule(config: Config, steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate by step, of a training of `steps` steps."""
+    """The factor on the learning rate by step, of a training of `steps` steps.
+
+    inverse_sqrt: linear warm-up, then sqrt(warm-up / steps). Source: Vaswani et al. 2017, equation 3.
+    """
     settings = config.pretrain
     warmup = settings.warmup_tokens // settings.global_batch_tokens
     if settings.schedule == "inverse_sqrt":
-        return lambda step: inverse_sqrt_schedule(step, warmup)
+        first = max(1, warmup)
+        return lambda step: min((step + 1) / first, math.sqrt(first / (step + 1)))
     return make_schedule(settings, round(settings.decay_fraction * steps), warmup)
 
 

@@ -1,7 +1,6 @@
 """Before step 0: the byte-level BPE, trained on the pretraining text; or the tokenizer of the model to adopt."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from rlhf.config import Config
 from rlhf.data.chat_template import use_completion
@@ -15,7 +14,16 @@ def run(config: Config) -> None:
     """Write runs/<run>/tokenizer/model."""
     with open_stage(config, "tokenizer", hash_sources(config, "tokenizer")) as stage:
         if config.model.pretrained is not None:
-            tokenizer = adopt(config.model.pretrained, config.data.form, stage.say)
+            from rlhf.model.adopt import adopt_tokenizer
+            from rlhf.model.checkpoint import read_checkpoint
+
+            checkpoint = read_checkpoint(config.model.pretrained)
+            if checkpoint.revision is None:
+                checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
+            tokenizer, notes = adopt_tokenizer(checkpoint, config.data.form)
+            for note in notes:
+                stage.say(note)
+            stage.say(f"{len(tokenizer)} entries, adopted from {config.model.pretrained}")
         else:
             documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
             tokenizer = train_tokenizer(
@@ -29,21 +37,6 @@ def run(config: Config) -> None:
             stage.say(f"{len(tokenizer)} entries")
         tokenizer.save_pretrained(str(stage.model))
         stage.finish({"vocab_size": len(tokenizer)})
-
-
-def adopt(source: str, form: str, say: Callable[[str], None]) -> Any:
-    """A pretrained model's tokenizer, with its chat template or ours, or for completion."""
-    from rlhf.model.adopt import adopt_tokenizer
-    from rlhf.model.checkpoint import read_checkpoint
-
-    checkpoint = read_checkpoint(source)
-    if checkpoint.revision is None:
-        checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
-    tokenizer, notes = adopt_tokenizer(checkpoint, form)
-    for note in notes:
-        say(note)
-    say(f"{len(tokenizer)} entries, adopted from {source}")
-    return tokenizer
 
 
 def limited(documents: Iterable[str], characters: int) -> Iterator[str]:

@@ -31,7 +31,7 @@ from rlhf.system.processes import Ranks, connect, is_first
 from rlhf.training.ema import Ema
 from rlhf.training.optim import decay_groups, make_adamw
 from rlhf.training.setup import check_gradients
-from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, group_numbers, is_partitioned
+from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, is_partitioned
 
 
 class NonFinite(Exception):
@@ -253,7 +253,9 @@ class ZeroEngine(Engine):
                 hold_rounded(p, keep=is_first())  # DeepSpeed would cast it without keeping what is written later
         if stage == 3 and self.bfloat16:
             cast_weights(module)
-        group_of = group_numbers(module, optimizer.param_groups)
+        names = {id(p): name for name, p in module.named_parameters()}
+        # before DeepSpeed puts its flat slices into the groups
+        group_of = {names[id(p)]: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         settings = deepspeed_settings(config, bfloat16=self.bfloat16, max_grad_norm=most)
         settings["managed_gradient_accumulation"] = False  # we call the step ourselves, after any number of backwards
         if stage == 3:

@@ -65,10 +65,6 @@ class TrainingLoop:
         self.rows = 0  # sequences trained on by this process's loop, over all ranks
         self.threads = adapting_threads(stage.config.threads, engine.device, self.ranks.count)
 
-    @property
-    def resumed(self) -> bool:
-        return self.done > 0
-
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to take; after each a checkpoint, if one is due.
         Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint.

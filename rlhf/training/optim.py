@@ -48,11 +48,6 @@ def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
     return 1.0 - (1.0 - final) * done / steps if settings.schedule == "linear" else 1.0
 
 
-def inverse_sqrt_schedule(step: int, warmup: int) -> float:
-    """Factor on the learning rate: linear warm-up, then sqrt(warmup / steps). Source: Vaswani et al. 2017, equation 3."""
-    return min((step + 1) / max(1, warmup), math.sqrt(max(1, warmup) / (step + 1)))
-
-
 def decay_groups(model: nn.Module, settings: Any, **more: Any) -> list[dict[str, Any]]:
     """AdamW's parameter groups by a stage's `OptimizerConfig` with an `lr`: weight decay on matrices only.
 

@@ -226,16 +226,10 @@ def on_cpu(tensor: Tensor) -> Tensor:
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them
 
 
-def group_numbers(module: nn.Module, groups: list[dict[str, Any]]) -> dict[str, int]:
-    """The parameter group of each trained parameter by name; call it before DeepSpeed puts its flat slices into the groups."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    return {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
-
-
 class ZeroState(PlainState):
     """The same for a module whose optimizer DeepSpeed shards.
 
-    optimizer: ZeRO's. stage: 1 to 3. group_of: as `group_numbers` gives it.
+    optimizer: ZeRO's. stage: 1 to 3. group_of: the parameter group of each trained parameter by name.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, group_of: dict[str, int], ranks: Ranks):
