@@ -125,3 +125,15 @@ def test_every_problem_is_told_at_once():
 ])  # fmt: skip
 def test_relations(settings, said):
     assert problems(**settings) == [said]
+
+
+def test_the_prompts_of_an_update_must_fit_the_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    settings = {"ppo__responses_per_prompt": 4, "ppo__minibatches": 4}
+    [said] = problems(ppo__episodes_per_update=8, **settings)
+    assert said == "ppo.episodes_per_update=8: 2 prompts per update for 3 processes: want at least one each"
+    [said] = problems(ppo__episodes_per_update=16, deepspeed="zero3", **settings)
+    assert "4 prompts per update cannot be divided among 3 processes, as ZeRO-3 requires" in said
+    for way, update in (("zero2", 16), ("zero3", 24)):
+        check_config(with_settings(ppo__episodes_per_update=update, deepspeed=way, **settings), "ppo")
+    check_config(with_settings(ppo__episodes_per_update=8, **settings), "sft")
