@@ -104,8 +104,8 @@ def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int
     widths = [len(prompt) + len(response) for prompt, response in pairs]
     for group in by_length(widths, RESPONSES_TOGETHER, scoring_tokens(model)):
         rows, answers = [pairs[i][0] + pairs[i][1] for i in group], [len(pairs[i][1]) for i in group]
-        batch = collate_answers(rows, answers, pad)
-        logprobs, _ = response_logprobs(model, *(x.to(device) for x in batch.values()))
+        tokens, starts, mask = (x.to(device) for x in collate_answers(rows, answers, pad).values())
+        logprobs, _ = response_logprobs(model, tokens, starts, mask)
         nats[group] = logprobs.sum(1).cpu()
     return nats.tolist()
 

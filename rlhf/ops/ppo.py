@@ -26,7 +26,9 @@ def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, r
     """
     check_mask("apply_missing_eos (mask = ended)", ended, scores=scores)
     scores = upcast(scores)
-    lowered = {"min": scores.clamp(max=missing_eos_score), "replace": missing_eos_score, "none": scores}[rule]
+    if rule == "none":
+        return scores
+    lowered = scores.clamp(max=missing_eos_score) if rule == "min" else torch.full_like(scores, missing_eos_score)
     return torch.where(ended, scores, lowered)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
@@ -30,7 +29,7 @@ from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect, is_first
 from rlhf.training.ema import Ema
 from rlhf.training.optim import decay_groups, make_adamw
-from rlhf.training.setup import check_gradients
+from rlhf.training.setup import check_gradients, transformers_in
 from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, is_partitioned
 
 
@@ -201,13 +200,6 @@ class Engine:
         self.whole_state.write({kind: tensors for kind, tensors in state.items() if not kind.startswith("ema")})
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"], int(state["ema_steps"]["steps"]))
-
-
-def transformers_in(module: nn.Module) -> list[Any]:
-    """The outermost models of transformers' classes in a module."""
-    if isinstance(module, PreTrainedModel):
-        return [module]
-    return [found for child in module.children() for found in transformers_in(child)]
 
 
 def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:

@@ -112,6 +112,13 @@ def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
     )
 
 
+def transformers_in(module: nn.Module) -> list[Any]:
+    """The outermost models of transformers' classes in a module."""
+    if isinstance(module, transformers.PreTrainedModel):
+        return [module]
+    return [found for child in module.children() for found in transformers_in(child)]
+
+
 def load_policy(folder: Path, dropout: float | None = None, encoder: bool = False) -> Any:
     """A causal LM from a stage's model folder, in float32, in eval mode.
 

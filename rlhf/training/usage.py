@@ -29,8 +29,9 @@ from rlhf.planning.formulas import (
 from rlhf.runs.stage import Stage
 from rlhf.system.memory import GB, budget_bytes, peak_rss_mb, used_bytes
 from rlhf.system.processes import share
-from rlhf.training.engine import Engine, transformers_in
+from rlhf.training.engine import Engine
 from rlhf.training.optim import shape_of
+from rlhf.training.setup import transformers_in
 
 CPU_BYTES = 1.5e9  # of activations that are kept: on a CPU more tokens per forward are not faster, but padded more
 # Bytes of a block that goes back to the system at once if activations are recomputed: each layer leaves its small input in the
