@@ -58,17 +58,12 @@ class VllmEngine(SamplingEngine):
 
     def __init__(self, config: Config, model: Any, settings: Sampling):
         super().__init__(model, settings)
-        device = next(model.parameters()).device
-        self.device = device
+        self.device = device = next(model.parameters()).device
         self.dtype = "bfloat16" if wants_bfloat16(config, device) else "float32"
         self.context = lm(model).context
-        self.llm = start_vllm(
-            json.dumps(public_config(model, "rollout.engine=vllm"), sort_keys=True),
-            self.context,
-            self.dtype,
-            config.rollout.vllm_memory if device.type == "cuda" else None,
-            config.rollout.tensor_parallel,
-        )
+        described = json.dumps(public_config(model, "rollout.engine=vllm"), sort_keys=True)
+        memory = config.rollout.vllm_memory if device.type == "cuda" else None
+        self.llm = start_vllm(described, self.context, self.dtype, memory, config.rollout.tensor_parallel)
         self.before: Probe | None = None  # of the weights loaded last
         self.asleep = False
 

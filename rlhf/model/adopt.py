@@ -43,12 +43,7 @@ class Adopted:
     record: dict[str, Any]
 
 
-def adopt(
-    source: str | Path,
-    native: Native = "auto",
-    say: Callable[[str], None] = say,
-    form: str = "chat",
-) -> Adopted:
+def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None] = say, form: str = "chat") -> Adopted:
     """Load a checkpoint's weights and tokenizer; `source` as of `read_checkpoint`.
 
     native: "auto" converts to our GPT if the architecture is covered and a probe batch has the same logits within

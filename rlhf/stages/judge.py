@@ -16,6 +16,5 @@ def run(config: Config) -> None:
     if config.judge.model is None:
         raise UserError("judge.model is not set: give the folder or hub name of a text model as the judge's base")
     # All its weights are trained: adapters belong to the policy's model.
-    train_reward_model(
-        replace(config, reward=config.judge, lora=replace(config.lora, rank=0, share_trunk=False)), "judge"
-    )
+    lora = replace(config.lora, rank=0, share_trunk=False)
+    train_reward_model(replace(config, reward=config.judge, lora=lora), "judge")

@@ -51,9 +51,8 @@ def run(config: Config) -> None:
         base = stage_folder(config, "pretrain") / "model"
         tokenizer = load_tokenizer(base)
         if config.parents.pretrain is None:
-            check_tokenizer(
-                stage_folder(config, "pretrain"), load_tokenizer(stage_folder(config, "tokenizer") / "model")
-            )
+            own = load_tokenizer(stage_folder(config, "tokenizer") / "model")
+            check_tokenizer(stage_folder(config, "pretrain"), own)
 
         if not config.sft.epochs:
             stage.say("sft.epochs=0: no step is taken, the base model is kept as it is")

@@ -167,9 +167,8 @@ def say_time(loop: TrainingLoop, batches: Batches[T], objective: Objective[T]) -
     return_freed_memory()
     tokens = objective.padded(part)
     per_step = sum(map(objective.padded, itertools.chain(*parts))) / len(parts)
-    loop.say_time(
-        seconds * per_step / tokens, f"{format_figure(seconds)} s of a forward and backward of {tokens:,} tokens"
-    )
+    measured = f"{format_figure(seconds)} s of a forward and backward of {tokens:,} tokens"
+    loop.say_time(seconds * per_step / tokens, measured)
 
 
 def train(

@@ -152,9 +152,8 @@ class PlainState:
         kinds = [kind for kind in state if kind not in ("weights", "steps")]
         on_device = steps_on_device(self.optimizer)
         for name, p in self.module.named_parameters():
-            restored: dict[str, Any] = {
-                kind: state[kind][name].to(p, copy=True) for kind in kinds if name in state[kind]
-            }
+            found = (kind for kind in kinds if name in state[kind])
+            restored: dict[str, Any] = {kind: state[kind][name].to(p, copy=True) for kind in found}
             if name in state["steps"]:
                 restored["step"] = state["steps"][name].to(p.device if on_device else "cpu", copy=True)
             if restored:
