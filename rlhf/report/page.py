@@ -9,15 +9,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.report.pictures import Mark, make_pictures, make_stage_figures
+from rlhf.report.pictures import Mark, Picture, draw_svg, format_value, make_pictures, make_stage_figures, spread
 from rlhf.report.sections import (
+    MODELS,
+    MOST_SAMPLES,
     audit_lines,
     judge_name,
     make_differences,
     make_evaluation,
     make_provenance,
     make_rollouts,
-    make_samples,
+    total,
 )
 from rlhf.runs.run_files import (
     RunFiles,
@@ -30,6 +32,7 @@ from rlhf.runs.run_files import (
     memory,
     number_at,
     percent,
+    prompt_text,
     read_run,
     visible,
     with_interval,
@@ -68,7 +71,12 @@ def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
     verdict, reason, *_ = [*audit_lines(run.audit), ("", ""), ("", "")]
     warns = entry_at(run.audit, "verdict", "decision") != "go" and verdict[0]
     warning = (verdict[0], verdict[1] or reason[1]) if warns else None
-    return {"name": run.name, "facts": facts, "sentence": make_sentence(run), "tiles": tiles, "warning": warning}
+    return {"facts": facts, "sentence": make_sentence(run), "tiles": tiles, "warning": warning}
+
+
+def span_of(tree: Any) -> str:
+    _, low, high = with_interval(tree)
+    return "" if low is None else f"95% interval {percent(low)} to {percent(high)}"
 
 
 def make_sentence(run: RunFiles) -> str:
@@ -81,7 +89,7 @@ def make_sentence(run: RunFiles) -> str:
     if low is not None and high is not None and low <= 0.5:
         verdict = "is worse than" if high < 0.5 else "cannot be told from"
     prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
-    span = f" (95% interval {percent(low)} to {percent(high)})" if low is not None else ""
+    span = f" ({span_of(win)})" if low is not None else ""
     return f"PPO {verdict} SFT: by the {judge_name(run.results)} it wins {percent(value)} of comparisons on {prompts}{span}."
 
 
@@ -89,9 +97,8 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
 
     def span_note(tree: Any, what: str) -> str:
-        (_, low, high), n = with_interval(tree), number_at(tree, "n")
-        parts = [f"95% interval {percent(low)} to {percent(high)}"] if low is not None else []
-        return ", ".join(parts + ([f"{n:,.0f} {what}"] if n is not None else []))
+        n = number_at(tree, "n")
+        return ", ".join(filter(None, [span_of(tree), "" if n is None else f"{n:,.0f} {what}"]))
 
     def latest(stage: str, metric: str, evaluated: float | None, note: str) -> tuple[float | None, str]:
         """The evaluation's value and its note; else the newest of a stage's metric, held-out if there is one, and its source."""
@@ -105,8 +112,7 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
 
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = entry_at(results, "gold", key)
-        value = with_interval(tree)[0]
-        if value is not None:
+        if (value := with_interval(tree)[0]) is not None:
             yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"))
     tree = entry_at(results, "reward_model", "accuracy")
     value, note = latest("reward", "accuracy", with_interval(tree)[0], span_note(tree, "pairs"))
@@ -140,68 +146,36 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
     return pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
 
 
-def make_pipeline(run: RunFiles) -> dict[str, Any]:
-    """The stages with their state and cost, and whether what each was built on is what this run has now."""
-    rows: list[dict[str, Any]] = []
-    slowest = max((number_at(stage.record, "seconds") or 0.0 for stage in run.stages.values()), default=0.0)
-    for name, stage in run.stages.items():
-        seconds, parents = number_at(stage.record, "seconds"), []
-        for parent, digest in entries(stage.record, "parents"):
-            here = entry_at(run.stages[parent].record, "hash") if parent in run.stages else None
-            state = " of another run" if here is None else "" if here == digest else " changed since"
-            parents.append((visible(parent, 100), visible(str(digest)[:8]), state))
-        rows.append(
-            {
-                "name": name,
-                "status": stage.status,
-                "seconds": seconds,
-                "memory": number_at(stage.record, "peak_rss_mb"),
-                "step": stage.last_step or None,  # an evaluation has no steps
-                "share": 100 * (seconds or 0.0) / slowest if slowest else 0.0,
-                "parents": parents,
-                "hash": visible(str(entry_at(stage.record, "hash") or "")[:8]),
-            }
-        )
-    return {"rows": rows, "seconds": sum(row["seconds"] or 0.0 for row in rows)}
-
-
 # --- the page -----------------------------------------------------------------------------------------------
 
 
-def make_curves(run: RunFiles) -> Iterator[dict[str, Any]]:
-    """The stages that have curves, each with its pictures."""
-    levels = []
-    for key, label in (("noise_ceiling", "noise ceiling, test"), ("length_baseline", "length only, test")):
-        if (level := number_at(run.results, "reward_model", key)) is not None:
-            levels.append(Mark(label, level))
-    for name, stage in run.stages.items():
-        figures = list(make_stage_figures(name, stage.points, {"Pair accuracy": levels}))
-        if figures:
-            rest = [figure for figure in figures if figure.rest]
-            yield {"stage": name, "figures": [figure for figure in figures if not figure.rest], "rest": rest}
+def make_curves(run: RunFiles) -> dict[str, list[Picture]]:
+    """The pictures of each stage that has curves."""
+    known = {"noise ceiling, test": "noise_ceiling", "length only, test": "length_baseline"}
+    levels = {label: number_at(run.results, "reward_model", key) for label, key in known.items()}
+    marks = {"Pair accuracy": [Mark(label, level) for label, level in levels.items() if level is not None]}
+    curves = {name: list(make_stage_figures(name, stage.points, marks)) for name, stage in run.stages.items()}
+    return {name: figures for name, figures in curves.items() if figures}
 
 
 def make_page(run: RunFiles) -> str:
     """The page as HTML. The same files give the same text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
-        loader=PackageLoader("rlhf.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "decimal": decimal, "memory": memory, "duration": duration}
+    options: Any = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
+    environment = Environment(loader=PackageLoader("rlhf.report", "."), undefined=StrictUndefined, **options)
+    called = (entries, entry_at, number_at, prompt_text, total, draw_svg, format_value, spread)
+    environment.filters |= {"decimal": decimal, "memory": memory, "duration": duration, "visible": visible}
+    environment.globals |= {function.__name__: function for function in called}
     return environment.get_template("template.html").render(
-        title=run.name,
+        run=run,
         overview=make_overview(run),
-        pipeline=make_pipeline(run),
-        curves=list(make_curves(run)),
+        seconds={name: number_at(stage.record, "seconds") or 0.0 for name, stage in run.stages.items()},
+        curves=make_curves(run),
         sections=make_evaluation(run),
-        evaluated=bool(run.results),
-        pictures=make_pictures(run),
-        samples=make_samples(run),
+        pictures=list(make_pictures(run)),
+        models=MODELS,
+        samples=[row for row in run.samples if isinstance(row.get("responses"), dict)][:MOST_SAMPLES],
         rollouts=make_rollouts(run),
         differences=make_differences(run),
         provenance=make_provenance(run),

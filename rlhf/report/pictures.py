@@ -10,16 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rlhf.runs.metric_table import CHARTS, Chart, find
-from rlhf.runs.run_files import (
-    Points,
-    RunFiles,
-    entries,
-    entry_at,
-    number_at,
-    rows_of,
-    visible,
-    with_interval,
-)
+from rlhf.runs.run_files import Points, RunFiles, entries, entry_at, number_at, rows_of, visible, with_interval
 
 # Shown elsewhere on the page.
 NOT_DRAWN = ("time/elapsed_s",)
@@ -30,14 +21,12 @@ SIZE, HALF_SIZE = (380.0, 190.0), (580.0, 230.0)
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
-TABLE_POINTS = 12
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)))  # solid, dashed
 # The light page's colours. Inside the page each becomes the CSS variable --s0 … --s5 or of its own name, so that one picture
 # serves light and dark pages.
 SERIES = ("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e")
 GRID, AXIS, MUTED = "#ecece7", "#b9bcb8", "#6f7782"
 VARIABLES = {colour: f"s{i}" for i, colour in enumerate(SERIES)} | {GRID: "grid", AXIS: "axis", MUTED: "muted"}
-SERIES_COLOURS = len(SERIES)
 
 
 @dataclass(slots=True)
@@ -68,7 +57,7 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class Picture:
-    """Series over one x axis, levels, and texts; the template's `picture` macro shows it."""
+    """Series over one x axis, levels, and texts; the template's `picture` macro shows it, with its points as a table."""
 
     title: str
     series: list[Series]
@@ -82,26 +71,6 @@ class Picture:
     rest: bool = False  # of a metric that no Chart names
     named: bool = True  # whether the legend names the curves
     last: bool = True  # whether the legend shows their last values
-
-    @property
-    def svg(self) -> str:
-        return draw_svg(self)
-
-    @property
-    def legend(self) -> list[tuple[str, int, int, str]]:
-        """(label, colour, dash, last value) of each curve; empty texts for what is not shown."""
-        return [
-            (one.label * self.named, one.colour % SERIES_COLOURS, one.dash, format_value(one.ys[-1]) * self.last)
-            for one in self.series
-        ]
-
-    @property
-    def table(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(curve, some of its points as text), for readers with a keyboard."""
-        return [
-            (one.label, [(format_value(one.xs[i]), one.describe(i)) for i in spread(range(len(one.xs)), TABLE_POINTS)])
-            for one in self.series
-        ]
 
 
 def format_value(value: float) -> str:
@@ -121,20 +90,10 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
     return [rows[i] for i in sorted({round(i * last / (count - 1)) for i in range(count)})]
 
 
-def is_noisy(ys: Sequence[float]) -> bool:
-    """Whether a curve's total variation is many times its range, so that its trend is hard to see."""
-    travelled = sum(abs(b - a) for a, b in itertools.pairwise(ys))
-    return len(ys) >= SMOOTH_FROM and travelled > 5 * (max(ys) - min(ys))
-
-
 # --- matplotlib's figure ------------------------------------------------------------------------------------
 
 
-def make_axes(picture: Picture, width: float, height: float) -> tuple[Any, Any]:
-    """matplotlib's figure and axes. Raises: ValueError if no series has a point."""
-    series = [one for one in picture.series if one.xs]
-    if not series:
-        raise ValueError("a picture needs at least one point")
+def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -154,25 +113,28 @@ def make_axes(picture: Picture, width: float, height: float) -> tuple[Any, Any]:
         axes.axhline(mark.y, color=MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=MUTED, fontsize=9, ha="right", **place)
-    for one in series:
+    for one in picture.series:
         _plot(axes, one)
-    whole, steps = all(float(x).is_integer() for one in series for x in one.xs), [1, 2, 2.5, 5, 10]
+    whole, steps = all(float(x).is_integer() for one in picture.series for x in one.xs), [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
-    return figure, axes
+    return figure
 
 
 def _plot(axes: Any, one: Series) -> None:
-    colour = SERIES[one.colour % SERIES_COLOURS]
+    colour = SERIES[one.colour % len(SERIES)]
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
     strong = style | {"linestyle": DASHES[one.dash], "linewidth": 1.6, "label": one.label}
     if one.lows:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
+    # the trend of a curve is hard to see if its total variation is many times its range
+    travelled = sum(abs(b - a) for a, b in itertools.pairwise(one.ys))
+    noisy = len(one.ys) >= SMOOTH_FROM and travelled > 5 * (max(one.ys) - min(one.ys))
     if one.dots or len(one.xs) == 1:
         axes.plot(one.xs, one.ys, marker="o", markersize=4.4, markeredgewidth=0, **strong)
-    elif not is_noisy(one.ys):
+    elif not noisy:
         axes.plot(one.xs, one.ys, **strong)
     else:
         import pandas as pd
@@ -183,20 +145,14 @@ def _plot(axes: Any, one: Series) -> None:
 
 
 def draw_svg(picture: Picture) -> str:
-    """The picture as an <svg> element for a page that defines the colour variables. Raises: ValueError without a point."""
+    """The picture as an <svg> element for a page that defines the colour variables."""
     import matplotlib
 
     out, (width, height) = io.StringIO(), HALF_SIZE if picture.half else SIZE
     # a long curve is simplified as far as the eye cannot see it; its peaks stay
-    options: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "report",
-        "path.simplify": True,
-        "path.simplify_threshold": 0.5,
-    }
-    with matplotlib.rc_context(options):
-        figure, _ = make_axes(picture, width, height)
-        figure.savefig(out, format="svg", transparent=True)
+    simplified: Any = {"path.simplify": True, "path.simplify_threshold": 0.5}
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", **simplified}):
+        make_matplotlib_figure(picture, width, height).savefig(out, format="svg", transparent=True)
     svg = out.getvalue()
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.S)
@@ -222,10 +178,8 @@ def _round(attribute: str) -> str:
 def make_figure(chart: Chart, points: Points, marks: list[Mark], stage: str = "") -> Picture | None:
     """One picture; None if none of its metrics has two points."""
     metrics = chart.expand(points)
-    series = [
-        Series(label, *points[metric], colour, dots=len(points[metric][0]) <= DOTS_UP_TO)
-        for colour, (metric, label) in enumerate(metrics)
-    ]
+    named = ((label, *points[metric], colour) for colour, (metric, label) in enumerate(metrics))
+    series = [Series(label, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO) for label, xs, ys, colour in named]
     if max((len(one.xs) for one in series), default=0) < 2:  # one point is no curve
         return None
     first = find(metrics[0][0])
@@ -287,41 +241,28 @@ def make_frontier(points: Points) -> Iterator[Picture]:
 # --- of an evaluation ---------------------------------------------------------------------------------------
 
 
-def make_pictures(run: RunFiles) -> list[Picture]:
-    """Calibration and in-context learning."""
-    pictures = make_calibration(run), make_shots(run.evaluations.get("shots"))
-    return [picture for picture in pictures if picture is not None]
-
-
-def make_calibration(run: RunFiles) -> Picture | None:
-    """P(win | score gap), predicted and as labelers chose."""
+def make_pictures(run: RunFiles) -> Iterator[Picture]:
+    """Calibration, P(win | score gap), predicted and as labelers chose; and in-context learning (evaluate.shots), accuracy by examples
+    in the prompt, a line per model with its 95% interval.
+    """
+    about: Any = {"half": True, "last": False}
     rows = rows_of(run.results, "reward_model", "calibration")
     points: list[list[Any]] = [[number_at(row, key) for key in ("gap", "predicted", "observed")] for row in rows]
-    series = []
     if whole := [point for point in points if None not in point]:
         gaps, predicted, observed = ([*column] for column in zip(*whole, strict=True))
         series = [Series("predicted", gaps, predicted, 3, dash=1), Series("observed", gaps, observed, dots=True)]
-    note = "Share of pairs that the higher score wins, against the gap between the scores."
-    axes: Any = {"x_name": "score gap", "marks": [Mark("chance", 0.5)]}
-    return _picture("Calibration of the reward model", series, note, **axes)
-
-
-def make_shots(results: Any) -> Picture | None:
-    """Accuracy by examples in the prompt, a line per model with its 95% interval (evaluate.shots)."""
-    series = []
-    for colour, (name, of_model) in enumerate(entries(results, "models")):
-        rows = [(number_at(row, "shots"), *with_interval(entry_at(row, "accuracy"))) for row in rows_of(of_model)]
-        if whole := [row for row in rows if None not in row]:
-            ks, values, lows, highs = ([*column] for column in zip(*whole, strict=True))
+        note = "Share of pairs that the higher score wins, against the gap between the scores."
+        marks, x = [Mark("chance", 0.5)], "score gap"
+        yield Picture("Calibration of the reward model", series, marks, x, "reward", note=note, **about)
+    series, shots = [], run.evaluations.get("shots")
+    for colour, (name, of_model) in enumerate(entries(shots, "models")):
+        found = [(number_at(row, "shots"), *with_interval(entry_at(row, "accuracy"))) for row in rows_of(of_model)]
+        if complete := [row for row in found if None not in row]:
+            ks, values, lows, highs = ([*column] for column in zip(*complete, strict=True))
             series.append(Series(visible(name, 60), ks, values, colour, dots=True, lows=lows, highs=highs))
-    majority = number_at(results, "majority")
-    marks = [] if majority is None else [Mark("most frequent label", majority)]
-    note, x = "The same held-out examples and draws for every model; 95% intervals.", "examples in the prompt"
-    about: Any = {"x_name": x, "unit": f"accuracy, over {x}", "marks": marks, "stage": "evaluate"}
-    return _picture("In-context learning", series, note, **about)
-
-
-def _picture(title: str, series: list[Series], note: str, **more: Any) -> Picture | None:
-    """A picture of half the page's width with a note, without last values; None without a series."""
-    about: Any = {"stage": "reward", "note": note, "half": True, "last": False} | more
-    return Picture(title, series, **about) if series else None
+    if series:
+        majority, x = number_at(shots, "majority"), "examples in the prompt"
+        marks = [] if majority is None else [Mark("most frequent label", majority)]
+        note = "The same held-out examples and draws for every model; 95% intervals."
+        unit = f"accuracy, over {x}"
+        yield Picture("In-context learning", series, marks, x, "evaluate", unit, note=note, **about)

@@ -18,7 +18,6 @@ from rlhf.runs.run_files import (
     entry_at,
     is_figure,
     number_at,
-    prompt_text,
     rows_of,
     visible,
     with_interval,
@@ -35,7 +34,7 @@ EVALUATIONS = {  # the settings evaluate.<name>
 NAMES = ("pair", "name", "gap", "shots", "n", "text")  # the key that names a row of a list, the first that it has
 ELSEWHERE = ("verdict", "calibration", "seconds", "peak_rss_mb")  # figures with a place of their own on the page
 MOST_COLUMNS = 6
-SHOWN_SAMPLES, MOST_SAMPLES = 4, 24
+MOST_SAMPLES = 24  # prompts with the responses of the models side by side
 ROLLOUT_PROMPTS, ROLLOUT_STEPS = 6, 6
 
 
@@ -99,10 +98,8 @@ def tables_of(title: str, tree: Any) -> Iterator[Table]:
             yield from tables_of(f"{title}: {name}", value)
             continue
         columns = columns_of(group)
-        cells = [
-            ["", *map(titled, columns)],
-            *([name, *(cell(row.get(key)) for key in columns)] for name, row in group),
-        ]
+        cells = [["", *map(titled, columns)]]
+        cells += [[name, *(cell(row.get(key)) for key in columns)] for name, row in group]
         if len(columns) > max(MOST_COLUMNS, len(group)):
             cells = [[*column] for column in zip(*cells, strict=True)]
         yield Table(title, cells[0], cells[1:])
@@ -120,7 +117,11 @@ def make_evaluation(run: RunFiles) -> list[Section]:
     """The sections of tables: the audit, the labelled task, the evaluation and the others."""
     external = [tables_of(title, run.evaluations.get(name)) for name, title in EVALUATIONS.items()]
     evaluated = [table for table in (policies_table(run.results),) if table.rows]
-    task = [*tables_of("Held-out examples", run.labelled), *confusion_table(run.labelled)]
+    task = [*tables_of("Held-out examples", run.labelled)]
+    names = [visible(name, 40) for name, _ in entries(run.labelled, "classes")]
+    if isinstance(confusion := entry_at(run.labelled, "confusion"), list) and len(confusion) == len(names):
+        matrix = [[name, *map(str, row)] for name, row in zip(names, confusion, strict=True) if isinstance(row, list)]
+        task.append(Table("Label (down) against prediction (across)", ["", *names], matrix))
     others = [table for tables in external for table in tables]
     return [
         Section("Can this reward model be trusted?", audit_lines(run.audit), [*tables_of("Audit", run.audit)]),
@@ -154,13 +155,6 @@ def policies_table(results: dict[str, Any]) -> Table:
     return Table("PPO and its baselines, held-out prompts", ("policy", *columns), cells)
 
 
-def confusion_table(results: dict[str, Any]) -> Iterator[Table]:
-    names = [visible(name, 40) for name, _ in entries(results, "classes")]
-    if isinstance(confusion := entry_at(results, "confusion"), list) and len(confusion) == len(names):
-        matrix = [[name, *map(str, row)] for name, row in zip(names, confusion, strict=True) if isinstance(row, list)]
-        yield Table("Label (down) against prediction (across)", ["", *names], matrix)
-
-
 def audit_lines(audit: dict[str, Any]) -> list[tuple[str, str]]:
     """The verdict with the labels to collect, then its reasons."""
     decision = entry_at(audit, "verdict", "decision")
@@ -176,58 +170,20 @@ def audit_lines(audit: dict[str, Any]) -> list[tuple[str, str]]:
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-def make_samples(run: RunFiles) -> list[dict[str, Any]]:
-    """Responses of the models to the same prompts, side by side."""
-    samples = []
-    for number, row in enumerate([row for row in run.samples if isinstance(row.get("responses"), dict)][:MOST_SAMPLES]):
-        samples.append(
-            {
-                "id": visible(row.get("id", ""), 100),
-                "prompt": prompt_text(row.get("prompt", "")),
-                "first": number < SHOWN_SAMPLES,
-                "responses": [
-                    {
-                        "model": model,
-                        "text": visible(row["responses"][model]),
-                        "gold": _total(entry_at(row, "gold", model)),
-                        "score": number_at(row, "scores", model),
-                    }
-                    for model in MODELS
-                    if model in row["responses"]
-                ],
-            }
-        )
-    return samples
-
-
-def _total(gold: Any) -> float | None:
-    return number_at(gold, "total") if isinstance(gold, dict) else number_at(gold)
-
-
-def make_rollouts(run: RunFiles) -> list[dict[str, Any]]:
-    """Answers to the first few fixed prompts during PPO, each at a few steps."""
+def make_rollouts(run: RunFiles) -> list[list[dict[str, Any]]]:
+    """Answers to the first few fixed prompts during PPO, each at a few steps: rows of ppo/samples.jsonl, by prompt."""
     prompts: dict[str, list[dict[str, Any]]] = {}
     for row in run.stages["ppo"].samples:
         if is_figure(row.get("step")):
             prompts.setdefault(str(row.get("id")), []).append(row)
     # Prompts with many answers come first: those of rollouts seldom have two.
     often = sorted(prompts.values(), key=lambda rows: -len(rows))[:ROLLOUT_PROMPTS]
-    return [
-        {
-            "prompt": prompt_text(rows[0].get("prompt", "")),
-            "answers": [
-                {
-                    "step": row["step"],
-                    "text": visible(row.get("response", "")),
-                    "score": number_at(row, "score"),
-                    "kl": number_at(row, "kl"),
-                    "gold": _total(row.get("gold")),
-                }
-                for row in spread(rows, ROLLOUT_STEPS)
-            ],
-        }
-        for rows in often
-    ]
+    return [spread(rows, ROLLOUT_STEPS) for rows in often]
+
+
+def total(gold: Any) -> float | None:
+    """The judge's score of a response, which may be given in parts."""
+    return number_at(gold, "total") if isinstance(gold, dict) else number_at(gold)
 
 
 # --- settings, versions, data -------------------------------------------------------------------------------
@@ -274,11 +230,8 @@ def make_provenance(run: RunFiles) -> dict[str, Any]:
         if stage.config:
             configs.setdefault(stage.config, []).append(name)
     parts = [
-        (title, Table("", columns, [[*entry, ", ".join(names)] for entry, names in sorted(used.items())]))
-        for title, columns, used in (
-            ("Versions", ("package", "version", "used by"), versions),
-            ("Data", ("file", "sha256", "used by"), data),
-        )
+        (title, Table("", (*about, "used by"), [[*entry, ", ".join(names)] for entry, names in sorted(used.items())]))
+        for title, *about, used in (("Versions", "package", "version", versions), ("Data", "file", "sha256", data))
         if used
     ]
     shown_configs = [(", ".join(names), visible(text, 50_000)) for text, names in configs.items()]

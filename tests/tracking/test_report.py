@@ -342,7 +342,7 @@ def test_each_curve_has_a_colour_of_its_own() -> None:
     figure = make_figure(Chart("Reward", ("objective/scores=score", "objective/kl=KL")), POINTS, [])
     assert figure is not None
     assert [(s.label, s.colour, s.dash) for s in figure.series] == [("score", 0, 0), ("KL", 1, 0)]
-    ElementTree.fromstring(figure.svg)
+    ElementTree.fromstring(draw_svg(figure))
 
 
 def test_scores_against_kl_join_by_step_and_no_metric_is_lost():
