@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_record
-from rlhf.system.files import hash_files, sha256_file, share, sync_folder, write_json, writing
+from rlhf.system.files import hash_files, share, sync_folder, write_json, writing
 from rlhf.system.terminal import say
 
 MANIFEST = "manifest.json"
@@ -41,9 +41,7 @@ def read_manifest(folder: Path) -> dict | None:
 def is_whole(folder: Path) -> bool:
     """Whether every file of a checkpoint is there with the hash that its manifest states."""
     manifest = read_manifest(folder)
-    return manifest is not None and all(
-        (folder / name).is_file() and sha256_file(folder / name) == digest for name, digest in manifest["files"].items()
-    )
+    return manifest is not None and manifest["files"].items() <= hash_files(folder).items()
 
 
 def checkpoint_step(folder: Path) -> int:

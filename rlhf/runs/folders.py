@@ -76,10 +76,9 @@ def stage_folder(config: Config, stage: str) -> Path:
     for candidate in (Path(given) / stage, Path(given)):
         if (candidate / "stage.json").exists():
             return candidate
-    pretrained = (Path(given) / "config.json").is_file() or given.endswith(".gguf")
-    remedy = (
-        f"give model.pretrained={given} instead" if pretrained else "a pretrained model is named with model.pretrained"
-    )
+    remedy = "a pretrained model is named with model.pretrained"
+    if (Path(given) / "config.json").is_file() or given.endswith(".gguf"):
+        remedy = f"give model.pretrained={given} instead"
     raise UserError(f"parents.{stage}={given}: neither a run nor a stage folder: {remedy}")
 
 
@@ -240,9 +239,8 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     if reward is not None:
         folders = {"reward": reward, "ppo": reward.parent / "ppo"}  # PPO's responses were ranked
         of_round = {name: check_output(folder, name) | {"folder": folder} for name, folder in folders.items()}
-        check_fit(
-            of_round, "`rlhf pipeline overwrite=true` makes the round again, or set round.later_reward_epochs=null"
-        )
+        again = "`rlhf pipeline overwrite=true` makes the round again, or set round.later_reward_epochs=null"
+        check_fit(of_round, again)
         hashes[f"{reward.parent.name}/reward"] = of_round["reward"]["hash"]
     return hashes
 
@@ -295,9 +293,8 @@ def earlier_run(config: Config) -> Config | None:
         earlier.ppo.reference = "sft" if config.ppo.reference == "ppo" else config.ppo.reference
     if config.round.early_episodes is not None:
         earlier.ppo.episodes = min(config.round.early_episodes, config.ppo.episodes)
-    earlier.parents = ParentsConfig(
-        **{stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
-    )
+    parents = {stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
+    earlier.parents = ParentsConfig(**parents)
     return earlier
 
 
@@ -332,8 +329,6 @@ def check_round(earlier: Config) -> dict[str, dict]:
     check_fit(records, "`rlhf pipeline overwrite=true` makes the labelling round again")
     labelled = records.get("label")
     if labelled and (changed := changed_settings(labelled["settings"], identity_of(earlier, "label"))):
-        folder = labelled["folder"]
-        raise UserError(
-            f"{folder}: the previous round had other settings ({changed}): restore them, or choose another run"
-        )
+        came = f"{labelled['folder']}: the previous round had other settings ({changed})"
+        raise UserError(f"{came}: restore them, or choose another run")
     return {name: records[name] for name in ("label", "ppo") if name in records}

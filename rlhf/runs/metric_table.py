@@ -5,7 +5,6 @@ workspace and `rlhf watch`. `rlhf.ops` and the stages compute the numbers from t
 them over micro-batches and ranks: from global sums, not as a mean of means.
 """
 
-import difflib
 import functools
 import math
 import re
@@ -171,27 +170,20 @@ def find(name: str) -> Metric | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses names that the table lacks.
-
-    Raises: ValueError that lists every unknown name, each with the nearest known one.
-    """
-    hints = []
-    for name in names:
-        if find(name) is None:
-            near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
-            hints.append(repr(name) + (f" (nearest: {near[0]})" if near else ""))
-    if hints:
-        raise ValueError(f"unknown metric {', '.join(hints)}: add it to rlhf/runs/metric_table.py or use a known name")
+    """Raises: ValueError that lists every name that the table lacks."""
+    if unknown := [repr(name) for name in names if find(name) is None]:
+        raise ValueError(f"unknown metric {', '.join(unknown)}: add it to rlhf/runs/metric_table.py")
 
 
 # --- sums over micro-batches and ranks ----------------------------------------------------------------------
 
 
-def _close(reduction: str, sums: Sequence[float]) -> float | None:
-    """One number from the sums of REDUCTIONS[reduction]; None if nothing was counted.
+def _close(name: str, sums: Sequence[float]) -> float | None:
+    """One number from the sums of a metric's reduction; None if nothing was counted.
 
     mean: total / count; std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target).
     """
+    reduction = find(name).reduction  # type: ignore[union-attr]
     if reduction == "max":
         return math.nan if any(map(math.isnan, sums)) else max(sums)
     if reduction == "last":
@@ -225,14 +217,14 @@ class Sums:
         Raises: ValueError if the table lacks `name` or its reduction takes other sums.
         """
         check_names([name])
-        reduction = _reduction_of(name)
+        reduction = find(name).reduction  # type: ignore[union-attr]
         wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):
             raise ValueError(f"{name}: reduction {reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums")
         self._merge(name, [_number(value) for value in sums])
 
     def _merge(self, name: str, new: list[Any]) -> None:
-        before, reduction = self._sums.get(name, []), _reduction_of(name)
+        before, reduction = self._sums.get(name, []), find(name).reduction  # type: ignore[union-attr]
         if not before or reduction == "last":
             self._sums[name] = new
         elif reduction == "max":
@@ -256,7 +248,7 @@ class Sums:
 
     def reduce(self) -> dict[str, float]:
         """One number per metric, in the order in which the metrics were first added."""
-        closed = {name: _close(_reduction_of(name), sums) for name, sums in self.state().items()}
+        closed = {name: _close(name, sums) for name, sums in self.state().items()}
         return {name: value for name, value in closed.items() if value is not None}
 
 
@@ -267,12 +259,6 @@ def _number(value: Any) -> Any:
     from rlhf.ops.masked import wide
 
     return wide(value.detach().reshape(()))
-
-
-def _reduction_of(name: str) -> str:
-    metric = find(name)
-    assert metric is not None
-    return metric.reduction
 
 
 # --- charts -------------------------------------------------------------------------------------------------
@@ -328,10 +314,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Accuracy of pretrain.pairs", ("pretrain/accuracy=training", "eval/*/accuracy")),
         *TRAINING,
     ),
-    "sft": (
-        Chart("Loss", ("sft/loss=training", "eval/*/loss"), watch="loss"),
-        *TRAINING,
-    ),
+    "sft": (Chart("Loss", ("sft/loss=training", "eval/*/loss"), watch="loss"), *TRAINING),
     "reward": (
         Chart("Loss", ("reward/loss=training", "eval/*/loss"), watch="loss"),
         Chart("Pair accuracy", ("reward/accuracy=training", "eval/*/accuracy"), watch="accuracy"),

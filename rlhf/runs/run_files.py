@@ -229,11 +229,9 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
-def decimal(value: float | None, digits: int = 3, sign: bool = False) -> str:
-    """`digits` decimals with a true minus sign, a plus sign on request, and never -0."""
-    if value is None:
-        return "–"
-    return f"{round(value, digits) + 0.0:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+def decimal(value: float | None, digits: int = 3) -> str:
+    """`digits` decimals with a true minus sign, and never -0."""
+    return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 def memory(mb: float | None) -> str:
@@ -248,11 +246,8 @@ def duration(seconds: float | None) -> str:
 
 # Metric under eval/ by its path in results.json, which is the record; figures that it lacks are left out.
 PLACES: dict[str, tuple[str, ...]] = {
-    "test/accuracy": ("reward_model", "accuracy"),
-    "test/length_baseline": ("reward_model", "length_baseline"),
-    "test/noise_ceiling": ("reward_model", "noise_ceiling"),
-    "test/gold_order_accuracy": ("reward_model", "gold_order_accuracy"),
-    "test/labeler_agreement": ("reward_model", "labeler_agreement"),
+    **{f"test/{name}": ("reward_model", name) for name in ("accuracy", "length_baseline", "noise_ceiling",
+                                                             "gold_order_accuracy", "labeler_agreement")},
     "test/win_rate": ("gold", "win_rate_vs_sft"),
     "test/win_rate_greedy": ("gold", "win_rate_greedy"),
     "test/scores": ("reward", "ppo"),
@@ -261,7 +256,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "test/bpb": ("pretrain_bits_per_byte",),
     "test/gold/total": ("gold", "mean_score", "ppo"),
     "held_out_labelers/accuracy": ("reward_model", "held_out_labelers", "accuracy"),
-}
+}  # fmt: skip
 
 
 def figures_of(results: Mapping[str, Any]) -> dict[str, float]:

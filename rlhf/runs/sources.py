@@ -14,7 +14,7 @@ from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resolve_sources
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
-from rlhf.data.records import Demonstration, PromptRecord, Ranking, Record
+from rlhf.data.records import PromptRecord, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
 from rlhf.data.storage import MANIFEST, check_whole, verify
 from rlhf.errors import UserError
@@ -67,10 +67,8 @@ def sample_prompts(
 ) -> list[P]:
     """`count` of the prompts in their order: those with the least hashes by data.split_seed, and one of each file."""
     records = [of(item) for item in items]
-    drawn = {
-        i: uniform(f"sampled {prompt_key(record.prompt)}", config.data.split_seed) for i, record in enumerate(records)
-    }
-    order = sorted(drawn, key=drawn.__getitem__)
+    drawn = [uniform(f"sampled {prompt_key(record.prompt)}", config.data.split_seed) for record in records]
+    order = sorted(range(len(drawn)), key=drawn.__getitem__)
     of_file = {records[i].file: i for i in reversed(order)}
     order.sort(key=lambda i: of_file[records[i].file] != i)
     return [items[i] for i in sorted(order[:count])]
@@ -117,12 +115,8 @@ def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
     continues = stage == "pretrain" and pretraining_tokens(config) > 0 and data_source(config, "corpus") is not None
     corpus = config.gold.truth == "vader" if stage == "world" else not adopts or continues
     # of the others only `rate` cannot do without
-    learns = (
-        config.sft.epochs > 0
-        if stage == "sft"
-        else stage == "rate" or data_source(config, "demonstrations") is not None
-    )
-    reads = {"corpus": corpus, "demonstrations": learns}
+    shown = stage == "rate" or data_source(config, "demonstrations") is not None
+    reads = {"corpus": corpus, "demonstrations": config.sft.epochs > 0 if stage == "sft" else shown}
     return tuple(kind for kind in STAGES[stage].data if reads.get(kind, True))
 
 
@@ -268,19 +262,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
 Say = Callable[[str], None]  # prints what was read
 
 
-def read_comparisons(config: Config, say: Say | None = None) -> list[Ranking]:
-    return _read(config, "comparisons", load_comparisons, say)
-
-
-def read_demonstrations(config: Config, say: Say | None = None) -> list[Demonstration]:
-    return _read(config, "demonstrations", load_demonstrations, say)
-
-
-def read_prompts(config: Config, say: Say | None = None) -> list[PromptRecord]:
-    return _read(config, "prompts", load_prompts, say)
-
-
-def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) -> Any:
+def _read(kind: str, load: Callable[..., Any], config: Config, say: Say | None = None) -> Any:
     records, files = load(need_source(config, kind), config.data.format, config.data.allow_partial)
     if say is not None:
         for file in files:
@@ -296,13 +278,16 @@ def _read(config: Config, kind: str, load: Callable[..., Any], say: Say | None) 
     return records
 
 
+read_comparisons = functools.partial(_read, "comparisons", load_comparisons)
+read_demonstrations = functools.partial(_read, "demonstrations", load_demonstrations)
+read_prompts = functools.partial(_read, "prompts", load_prompts)
+
+
 def say_small_splits(config: Config, kind: str, records: Sequence[Record], say: Say) -> None:
     """A warning if the dev or the test split has few prompts, with the number of each."""
-    counts = {
-        split: len({prompt_key(record.prompt) for record in in_split(config, records, split)})
-        for split in fractions(config)
-    }
-    few = [split for split, share in fractions(config).items() if share > 0 and counts[split] < FEW_PROMPTS]
+    shares = fractions(config)
+    counts = {split: len({prompt_key(one.prompt) for one in in_split(config, records, split)}) for split in shares}
+    few = [split for split, share in shares.items() if share > 0 and counts[split] < FEW_PROMPTS]
     if few:
         numbers = ", ".join(f"{count:,} {split}" for split, count in counts.items())
         say(

@@ -41,7 +41,17 @@ RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock
 @functools.cache
 def package_versions() -> dict[str, str]:
     installed = {"rlhf": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy"):
+    for name in [
+        "torch",
+        "transformers",
+        "trl",
+        "accelerate",
+        "tokenizers",
+        "datasets",
+        "numpy",
+        "pyarrow",
+        "pydantic",
+    ]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return installed
@@ -247,7 +257,6 @@ def has_begun(folder: Path, name: str) -> bool:
 
 
 def _say_other_rounding(stage: Stage, recorded: dict) -> None:
-    """Print the changed settings that affect only speed, memory and rounding."""
     before = flatten(recorded.get("config"))
     groups = (*STAGES[stage.name].groups, "", "sharding", "memory", "launcher")
     changed = []

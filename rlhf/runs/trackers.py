@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO, get_args
+from typing import Any, Literal, Self, TextIO
 
-from rlhf.errors import UserError
 from rlhf.runs.metric_table import SAMPLE_COLUMNS, X_AXES, check_names
 from rlhf.runs.run_files import encode_line, truncate_jsonl
 
@@ -43,22 +42,17 @@ class Tracker:
         self._kept, self._kept_samples = set[str](), set[str]()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._open(folder / "metrics.jsonl", folder / "samples.jsonl")
-
-    def _open(self, metrics: Path, samples: Path) -> None:
-        if self._resume_step == 0:
-            metrics.unlink(missing_ok=True)
-            samples.unlink(missing_ok=True)
-        else:
-            lines = truncate_jsonl(metrics, "progress/step", self._resume_step)
+            # With resume_step 0 nothing stays, as no step is below 0.
+            last = resume_step or -1
+            lines = truncate_jsonl(folder / "metrics.jsonl", "progress/step", last)
             self._started -= float(lines[-1].get("time/elapsed_s") or 0.0) if lines else 0.0  # the clock continues
             for row in lines:
-                if row["progress/step"] == self._resume_step:
+                if row["progress/step"] == resume_step:
                     self._kept |= row.keys()
                     self._axes |= {name: row[name] for name in row if name.startswith("progress/")}
-            rows = truncate_jsonl(samples, "step", self._resume_step)
-            self._kept_samples = {str(row.get("id")) for row in rows if row["step"] == self._resume_step}
-        self._write("metrics.jsonl", [])
+            rows = truncate_jsonl(folder / "samples.jsonl", "step", last)
+            self._kept_samples = {str(row.get("id")) for row in rows if row["step"] == resume_step}
+            self._write("metrics.jsonl", [])
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._folder is None:
@@ -157,10 +151,7 @@ def make_tracker(
     labels: arguments of `wandb.init` in place of the name and the group that the run gives.
     W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
     keeps its run id over a resume. Its failures give one warning and stop nothing.
-    Raises: UserError for an unknown kind.
     """
-    if kind not in get_args(TrackerKind):
-        raise UserError(f"tracking: got {kind!r}, want wandb, jsonl or off: set tracking to one of them")
     tracker = Tracker(None if kind == "silent" else folder, resume_step, with_samples=kind != "off")
     if kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
         limit = seconds_allowed("INIT", INIT_SECONDS) + seconds_allowed("FINISH", FINISH_SECONDS) + FINISH_MARGIN
@@ -276,26 +267,21 @@ def seconds_allowed(what: str, default: float) -> float:
     return float(os.environ.get(f"RLHF_WANDB_{what}_SECONDS", default))
 
 
+# Settings of W&B: it prints nothing, and records nothing of code and machine.
+_QUIET: dict[str, Any] = {"console": "off", **dict.fromkeys(("save_code", "x_save_requirements"), False), **dict.fromkeys(
+    ("silent", "disable_code", "disable_git", "disable_job_creation", "x_disable_stats", "x_disable_meta",
+     "x_disable_machine_info"), True)}  # fmt: skip
+
+
 def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str, labels: dict[str, Any]) -> Any:
     """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
     import wandb
 
     place = {"project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id}
     options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
-    options["settings"] = wandb.Settings(
-        silent=True,
-        console="off",
-        save_code=False,
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        x_disable_stats=True,
-        x_disable_meta=True,
-        x_disable_machine_info=True,
-        x_save_requirements=False,
-        init_timeout=seconds_allowed("INIT", INIT_SECONDS),
-        finish_timeout=seconds_allowed("FINISH", FINISH_SECONDS),
-    )
+    limits: dict[str, Any] = {"init_timeout": seconds_allowed("INIT", INIT_SECONDS)}
+    limits |= {"finish_timeout": seconds_allowed("FINISH", FINISH_SECONDS)}
+    options["settings"] = wandb.Settings(**_QUIET, **limits)
     mode = choose_mode()
     try:
         return wandb.init(**options, mode=mode)
@@ -323,10 +309,6 @@ def choose_mode() -> Literal["online", "offline"] | None:
 
 def flatten_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """A sample row with the parts of its scores as columns."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}/{part}": number for part, number in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    parts = {name: value for name, value in row.items() if isinstance(value, Mapping)}
+    flat = {f"{name}/{part}": number for name, value in parts.items() for part, number in value.items()}
+    return {name: value for name, value in row.items() if name not in parts} | flat

@@ -22,7 +22,7 @@ from rlhf.config.model import shape_of
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
-from rlhf.data.corpus import PackedCorpus, Part, iterate_documents, make_collator, mix_corpora, pack_corpus
+from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, mix_corpora, pack_corpus
 from rlhf.data.tokenizer import MASK, load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
@@ -181,7 +181,7 @@ def pack(config: Config, tokenizer: "PreTrainedTokenizerFast", length: int, fold
         pack_into(folder, source)
         return
     parts = [
-        Part(Path(str(name)).name, weight, pack_into(folder / f"source-{i}", name))
+        (Path(str(name)).name, weight, pack_into(folder / f"source-{i}", name))
         for i, (name, weight) in enumerate(zip(listed(source), weights, strict=True))
     ]
     mix_corpora(parts, length, training_steps(config) * config.pretrain.global_batch_tokens, folder)
