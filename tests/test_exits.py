@@ -16,7 +16,7 @@ import pytest
 from rlhf import cli
 from rlhf.commands import chat, report
 from rlhf.config import Config, compose
-from rlhf.data.tokenizer import encode_text, train_tokenizer
+from rlhf.data.tokenizer import encode_texts, train_tokenizer
 from rlhf.engines import running
 from rlhf.errors import UserError
 from rlhf.system.exits import describe
@@ -179,7 +179,7 @@ def test_every_control_is_shown_as_its_escape_and_a_line_is_one_line(capsys):
 def test_an_answer_is_streamed_without_controls_however_tokens_split_them(capsys, monkeypatch):
     """Byte-level tokens: ESC, its bracket and each byte of a right-to-left override come one by one."""
     tokenizer = train_tokenizer(["some text to learn from"] * 4, 290, context_length=64)
-    ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_text(tokenizer, character)]
+    ids = [token for character in HOSTILE + "\nnext\t" + SPOKEN for token in encode_texts(tokenizer, [character])[0]]
     assert len(ids) > len(HOSTILE) + 3
 
     class Batch:

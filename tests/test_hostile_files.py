@@ -20,7 +20,7 @@ from rlhf.config.compose import compose_config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.reading import load_all
 from rlhf.data.storage import read_manifest
-from rlhf.data.tokenizer import encode_text, load_tokenizer
+from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.shots import columns_of, load_task
 from rlhf.model.adopt import adopt
@@ -101,7 +101,7 @@ def test_a_tokenizers_length_that_is_no_number_of_tokens_is_one_line(tmp_path, l
 def test_a_tokenizers_expression_that_panics_is_one_line(tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     edit(save(tmp_path) / "tokenizer.json", pre_tokenizer=split)
-    raises(lambda: encode_text(load_tokenizer(tmp_path), "x" * 60), "tokenizer cannot encode a text .*retry-limit")
+    raises(lambda: encode_texts(load_tokenizer(tmp_path), ["x" * 60]), "tokenizer cannot encode a text .*retry-limit")
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "inner/a.safetensors", "weights.dat"])

@@ -14,7 +14,6 @@ from rlhf.data.tokenizer import (
     END,
     ROLES,
     SPECIAL_TOKENS,
-    encode_text,
     encode_texts,
     load_tokenizer,
     token_byte_lengths,
@@ -34,7 +33,7 @@ texts = st.lists(
 
 @given(texts)
 def test_any_text_survives_and_gives_no_special_token(text):
-    ids = encode_text(TOKENIZER, text)
+    ids = encode_texts(TOKENIZER, [text])[0]
     assert not set(ids) & set(range(6))
     assert TOKENIZER.backend_tokenizer.decode(ids) == text
     assert decode_response(TOKENIZER, encode_response(TOKENIZER, text)) == text
@@ -79,7 +78,7 @@ print("trained", flush=True)
 
 
 def test_a_prompt_is_built_part_by_part():
-    cat, mat = encode_text(TOKENIZER, "The cat"), encode_text(TOKENIZER, "mat")
+    cat, mat = encode_texts(TOKENIZER, ["The cat"])[0], encode_texts(TOKENIZER, ["mat"])[0]
     messages = [{"role": "system", "content": "The cat"}, {"role": "user", "content": "mat"}]
     assert encode_prompt(TOKENIZER, messages) == [2, *cat, 5, 3, *mat, 5, 4]
     assert encode_prompt(TOKENIZER, "mat") == [3, *mat, 5, 4]
@@ -109,18 +108,18 @@ def test_hostile_text_stays_text_where_the_template_would_end_the_turn():
 
 
 def test_a_response_is_decoded_up_to_its_first_end_token():
-    ids = [*encode_text(TOKENIZER, "mat"), 5, *encode_text(TOKENIZER, "cat"), 5, 0, 0]
+    ids = [*encode_texts(TOKENIZER, ["mat"])[0], 5, *encode_texts(TOKENIZER, ["cat"])[0], 5, 0, 0]
     assert decode_response(TOKENIZER, ids) == "mat"
-    assert decode_response(TOKENIZER, [3, *encode_text(TOKENIZER, "mat")]) == "mat"
+    assert decode_response(TOKENIZER, [3, *encode_texts(TOKENIZER, ["mat"])[0]]) == "mat"
     assert decode_response(TOKENIZER, []) == ""
-    assert decode_response(TOKENIZER, encode_text(TOKENIZER, "é")[:1]) == "�"
+    assert decode_response(TOKENIZER, encode_texts(TOKENIZER, ["é"])[0][:1]) == "�"
 
 
 @given(texts)
 def test_byte_lengths_add_up_to_the_bytes_of_the_text(text):
     lengths = token_byte_lengths(TOKENIZER)
     assert lengths[:6] == [0] * 6
-    assert sum(lengths[i] for i in encode_text(TOKENIZER, text)) == len(text.encode("utf-8"))
+    assert sum(lengths[i] for i in encode_texts(TOKENIZER, [text])[0]) == len(text.encode("utf-8"))
 
 
 def test_a_saved_tokenizer_is_the_same_and_has_a_hash_of_vocabulary_and_template(tmp_path):
@@ -128,7 +127,7 @@ def test_a_saved_tokenizer_is_the_same_and_has_a_hash_of_vocabulary_and_template
     loaded = load_tokenizer(tmp_path)
     assert encode_prompt(loaded, CHAT) == encode_prompt(TOKENIZER, CHAT)
     assert loaded.apply_chat_template(CHAT, return_dict=False) == TOKENIZER.apply_chat_template(CHAT, return_dict=False)
-    assert loaded.decode(encode_text(loaded, "a cat , isn 't it .")) == "a cat , isn 't it ."
+    assert loaded.decode(encode_texts(loaded, ["a cat , isn 't it ."])[0]) == "a cat , isn 't it ."
     assert loaded.clean_up_tokenization_spaces is False
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.model_max_length) == (0, 5, 16)
     assert tokenizer_hash(loaded) == tokenizer_hash(TOKENIZER)
@@ -153,12 +152,12 @@ def test_a_foreign_tokenizer_without_the_chat_tokens_is_refused():
 
 def test_threads_encode_text_and_rendered_text_at_once():
     text, rendered = f"a{END}b" * 500, f"{ROLES['user']}Hi{END}"
-    as_text, with_tokens = encode_text(TOKENIZER, text), encode_texts(TOKENIZER, [rendered], special=True)
+    as_text, with_tokens = encode_texts(TOKENIZER, [text])[0], encode_texts(TOKENIZER, [rendered], special=True)
     stop, wrong = threading.Event(), []
 
     def encode() -> None:
         while not stop.is_set():
-            if encode_text(TOKENIZER, text) != as_text:
+            if encode_texts(TOKENIZER, [text])[0] != as_text:
                 wrong.append("text")
 
     threads = [threading.Thread(target=encode) for _ in range(2)]

@@ -3,7 +3,6 @@
 lr: float = setting(1e-5, "of the policy", above=0, max=10)
 """
 
-import codecs
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -46,7 +45,9 @@ def _is_name(value: Any) -> bool:
 
 def _is_encoding(value: Any) -> bool:
     try:
-        return isinstance(value, str) and codecs.lookup(value) is not None
+        return isinstance(value, str) and bool(
+            "\n".encode(value)
+        )  # refuses codecs that are not of text, such as base64
     except (LookupError, ValueError):
         return False
 

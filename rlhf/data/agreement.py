@@ -22,7 +22,6 @@ from rlhf.system.terminal import one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_RESPONSES = 64  # items with more responses are left out
 MAX_LABELERS = 50  # labelers per pair of responses that are compared two by two; the others are left out
 LEAST_ITEMS = 10  # of fewer no interval is given
 _SHOWN = 20  # labelers on the screen
@@ -77,14 +76,11 @@ class AgreementCounter:
         self._names: dict[str, int] = {}
         self._said = array("d")  # item, i, j, person and value, one after another
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self.rankings = self.unnamed = self._too_large = 0
+        self.rankings = self.unnamed = 0
 
     def add(self, ranking: Ranking) -> None:
         """Count one record; one that judges nothing (a labelling task) changes nothing."""
         if ranking.ranking is None and ranking.pairs is None and not ranking.ratings:
-            return
-        if len(ranking.responses) > MAX_RESPONSES:
-            self._too_large += 1
             return
         index = {text: i for i, text in enumerate(sorted({response.text for response in ranking.responses}))}
         place = {response.id: index[response.text] for response in ranking.responses}
@@ -111,33 +107,23 @@ class AgreementCounter:
         return said.assign(value=said.value.where(said.j < 0, np.sign(said.value)))
 
     def report(self) -> dict[str, Any]:
-        """Every figure of agreement; a value that cannot be computed is None and `notes` says why.
+        """Every figure of agreement; a value that cannot be computed is None.
 
         Returns {"rankings": judgements, "items", "items_shared": by two or more labelers, "labelers": names,
         "unnamed": judgements without one, "pairwise": as `pairwise_agreement`, "krippendorff_alpha": {value, pairs},
         "krippendorff_alpha_ratings": {value, responses}, "by_labeler": {name: {items, items_shared, agreement, ci95,
-        comparisons, tie_rate, seconds}}, "notes": {figure: why}}.
+        comparisons, tie_rate, seconds}}}.
         """
         said = self.table()
         verdicts = said[said.j >= 0]
         couples = _couples(verdicts)
-        alpha, pairs = _alpha(verdicts, both_ways=True)
-        of_ratings, responses = _alpha(said[said.j == _RATING])
         figures = {
             "pairwise": _pairwise(couples),
-            "krippendorff_alpha": {"value": alpha, "pairs": pairs},
-            "krippendorff_alpha_ratings": {"value": of_ratings, "responses": responses},
+            "krippendorff_alpha": _alpha(verdicts, "pairs", both_ways=True),
+            "krippendorff_alpha_ratings": _alpha(said[said.j == _RATING], "responses"),
         }
         judged = said[["item", "person"]].drop_duplicates()
         judged["shared"] = judged.groupby("item").person.transform("size") > 1
-        notes = {name: "every judgement is the same" for name, one in figures.items() if one["value"] is None}
-        notes |= dict.fromkeys((name for name in notes if not pairs), "no pair was judged by two labelers")
-        if not figures["pairwise"]["pairs"]:
-            notes["pairwise"] = "no two labelers put the same pair in a strict order"
-        if not responses:
-            notes["krippendorff_alpha_ratings"] = "no response was rated by two labelers"
-        if self._too_large:
-            notes["size"] = f"{self._too_large:,} rankings of more than {MAX_RESPONSES} responses are left out"
         table = {}
         for name, person in sorted(self._names.items()):
             agreed = _pairwise(couples[(couples.person_a == person) | (couples.person_b == person)])
@@ -155,7 +141,7 @@ class AgreementCounter:
         about = {"rankings": self.rankings, "items": len(self._items)}
         about |= {"items_shared": judged[judged.shared].item.nunique()}
         people = {"labelers": len(self._names), "unnamed": self.unnamed}
-        return about | people | figures | {"by_labeler": table, "notes": notes}
+        return about | people | figures | {"by_labeler": table}
 
 
 def _verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
@@ -188,8 +174,8 @@ def _pairwise(couples: "pd.DataFrame") -> dict[str, Any]:
     return found | {"n": len(agree), "pairs": found["n"]}
 
 
-def _alpha(said: "pd.DataFrame", both_ways: bool = False) -> tuple[float | None, int]:
-    """Ordinal alpha (Krippendorff 2011), None without variance; and the number of slots that two or more people judged.
+def _alpha(said: "pd.DataFrame", unit: str, both_ways: bool = False) -> dict[str, Any]:
+    """Ordinal alpha (Krippendorff 2011), None without variance, and by `unit` the number of slots that two or more people judged.
 
     both_ways: each value -v counts beside v.
     """
@@ -201,12 +187,12 @@ def _alpha(said: "pd.DataFrame", both_ways: bool = False) -> tuple[float | None,
     np.add.at(counts, (slots.ngroup(), np.searchsorted(values, said.value)), 1)
     counts = counts[:most]
     if len(values) < 2:
-        return None, len(counts)
+        return {"value": None, unit: len(counts)}
     import krippendorff
 
     units = np.concatenate([counts, counts[:, ::-1]]) if both_ways else counts
     scale: Any = {"value_domain": np.array(values), "level_of_measurement": "ordinal"}
-    return float(krippendorff.alpha(value_counts=units, **scale)), len(counts)
+    return {"value": float(krippendorff.alpha(value_counts=units, **scale)), unit: len(counts)}
 
 
 def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
@@ -243,9 +229,7 @@ def describe(report: dict[str, Any]) -> list[str]:
             continue  # most labels have no ratings
         cell = "-" if value is None else f"{value:.1%}" if is_share else f"{value:.3f}"
         cell += f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
-        why = f"; {report['notes'][name]}" if name in report["notes"] else ""
-        lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}{why}")
-    lines += [f"  {report['notes']['size']}"] if "size" in report["notes"] else []
+        lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}")
     table = report["by_labeler"]
     if table:
         lines.append(f"  {'labeler':<24} {'items':>7} {'with others':>11} {'agreement':>9} {'ties':>6} {'seconds':>7}")

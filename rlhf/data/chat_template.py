@@ -10,6 +10,7 @@ token ends a response. The stages therefore need no special case.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,9 +42,8 @@ class _Marks:
         """The text before and after the probe. Raises: UserError if the template does not write it exactly once."""
         before, probe, after = text.partition(self.probe)
         if not probe or self.probe in after:
-            raise UserError(
-                "the chat template does not write the assistant's text once, as it is: use another tokenizer"
-            )
+            came = "the chat template does not write the assistant's text once, as it is"
+            raise UserError(f"{came}: use another tokenizer")
         return before, after
 
 
@@ -96,8 +96,7 @@ def _turns(prompt: Any) -> list[Turn]:
 
 def _call(tokenizer: Any, turns: list[Turn], generate: bool = False) -> str:
     """The text of a dialogue. Raises: UserError if the template refuses it."""
-    template = tokenizer.chat_template
-    if not template:
+    if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
@@ -112,25 +111,16 @@ def _render(tokenizer: Any, turns: list[Turn], generate: bool) -> tuple[str, lis
 
     Raises: UserError if it refuses those too.
     """
-    try:
+    with suppress(UserError):
         return _call(tokenizer, turns, generate), turns
-    except UserError:
-        joined = _joined(turns)
-        if joined == turns:
-            raise
-        return _call(tokenizer, joined, generate), joined
-
-
-def _joined(turns: list[Turn]) -> list[Turn]:
-    if len(turns) > 1 and turns[0]["role"] == "system" and turns[1]["role"] == "user":
-        turns = [{**turns[0], "role": "user"}, *turns[1:]]
+    system_first = [turn["role"] for turn in turns[:2]] == ["system", "user"]
     joined: list[Turn] = []
-    for turn in turns:
+    for turn in [{**turns[0], "role": "user"}, *turns[1:]] if system_first else turns:
         if joined and joined[-1]["role"] == turn["role"]:
             joined[-1] = {**joined[-1], **turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
         else:
             joined.append(turn)
-    return joined
+    return _call(tokenizer, joined, generate), joined
 
 
 def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], _Marks]:
@@ -249,51 +239,35 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
     return start, closing if closed and closing is not None else stop
 
 
-@dataclass(slots=True)
-class _Frame:
-    """The text that the template writes around a response."""
-
-    prompt: str  # the text before
-    before: str
-    after: str  # up to and including the end token
-    strips: bool
-    ended: bool  # whether `after` has an end token
-    alone: bool  # whether a response encodes alone as it does after its prompt
-
-
 @lru_cache(maxsize=8)
-def _frame(tokenizer: Any, _: str) -> _Frame:
+def _frame(tokenizer: Any, _: str) -> tuple[str, str, str, bool]:
+    """What the template writes around a response: the prompt (empty if a response encodes alone as it does after its prompt), the text
+    before, that after up to and including the end token (empty without one), and whether it strips responses.
+    """
     marks = _make_marks(tokenizer)
     prompt = _call(tokenizer, PROBE, True)
-    plain, spaced = (
-        _call(tokenizer, [*PROBE, {"role": "assistant", "content": content}])
-        for content in (marks.probe, f"\n{marks.probe}\n")
-    )
+    turns = ({"role": "assistant", "content": text} for text in (marks.probe, f"\n{marks.probe}\n"))
+    plain, spaced = (_call(tokenizer, [*PROBE, turn]) for turn in turns)
     before, after = marks.around(plain)
     before = before[len(prompt) :] if before.startswith(prompt) else ""
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
-    whole, first, second = encode_texts(
-        tokenizer, [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"], special=True
-    )
+    texts = [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"]
+    whole, first, second = encode_texts(tokenizer, texts, special=True)
     # a completion follows texts other than the probe's word
     alone = is_completion(tokenizer) or whole == first + second
-    return _Frame(prompt, before, after, plain == spaced, end is not None, alone)
+    return "" if alone else prompt, before, after, plain == spaced
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
     """Responses as the template writes them after a prompt, with the end token unless they were cut off."""
-    frame = _frame(tokenizer, str(tokenizer.chat_template))
+    prompt, before, after, strips = _frame(tokenizer, str(tokenizer.chat_template))
     marks = _make_marks(tokenizer, texts)
-    after = frame.after if ended else ""
-    pieces = [f"{frame.before}{marks.put(text.strip() if frame.strips else text)}{after}" for text in texts]
-    if frame.alone:
-        encoded = _encode_rendered(tokenizer, pieces, marks)
-    else:
-        first = len(encode_texts(tokenizer, [frame.prompt], special=True)[0])
-        encoded = [ids[first:] for ids in _encode_rendered(tokenizer, [frame.prompt + p for p in pieces], marks)]
-    missing = [] if frame.ended or not ended else end_ids(tokenizer)[:1]
-    return [ids + missing for ids in encoded]
+    said = (marks.put(text.strip() if strips else text) for text in texts)
+    pieces = [f"{prompt}{before}{text}{after if ended else ''}" for text in said]
+    first = len(encode_texts(tokenizer, [prompt], special=True)[0])
+    missing = end_ids(tokenizer)[:1] if ended and not after else []
+    return [ids[first:] + missing for ids in _encode_rendered(tokenizer, pieces, marks)]
 
 
 def encode_response(tokenizer: Any, text: str, ended: bool = True) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.commands import ImportConfig
 from rlhf.data.records import Record
-from rlhf.data.splits import PREFIX_CHARACTERS, conversation, given_split, hash64, key_hash, prompt_key, uniform
+from rlhf.data.splits import PREFIX_CHARACTERS, conversation, given_split, hash64, prompt_key, split_key, uniform
 
 PII_KINDS = ("card", "email", "phone")
 # The result for a record. A row with several records has the smallest of their results.
@@ -29,7 +29,7 @@ class Facts(NamedTuple):
 
     kind: str
     identity: int  # of the content
-    key: int  # of the split key
+    key: int  # of the split key; an import stores only this of a prompt
     prefix: int = 0  # of the normalised beginning of a prompt record
     user: int = 0
     group: float = 0.0  # its hash with the seed, in [0, 1)
@@ -42,22 +42,15 @@ class Facts(NamedTuple):
     response_words: tuple[int, ...] = ()
 
 
-def luhn(digits: str) -> bool:
-    """Whether a card number's check digit is right: ISO/IEC 7812-1, annex B."""
-    total = 0
-    for i, digit in enumerate(reversed(digits)):
-        value = int(digit) * (1 + i % 2)
-        total += value - 9 * (value > 9)
-    return total % 10 == 0
-
-
 def find_pii(text: str) -> set[str]:
     """Which of PII_KINDS a text holds: e-mail addresses, card numbers with a right check digit, phone numbers."""
     kinds = {"email"} if "@" in text and _EMAIL.search(text) else set()
     for match in _DIGITS.finditer(text):
         run = match[0]
         digits = "".join(c for c in run if c in "0123456789")
-        if _CARD.fullmatch(run) and 13 <= len(digits) <= 19 and luhn(digits) and len(set(digits)) > 1:
+        doubled = [int(digit) * (1 + i % 2) for i, digit in enumerate(reversed(digits))]
+        checked = sum(value - 9 * (value > 9) for value in doubled) % 10 == 0  # ISO/IEC 7812-1, annex B
+        if _CARD.fullmatch(run) and 13 <= len(digits) <= 19 and checked and len(set(digits)) > 1:
             kinds.add("card")
         elif 7 <= len(digits) <= 15 and any(phone.fullmatch(run) for phone in _PHONES):
             kinds.add("phone")
@@ -100,16 +93,13 @@ def facts_of(record: Record, own_id: bool, seed: int) -> Facts:
         texts = [record.response]
     else:
         texts = [response.text for response in record.responses]
-        sizes = [len(tie) for tie in record.ranking or ()]
-        ties = sum(comb(size, 2) for size in sizes)
-        pairs = comb(sum(sizes), 2) - ties
-        if record.pairs is not None:
-            beside = metadata.get("ties")  # those judged equal, of judgements that form no order
-            pairs, ties = len({(a, b) for a, b in record.pairs}), len(beside) if isinstance(beside, list) else 0
+        pairs, ties = len(record.pair_list()), sum(comb(len(tie), 2) for tie in record.ranking or ())
+        if record.pairs is not None and isinstance(beside := metadata.get("ties"), list):
+            ties = len(beside)  # those judged equal, of judgements that form no order
     return Facts(
         record.kind,
         identity_of(record, own_id),
-        key_hash(turns),
+        hash64(split_key(turns)),
         prefix,
         0 if user is None else hash64("user", str(user)),
         0.0 if group is None else uniform(prompt_key(str(group)), seed),
@@ -128,35 +118,30 @@ class Cleaner:
 
     def __init__(self, config: ImportConfig):
         self.config = config
-        self.counts: Counter[str] = Counter(
-            dict.fromkeys(("duplicates", "pii", "shared_prefix", "prompts_of_user", "gold_accuracy"), 0)
-        )
+        steps = ("duplicates", "pii", "shared_prefix", "prompts_of_user", "gold_accuracy")
+        self.counts: Counter[str] = Counter(dict.fromkeys(steps, 0))
         self._seen: set[int] = set()
         self._prefixes: set[int] = set()
         self._of_user: Counter[int] = Counter()
 
     def judge(self, facts: Facts) -> int:
         """KEPT, DUPLICATE or FILTERED."""
-        step = self._step(facts)
+        step, seen = None, facts.identity in self._seen
+        self._seen.add(facts.identity)
+        if self.config.duplicates == "drop" and seen:
+            step = "duplicates"
+        elif facts.pii and self.config.pii == "drop":
+            step = "pii"
+        elif facts.kind == "prompt":
+            shared = facts.prefix in self._prefixes
+            self._prefixes.add(facts.prefix)
+            if shared and self.config.filter_prefixes:
+                step = "shared_prefix"
+            else:
+                self._of_user[facts.user] += 1
+                many = self._of_user[facts.user] > self.config.max_prompts_per_user
+                step = "prompts_of_user" if facts.user and many else None
         if step is None:
             return KEPT
         self.counts[step] += 1
         return DUPLICATE if step == "duplicates" else FILTERED
-
-    def _step(self, facts: Facts) -> str | None:
-        """The step that removes a record; None if it is kept."""
-        seen = facts.identity in self._seen
-        self._seen.add(facts.identity)
-        if self.config.duplicates == "drop" and seen:
-            return "duplicates"
-        if facts.pii and self.config.pii == "drop":
-            return "pii"
-        if facts.kind != "prompt":
-            return None
-        shared = facts.prefix in self._prefixes
-        self._prefixes.add(facts.prefix)
-        if shared and self.config.filter_prefixes:
-            return "shared_prefix"
-        self._of_user[facts.user] += 1
-        many = self._of_user[facts.user] > self.config.max_prompts_per_user
-        return "prompts_of_user" if facts.user and many else None

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Source, open_bytes, resolve_sources
+from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Source, has_suffix, open_bytes, resolve_sources
 from rlhf.data.reading import read_rows
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
@@ -56,8 +56,6 @@ def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
             while chunk:
                 yield chunk
                 chunk = text.read(_CHUNK)
-        except LookupError as error:
-            raise UserError(f"data.encoding={encoding}: no such encoding: want utf-8, latin-1, cp1252, …") from error
         except UnicodeDecodeError as error:  # error.object ends at the file's position
             at = file.tell() - len(error.object) + error.start
             came = f"byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding} text"
@@ -83,8 +81,8 @@ def _row_documents(source: Source) -> Iterator[str]:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):
-            keys = ", ".join(one_line(key, 60) for key in list(row.value)[:8])
-            came = f"text: got {shown(text)}" if "text" in row.value else f"the keys are {keys}"
+            came = f"the keys are {', '.join(one_line(key, 60) for key in list(row.value)[:8])}"
+            came = f"text: got {shown(text)}" if "text" in row.value else came
             raise UserError(f'{source.name}:{row.line}: {came}: want {{"text": "…"}} in each row of a corpus')
         yield text
 
@@ -99,8 +97,9 @@ def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     """
     for source in resolve_sources(sources, TEXT_SUFFIXES + ROW_SUFFIXES):
         empty = True
-        path = source.path if source.is_text else None
-        for document in _row_documents(source) if path is None else _text_documents(path, encoding):
+        path = source.path
+        is_text = path is not None and has_suffix(path, TEXT_SUFFIXES)
+        for document in _text_documents(path, encoding) if path and is_text else _row_documents(source):
             if document.strip():
                 empty = False
                 yield from cut_text(document, MAX_DOCUMENT) if len(document) > MAX_DOCUMENT else (document,)
@@ -307,10 +306,8 @@ class PackedCorpus:
         """
         if self.token_count(split) < context_length:
             remedy = "raise data.held_out" if split == "heldout" else "add text"
-            raise UserError(
-                f"{self.path}: {split} has {self.token_count(split)} tokens, less than one block of "
-                f"{context_length}: {remedy} or lower model.context_length"
-            )
+            came = f"{split} has {self.token_count(split)} tokens, less than one block of {context_length}"
+            raise UserError(f"{self.path}: {came}: {remedy} or lower model.context_length")
         return Blocks(self, split, context_length)
 
 
@@ -361,13 +358,7 @@ def make_collator(separator: int, isolate: bool):
 # --- several sources, mixed by weight as GPT-3 mixed its five (Brown et al. 2020, table 2.2) ---
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One source, packed by itself, and its weight."""
-
-    name: str
-    weight: float
-    corpus: PackedCorpus
+Part = tuple[str, float, PackedCorpus]  # a source's name, its weight, and its text, packed by itself
 
 
 def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
@@ -390,36 +381,28 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
 
     Raises: UserError if a source has less than one block.
     """
-    served = [part.corpus.blocks("train", block) for part in parts]
-    texts = [part.corpus.tokens("train") for part in parts]
+    names, weights, corpora = zip(*parts, strict=True)
+    served = [corpus.blocks("train", block) for corpus in corpora]
+    texts = [corpus.tokens("train") for corpus in corpora]
     given, count = [0] * len(parts), -(-tokens // block)
     with (out / "train.bin.tmp").open("wb") as file:
-        for s in draw_order([part.weight for part in parts], count):
+        for s in draw_order(weights, count):
             begin = given[s] % len(served[s]) * block
             file.write(texts[s][begin : begin + block].tobytes())
             given[s] += 1
     with (out / "heldout.bin.tmp").open("wb") as file:
-        for part in parts:
-            file.write(part.corpus.tokens("heldout").tobytes())
-    total = sum(part.weight for part in parts)
-    sources = [
-        {
-            "name": part.name,
-            "share": part.weight / total,
-            "tokens": part.corpus.token_count("train"),
-            "drawn": n * block,
-            "epochs": n / len(blocks),
-        }
-        for part, n, blocks in zip(parts, given, served, strict=True)
-    ]
-    held_out = [part.corpus.meta["splits"]["heldout"] for part in parts]
-    splits: dict[str, Any] = {
-        "train": {"tokens": count * block},
-        "heldout": {key: sum(one[key] for one in held_out) for key in ("tokens", "bytes", "documents")},
-    }
+        for corpus in corpora:
+            file.write(corpus.tokens("heldout").tobytes())
+    sources = []
+    for name, weight, corpus, n, blocks in zip(names, weights, corpora, given, served, strict=True):
+        about = {"name": name, "share": weight / sum(weights), "tokens": corpus.token_count("train")}
+        sources.append(about | {"drawn": n * block, "epochs": n / len(blocks)})
+    held_out = [corpus.meta["splits"]["heldout"] for corpus in corpora]
+    counts = {key: sum(one[key] for one in held_out) for key in ("tokens", "bytes", "documents")}
+    splits: dict[str, Any] = {"train": {"tokens": count * block}, "heldout": counts}
     for split in _SPLITS:
         splits[split]["sha256"] = sha256_file(out / f"{split}.bin.tmp")
-    mixed = _finish(out, parts[0].corpus.meta | {"sources": sources}, splits)
-    for part in parts:
-        shutil.rmtree(part.corpus.path)
+    mixed = _finish(out, corpora[0].meta | {"sources": sources}, splits)
+    for corpus in corpora:
+        shutil.rmtree(corpus.path)
     return mixed

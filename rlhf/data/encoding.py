@@ -43,17 +43,14 @@ def encode_prompt_within(
     It is cut from the left. First the oldest turns are removed (the rest begins with a user turn, after a system turn), then
     the system turn, then the beginning of the last turn's text. The template's text around that is kept.
     """
-    ids = encode_prompt(tokenizer, prompt)
-    if len(ids) <= room:
-        return ids, False
     turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-    while drop_oldest(turns):
+    whole = ids = encode_prompt(tokenizer, turns)
+    while len(ids) > room and drop_oldest(turns):
         ids = encode_prompt(tokenizer, turns)
-        if len(ids) <= room:
-            return ids, True
-    ids = encode_prompt(tokenizer, turns[-1:])
+    if len(ids) > room:
+        ids = encode_prompt(tokenizer, turns[-1:])
     if len(ids) <= room:
-        return ids, True
+        return ids, ids is not whole
     # the template's text around a message: the common beginning and end with another message
     other = encode_prompt(tokenizer, [{"role": turns[-1].role, "content": ""}])
     head = len(common_beginning([ids, other]))
@@ -265,7 +262,13 @@ def join_rankings(
             unpaired += 1
             continue
         key = repr([(m.role, m.content) for m in record.prompt])
-        item = _item_for(items_of.setdefault(key, []), key, record, list(dict.fromkeys(answers)))
+        same = items_of.setdefault(key, [])
+        joined = list(dict.fromkeys([*(same[-1].answers if same else ()), *answers]))
+        if same and len(joined) <= MOST_ANSWERS:
+            same[-1].answers = joined
+        else:  # the newest item would grow too large
+            same.append(Item(f"{key}#{len(same)}" if same else key, [], [], record, list(dict.fromkeys(answers))))
+        item = same[-1]
         place = {answer: i for i, answer in enumerate(item.answers)}
         ranks = record.ranks() if record.pairs is None else None
         gap_of: dict[tuple[int, int], int] = {}
@@ -288,16 +291,6 @@ def join_rankings(
             item.rows, item.lengths = encoded
             items.append(item)
     return items, unpaired
-
-
-def _item_for(items: list[Item], key: str, record: Ranking, answers: list[Answer]) -> Item:
-    """The prompt's item that these answers join: the newest one, or a new one if it would grow too large."""
-    joined = list(dict.fromkeys([*items[-1].answers, *answers])) if items else []
-    if items and len(joined) <= MOST_ANSWERS:
-        items[-1].answers = joined
-    else:
-        items.append(Item(f"{key}#{len(items)}" if items else key, [], [], record, answers))
-    return items[-1]
 
 
 def names_of(given: Any) -> list[str]:

@@ -7,37 +7,28 @@ messages are in `commands/import_data.py`.
 
 import base64
 import hashlib
-import importlib.metadata
 import json
-import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
-from rlhf import __version__
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import NOTHING, get, settings_in
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.inputs import (
-    MAX_RECORD_BYTES,
-    ROW_SUFFIXES,
-    Row,
-    Source,
-    has_suffix,
-    open_bytes,
-)
+from rlhf.data.inputs import MAX_RECORD_BYTES, ROW_SUFFIXES, Row, Source, has_suffix, open_bytes
 from rlhf.data.reading import read
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
+from rlhf.runs.stage import package_versions
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
@@ -49,13 +40,8 @@ _Name = tuple[str, str | None]  # of a record: id and labeler
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 
 
-class _Judgement(NamedTuple):
-    """A record that waits for the other judgements of its item."""
-
-    at: int  # index of its row in the file
-    row: Row
-    record: Ranking
-    own_id: bool
+# A record that waits for the other judgements of its item: the index of its row in the file, the row, the record, and `own_id`.
+_Judgement = tuple[int, Row, Ranking, bool]
 
 
 class Importer:
@@ -87,7 +73,13 @@ class Importer:
         table = config.format == "table"
         chosen = make_table_format(config.columns, config.words) if table else find_format(config.format, "format")
         ahead = [_look_ahead(source) for source in sources]
-        self._measure([check for _, checks in ahead for check in checks])
+        checks = [check for _, of_file in ahead for check in of_file]
+        for labeler in sorted({check.labeler for check in checks if check.labeler is not None}):
+            sums = sum_checks(check for check in checks if check.labeler == labeler)
+            gold = sums.get("gold", {"right": 0.0, "pairs": 0.0})
+            self.checks[labeler] = sums
+            if gold["right"] < config.min_gold_accuracy * gold["pairs"]:
+                self.careless.add(labeler)
         done = 0
         for source, (replaced, _) in zip(sources, ahead, strict=True):
             self._import_file(source, chosen, done, replaced)
@@ -102,14 +94,6 @@ class Importer:
         report = self._report(records)
         write_json(self.folder / "report.json", report)
         return report
-
-    def _measure(self, checks: list[Ranking]) -> None:
-        """Sum the labelers' checks, and find who is below min_gold_accuracy."""
-        for labeler in sorted({check.labeler for check in checks if check.labeler is not None}):
-            self.checks[labeler] = sum_checks(check for check in checks if check.labeler == labeler)
-            gold = self.checks[labeler].get("gold", {"right": 0.0, "pairs": 0.0})
-            if gold["right"] < self.config.min_gold_accuracy * gold["pairs"]:
-                self.careless.add(labeler)
 
     def _import_file(self, source: Source, chosen: Format | None, done: int, replaced: set[_Name]) -> None:
         """Import one file; `replaced`: records that later ones replace. Raises: UserError if it cannot be read."""
@@ -129,10 +113,10 @@ class Importer:
             try:
                 checked = [self._check(record, source.format) for record in records]
             except BadRow as error:
-                checked, row = [], row.refused(error.field, error.message)
+                checked, row = [], row._replace(field=error.field, problem=error.message)
             for record, stored in checked:
-                if source.joins and isinstance(record, Ranking) and _item_of(record) is not None:
-                    pending.append(_Judgement(len(results), row, record, own_id))
+                if source.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
+                    pending.append((len(results), row, record, own_id))
                 else:
                     result = min(result, self._take(record, stored, own_id, source))
             if row.problem:
@@ -181,7 +165,19 @@ class Importer:
         return KEPT
 
     def _reject(self, row: Row) -> None:
-        self._rejects.write(reject_line(row))
+        """Write the place, what is wrong, and the row, cut to KEPT_BYTES."""
+        entry: dict[str, Any] = {name: getattr(row, name) for name in ("file", "line", "number", "field")}
+        entry["message"], raw = row.problem, row.original()
+        cut = len(raw) > KEPT_BYTES
+        try:
+            entry["original"] = raw[:KEPT_BYTES].decode("utf-8", "ignore" if cut else "strict")
+        except UnicodeDecodeError:
+            entry["base64"] = base64.b64encode(raw[:KEPT_BYTES]).decode("ascii")
+        if cut:
+            entry["bytes"] = len(raw)
+        # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes
+        line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+        self._rejects.write(line + "\n")
         self.reject_count += 1
         key = row.file, row.problem
         if key in self.first_rejects or len(self.first_rejects) < SHOWN_REJECTS:
@@ -190,21 +186,22 @@ class Importer:
 
     def _join(self, pending: list[_Judgement], results: bytearray, source: Source) -> None:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
-        items: dict[tuple[str | None, str | None], list[_Judgement]] = {}
+        items: dict[tuple[str, str | None], list[_Judgement]] = {}
         for one in pending:
-            items.setdefault((_item_of(one.record), one.record.labeler), []).append(one)
+            items.setdefault((one[2].metadata["item"], one[2].labeler), []).append(one)
         for (item, labeler), members in items.items():
+            places, rows, records, own_ids = zip(*members, strict=True)
             try:
-                joined = join_rankings_of_item([one.record for one in members])
-                result = self._take(joined, to_line(joined), members[0].own_id, source)
-                for one in members:
-                    results[one.at] = min(results[one.at], result)
+                joined = join_rankings_of_item(list(records))
+                result = self._take(joined, to_line(joined), own_ids[0], source)
+                for at in places:
+                    results[at] = min(results[at], result)
             except BadRow as error:
                 by = f" by {one_line(labeler, 60)}" if labeler is not None else ""
                 message = error.message.removeprefix(f"{error.field}: ")
                 said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
-                for row in {one.at: one.row for one in members}.values():
-                    self._reject(row.refused(error.field, said))
+                for row in dict(zip(places, rows, strict=True)).values():
+                    self._reject(row._replace(field=error.field, problem=said))
 
     def _divide(self, kind: str) -> dict[str, int]:
         """Move the records of a kind to one file per split; returns the number of each."""
@@ -222,34 +219,28 @@ class Importer:
         return counts
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
+        prompts = Counter(self.assigner.splits.values())
+        by_split, users = {split: prompts[i] for i, split in enumerate(SPLITS)}, {one.user for one in self.kept} - {0}
+        found = {f"{name}_found": sum(name in one.pii for one in self.kept) for name in PII_KINDS}
+        # the folder does not affect the content
+        settings = [key for key, stated in settings_in(ImportConfig).items() if stated.changes != NOTHING]
         return {
             "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
             **summarise(self.kept),
-            "cleaning": self.cleaner.counts
-            | {f"{name}_found": sum(name in one.pii for one in self.kept) for name in PII_KINDS},
-            "splits": self.assigner.report(),
+            "cleaning": self.cleaner.counts | found,
+            "splits": {"prompts": by_split, "users": len(users)},
             "agreement": self.agreement.report(),
             "checks": self.checks,
             "rejects": self.reject_count,
             "files": self.files,
-            "settings": {
-                key: get(self.config, key)
-                for key, stated in settings_in(ImportConfig).items()
-                if stated.changes != NOTHING  # the folder does not affect the content
-            },
-            "versions": versions(),
+            "settings": {key: get(self.config, key) for key in settings},
+            "versions": package_versions(),
         }
 
 
 def _names(record: Record) -> _Name:
     return record.id, getattr(record, "labeler", None)
-
-
-def _item_of(record: Ranking) -> str | None:
-    """The item to which a judgement from a labelling tool belongs."""
-    item = record.metadata.get("item")
-    return item if isinstance(item, str) else None
 
 
 def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
@@ -297,10 +288,8 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
         raise BadRow("ranking", f"go in a circle, {error}: drop one of them") from error
     others = [record.metadata for record in records[1:]]
     shared = {k: v for k, v in first.metadata.items() if all(k in other and other[k] == v for other in others)}
-    alone = [
-        {"id": record.id, "responses": of} | {k: v for k, v in record.metadata.items() if k not in shared}
-        for of, record in zip(ids, records, strict=True)
-    ]
+    alone = [{k: v for k, v in record.metadata.items() if k not in shared} for record in records]
+    alone = [{"id": one.id, "responses": of} | more for one, of, more in zip(records, ids, alone, strict=True)]
     times = [record.seconds for record in records if record.seconds is not None]
     return Ranking.model_validate(
         {
@@ -324,6 +313,7 @@ def summarise(kept: Sequence[Facts]) -> dict[str, Any]:
     judged = [one.labeler for one in kept if one.kind != "prompt"]
     sizes = Counter(len(one.response_words) for one in rankings)
     named = Counter(name for name in judged if name is not None)
+    asked, answered = [one.prompt_words for one in kept], [words for one in kept for words in one.response_words]
     return {
         "ties": sum(one.ties for one in rankings),
         "pairs": sum(one.pairs for one in rankings),
@@ -331,10 +321,7 @@ def summarise(kept: Sequence[Facts]) -> dict[str, Any]:
         "responses_a_ranking": {str(size): sizes[size] for size in sorted(sizes)},
         "labelers": dict(sorted(named.items())),
         "records_without_labeler": judged.count(None),
-        "lengths": {
-            "prompt_words": _quantiles([one.prompt_words for one in kept]),
-            "response_words": _quantiles([words for one in kept for words in one.response_words]),
-        },
+        "lengths": {"prompt_words": _quantiles(asked), "response_words": _quantiles(answered)},
     }
 
 
@@ -345,25 +332,3 @@ def _quantiles(lengths: list[int]) -> dict[str, Any] | None:
     least, median, p95, most = np.quantile(lengths, (0, 0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
     mean = round(sum(lengths) / len(lengths), 2)
     return {"n": len(lengths), "mean": mean, "min": least, "median": median, "p95": p95, "max": most}
-
-
-def versions() -> dict[str, str]:
-    ours = {"rlhf": __version__, "python": platform.python_version()}
-    return ours | {name: importlib.metadata.version(name) for name in ("pydantic", "pyarrow", "datasets")}
-
-
-def reject_line(row: Row) -> str:
-    """A line of rejects.jsonl: the place, what is wrong, and the row, cut to KEPT_BYTES."""
-    entry: dict[str, Any] = {name: getattr(row, name) for name in ("file", "line", "number", "field")}
-    entry["message"], raw = row.problem, row.original()
-    kept = raw[:KEPT_BYTES]
-    cut = len(kept) < len(raw)
-    try:
-        entry["original"] = kept.decode("utf-8", "ignore" if cut else "strict")
-    except UnicodeDecodeError:
-        entry["base64"] = base64.b64encode(kept).decode("ascii")
-    if cut:
-        entry["bytes"] = len(raw)
-    text = json.dumps(entry, ensure_ascii=False)
-    # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes
-    return text.encode("utf-8", "backslashreplace").decode() + "\n"

@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 from rlhf.config.setting import listed
 from rlhf.data.records import first_repeat
 from rlhf.errors import UserError
+from rlhf.system.files import check_regular
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 
@@ -54,12 +55,7 @@ class Source:
     why: str = ""  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
-    repeats: Counter[str] = field(default_factory=Counter)  # by id, if one labeler gives a kind more than one of it
     file: IO[bytes] | None = field(default=None, repr=False)
-
-    @property
-    def is_text(self) -> bool:
-        return self.path is not None and has_suffix(self.path, TEXT_SUFFIXES)
 
     @property
     def size(self) -> int:
@@ -72,8 +68,7 @@ class Source:
 
     def __str__(self) -> str:
         made = ", ".join(f"{count} {kind} records" for kind, count in sorted(self.records.items())) or "no record"
-        twice = "".join(f"; the id {shown(name)} {count} times" for name, count in self.repeats.most_common(1))
-        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}{twice}"
+        return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}"
 
 
 def is_deep(value: Any) -> bool:
@@ -114,9 +109,6 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.problem}"
-
-    def refused(self, field: str, problem: str) -> "Row":
-        return self._replace(field=field, problem=problem)
 
     def original(self) -> bytes:
         """The bytes in its file, or its JSON if it comes from no line."""
@@ -174,20 +166,14 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
     if not path.is_dir():
         if not has_suffix(path, suffixes):
             raise UserError(f"{name}: got a file of another kind, want {wanted}: convert or rename it")
-        return [_file(path)]
+        check_regular(path)
+        return [Source(printable_path(path), path)]
     if is_import(path) and not imports:
         raise UserError(f"{name}: is an import already: want the files that it was made of")
     inside = list(_files_below(path, suffixes, imports, path.resolve()))
     if not inside:
         raise UserError(f"{name}: the folder has no file to read: want {wanted}")
     return inside
-
-
-def _file(path: Path) -> Source:
-    name = printable_path(path)
-    if not path.is_file():
-        raise UserError(f"{name}: not a regular file (a pipe, socket or device): write its content to a file")
-    return Source(name, path)
 
 
 def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: Path) -> Iterator[Source]:
@@ -207,7 +193,8 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
             came = f"{printable_path(path)}: is a link out of the folder or to nothing"
             raise UserError(f"{came}: give {printable_path(target)} itself, or remove the link")
         if not path.is_dir():
-            yield _file(path)
+            check_regular(path)
+            yield Source(printable_path(path), path)
         elif not path.is_symlink():  # a folder that a link leads to is read where it is
             yield from _files_below(path, suffixes, imports, root)
 

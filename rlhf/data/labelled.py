@@ -117,14 +117,11 @@ def classes_of(examples: list[Example], columns: Columns) -> list[str]:
     classes = [str(lowest + i) for i in range(count)]
     for one in examples:
         if len(one.rows) != count:
-            raise UserError(
-                f"{one.where}: has {len(one.rows)} choices, the first row has {count}: want as many in each row"
-            )
+            came = f"{one.where}: has {len(one.rows)} choices, the first row has {count}"
+            raise UserError(f"{came}: want as many in each row")
         if one.label not in classes:
-            wanted = (
-                f"want the right choice's text, its column's name, or its number from {classes[0]} to {classes[-1]}"
-            )
-            raise UserError(f"{one.where}: {columns.label} is {one.label!r}: {wanted}")
+            wanted = f"its column's name, or its number from {classes[0]} to {classes[-1]}"
+            raise UserError(f"{one.where}: {columns.label} is {one.label!r}: want the right choice's text, {wanted}")
     return classes
 
 

@@ -7,7 +7,6 @@ a damaged array or table ends with a UserError that names the place.
 import codecs
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from rlhf.data.formats import BadRow, Format, choose_format, find_format
+from rlhf.data.formats.shapes import is_text
 from rlhf.data.inputs import (
     RECORD_SUFFIXES,
     ROW_SUFFIXES,
@@ -86,10 +86,8 @@ def _read_hub(name: str) -> Iterator[Row]:
     except Exception as error:  # no network, no such name, gated, scripts
         reason = one_line(str(error) or type(error).__name__, 200)
         otherwise = "check the path or the name and the network, or download it and give the file"
-        raise UserError(
-            f"{name}: no such file or folder; taken for a hub id, but the hub gave no data set of that name ({reason}): "
-            + hub_remedy(error, f"datasets/{name}", otherwise)
-        ) from error
+        came = "no such file or folder; taken for a hub id, but the hub gave no data set of that name"
+        raise UserError(f"{name}: {came} ({reason}): {hub_remedy(error, f'datasets/{name}', otherwise)}") from error
     for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
         yield Row(name, number, number, dict(row))
 
@@ -146,16 +144,16 @@ def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
             records.append(KINDS[kind].model_validate(fields))
         return Converted(row, records, bool(given) or all(fields.get("id") is not None for fields in values))
     except BadRow as error:
-        problem = error.field, error.message
+        field, problem = error.field, error.message
     except ValidationError as error:
-        problem = first_problem(error)
+        field, problem = first_problem(error)
     except KeyError as error:
         field = one_line(str(error.args[0]), 200)
-        problem = field, f"{field}: missing"
+        problem = f"{field}: missing"
     except Exception as error:  # an unexpected shape must not stop the other rows
         came = one_line(f"{type(error).__name__}: {error}", 60)
-        problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
-    return Converted(row.refused(*problem), [])
+        field, problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
+    return Converted(row._replace(field=field, problem=problem), [])
 
 
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[Source]]:
@@ -184,8 +182,6 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
                 came = f"is of the format {source.format}, whose rows belong together"
                 raise UserError(f"{source.name}: {came}: give it to `rlhf import` first")
         source.records.update(record.kind for record in made)
-        named = Counter((record.kind, record.id, getattr(record, "labeler", None)) for record in made)
-        source.repeats.update({name: count for (_, name, _), count in named.items() if count > 1})
         records += [record.read_from(source.name) for record in made]
     if rejects:
         first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
@@ -257,10 +253,7 @@ def load_rules(setting: str, path: str | None) -> dict[str, str]:
     if path is None:
         return {}
     rules = read_json(Path(path))
-    if not rules or not all(
-        RULE.fullmatch(name) and isinstance(text, str) and text.strip() for name, text in rules.items()
-    ):
-        raise UserError(
-            f'{setting}={path}: want JSON, {{"name": "what a response must keep"}}, with names of a-z, 0-9 and _'
-        )
+    if not rules or not all(RULE.fullmatch(name) and is_text(text) for name, text in rules.items()):
+        wanted = 'want JSON, {"name": "what a response must keep"}, with names of a-z, 0-9 and _'
+        raise UserError(f"{setting}={path}: {wanted}")
     return rules

@@ -223,11 +223,7 @@ class Ranking(_FromFile):
 
 Record = Demonstration | Ranking | PromptRecord
 RecordType = TypeVar("RecordType", bound=Record)
-KINDS: dict[str, type[Demonstration] | type[Ranking] | type[PromptRecord]] = {
-    "demonstration": Demonstration,
-    "ranking": Ranking,
-    "prompt": PromptRecord,
-}
+KINDS: dict[str, type[Record]] = {"demonstration": Demonstration, "ranking": Ranking, "prompt": PromptRecord}
 
 
 def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
@@ -236,11 +232,8 @@ def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
     Files of labels are only appended to, so that nothing is lost when a program is killed.
     """
     known = list(records)
-    replaced = {
-        (old, getattr(record, "labeler", None))
-        for record in known
-        if isinstance(old := record.metadata.get("replaces"), str)
-    }
+    named = ((record.metadata.get("replaces"), getattr(record, "labeler", None)) for record in known)
+    replaced = {(old, labeler) for old, labeler in named if isinstance(old, str)}
     return [one for one in known if (one.id, getattr(one, "labeler", None)) not in replaced] if replaced else known
 
 

@@ -5,7 +5,7 @@ users and groups stay together, and stated splits and those of earlier imports a
 import hashlib
 import re
 import unicodedata
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,7 +22,6 @@ KEY_LETTERS = PREFIX_CHARACTERS * 3 // 4  # of a split key
 SPLITS = ("train", "dev", "test")
 LARGE_SHARE, LEAST_SHARING = 0.05, 10  # a beginning that more prompts share is no reason to keep them together
 _NO_LETTER = re.compile(r"[\W_]+")
-_NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
 
 
@@ -51,8 +50,6 @@ def conversation(prompt: "str | Sequence[Message]") -> str:
 
 def _letters(text: str) -> str:
     """Only letters and digits, in one case and one Unicode form, without accents."""
-    if text.isascii():  # the same, faster
-        return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
     text = _normal("NFKD", text).upper().casefold()
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 
@@ -98,11 +95,6 @@ def hash64(*parts: str) -> int:
     """64 bits of a hash of strings, the same on every machine."""
     text = "\0".join(parts)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-
-
-def key_hash(prompt: "str | Sequence[Message]") -> int:
-    """64 bits of a hash of the split key; an import stores only this of a prompt."""
-    return hash64(split_key(prompt))
 
 
 def uniform(key: str, seed: int) -> float:
@@ -248,11 +240,3 @@ class Assigner:
         decided = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
         decided.add(Assignments(self.splits, users))
         return decided
-
-    def report(self) -> dict[str, Any]:
-        """Prompts by split, and users."""
-        prompts = Counter(SPLITS[split] for split in self.splits.values())
-        return {
-            "prompts": {split: prompts[split] for split in SPLITS},
-            "users": sum(what == "user" for what, _ in self._above),
-        }

@@ -21,7 +21,7 @@ from rlhf.data.inputs import MANIFEST, is_import
 from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
-from rlhf.system.files import sha256_file, sync_folder, write_json
+from rlhf.system.files import hash_files, sha256_file, sync_folder, write_json
 from rlhf.system.schemas import Digest, Inside, Schema, read_checked
 
 VERSION = 2
@@ -55,17 +55,11 @@ def close(file: TextIO) -> None:
 
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     """Write the manifest of a folder whose files are all there; `status` is complete or partial."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    for inner in {p.parent for p in files}:
+    for inner in {path.parent for path in folder.rglob("*")}:
         sync_folder(inner)
-    hashes = {p.relative_to(folder).as_posix(): {"sha256": sha256_file(p)} for p in files}
-    manifest = {"rlhf_import": VERSION, "status": status, **about, "files": hashes}
-    write_json(folder / MANIFEST, manifest)
+    hashes = {name: {"sha256": digest} for name, digest in hash_files(folder, skip=(MANIFEST,)).items()}
+    write_json(folder / MANIFEST, {"rlhf_import": VERSION, "status": status, **about, "files": hashes})
     sync_folder(folder)
-
-
-class _File(Schema):
-    sha256: Digest
 
 
 class _Manifest(Schema):
@@ -73,7 +67,7 @@ class _Manifest(Schema):
 
     rlhf_import: int  # the version
     status: Literal["complete", "partial"]
-    files: Annotated[dict[Inside, _File], Field(min_length=1)]
+    files: Annotated[dict[Inside, dict[Literal["sha256"], Digest]], Field(min_length=1)]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -91,10 +85,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> None:
     """Raises: UserError for an import that had too many rejects, unless that is allowed."""
     if manifest["status"] == "partial" and not allow_partial:
-        raise UserError(
-            f"{folder}: an import with more rejects than were allowed: correct its rows and import again, "
-            "or train on what was accepted with data.allow_partial=true"
-        )
+        remedy = "correct its rows and import again, or train on what was accepted with data.allow_partial=true"
+        raise UserError(f"{folder}: an import with more rejects than were allowed: {remedy}")
 
 
 @lru_cache(maxsize=1024)

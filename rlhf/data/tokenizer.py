@@ -67,12 +67,8 @@ def train_tokenizer(
         words = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    known: Any = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known)
     _train(backend, documents, trainer)
     backend.pre_tokenizer = words
     return PreTrainedTokenizerFast(
@@ -116,11 +112,6 @@ def encode_texts(
                 return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         finally:
             backend.encode_special_tokens = before
-
-
-def encode_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
-    """Encode one text as ordinary text: the result never contains a special token."""
-    return encode_texts(tokenizer, [text])[0]
 
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data import corpus as corpus_module
-from rlhf.data.corpus import PackedCorpus, Part, cut_text, draw_order, iterate_documents, mix_corpora, pack_corpus
-from rlhf.data.tokenizer import encode_text, tokenizer_hash
+from rlhf.data.corpus import PackedCorpus, cut_text, draw_order, iterate_documents, mix_corpora, pack_corpus
+from rlhf.data.tokenizer import encode_texts, tokenizer_hash
 from rlhf.errors import UserError
 
 SEPARATOR = 1
@@ -92,8 +92,8 @@ def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
     assert packed.meta["splits"]["heldout"]["bytes"] == sum(len(text.encode()) for text in held_out)
     assert packed.meta["splits"]["train"]["documents"] == len(train)
-    assert packed.token_count("train") == sum(len(encode_text(tokenizer, text)) + 1 for text in train)
-    assert calls[-1] == (400, sum(len(encode_text(tokenizer, text)) for text in DOCUMENTS))
+    assert packed.token_count("train") == sum(len(encode_texts(tokenizer, [text])[0]) + 1 for text in train)
+    assert calls[-1] == (400, sum(len(encode_texts(tokenizer, [text])[0]) for text in DOCUMENTS))
     assert packed.tokenizer_hash == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
     assert packed.tokens("train").dtype == np.uint16
 
@@ -121,7 +121,7 @@ def test_held_out_is_never_empty_and_never_most_of_it(tokenizer, tmp_path, docum
     separators = packed.meta["splits"]["heldout"]["documents"]
     assert held_out > 0 and train > 0
     # 8 contexts of 32, at most a twentieth; or one context, at most a quarter; and at most one piece more
-    largest = max(len(encode_text(tokenizer, text[:8192])) for text in documents) + 2
+    largest = max(len(encode_texts(tokenizer, [text[:8192]])[0]) for text in documents) + 2
     assert held_out - separators <= max(min(256, total / 20), min(32, total / 4)) + largest
 
 
@@ -183,9 +183,9 @@ def mixed(tokenizer, folder, tokens=101 * BLOCK):
     for s, (word, count) in enumerate((("red", 40), ("dog", 10), ("seven", 2))):
         texts = [f"{word} {word} {i} " * 12 for i in range(count)]
         packed = pack_corpus(texts, tokenizer, folder / f"source-{s}", held_out_fraction=0.2, seed=0)
-        parts.append(Part(word, (3.0, 1.0, 1.0)[s], packed))
-    streams = [part.corpus.tokens("train").tolist() for part in parts]
-    held_out = [part.corpus.tokens("heldout").tolist() for part in parts]
+        parts.append((word, (3.0, 1.0, 1.0)[s], packed))
+    streams = [corpus.tokens("train").tolist() for _, _, corpus in parts]
+    held_out = [corpus.tokens("heldout").tolist() for _, _, corpus in parts]
     return mix_corpora(parts, BLOCK, tokens, folder), streams, held_out
 
 

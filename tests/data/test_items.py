@@ -6,7 +6,7 @@ from rlhf.data import encoding as module
 from rlhf.data.chat_template import decode_response, encode_prompt, encode_response
 from rlhf.data.encoding import join_rankings, token_encoder
 from rlhf.data.records import Ranking
-from rlhf.data.tokenizer import END, encode_text
+from rlhf.data.tokenizer import END, encode_texts
 
 from .ranked import make_items
 
@@ -95,5 +95,5 @@ def test_what_does_not_fit_is_truncated_and_a_long_prompt_is_cut_from_the_left(t
     kept = item.rows[0][: -len(answer)]
     assert item.rows[0][-len(answer) :] == answer and len(kept) == 32 - 16
     assert kept[0] == encode_prompt(tokenizer, PROMPT)[0]  # the role token stays
-    tail = encode_text(tokenizer, prompt)[-5:]
+    tail = encode_texts(tokenizer, [prompt])[0][-5:]
     assert kept[-len(tail) - 2 : -2] == tail and decode_response(tokenizer, tail).endswith("colour.")

@@ -12,7 +12,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.encoding import encode_demonstrations, encode_prompt_within, labels_of
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import Demonstration, Message
-from rlhf.data.tokenizer import encode_text
+from rlhf.data.tokenizer import encode_texts
 from rlhf.runs.sources import count_files, in_split, read_comparisons, read_demonstrations, read_prompts, sample_prompts
 
 SYSTEM, USER, ASSISTANT, END = 2, 3, 4, 5
@@ -58,7 +58,7 @@ def test_a_prompt_loses_old_turns_then_the_system_turn_then_text(tokenizer):
     assert encode_prompt_within(tokenizer, CHAT, len(whole) - 1) == (without_old, True)
     last = encode_prompt(tokenizer, CHAT[3:])
     assert encode_prompt_within(tokenizer, CHAT, len(without_old) - 1) == (last, True)
-    text = encode_text(tokenizer, CHAT[3].content)
+    text = encode_texts(tokenizer, [CHAT[3].content])[0]
     cut = [USER, *text[-3:], END, ASSISTANT]
     assert encode_prompt_within(tokenizer, CHAT, 6) == (cut, True)
     assert encode_prompt_within(tokenizer, CHAT[3].content, 6) == (cut, True)
@@ -73,7 +73,7 @@ def test_cutting_at_any_room_keeps_the_frame(tokenizer):
 
 def test_demonstrations_fit_the_context(tokenizer):
     prompt = encode_prompt(tokenizer, "cat")
-    text = encode_text(tokenizer, "The dog sat")
+    text = encode_texts(tokenizer, ["The dog sat"])[0]
     record = Demonstration(id="d", prompt="cat", response="The dog sat")
     full = len(prompt) + len(text) + 1
 
@@ -89,7 +89,9 @@ def test_demonstrations_fit_the_context(tokenizer):
     )
     # all of the response is wanted, so the prompt gives up the beginning of its text
     rows, counts = encoded(full - 1, min_response=99)
-    assert rows == [{"prompt": [USER, *encode_text(tokenizer, "cat")[1:], END, ASSISTANT], "response": [*text, END]}]
+    assert rows == [
+        {"prompt": [USER, *encode_texts(tokenizer, ["cat"])[0][1:], END, ASSISTANT], "response": [*text, END]}
+    ]
     assert counts == {"kept": 1, "cut_prompts": 1}
     assert encoded(4, min_response=2) == ([], {"skipped": 1})
 
@@ -131,7 +133,7 @@ def learned(rows):
 
 def test_every_answer_of_a_dialogue_is_learned_but_for_those_of_weight_0(tokenizer):
     record = dialogue("The cat", "The dog", "The mat")
-    wanted = [[*encode_text(tokenizer, text), END] for text in ("The cat", "The dog", "The mat")]
+    wanted = [[*encode_texts(tokenizer, [text])[0], END] for text in ("The cat", "The dog", "The mat")]
     counts = Counter()
     rows = encode_demonstrations([record], tokenizer, 200, turns="all", counts=counts)
     assert len(rows) == 1 and learned(rows) == wanted
@@ -141,7 +143,7 @@ def test_every_answer_of_a_dialogue_is_learned_but_for_those_of_weight_0(tokeniz
         learned([last]) == wanted[2:] and last["prompt"] + last["response"] == rows[0]["prompt"] + rows[0]["response"]
     )
     rows = encode_demonstrations([dialogue("a", "b", "c", weights=(1, 0))], tokenizer, 200, turns="all")
-    assert [run[:-1] for run in learned(rows)] == [encode_text(tokenizer, text) for text in "ac"]
+    assert [run[:-1] for run in learned(rows)] == [encode_texts(tokenizer, [text])[0] for text in "ac"]
 
 
 @pytest.mark.parametrize("system", ["Be brief", None])

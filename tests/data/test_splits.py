@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlhf.data.records import Demonstration, Message, PromptRecord
 from rlhf.data.splits import (
     choose,
-    key_hash,
+    hash64,
     record_half,
     record_split,
     shared_beginnings,
@@ -43,7 +43,7 @@ def test_a_seed_gives_another_assignment():
 
 def test_an_explicit_split_wins_then_the_group():
     prompt = "Hello there"
-    by_prompt = choose(uniform(f"{key_hash(prompt):016x}", 0), SHARES)
+    by_prompt = choose(uniform(f"{hash64(split_key(prompt)):016x}", 0), SHARES)
     record = PromptRecord(id="p", prompt=prompt)
     assert record_split(record, 0, SHARES) == by_prompt
     other = next(name for name in SHARES if name != by_prompt)

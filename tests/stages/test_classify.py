@@ -11,7 +11,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.stages import SftConfig
 from rlhf.data.labelled import Columns, Example, classes_of, divide, encode_examples, find_marks, load_examples
-from rlhf.data.tokenizer import encode_text, load_tokenizer
+from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import classification, wilson
 from rlhf.model.heads import LabelModel, transfer
@@ -56,7 +56,7 @@ def test_the_four_transformations_token_by_token(tmp_path, base):
     tokenizer, _ = base
     s, d, e = (tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|end|>", "<|assistant|>"))
     row = {"t": "Blood is red.", "u": "Snow is white.", "y": "b", "a": "Yes.", "b": "No."}
-    t, u, a, b = (encode_text(tokenizer, row[name]) for name in ("t", "u", "a", "b"))
+    t, u, a, b = (encode_texts(tokenizer, [row[name]])[0] for name in ("t", "u", "a", "b"))
 
     def found(**more):
         return rows_of(tmp_path, tokenizer, Columns("t", "y", **more), row)
@@ -65,7 +65,7 @@ def test_the_four_transformations_token_by_token(tmp_path, base):
     assert found(second="u") == [[s, *t, d, *u, e]]
     assert found(second="u", both_orders=True) == [[s, *t, d, *u, e], [s, *u, d, *t, e]]
     assert found(choices=("a", "b")) == [[s, *t, d, *a, e], [s, *t, d, *b, e]]
-    both = encode_text(tokenizer, "Blood is red.\nSnow is white.")
+    both = encode_texts(tokenizer, ["Blood is red.\nSnow is white."])[0]
     assert found(second="u", choices=("a", "b")) == [[s, *both, d, *a, e], [s, *both, d, *b, e]]
 
 

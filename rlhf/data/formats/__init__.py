@@ -23,10 +23,6 @@ LOOK_AHEAD = 20  # rows used for recognition
 _KEYS = 12  # keys of a row that a message shows
 
 
-def _unnamed(row: Values) -> list[dict[str, Any]]:
-    raise BadRow("columns", "got none, want the columns named: set columns.prompt=… and what else the file holds")
-
-
 # The formats and the shapes of their rows, by the module that contains their functions: `from_<name>` and, if the rows of
 # a file belong together, `gather_<name>`.
 _TABLE: dict[Any, dict[str, str]] = {
@@ -62,7 +58,7 @@ _TABLE: dict[Any, dict[str, str]] = {
 }
 FORMATS = {
     "native": Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", lambda row: [dict(row)]),
-    "table": Format("table", WANTS, _unnamed),
+    "table": Format("table", WANTS, lambda row: []),
 }
 for _module, _wants in _TABLE.items():
     for _name, _shape in _wants.items():
@@ -107,10 +103,9 @@ def recognise(row: Values) -> str | None:
             return "kto"
         case _ if dialogues.pair_keys(row):
             return "pairs"
-        case {"prompt": _, "completion": _} | {
-            "chosen": str() | [{"role": _}, *_],
-            "rejected": str() | [{"role": _}, *_],
-        }:
+        case {"chosen": str() | [{"role": _}, *_], "rejected": str() | [{"role": _}, *_]}:
+            return "trl"
+        case {"prompt": _, "completion": _}:
             return "trl"
         case {"conversations": [{}, *_]} if ("chosen" in row) == ("rejected" in row):
             return "sharegpt"

@@ -19,6 +19,7 @@ from rlhf.data.formats.shapes import (
     is_learned,
     is_list,
     is_text,
+    judged_record,
     last_answer,
     letters,
     number,
@@ -132,10 +133,8 @@ def _hh_turns(text: str) -> Turns:
     """The turns of a dialogue; one speaker's turns in a row are one turn, its parts a blank line apart."""
     _, *parts = _TURN.split(text)  # role, text, role, text, …
     spoken = zip(parts[::2], parts[1::2], strict=True)
-    return [
-        {"role": ROLES[speaker.lower()], "content": "\n\n".join(said.strip() for _, said in group)}
-        for speaker, group in groupby(spoken, key=itemgetter(0))
-    ]
+    turns = ((speaker, [said.strip() for _, said in group]) for speaker, group in groupby(spoken, key=itemgetter(0)))
+    return [{"role": ROLES[speaker.lower()], "content": "\n\n".join(texts)} for speaker, texts in turns]
 
 
 def prompt_turns(prompt: Any) -> Any:
@@ -183,13 +182,6 @@ def is_prompt_alone(row: Values) -> bool:
     return not any(word in key for key in row for word in words) and not any(is_list(value, dict) for value in others)
 
 
-def _split_messages(chosen: Turns, rejected: Turns) -> tuple[Turns, list[dict[str, Any]]]:
-    """The turns that both share, and the answer's turn of each; an equal last turn is still an answer."""
-    said = [[(one["role"], one["content"]) for one in turns[:-1]] for turns in (chosen, rejected)]
-    shared = len(common_beginning(said))
-    return chosen[:shared], [one_answer(chosen[shared:], "chosen"), one_answer(rejected[shared:], "rejected")]
-
-
 def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
     """An implicit prompt: what both strings share, up to the last white space that leaves both an answer."""
     at = len(common_beginning([chosen.rstrip()[:-1], rejected.rstrip()[:-1]]))
@@ -210,9 +202,13 @@ def from_trl(row: Values) -> Made:
                 prompt, both = _split_strings(*both)
             answers: Any = [{"content": text} for text in both]
         else:
-            shared, answers = _split_messages(*(chat_turns(row[key], key) for key in _JUDGED))
+            turns = {key: chat_turns(row[key], key) for key in _JUDGED}
+            # an equal last turn is still an answer
+            said = [[(one["role"], one["content"]) for one in chat[:-1]] for chat in turns.values()]
+            shared = len(common_beginning(said))
+            answers = [one_answer(chat[shared:], key) for key, chat in turns.items()]
             # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
-            prompt = shared if shared or prompt is None else prompt
+            prompt = turns["chosen"][:shared] if shared or prompt is None else prompt
         yield preference(prompt_turns(prompt), answers, other_keys(row, "prompt", *_JUDGED))
     elif "completion" in row:
         answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
@@ -255,15 +251,12 @@ def from_choices(row: Values) -> Made:
     """One ranking, as in reward benchmarks: every chosen answer beats every rejected one; answers of the same side are tied."""
     for key in _JUDGED:
         require(is_list(row.get(key), str), key, row.get(key), "a list of strings")
-    chosen, rejected = row["chosen"], row["rejected"]
-    names = letters(len(chosen) + len(rejected))
-    yield {
-        "kind": "ranking",
-        "prompt": with_system(row.get("system"), prompt_turns(require_text(row, "prompt"))),
-        "responses": [{"id": i, "text": text} for i, text in zip(names, [*chosen, *rejected], strict=True)],
-        "ranking": [names[: len(chosen)], names[len(chosen) :]],
-        "metadata": other_keys(row, "prompt", *_JUDGED, "system"),
-    }
+    texts, count = [*row["chosen"], *row["rejected"]], len(row["chosen"])
+    names = letters(len(texts))
+    prompt = with_system(row.get("system"), prompt_turns(require_text(row, "prompt")))
+    responses = [{"id": i, "text": text} for i, text in zip(names, texts, strict=True)]
+    rest = other_keys(row, "prompt", *_JUDGED, "system")
+    yield judged_record(prompt, responses, rest, ranking=[names[:count], names[count:]])
 
 
 # --- kto -------------------------------------------------------------------------------------------------------------
@@ -290,10 +283,5 @@ def from_kto(row: Values) -> Made:
         prompt, completion = prompt_turns(row["prompt"]), row["completion"]
         answer = one_answer(completion, "completion") if isinstance(completion, list) else {"content": completion}
     used = ("messages", "conversations", "instruction", "input", "context", "output", "prompt", "completion", "system")
-    yield {
-        "kind": "ranking",
-        "prompt": with_system(row.get("system"), prompt),
-        "responses": [response_of("a", answer)],
-        "ratings": {"a": RATINGS[label]},
-        "metadata": other_keys(row, *used),
-    }
+    about = with_system(row.get("system"), prompt), [response_of("a", answer)], other_keys(row, *used)
+    yield judged_record(*about, ratings={"a": RATINGS[label]})

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
 from typing import Any
 
-from rlhf.data.formats.dialogues import prompt_turns
+from rlhf.data.formats.dialogues import Made, prompt_turns
 from rlhf.data.formats.shapes import (
     ROLES,
     BadRow,
@@ -15,6 +15,7 @@ from rlhf.data.formats.shapes import (
     is_empty,
     is_list,
     is_text,
+    judged_record,
     letters,
     number,
     other_keys,
@@ -26,8 +27,6 @@ from rlhf.data.inputs import Row
 from rlhf.data.records import join_judgements
 from rlhf.system.schemas import shown
 
-Made = Iterator[dict[str, Any]]
-
 
 def _answer(name: str, given: Any, text: str, policy: str, *used: str) -> dict[str, Any]:
     """One of several answers, an object with its text and its policy under these keys, as a response."""
@@ -38,12 +37,11 @@ def _answer(name: str, given: Any, text: str, policy: str, *used: str) -> dict[s
 _SCORES = ("fine-grained_score", "mean of the annotations' ratings", "overall_score")
 
 
-def _score(completion: Values, by: str) -> float | None:
-    """A completion's score of one of _SCORES; a rating "N/A" is none."""
-    if by != _SCORES[1]:
-        return as_number(completion.get(by))
+def _scores(completion: Values) -> dict[str, float | None]:
+    """A completion's scores by _SCORES."""
     ratings = list(chain.from_iterable(_aspects(completion).values()))
-    return sum(ratings) / len(ratings) if ratings else None
+    mean = sum(ratings) / len(ratings) if ratings else None
+    return {by: as_number(completion.get(by)) for by in _SCORES} | {_SCORES[1]: mean}
 
 
 def _aspects(completion: Values) -> dict[str, list[float]]:
@@ -65,21 +63,19 @@ def from_ultrafeedback(row: Values) -> Made:
     """
     completions: Any = row["completions"]
     names = letters(len(completions))
-    responses = [_answer(name, one, "response", "model") for name, one in zip(names, completions, strict=True)]
-    for response, one in zip(responses, completions, strict=True):
+    responses = []
+    for name, one in zip(names, completions, strict=True):
+        responses.append(_answer(name, one, "response", "model"))
         if aspects := _aspects(one):
-            response["metadata"]["qualities"] = {name: sum(given) / len(given) for name, given in aspects.items()}
-    ways = {by: {n: _score(c, by) for n, c in zip(names, completions, strict=True)} for by in _SCORES}
+            responses[-1]["metadata"]["qualities"] = {by: sum(given) / len(given) for by, given in aspects.items()}
+    scores_of = {name: _scores(one) for name, one in zip(names, completions, strict=True)}
+    ways = {by: {name: scores[by] for name, scores in scores_of.items()} for by in _SCORES}
     ranked_by = next((by for by, scores in ways.items() if scores and None not in scores.values()), None)
     if ranked_by is None:
         raise BadRow("completions", "some have no score, want fine-grained_score, ratings or overall_score in each")
-    yield {
-        "kind": "ranking",
-        "prompt": row["instruction"],
-        "responses": responses,
-        "ranking": ranking_of(ways[ranked_by], best="highest"),  # type: ignore[arg-type]
-        "metadata": other_keys(row, "instruction", "completions") | {"ranked_by": ranked_by},
-    }
+    ranking = ranking_of(ways[ranked_by], best="highest")  # type: ignore[arg-type]
+    rest = other_keys(row, "instruction", "completions") | {"ranked_by": ranked_by}
+    yield judged_record(row["instruction"], responses, rest, ranking=ranking)
 
 
 def from_nectar(row: Values) -> Made:
@@ -87,13 +83,9 @@ def from_nectar(row: Values) -> Made:
     answers = dict(zip(letters(len(row["answers"])), row["answers"], strict=True))
     ranks = {name: number(one["rank"], "answers.rank") for name, one in answers.items() if one["rank"] is not None}
     require(len(ranks) > 1, "answers", ranks, "two ranks or more: remove the row")
-    yield {
-        "kind": "ranking",
-        "prompt": prompt_turns(require_text(row, "prompt")),
-        "responses": [_answer(name, one, "answer", "model", "rank") for name, one in answers.items()],
-        "ranking": ranking_of(ranks, best="lowest"),
-        "metadata": other_keys(row, "prompt", "answers"),
-    }
+    responses = [_answer(name, one, "answer", "model", "rank") for name, one in answers.items()]
+    rest, ranking = other_keys(row, "prompt", "answers"), ranking_of(ranks, best="lowest")
+    yield judged_record(prompt_turns(require_text(row, "prompt")), responses, rest, ranking=ranking)
 
 
 def from_webgpt(row: Values) -> Made:
@@ -101,21 +93,14 @@ def from_webgpt(row: Values) -> Made:
     in the response's metadata.
     """
     question = row["question"] if isinstance(row["question"], dict) else {"full_text": row["question"]}
-    used = ["question"]
+    rest, about = other_keys(row, "question"), other_keys(question, "full_text")
     responses = []
     for name in ("0", "1"):
-        keys = [key for key in row if key.endswith(f"_{name}")]
-        used += keys
-        more = {key.removesuffix(f"_{name}"): row[key] for key in keys if key != f"answer_{name}"}
-        responses.append({"id": name, "text": row[f"answer_{name}"], "metadata": more})
-    about = other_keys(question, "full_text")
-    yield {
-        "kind": "ranking",
-        "prompt": question["full_text"],
-        "responses": responses,
-        "ranking": ranking_of({i: number(row[f"score_{i}"], f"score_{i}") for i in ("0", "1")}, best="highest"),
-        "metadata": other_keys(row, *used) | ({"question": about} if about else {}),
-    }
+        of_answer = {key.removesuffix(f"_{name}"): rest.pop(key) for key in [*rest] if key.endswith(f"_{name}")}
+        responses.append({"id": name, "text": row[f"answer_{name}"], "metadata": other_keys(of_answer, "answer")})
+    scores = {i: number(row[f"score_{i}"], f"score_{i}") for i in ("0", "1")}
+    metadata = rest | ({"question": about} if about else {})
+    yield judged_record(question["full_text"], responses, metadata, ranking=ranking_of(scores, best="highest"))
 
 
 # --- OpenAI's summarisation labels -------------------------------------------------------------------------------------
@@ -144,29 +129,14 @@ def from_openai_comparisons(row: Values) -> Made:
         axes: Any = row["summary"]["axes"]
         require(axes.get("overall") is not None, "summary.axes.overall", None, "a number from 1 to 7: remove the row")
         made, about["axes"] = {"ratings": {"a": axes["overall"]}}, axes
+    prompt = "\n\n".join([*(said + info[key] for key, said in _SHOWN.items() if is_text(info.get(key))), "TL;DR:"])
+    responses = [_answer(name, one, "text", "policy", "axes") for name, one in zip("ab", summaries, strict=False)]
     rest = other_keys(row, "info", "summaries", "summary", "choice", "worker", "split")
-    yield {
-        "kind": "ranking",
-        "prompt": "\n\n".join(
-            [*(said + info[key] for key, said in _SHOWN.items() if is_text(info.get(key))), "TL;DR:"]
-        ),
-        "responses": [_answer(name, one, "text", "policy", "axes") for name, one in zip("ab", summaries, strict=False)],
-        **made,
-        "labeler": row.get("worker"),
-        "metadata": rest | {key: value for key, value in about.items() if value is not None},
-    }
+    rest |= {key: value for key, value in about.items() if value is not None}
+    yield judged_record(prompt, responses, rest, labeler=row.get("worker"), **made)
 
 
 # --- QA-Feedback -------------------------------------------------------------------------------------------------------
-
-_PREDICTIONS = tuple(f"prediction {i}" for i in range(1, 5))
-
-
-def _passage(passage: list[str]) -> str:
-    """A passage is its title, then sentences, of which the first may repeat the title."""
-    title, *sentences = passage
-    text = " ".join(sentence.removeprefix(f"{title}\n\n").strip() for sentence in sentences)
-    return f"{title}: {text.strip()}"
 
 
 def from_qa_feedback(row: Values) -> Made:
@@ -185,13 +155,13 @@ def from_qa_feedback(row: Values) -> Made:
         said, ties = join_judgements(names, better, [pair for pair, verdict in judged if not verdict])
     except ValueError as error:
         raise BadRow("preference", f"the judgements go in a circle, {error}: drop the row") from error
-    yield {
-        "kind": "ranking",
-        "prompt": "\n\n".join([*map(_passage, row.get("passages") or []), row["question"].strip()]),
-        "responses": [{"id": name, "text": row[f"prediction {name}"]} for name in names],
-        **said,
-        "metadata": other_keys(row, "question", "passages", "preference", *_PREDICTIONS) | ties,
-    }
+    parts = []
+    for title, *sentences in row.get("passages") or []:  # the first sentence may repeat the title
+        text = " ".join(sentence.removeprefix(f"{title}\n\n").strip() for sentence in sentences)
+        parts.append(f"{title}: {text.strip()}")
+    rest = other_keys(row, "question", "passages", "preference")
+    responses = [{"id": name, "text": rest.pop(f"prediction {name}")} for name in names]
+    yield judged_record("\n\n".join([*parts, row["question"].strip()]), responses, rest | ties, **said)
 
 
 # --- OpenAssistant -----------------------------------------------------------------------------------------------------
@@ -207,23 +177,16 @@ _OF_TREE = ("message_tree_id", "tree_state")  # the same for all messages of a t
 def _ranking_of_replies(path: Turns, node: Values) -> dict[str, Any] | None:
     """The ranking of the replies to one message; None if fewer than two of them are ranked answers."""
     answers = [reply for reply in node.get("replies") or [] if ROLES.get(reply["role"]) == "assistant"]
-    kept = {
-        reply.get("message_id") or f"reply-{i}": reply for i, reply in enumerate(answers) if not reply.get("deleted")
-    }
+    named = {reply.get("message_id") or f"reply-{i}": reply for i, reply in enumerate(answers)}
+    kept = {name: reply for name, reply in named.items() if not reply.get("deleted")}
     ranks = {name: number(reply["rank"], "rank") for name, reply in kept.items() if reply.get("rank") is not None}
     if path[-1]["role"] != "user" or len(ranks) < 2:
         return None
     deleted = [reply.get("message_id") for reply in answers if reply.get("deleted")]
-    return {
-        "kind": "ranking",
-        "id": node.get("message_id"),
-        "prompt": path,
-        "responses": [
-            _answer(name, reply, "text", "model_name", "role", "replies", "message_id") for name, reply in kept.items()
-        ],
-        "ranking": ranking_of(ranks, best="lowest"),
-        "metadata": {"deleted_replies": deleted} if deleted else {},
-    }
+    used = ("role", "replies", "message_id")
+    responses = [_answer(name, reply, "text", "model_name", *used) for name, reply in kept.items()]
+    more = {"deleted_replies": deleted} if deleted else {}
+    return judged_record(path, responses, more, id=node.get("message_id"), ranking=ranking_of(ranks, best="lowest"))
 
 
 def from_oasst(row: Values) -> Made:
@@ -252,16 +215,15 @@ def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     held: dict[str, Row] = {}
     below: dict[str | None, list[str]] = {}  # a message's replies; of None: first messages
     for row in rows:
+        key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
         if row.problem:
             yield row
-            continue
-        key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
-        if not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
+        elif not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
             problem = f"message_id: got {shown(key)} in reply to {shown(parent)}, want texts, and each message once"
-            yield row.refused("message_id", problem)
-            continue
-        held[key] = row
-        below.setdefault(parent, []).append(key)
+            yield row._replace(field="message_id", problem=problem)
+        else:
+            held[key] = row
+            below.setdefault(parent, []).append(key)
     for root in below.get(None, []):
         place = held[root]
         nodes: dict[str, dict[str, Any]] = {}
@@ -280,4 +242,4 @@ def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     for row in held.values():
         parent = shown(row.value.get("parent_id"))
         problem = f"parent_id: got {parent}, whose tree has no first message: add it, or remove this one"
-        yield row.refused("parent_id", problem)
+        yield row._replace(field="parent_id", problem=problem)

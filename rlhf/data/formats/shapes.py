@@ -126,28 +126,20 @@ def is_chat(value: Any) -> bool:
     return is_list(value, dict) and all("role" in turn for turn in value)
 
 
-def chat_text(value: Any, field: str) -> str:
-    """The text of a turn: a string, or typed parts, whose texts are joined without a gap.
-
-    Raises: BadRow if it is neither, or if a part is not text (an image, a tool call).
-    """
-    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-        value = "".join(str(part.get("text", part.get("value"))) for part in value)
-    require(isinstance(value, str), field, value, "text or a list of text parts: remove the row")
-    return value
-
-
 def _turn(turn: Any, field: str) -> dict[str, Any]:
+    """A turn whose text is a string, or typed parts that are joined without a gap; an image or a tool call is none."""
     require(isinstance(turn, dict), field, turn, "a turn with {role, content} or {from, value}")
     role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
     came = turn.get(role_key)
     role = ROLES.get(came.strip().lower()) if isinstance(came, str) else None
     require(role is not None, f"{field}.{role_key}", came, "system, user (human) or assistant (gpt): remove the row")
     content, more = turn.get(text_key), other_keys(turn, role_key, text_key)
-    text = chat_text(content, f"{field}.{text_key}")
-    if isinstance(content, list) and any(part.keys() - {"type", "text", "value"} for part in content):
-        more["parts"] = content
-    return {"role": role, "content": text, **more}
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        if any(part.keys() - {"type", "text", "value"} for part in content):
+            more["parts"] = content
+        content = "".join(str(part.get("text", part.get("value"))) for part in content)
+    require(isinstance(content, str), f"{field}.{text_key}", content, "text or a list of text parts: remove the row")
+    return {"role": role, "content": content, **more}
 
 
 def chat_turns(value: Any, field: str) -> Turns:
@@ -194,6 +186,11 @@ def response_of(name: str, turn: Values) -> dict[str, Any]:
     return {"id": name, "text": turn["content"], "metadata": other_keys(turn, "role", "content")}
 
 
+def judged_record(prompt: Any, responses: list[Any], metadata: Values, **said: Any) -> dict[str, Any]:
+    """A ranking as a plain dict. said: `ranking`, `pairs`, `ratings`, `labeler`, …"""
+    return {"kind": "ranking", "prompt": prompt, "responses": responses, "metadata": metadata, **said}
+
+
 def letters(n: int) -> list[str]:
     """Names for n responses that have none: a, b, c, …, then r27, r28, …"""
     return [chr(ord("a") + i) if i < 26 else f"r{i + 1}" for i in range(n)]
@@ -213,13 +210,7 @@ def fits_scale(ratings: Mapping[str, float]) -> bool:
 def preference(prompt: Any, answers: Iterable[Values], metadata: dict[str, Any]) -> dict[str, Any]:
     """A ranking of two answers, each given as its turn: "a" is the better one."""
     responses = [response_of(name, turn) for name, turn in zip("ab", answers, strict=True)]
-    return {
-        "kind": "ranking",
-        "prompt": prompt,
-        "responses": responses,
-        "ranking": [["a"], ["b"]],
-        "metadata": metadata,
-    }
+    return judged_record(prompt, responses, metadata, ranking=[["a"], ["b"]])
 
 
 def judged(winner: int, names: Sequence[str]) -> dict[str, Any]:

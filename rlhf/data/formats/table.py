@@ -51,6 +51,7 @@ MISSING = object()  # no such path; an existing null is None
 WANTS = "any rows, with their columns named by columns.*"
 # By kind: the columns that become fields of the record; in the other kinds they are metadata.
 _FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("created", "labeler")}
+_IN_WORDS = "a, b or tie, in words or as a column's name"
 _NOBODY = "nobody judged this row, remove it or fill it in"
 
 
@@ -110,11 +111,8 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
     paths = {one.name: tuple(map(str, listed(getattr(columns, one.name)))) for one in fields(columns)}
     mapped = {name: given for name, given in paths.items() if given}
     answers = mapped.get("responses", ())
-    outcomes = {
-        normal(word): outcome
-        for given, outcome in ((words.first, 0), (words.second, 1), (words.tie, TIE))
-        for word in listed(given)
-    }
+    sides = ((words.first, 0), (words.second, 1), (words.tie, TIE))
+    outcomes = {normal(word): outcome for given, outcome in sides for word in listed(given)}
     problems: list[str] = []
     if "prompt" not in mapped:
         problems.append("columns.prompt is not set: want the column with the request")
@@ -161,7 +159,10 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
 
     said = [value for row in rows for value in columns.said(row).values()]
     positions = {n for value in said if (n := as_number(value)) is not None} if not columns.words else set()
-    k = max(columns.k_of(row) for row in rows)
+    k = 0  # the most responses of a row
+    for row in rows:
+        with suppress(BadRow):
+            k = max(k, len(columns.cells(row, "responses")))
     if positions and not (k in positions and min(positions) >= 0 and max(positions) <= k):
         raise ambiguous(said)
     chosen = replace(columns, numbers=bool(positions))
@@ -170,12 +171,7 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
         raise ambiguous(unread)
     meaning = {0: "first", 1: "second", TIE: "tie"}
     words = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
-    if not words:
-        words = (
-            "numbers: 1 the first, 2 the second, 0 a tie"
-            if positions
-            else "a, b or tie, in words or as a column's name"
-        )
+    words = words or ("numbers: 1 the first, 2 the second, 0 a tie" if positions else _IN_WORDS)
     return _format(chosen, f"{', '.join(winners)}: {words}")
 
 
@@ -209,12 +205,6 @@ class ColumnMap:
         items = as_json(value_at(row, paths[0]))
         require(isinstance(items, list | None), paths[0], items, "a list, or one column per response")
         return {f"{paths[0]}.{i}": item for i, item in enumerate(items or [])}
-
-    def k_of(self, row: Values) -> int:
-        """The number of responses in a row; 0 if they cannot be read."""
-        with suppress(BadRow):
-            return len(self.cells(row, "responses"))
-        return 0
 
     def said(self, row: Values) -> dict[str, Any]:
         """The verdicts of a row by column."""
@@ -308,7 +298,7 @@ class ColumnMap:
         elif len(same) == 1 and verdict is None:
             verdict = same[0]
         if verdict is None or (same and same != [verdict]):
-            wanted = f"1 to {k}, 0 a tie" if self.numbers else "a, b or tie, in words or as a column's name"
+            wanted = f"1 to {k}, 0 a tie" if self.numbers else _IN_WORDS
             raise BadRow(path, f"got {shown(value)}, want {wanted}{', not a text' if same else ''}: {say_words()}")
         return verdict
 
@@ -316,14 +306,11 @@ class ColumnMap:
         answers, given = self.cells(row, "responses"), self.cells(row, "scores")
         wanted = f"{len(answers)} scores, one per response"
         require(len(answers) == len(given), self.of("scores")[0], list(given), wanted)
-        filled = [
-            (path, answer, score_path, score)
-            for (path, answer), (score_path, score) in zip(answers.items(), given.items(), strict=True)
-            if not (is_empty(answer) and is_empty(score))
-        ]
+        both = zip(answers.items(), given.items(), strict=True)
+        filled = [pair for pair in both if not all(is_empty(cell) for _, cell in pair)]
         named = list(zip(letters(len(filled)), filled, strict=True))
-        responses = [_response(name, answer, path) for name, (path, answer, _, _) in named]
-        scores = {name: number(score, score_path) for name, (_, _, score_path, score) in named if not is_empty(score)}
+        responses = [_response(name, answer, path) for name, ((path, answer), _) in named]
+        scores = {name: number(score, path) for name, (_, (path, score)) in named if not is_empty(score)}
         if not scores:
             raise BadRow(self.of("scores")[0], f"got nothing, want a number for each response: {_NOBODY}")
         return {"responses": responses, "ranking": ranking_of(scores, best="highest"), "metadata": {"scores": scores}}
@@ -351,9 +338,8 @@ def _response(name: str, value: Any, path: str) -> dict[str, Any]:
 
 
 def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [
-        _response(name, value, path) for name, (path, value) in zip(letters(len(cells)), cells.items(), strict=True)
-    ]
+    named = zip(letters(len(cells)), cells.items(), strict=True)
+    return [_response(name, value, path) for name, (path, value) in named]
 
 
 # --- the proposed column map -----------------------------------------------------------------------------------------
