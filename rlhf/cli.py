@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.config import Config, removed
 from rlhf.config.command_line import Words, check_jobs, check_overrides, check_used, read_words
-from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, HELP_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
+from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
 from rlhf.config.compose import SCHEMAS, choices_of, compose_config, nearest, schema_of
 from rlhf.config.setting import get, listed, settings_in, stored
 from rlhf.errors import UserError
@@ -142,7 +142,7 @@ def module_of(command: str) -> ModuleType:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10} {text}" for name, (_, text, _) in COMMANDS.items())
     return f"""rlhf <command> [key=value …]
 
 RLHF by the InstructGPT recipe, from raw text to an aligned chat model.
@@ -163,7 +163,7 @@ def _command_help(command: str, given: Words) -> str:
     """Usage, and each setting with its meaning and the value that the words, and the run that they name, give it."""
     config = compose_config(given.overrides, command) if given.overrides else schema_of(command)()
     lines = [f"rlhf {command} [key=value …]", "", COMMANDS[command][1], ""]
-    for group in ("", *HELP_GROUPS[command]):
+    for group in ("", *COMMANDS[command][2]):
         for key, stated in settings_in(schema_of(command)).items():
             if key.rpartition(".")[0] == group:
                 value = _show(get(config, key))

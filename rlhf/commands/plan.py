@@ -67,10 +67,8 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     memory = gigabytes(plan["bytes"]["ppo rollout"]["kv_cache"])
     held = "weights and key-value cache" if setup["engine"] == "vllm" else "key-value cache"
     share = plan["time"]["ppo rollout"]["hours"] / whole
-    yield from (
-        f"rollouts by rollout.engine={setup['engine']}: {memory} GB per GPU of {held}; an estimated {share:.0%} of PPO's time",
-        "",
-    )
+    yield f"rollouts by rollout.engine={setup['engine']}: {memory} GB per GPU of {held}; an estimated {share:.0%} of PPO's time"
+    yield ""
     if optimal := plan["compute_optimal"]:
         budget = f"{optimal['budget_flops']:.2e}"
         yield f"compute-optimal (Hoffmann et al. 2022)     for this model          for {budget} FLOPs"
@@ -84,10 +82,8 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     else:
         yield "an adopted model: no pretraining is planned (set pretrain.tokens to continue it on data.corpus)"
     if served := plan["served"]:
-        yield from (
-            "",
-            f"of one loss, {served['loss']:.3f} nats per token, with {amount(served['served_tokens'])} tokens in use",
-        )
+        yield ""
+        yield f"of one loss, {served['loss']:.3f} nats per token, with {amount(served['served_tokens'])} tokens in use"
         for name in ("this model", "compute-optimal", "cheapest"):
             row = served[name]
             more = f", {amount(row['kwh'])} kWh" if "kwh" in row else ""

@@ -11,7 +11,7 @@ from rlhf.recipe import GOLD_STAGES, POLICY_STAGES, STAGES
 
 # Each command's module, one line of help, and the groups of settings that its help shows; the stages have rows of their own.
 _STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
-_COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pipeline": ("rlhf.commands.pipeline", "all stages, from raw text to an aligned model and its report",
                  (*dict.fromkeys(group for row in STAGES.values() for group in row.groups), "tracking", "checkpoints", "parents",
                   "launcher", "sharding", "memory", "round")),
@@ -35,8 +35,6 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
              ("model", "tokenizer")),
     **{name: row for name, row in _STAGES.items() if name in GOLD_STAGES},
 }  # fmt: skip
-COMMANDS = {name: (module, text) for name, (module, text, _) in _COMMANDS.items()}
-HELP_GROUPS = {name: groups for name, (_, _, groups) in _COMMANDS.items()}
 # Settings that every stage reads, and those that a command reads outside the groups of its help.
 _EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "gold.truth", "data.allow_partial")
 _ALSO_READ = {
@@ -63,7 +61,7 @@ def uses(command: str, key: str) -> bool:
         shared = ("sharding", "memory", "launcher") if row.several_processes else ()
         read = (*row.settings, *row.reads, *_EVERY_STAGE, *shared)
     else:
-        read = (*HELP_GROUPS[command], *_ALSO_READ.get(command, ()))
+        read = (*COMMANDS[command][2], *_ALSO_READ.get(command, ()))
     return key in read or key.partition(".")[0] in read
 
 
