@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from rlhf.runs.metric_table import CHARTS, Chart, find
 from rlhf.runs.run_files import Points, RunFiles, entries, entry_at, number_at, rows_of, visible, with_interval
 
-# Shown elsewhere on the page.
-NOT_DRAWN = ("time/elapsed_s",)
 # A curve of at most this many points, such as occasional evaluations, gets a dot per point.
 DOTS_UP_TO = 25
 # Pixels of a picture, and of one of half the page's width; the page scales it to its column.
@@ -201,7 +199,7 @@ def make_stage_figures(stage: str, points: Points, marks: dict[str, list[Mark]])
 
     marks: levels to draw, by the title of the Chart.
     """
-    shown = {*NOT_DRAWN}
+    shown = {"time/elapsed_s"}  # elsewhere on the page
     for chart in CHARTS.get(stage, ()):
         shown |= dict(chart.expand(points)).keys()
         if chart.x:
