@@ -102,12 +102,9 @@ def test_a_value_from_the_command_line_that_does_not_fit(settings, said):
 def test_every_problem_is_told_at_once():
     found = problems(model__context_length=0, ppo__minibatches=0, ppo__gamma=2.0, device="tpu", kl__coef=-1.0)
     assert found == [
-        "device=tpu: want one of auto, cpu, cuda, mps",
-        "model.context_length=0: want 1 or more",
-        "ppo.minibatches=0: want 1 or more",
-        "ppo.gamma=2.0: want 0 to 1",
-        "kl.coef=-1.0: want 0 or more",
-    ]
+        "device=tpu: want one of auto, cpu, cuda, mps", "model.context_length=0: want 1 or more",
+        "ppo.minibatches=0: want 1 or more", "ppo.gamma=2.0: want 0 to 1", "kl.coef=-1.0: want 0 or more",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -24,16 +24,12 @@ def test_prompts_come_from_any_record_once(write_jsonl):
             {"kind": "prompt", "id": "p", "prompt": "Who?", "user": "u", "metadata": {"gold": 1}},
             {"kind": "demonstration", "id": "d1", "prompt": "who? ", "response": "x"},
             {
-                "kind": "demonstration",
-                "id": "d2",
-                "prompt": "When?",
-                "response": "x",
-                "split": "dev",
+                "kind": "demonstration", "id": "d2", "prompt": "When?", "response": "x", "split": "dev",
                 "metadata": {"group": "g", "other": 1},
             },
             {"kind": "ranking", "id": "r", "prompt": "Where?", "responses": [{"id": "a", "text": "x"}]},
         ]
-    )
+    )  # fmt: skip
     prompts, info = load_prompts(path)
     assert [(p.id, p.kind, p.metadata) for p in prompts] == [
         ("p", "prompt", {"gold": 1}),

@@ -122,8 +122,8 @@ def test_encodings_and_packed_files(read):
     assert values(read("q\né\n".encode("cp1252"), "a.csv", encoding="cp1252")) == [{"q": "é"}]
     assert values(read("q\né\n".encode("utf-16"), "a.csv", encoding="utf-16")) == [{"q": "é"}]
     for pack, name in ((gzip.compress, "a.csv.gz"), (zstandard.compress, "a.csv.zst")):
-        packed = pack(b"q\n" + b"word\n" * 100_000)
-        assert len(read(packed, name)) == 100_000
+        packed = pack(b"q\n" + b"word\n" * 30_000)
+        assert len(read(packed, name)) == 30_000
         with pytest.raises(UserError, match=r"damaged \.(gz|zst) file"):
             read(packed[:-9], name)
 

@@ -2,7 +2,8 @@
 
 Run as `sharding_ranks.py <out.json> <job> …`, each job `<stage>:<saves>:<overrides separated by blanks>`. With saves above 0
 the stage is cut off right after that many checkpoints. The first process writes what each job left on the devices; the job
-`held:<deepspeed>:<precision>:<persistence threshold>` measures what a small GPT holds while it trains.
+`held:<deepspeed>:<precision>:<persistence threshold>` measures what a small GPT holds while it trains; `average:<deepspeed>` checks
+its own results.
 """
 
 import contextlib
@@ -20,16 +21,18 @@ from safetensors.torch import load_file
 from rlhf.config.compose import compose_config
 from rlhf.config.stages import SftConfig
 from rlhf.model.gpt import GPTForCausalLM
-from rlhf.stages import pretrain
+from rlhf.stages import reward
 from rlhf.system.exits import leave
 from rlhf.system.processes import connect, disconnect, is_first, rank
-from rlhf.training import batches
 from rlhf.training.divided import load_lm
-from rlhf.training.engine import deepspeed_settings, import_deepspeed
+from rlhf.training.ema import Ema
+from rlhf.training.engine import deepspeed_settings, import_deepspeed, make_engine
 from rlhf.training.loop import TrainingLoop
 from rlhf.training.optim import decay_groups, shape_of
 from rlhf.training.state import gathered_state, is_partitioned
 from tests.presets import preset
+
+make_reward_model = reward.make_model
 
 
 class CutOff(Exception):
@@ -42,6 +45,14 @@ def shares(model: torch.nn.Module, engine: Any) -> dict[str, float]:
     weights = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in model.parameters())
     states = engine.optimizer.optimizer.state.values()
     return {"weights": weights / whole, "moments": sum(s["exp_avg"].numel() for s in states) / whole}
+
+
+def draw_head_alike(*given: Any) -> Any:
+    """A reward model whose head is drawn from a seed of its own: under ZeRO-3 the trunk is not drawn before it."""
+    model = make_reward_model(*given)
+    torch.manual_seed(0)
+    model.head.initialise()
+    return model
 
 
 def tensors() -> list[torch.Tensor]:
@@ -59,11 +70,13 @@ def held(chosen: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def measure_state(name: str, precision: str, threshold: int) -> dict[str, int]:
+def measure_state(case: str) -> dict[str, int]:
     """Bytes of a GPT under a ZeRO stage; the parts are told apart by when they come and go.
 
     Gradients are those after the first of two micro-batches: after the last one ZeRO-1 keeps only its share of them too.
     """
+    name, precision, persistence = case.split(":")
+    threshold = int(persistence)
     sharding = [f"sharding.persistence_threshold={threshold}", "sharding.bucket_elements=5000"]
     config = compose_config([f"deepspeed={name}", *sharding, "device=cpu"])
     before = held(tensors())
@@ -115,26 +128,49 @@ def measure_loading(folder: str) -> dict[str, Any]:
     return {"most": most, "largest": max(bytes_of.values()), "whole": sum(bytes_of.values()), "same": same}
 
 
+def check_average(way: str) -> None:
+    """In bfloat16: the average of five steps of 1e-5, which bfloat16 weights near 0.3 do not show."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    decay, steps = 0.9, 5
+    config = compose_config(["experiment=gold", f"deepspeed={way}", "precision=bfloat16", "device=cpu"])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    groups, settings = [{"params": list(model.parameters()), "lr": 1e-5}], SftConfig(max_grad_norm=1e9)
+    engine = make_engine(config, model, settings, torch.device("cpu"), groups=groups)
+    engine.keep_average("", engine.module, decay)
+    seen = []
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        seen.append(safe_get_full_fp32_param(engine.module.weight).clone())
+    shares = torch.tensor([decay ** (steps - 1 - i) for i in range(steps)])
+    wanted = sum(share * x for share, x in zip(shares / shares.sum(), seen, strict=True))
+    found = engine.ema.state_dict()
+    assert (seen[0] - seen[-1]).abs().min() > 3e-5, "the weights moved"
+    assert torch.allclose(found["weight"].view_as(wanted), wanted, rtol=0, atol=1e-7), way
+    again = Ema(engine.module, decay, engine.ema.rank, engine.ema.ranks)
+    again.load_state_dict(found, steps)
+    assert torch.equal(again.state_dict()["weight"], found["weight"]), way
+
+
 def main(arguments: list[str]) -> None:
     out, *jobs = arguments
     found: list[Any] = []
-    save, train = TrainingLoop.save, batches.train
+    save, steps = TrainingLoop.save, TrainingLoop.steps
 
-    def measured(loop: TrainingLoop, *arguments: Any, **keywords: Any) -> None:
-        train(loop, *arguments, **keywords)
+    def measured(loop: TrainingLoop) -> Any:
+        yield from steps(loop)
         if loop.engine.sharded:
             found[-1] = shares(loop.engine.module, loop.engine)
 
-    pretrain.train = batches.train = measured
+    TrainingLoop.steps, reward.make_model = measured, draw_head_alike
+    measures = {"held": measure_state, "loading": measure_loading, "average": check_average}
     for job in jobs:
-        if job.startswith("held:"):
+        kind, case = job.split(":", 1)
+        if kind in measures:
             connect(torch.device("cpu"))
-            _, name, precision, threshold = job.split(":")
-            found.append(measure_state(name, precision, int(threshold)))
-            continue
-        if job.startswith("loading:"):
-            connect(torch.device("cpu"))
-            found.append(measure_loading(job.removeprefix("loading:")))
+            found.append(measures[kind](case))
             continue
         stage, saves, overrides = job.split(":", 2)
         left = int(saves)

@@ -45,12 +45,8 @@ def test_what_an_import_writes(tmp_path, capsys):
     assert "MB/s" not in text and str(tmp_path / "out") not in text
     found, _ = load_all(str(tmp_path / "out"))
     assert [record.id for record in found] == [
-        "d",
-        "labels.jsonl:2",
-        "labels.jsonl:3",
-        "labels.jsonl:8",
-        "labels.jsonl:5",
-    ]
+        "d", "labels.jsonl:2", "labels.jsonl:3", "labels.jsonl:8", "labels.jsonl:5",
+    ]  # fmt: skip
 
 
 BAD = [
@@ -172,15 +168,9 @@ def test_cleaning_is_counted(tmp_path, capsys):
     report = report_of(tmp_path / "flag")
     assert report["counts"] == {"input": 8, "accepted": 4, "duplicates": 1, "filtered": 3, "rejected": 0}
     assert report["cleaning"] == {
-        "duplicates": 1,
-        "pii": 0,
-        "shared_prefix": 1,
-        "prompts_of_user": 2,
-        "gold_accuracy": 0,
-        "card_found": 0,
-        "email_found": 1,
-        "phone_found": 0,
-    }
+        "duplicates": 1, "pii": 0, "shared_prefix": 1, "prompts_of_user": 2, "gold_accuracy": 0, "card_found": 0,
+        "email_found": 1, "phone_found": 0,
+    }  # fmt: skip
     flagged = [record for record in load_all(str(tmp_path / "flag"))[0] if "pii" in record.metadata]
     assert [(record.id, record.metadata["pii"]) for record in flagged] == [("labels.jsonl:7", ["email"])]
     run(capsys, f"path={path}", f"out={tmp_path / 'drop'}", "pii=drop", "duplicates=keep", "filter_prefixes=false")

@@ -20,7 +20,7 @@ from rlhf.training.engine import make_engine
 from rlhf.training.setup import load_policy
 from tests.model.test_generate import KINDS, make
 
-from .conftest import Run
+from .conftest import ONE_LABELER, Run
 from .ppo_trainer import Trainer, open_trainer
 from .test_ppo_options import SMALL
 from .test_resume import assert_same_weights, interrupt
@@ -28,7 +28,14 @@ from .test_resume import assert_same_weights, interrupt
 LORA = ["lora.rank=4", "lora.alpha=8"]
 SHORT = {
     "sft": [*LORA, "sft.epochs=1", "sft.batch_size=100", "sft.dropout=0.1", "sft.lr=3e-3"],  # 4 steps
-    "reward": [*LORA, "reward.epochs=1", "reward.lr=3e-3", "reward.audit=0"],  # 5 steps
+    "reward": [
+        *LORA,
+        "reward.epochs=1",
+        "reward.lr=3e-3",
+        "reward.audit=0",
+        "reward.batch_prompts=4",
+        *ONE_LABELER,
+    ],  # 4 steps
 }
 FILES = ["model/model.safetensors", "adapters/adapter_model.safetensors"]
 TOKENS = torch.arange(5, 45).reshape(2, 20)

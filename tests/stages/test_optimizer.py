@@ -87,13 +87,9 @@ FEW_STEPS = {
     "dpo": ["dpo.batch_prompts=8", "dpo.warmup_fraction=0", *ONE_LABELER],
     "pretrain": [*SHORT["pretrain"], "pretrain.warmup_tokens=0", "pretrain.optimizer=adamw"],
     "ppo": [
-        "ppo.ema_decay=null",
-        "ppo.episodes=48",
-        "ppo.episodes_per_update=16",
-        "ppo.minibatches=2",
-        "ppo.eval_every=0",
+        "ppo.ema_decay=null", "ppo.episodes=48", "ppo.episodes_per_update=16", "ppo.minibatches=2", "ppo.eval_every=0",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "reward", "dpo", "ppo"])

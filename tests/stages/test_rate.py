@@ -197,12 +197,8 @@ def test_attributes_of_a_file_of_scores(labelled, capsys):
     assert "rate: helpfulness, 1 to 5: " in said and "honesty, 1 to 2: " in said
     stored = json.loads((labelled.folder / "runs/scored/rate/model/qualities.json").read_text())
     assert [stored["helpfulness"][key] for key in ("text", "low", "high", "weight", "rule")] == [
-        "HELPFULNESS",
-        1,
-        5,
-        1,
-        False,
-    ]
+        "HELPFULNESS", 1, 5, 1, False,
+    ]  # fmt: skip
     assert "helpfulness" in labelled.record("scored", "rate")["summary"]
 
 

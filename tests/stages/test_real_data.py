@@ -21,9 +21,9 @@ THINGS = ["kite", "cup", "ball", "hat", "book", "lamp", "drum", "coat", "bell", 
 SETTINGS = [
     "experiment=real", *SMALL_MODEL, "model.context_length=96", "tokenizer.vocab_size=512", "pretrain.tokens=49152",
     "pretrain.global_batch_tokens=1536", "pretrain.warmup_tokens=6144", "pretrain.eval_sequences=8", "sft.epochs=3",
-    "reward.lr=5e-4", "reward.calibration_samples=40", "data.test=0.25", "data.dev=0.1", "ppo.episodes=64",
+    "reward.lr=5e-4", "reward.calibration_samples=40", "data.test=0.25", "data.dev=0.1", "ppo.episodes=32",
     "ppo.episodes_per_update=32", "ppo.critic_warmup_updates=0", "ppo.lr=3e-4", "rollout.max_new_tokens=16",
-    "evaluate.prompts=30", "evaluate.samples=1", "evaluate.best_of=2", "tracking.log_every=1",
+    "evaluate.prompts=20", "evaluate.samples=1", "evaluate.best_of=2", "tracking.log_every=1",
 ]  # fmt: skip
 
 

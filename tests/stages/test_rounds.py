@@ -27,7 +27,8 @@ from rlhf.training.setup import load_policy
 from .conftest import Run
 from .test_pipeline import pipe_in_process, states
 
-ROUNDS = ["rounds=2", "round.early_episodes=128", "ppo.episodes=128", "ppo.lr=3e-3", "evaluate.prompts=8", "evaluate.samples=1",
+ROUNDS = ["rounds=2", "round.early_episodes=64", "ppo.episodes=64", "ppo.episodes_per_update=32", "ppo.lr=3e-3",
+          "evaluate.prompts=8", "evaluate.samples=1",
           "evaluate.best_of=2", "reward.audit=0", "reward.calibration_samples=16", "ppo.eval_prompts=4", "ppo.epochs=1"]  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     parents = read_stage(run.folder / "label")["parents"]
     assert parents["copy-round-1/ppo"] == read_stage(early / "ppo")["hash"]
     updates = [row for row in read_jsonl(early / "ppo" / "metrics.jsonl") if "objective/kl" in row]
-    assert len(updates) == 2, "128 episodes, of which 64 train the critic alone"
+    assert len(updates) == 2, "64 episodes, of which 32 train the critic alone"
     assert not (early / "sft").exists()
     results = run.results()
     assert results["seconds"]["copy-round-1/ppo"] > 0 and results["seconds"]["ppo"] > 0

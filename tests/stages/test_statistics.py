@@ -8,15 +8,7 @@ import pytest
 
 from rlhf.data.agreement import ratio_interval
 from rlhf.evaluation.policies import Answer
-from rlhf.evaluation.statistics import (
-    distinct,
-    interval,
-    length_controlled,
-    show,
-    text_figures,
-    wilson,
-    win_rate,
-)
+from rlhf.evaluation.statistics import distinct, interval, length_controlled, show, text_figures, wilson, win_rate
 
 
 def answers(texts, lengths):

@@ -16,11 +16,11 @@ from rlhf.runs.folders import read_stage
 from rlhf.system.files import read_json
 from rlhf.training.setup import load_policy
 
+from .conftest import run_ranks
 from .test_adopted import SMALL, save
 
 SHORT = ["evaluate.samples=1", "evaluate.best_of=2", "reward.audit=0", "ppo.warmup_fraction=0", "ppo.critic_warmup_updates=0",
          "dpo.lr=1e-4", "dpo.warmup_fraction=0", "ppo.lr=1e-4", "rejection.samples=16", "ppo.missing_eos_rule=none"]  # fmt: skip
-RUN_STAGE = pipeline.run_stage
 REWARD = "def longer(prompts, responses, metadata):\n    return [len(text) / 10 for text in responses]\n"
 
 
@@ -108,11 +108,8 @@ def test_a_reward_function_and_prompts_only(ways):
 
 def test_dpo_only_and_its_evaluation(ways):
     assert ways("pipeline", "dpo", "data.comparisons=labels.csv", "stages=dpo") == [
-        "tokenizer",
-        "pretrain",
-        "sft",
-        "dpo",
-    ]
+        "tokenizer", "pretrain", "sft", "dpo",
+    ]  # fmt: skip
     assert ways("pipeline", "dpo", "stages=[dpo,evaluate]", fresh=False) == ["evaluate"]
     results = ways.results("dpo")
     assert results["policy"] == "dpo" and set(results["kl"]) == {"dpo"} and "best_of_n" not in results
@@ -275,29 +272,29 @@ def test_rounds_killed_between_and_within_stages_with_imported_labels(first, mon
         assert f"{name}-round-1/{stage}" not in first.record(name, stage)["parents"]
 
 
-def test_two_processes_do_what_one_does(first, monkeypatch):
-    """DPO, rejection sampling, evaluation and PPO, each by its own command."""
+def test_two_processes_do_what_one_does(first, tmp_path):
+    """DPO, rejection sampling, evaluation and PPO, in one launch."""
     words = [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo")]
     words += ["data.comparisons=labels.csv", "rejection.prompts=9", "sft.dropout=0", "stages=[dpo,rejection,evaluate]"]
     assert first("pipeline", "one", *words) == ["rejection", "dpo", "evaluate"]
-    monkeypatch.setattr(pipeline, "run_stage", RUN_STAGE)
-    given = [
-        *SMALL, *SHORT, *words[:-1], SHARED_FLAG, f"model.pretrained={first.folder / 'hf'}", "launcher.processes=2",
-    ]  # fmt: skip
-    for stage in ("rejection", "dpo", "evaluate"):
-        cli.main([stage, "run=two", f"runs_dir={first.folder / 'runs'}", *given])
+    place = [f"model.pretrained={first.folder}/hf", "run=two", f"runs_dir={first.folder}/runs"]
+    given = " ".join([*SMALL, *SHORT, *words[:-1], *place])
+    jobs = [
+        *(f"{stage}:0:{given}" for stage in ("rejection", "dpo", "evaluate")),
+        f"ppo:0:{given.replace('parents.ppo=first', '')}",
+    ]
+    run_ranks("sharding_ranks", 2, f"{tmp_path}/held.json", *jobs)
     for stage in ("rejection", "dpo"):
         torch.testing.assert_close(first.weights("two", stage), first.weights("one", stage), atol=1e-5, rtol=0)
     one, two = first.results("one"), first.results("two")
     for part in ("reward", "kl", "ended", "best_of_n"):
         assert json.dumps(two[part]) == json.dumps(one[part]), part
     assert set(two["baselines"]) == {"rejection", "dpo"} and two["policy"] == "ppo"
-    alone = [word for word in given if not word.startswith("parents.ppo=")]
-    cli.main(["ppo", "run=two", f"runs_dir={first.folder / 'runs'}", *alone])
     torch.testing.assert_close(first.weights("two", "ppo"), first.weights("first", "ppo"), atol=1e-5, rtol=0)
 
 
 def test_two_processes_rate_as_one_does(copy_until):
+    """By the command, which starts them."""
     one, two = copy_until("reward", "one"), copy_until("reward", "two")
     words = ["rate.ratings=40", "rate.epochs=1", "sft.batch_size=110", "sft.dropout=0"]
     one.stage("rate", *words)

@@ -14,15 +14,7 @@ import pytest
 
 from rlhf.cli import main
 from rlhf.report.page import compare_runs, write_report
-from rlhf.report.pictures import (
-    Mark,
-    Picture,
-    Series,
-    draw_svg,
-    make_figure,
-    make_frontier,
-    make_stage_figures,
-)
+from rlhf.report.pictures import Mark, Picture, Series, draw_svg, make_figure, make_frontier, make_stage_figures
 from rlhf.report.sections import tables_of
 from rlhf.runs.metric_table import Chart, find
 

@@ -90,12 +90,8 @@ def test_labelers_side_by_side_and_ranked_columns_and_lists():
     ]
     made = convert(rows, **PAIR, winner=["x", "y", "z"], id="id")
     assert [(one.id, one.labeler, one.ranking) for one in made] == [
-        ("i:x", "x", A),
-        ("i:y", "y", B),
-        ("i:z", "z", TIE),
-        ("t.csv:2.0", "x", B),
-        ("t.csv:2.1", "z", A),
-    ]
+        ("i:x", "x", A), ("i:y", "y", B), ("i:z", "z", TIE), ("t.csv:2.0", "x", B), ("t.csv:2.1", "z", A),
+    ]  # fmt: skip
     assert made[0].metadata == {} and made[3].metadata == {"y": None}  # nothing that was read is lost
     row = {"q": "?", "best": "1st", "mid": "", "last": "3rd"}
     [made] = convert([row], prompt="q", ranked=["best", "mid", "last"])
