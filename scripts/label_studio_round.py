@@ -28,13 +28,13 @@ from typing import Any
 
 import httpx
 
-from rlhf.commands.sample import BETTER, EQUAL, EQUALLY_GOOD, RANK
 from rlhf.gold.truth import Labeler, make_labelers
 from rlhf.gold.truth import judge as true_parts
 from rlhf.gold.world import Task
 from rlhf.runs.progress import progress
 
 INTERFACES = ("pairwise", "ranker")
+RANK, BETTER, EQUAL, EQUALLY_GOOD = "rank", "better", "equal", "equally good"  # names in the interfaces of rlhf sample
 CLOSE = 0.8  # utilities that differ by less look equally good; the gold score's range is 10
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
