@@ -52,11 +52,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"), without_hydras_groups():
             composed = compose(name, overrides=overrides)
         return to_settings(composed)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        OverflowError,
-    ) as error:  # the last of a number with hundreds of digits
+    except (HydraException, OmegaConfBaseException, OverflowError) as error:  # the last: a number of hundreds of digits
         raise UserError(unknown_key(error, command) or first_line(error)) from None
     except RecursionError:
         raise UserError("the YAML files named here include each other in their `defaults`: take one out") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -40,8 +40,13 @@ _Name = tuple[str, str | None]  # of a record: id and labeler
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 
 
-# A record that waits for the other judgements of its item: the index of its row in the file, the row, the record, and `own_id`.
-_Judgement = tuple[int, Row, Ranking, bool]
+class _Judgement(NamedTuple):
+    """A record that waits for the other judgements of its item."""
+
+    at: int  # index of its row in the file
+    row: Row
+    record: Ranking
+    own_id: bool
 
 
 class Importer:
@@ -116,7 +121,7 @@ class Importer:
                 checked, row = [], row._replace(field=error.field, problem=error.message)
             for record, stored in checked:
                 if source.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
-                    pending.append((len(results), row, record, own_id))
+                    pending.append(_Judgement(len(results), row, record, own_id))
                 else:
                     result = min(result, self._take(record, stored, own_id, source))
             if row.problem:
@@ -188,19 +193,18 @@ class Importer:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
         items: dict[tuple[str, str | None], list[_Judgement]] = {}
         for one in pending:
-            items.setdefault((one[2].metadata["item"], one[2].labeler), []).append(one)
+            items.setdefault((one.record.metadata["item"], one.record.labeler), []).append(one)
         for (item, labeler), members in items.items():
-            places, rows, records, own_ids = zip(*members, strict=True)
             try:
-                joined = join_rankings_of_item(list(records))
-                result = self._take(joined, to_line(joined), own_ids[0], source)
-                for at in places:
-                    results[at] = min(results[at], result)
+                joined = join_rankings_of_item([one.record for one in members])
+                result = self._take(joined, to_line(joined), members[0].own_id, source)
+                for one in members:
+                    results[one.at] = min(results[one.at], result)
             except BadRow as error:
                 by = f" by {one_line(labeler, 60)}" if labeler is not None else ""
                 message = error.message.removeprefix(f"{error.field}: ")
                 said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
-                for row in dict(zip(places, rows, strict=True)).values():
+                for row in {one.at: one.row for one in members}.values():
                     self._reject(row._replace(field=error.field, problem=said))
 
     def _divide(self, kind: str) -> dict[str, int]:

@@ -38,20 +38,14 @@ from rlhf.system.terminal import say
 RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock")
 
 
+# Whose versions a record names.
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy", "pyarrow", "pydantic")
+
+
 @functools.cache
 def package_versions() -> dict[str, str]:
     installed = {"rlhf": __version__, "python": platform.python_version()}
-    for name in [
-        "torch",
-        "transformers",
-        "trl",
-        "accelerate",
-        "tokenizers",
-        "datasets",
-        "numpy",
-        "pyarrow",
-        "pydantic",
-    ]:
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
     return installed

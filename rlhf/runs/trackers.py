@@ -267,21 +267,26 @@ def seconds_allowed(what: str, default: float) -> float:
     return float(os.environ.get(f"RLHF_WANDB_{what}_SECONDS", default))
 
 
-# Settings of W&B: it prints nothing, and records nothing of code and machine.
-_QUIET: dict[str, Any] = {"console": "off", **dict.fromkeys(("save_code", "x_save_requirements"), False), **dict.fromkeys(
-    ("silent", "disable_code", "disable_git", "disable_job_creation", "x_disable_stats", "x_disable_meta",
-     "x_disable_machine_info"), True)}  # fmt: skip
-
-
 def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str, labels: dict[str, Any]) -> Any:
     """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
     import wandb
 
     place = {"project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id}
     options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
-    limits: dict[str, Any] = {"init_timeout": seconds_allowed("INIT", INIT_SECONDS)}
-    limits |= {"finish_timeout": seconds_allowed("FINISH", FINISH_SECONDS)}
-    options["settings"] = wandb.Settings(**_QUIET, **limits)
+    options["settings"] = wandb.Settings(
+        silent=True,
+        console="off",
+        save_code=False,
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_stats=True,
+        x_disable_meta=True,
+        x_disable_machine_info=True,
+        x_save_requirements=False,
+        init_timeout=seconds_allowed("INIT", INIT_SECONDS),
+        finish_timeout=seconds_allowed("FINISH", FINISH_SECONDS),
+    )
     mode = choose_mode()
     try:
         return wandb.init(**options, mode=mode)
