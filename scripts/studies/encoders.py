@@ -2,9 +2,9 @@
 
     python scripts/studies/encoders.py --out runs/encoders --parents runs/gold-0 runs/gold-1 runs/gold-2 experiment=gold rounds=1 threads=1
 
-A parent is a run with a finished SFT stage. First each kind is pretrained on the parent's corpus with its tokenizer; then a reward
-model is fine-tuned from each as a text classifier (reward.model), beside the recipe's own on the SFT model's trunk, and PPO runs
-against it.
+A parent is a run with finished labels. Its own pretrained model is the causal one; the encoders are pretrained on its corpus with its
+tokenizer, for as many tokens. Then a reward model is fine-tuned from each as a text classifier (reward.model), beside the recipe's own
+on the SFT model's trunk, and PPO runs against it.
 """
 
 import copy
@@ -15,13 +15,12 @@ from safetensors import safe_open
 
 ENCODER = ("model.attention=bidirectional",)
 KINDS = {
-    "causal": (),
     "masked": ENCODER,
     "masked_next": (*ENCODER, "pretrain.pairs=next", "pretrain.isolate_documents=false"),
     "masked_order": (*ENCODER, "pretrain.pairs=order", "pretrain.isolate_documents=false"),
 }
-TAKEN = ("world", "tokenizer", "pretrain", "sft")
-STEPS = {"label": (), "reward": (), "ppo": (), "evaluate": ("evaluate.best_of=0",)}
+TAKEN = ("world", "tokenizer", "pretrain", "sft", "label")
+STEPS = {"reward": (), "ppo": (), "evaluate": ("evaluate.best_of=0",)}
 
 
 def mean(rows: list[Any], key: str) -> float:
@@ -49,13 +48,14 @@ def main() -> None:
     bases = make_cells(asked, KINDS, TAKEN[:2], {"pretrain": ()})
     run(bases, asked.processes)
     cells = []
-    for base in bases:
+    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
         one = copy.copy(asked)
-        one.seeds, one.parents, one.cells = [base.seed], [base.parent], []
-        choices = {f"reward_{base.name}": (f"reward.model='{base.home / 'pretrain' / 'model'}'",)}
-        if base.name == "causal":
-            choices["reward_sft_trunk"] = ()
-        cells += make_cells(one, choices, TAKEN, STEPS)
+        one.seeds, one.parents, one.cells = [seed], [parent], []
+        folders = {"causal": parent, **{base.name: base.home for base in bases if base.seed == seed}}
+        choices = {name: (f"reward.model='{home / 'pretrain' / 'model'}'",) for name, home in folders.items()}
+        cells += make_cells(
+            one, {f"reward_{name}": more for name, more in {**choices, "sft_trunk": ()}.items()}, TAKEN, STEPS
+        )
     run(cells, asked.processes)
     found: dict[str, dict[int, dict[str, float]]] = {}
     for cell in cells:
