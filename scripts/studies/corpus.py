@@ -3,13 +3,14 @@
     python scripts/studies/corpus.py --out runs/corpus --texts books.jsonl web.jsonl --reference good.txt \
         --held good-test.txt web-test.jsonl experiment=gold tokenizer.vocab_size=4096 pretrain.tokens=1_000_000 threads=1
 
-The texts are cut into documents of about SIZE characters at blank lines, with their line breaks joined. The arms are all of them, what
+The texts are cut into documents of about SIZE characters, with their line breaks inside paragraphs joined. The arms are all of them, what
 C4's rules and near duplicates leave, and the same with the quality classifier against --reference. All have one tokenizer, which is
 trained on all documents, and as many tokens. Bits per byte are those of the finished models on each file of --held.
 """
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,23 @@ from harness import (
 )
 
 SIZE = 4000
+SENTENCES = re.compile(r"(?<=[.!?])\s")
 
 
 def documents(path: Path) -> list[str]:
-    """Parts of a text of SIZE characters or the end of a paragraph more; shorter ends are parts too."""
+    """Parts of each text of SIZE characters and up to the end of a sentence; its end is a part too. Line breaks end paragraphs alone."""
     from rlhf.data.corpus import iterate_documents
 
     parts = []
     for text in iterate_documents([str(path)], "utf-8"):
         part = ""
         for paragraph in text.split("\n\n"):
-            part += " ".join(paragraph.split()) + "\n"
-            if len(part) >= SIZE:
-                parts.append(part)
-                part = ""
+            for sentence in SENTENCES.split(" ".join(paragraph.split())):
+                part += f"{sentence} "
+                if len(part) >= SIZE:
+                    parts.append(part)
+                    part = ""
+            part = part.rstrip() + "\n"
         parts.append(part)
     return [part for part in parts if part.strip()]
 
