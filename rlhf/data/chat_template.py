@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf.data.splits import common_beginning
-from rlhf.data.tokenizer import encode_texts
+from rlhf.data.tokenizer import encode_texts, separator_id
 from rlhf.errors import UserError
 
 Turn = dict[str, Any]
@@ -132,6 +132,11 @@ def end_ids(tokenizer: Any) -> list[int]:
     """The tokens that end a response, the one that training uses first; empty for a completion."""
     kept = tokenizer.init_kwargs.get(ENDS)
     return [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
+
+
+def base_end_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end a text of the base model, which has learned where documents end."""
+    return [*end_ids(tokenizer), separator_id(tokenizer)]
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf.config import Config
-from rlhf.data.chat_template import decode_response, end_ids, response_text
+from rlhf.data.chat_template import base_end_ids, decode_response, end_ids, response_text
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key, SamplingEngine
@@ -127,11 +127,12 @@ def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: to
     tokenizer, truth = asked.tokenizer, asked.truth
     with progress(len(models) * len(asked.prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
-            policy, prompts, ends = load_frozen(config, folder, device), asked.prompts, end_ids(tokenizer)
+            policy, prompts = load_frozen(config, folder, device), asked.prompts
             read: Callable[[Any, list[int]], str] = response_text
             if name == "base_prompted" and truth is not None:
                 texts: list[Any] = [truth.base_text(record) for record in asked.records]
-                prompts, ends, read = encode_texts(tokenizer, texts), [tokenizer.bos_token_id], text_after_name
+                prompts, read = encode_texts(tokenizer, texts), text_after_name
+            ends = base_end_ids(tokenizer) if name.startswith("base") else end_ids(tokenizer)
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
             drawn = [
                 draw_divided(engine, tokenizer, prompts, name, count, read=read, greedy=greedy)
@@ -144,8 +145,7 @@ def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: to
 
 def text_after_name(tokenizer: Any, ids: list[int]) -> str:
     """A document's answer, which follows a line with the speaker's name and ends before the next document."""
-    text = decode_response(tokenizer, ids[:-1] if ids and ids[-1] == tokenizer.bos_token_id else ids)
-    return text.split("\n", 1)[-1].strip()
+    return decode_response(tokenizer, ids).split("\n", 1)[-1].strip()
 
 
 # --- the true score ------------------------------------------------------------------------------------------------

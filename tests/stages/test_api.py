@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
+from rlhf.data import chat_template
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
 from tests.stages.conftest import Run as GoldRun
@@ -44,6 +45,14 @@ def test_answers_depend_on_the_seed_and_the_stage(run):
     assert run.sample(prompts, "sft", max_new_tokens=16) != first
     assert run.sample(prompts, greedy=True, seed=1) == run.sample(prompts, greedy=True, seed=2)
     assert run.sample([]) == []
+
+
+def test_a_text_of_the_base_ends_where_a_document_does(run, monkeypatch):
+    prompts = [f"What colour is thing {i}?" for i in range(12)]
+    ended = run.sample(prompts, "pretrain")
+    monkeypatch.setattr(chat_template, "base_end_ids", chat_template.end_ids)
+    further = run.sample(prompts, "pretrain")
+    assert ended != further and all(b.startswith(a) for a, b in zip(ended, further, strict=True))
 
 
 def test_importing_is_light_and_help_shows_it():
