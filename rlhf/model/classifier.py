@@ -56,13 +56,18 @@ def render_prompt(messages: Sequence[Message]) -> str:
 
 
 class TextEncoder:
-    """Makes rows of at most `limit` tokens with any transformers tokenizer."""
+    """Makes rows of at most `limit` tokens with any transformers tokenizer.
 
-    def __init__(self, tokenizer: Any, limit: float = math.inf):
-        self.tokenizer, self.limit = tokenizer, limit
+    always_ends: the dialogue is one text, and has its closing token even if the response was cut off. Encoder-decoders read their score
+    there, and want as many end tokens in each row.
+    """
+
+    def __init__(self, tokenizer: Any, limit: float = math.inf, always_ends: bool = False):
+        self.tokenizer, self.limit, self.always_ends = tokenizer, limit, always_ends
         self.cut = 0  # rows that were too long
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
-        self.form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
+        form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
+        self.form = "plain" if always_ends else form
         if not tokenizer.is_fast:
             raise UserError("reward.model: its tokenizer has no tokenizer.json: save it as a fast one")
         self._special_ids = set(tokenizer.all_special_ids)
@@ -70,7 +75,7 @@ class TextEncoder:
 
     def within(self, limit: int) -> "TextEncoder":
         """The same with rows of at most `limit` tokens."""
-        return TextEncoder(self.tokenizer, min(limit, self.limit))
+        return TextEncoder(self.tokenizer, min(limit, self.limit), self.always_ends)
 
     def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
         """One row. If it is too long, the oldest turns are dropped, then the beginning of the last one; a response that
@@ -88,7 +93,7 @@ class TextEncoder:
                     text = messages[0].content
                     text = self._cut(text, max(0, self.count(text) - min(over, spare)), keep_start=False)
                     messages = messages[1:] or [Message(role="user", content=text)]
-            elif ended:
+            elif ended and not self.always_ends:
                 ended = False
             elif response:
                 response = self._cut(response, max(0, self.count(response) - over), keep_start=True)
@@ -114,6 +119,7 @@ class TextEncoder:
         ids, types = list(encoded["input_ids"]), list(encoded["token_type_ids"])
         ending = itertools.takewhile(lambda i: ids[i] in self._special_ids, reversed(range(len(ids))))
         at = next((i for i in ending if ids[i] in self._closing), None)  # of the token that closes the response
+        ended = ended or self.always_ends
         if at is not None and not ended:
             del ids[at], types[at]
         elif at is None and ended and self.tokenizer.eos_token_id is not None:
@@ -146,7 +152,7 @@ class TextRewardModel(nn.Module):
         # the model's own pad id first: its positions, and the position that it reads, may depend on it
         pad = network.config.pad_token_id
         self.pad: int = pad if pad is not None else tokenizer.pad_token_id or 0
-        self.encoder = TextEncoder(tokenizer, position_limit(network, tokenizer))
+        self.encoder = TextEncoder(tokenizer, position_limit(network, tokenizer), network.config.is_encoder_decoder)
         known = inspect.signature(network.forward).parameters
         has_types = getattr(network.config, "type_vocab_size", 0) > 1
         self._takes_types = has_types and "token_type_ids" in known and "token_type_ids" in tokenizer.model_input_names
@@ -252,10 +258,6 @@ def _read_config(source: str) -> tuple[Any, Any]:
     what = f"reward.model={source}: no readable model and tokenizer"
     config = read_config(source, what, wanted)
     tokenizer = open_tokenizer(AutoTokenizer, what, wanted, pretrained_model_name_or_path=source)
-    if config.is_encoder_decoder:
-        raise UserError(
-            f"{source}: a {config.model_type} has an encoder and a decoder: give a classifier with one of them"
-        )
     without_dropout(config)
     config.use_cache = False
     if config.pad_token_id is None:

@@ -29,17 +29,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
                    {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32} | PLACES, "cls"),
     "xlnet": ("XLNetForSequenceClassification", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}, "cls"),
     "big_bird": ("BigBirdForSequenceClassification", SMALL | PLACES | {"attention_type": "original_full"}, "cls"),
+    "t5": ("T5ForConditionalGeneration",
+           {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "n_positions": 40, "decoder_start_token_id": 0}, "ends"),
+    "bart": ("BartForConditionalGeneration",
+             {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+              "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32} | PLACES, "double"),
     "gpt2": ("GPT2ForSequenceClassification", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}, "none"),
     "llama": ("LlamaForSequenceClassification", SMALL | PLACES, "none"),
 }  # fmt: skip
 
 
 def make_tokenizer(frame: str, text: Sequence[str] = (WORDS,)) -> PreTrainedTokenizerFast:
-    """A word tokenizer trained here that frames texts as BERT (cls), RoBERTa (double) or GPT-2 do."""
+    """A word tokenizer trained here that frames texts as BERT (cls), RoBERTa (double), T5 (ends) or GPT-2 do."""
     names = {
         "cls": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"},
         "double": {"pad_token": "<pad>", "bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>",
                    "unk_token": "<unk>"},
+        "ends": {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
         "none": {"eos_token": "<|endoftext|>", "unk_token": "<unk>"},
     }[frame]  # fmt: skip
     backend = Tokenizer(models.WordLevel(unk_token=names["unk_token"]))
@@ -49,6 +55,7 @@ def make_tokenizer(frame: str, text: Sequence[str] = (WORDS,)) -> PreTrainedToke
     forms = {
         "cls": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
         "double": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+        "ends": ("$A </s>", "$A </s> $B </s>"),
     }
     if frame in forms:
         single, pair = forms[frame]

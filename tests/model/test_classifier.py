@@ -71,7 +71,7 @@ def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path
     again = load_reward_model(tmp_path / "kept", CPU)
     assert isinstance(again, TextRewardModel) and (again.gain, again.shift) == (2.0, 0.25) and not again.training
     assert torch.equal(score_texts(again, PROMPTS, RESPONSES, ENDED), scores)
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "kept").num_labels == 1, "by itself"
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "kept").config.num_labels == 1, "by itself"
 
 
 def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
@@ -83,7 +83,8 @@ def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     assert len(row) == 40
     assert torch.isfinite(score(model, [row])).all()
     whole, open_end = (model.encoder.encode(PROMPTS[0], "red", e).ids for e in (True, False))
-    assert len(whole) == len(open_end) + 1, "whether the author ended is seen"
+    seen = not model.network.config.is_encoder_decoder  # which reads the score at the end, and so closes every row
+    assert len(whole) == len(open_end) + seen, "whether the author ended is seen"
     model.encoder.limit = limit = 24
     tokenizer = model.tokenizer
     row = model.encoder.encode(user("coal " + "what colour is the sky ? " * 20 + "snow dog"), "red white")
