@@ -1,0 +1,126 @@
+"""Does the built-in world predict which method is better on a pretrained model? An order of methods per world, and their rank correlation.
+
+    python scripts/studies/worlds.py --out runs/in-gold --parents runs/gold-0 runs/gold-1 --less=kl.coef=0.28 experiment=gold rounds=1
+    python scripts/studies/worlds.py --out runs/in-real --parents runs/sent-0 runs/sent-1 --less=kl.target=2 experiment=sentiment … \
+        --against runs/in-gold --picture worlds.png
+
+A parent is a run with finished labels and a finished reward model. All methods have its SFT model and rankings: PPO, PPO with less KL (the
+settings of --less), PPO on the mean of three reward models, GRPO, DPO, rejection sampling, best-of-16. Their figure is the true win rate
+over the SFT model. The interval of the correlation draws every win rate anew from its own interval (by prompt): it is for these seeds.
+"""
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Cell, draw, make_cells, parse, read, run, show, spaced, table
+
+BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
+AFTER = (*BEFORE, "reward")
+GRPO = ("ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
+EVALUATION = {"evaluate": ("evaluate.best_of=0",)}
+BEST = "best_of_16"
+DRAWS = 2000
+
+
+def models_of(asked: Any) -> list[Cell]:
+    """Two more reward models per seed: another head, and the rankings in another order."""
+    cells = make_cells(asked, {"reward_a": (), "reward_b": ()}, BEFORE, {"reward": ("reward.audit=0",)})
+    models = []
+    for cell in cells:
+        ((command, *settings),) = cell.steps
+        settings = [text for text in settings if not text.startswith("seed=")]
+        other = cell.seed + (100 if cell.name == "reward_a" else 200)
+        models.append(replace(cell, steps=((command, *settings, f"seed={other}"),)))
+    return models
+
+
+def methods_of(asked: Any, models: list[Cell]) -> list[Cell]:
+    """A cell per method and seed."""
+    cells = []
+    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
+        one = copy.copy(asked)
+        one.seeds, one.parents = [seed], [parent]
+        sources = [parent / "reward", *(cell.home / "reward" for cell in models if cell.seed == seed)]
+        three = "ppo.rewards=[" + ",".join(f"'{source}'" for source in sources) + "]"
+        choices = {"ppo": ("evaluate.best_of=16",), "ppo_less_kl": asked.less, "grpo": GRPO,
+                   "ensemble": (three, "ppo.reward_weights=[0.3333,0.3333,0.3334]")}  # fmt: skip
+        cells += make_cells(one, choices, AFTER, {"ppo": (), **EVALUATION})
+        for stage in ("dpo", "rejection"):
+            cells += make_cells(one, {stage: ()}, AFTER, {stage: (), **EVALUATION})
+    return cells
+
+
+def figures(cells: list[Cell]) -> dict[str, dict[str, Any]]:
+    """{method: {seed: {"win_rate", "error", "kl"}}}; the error is the standard error by prompt, the KL in nats."""
+    found: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        results = cell.results()
+        rows = {cell.name: (results["gold"]["win_rate_vs_sft"], results["kl_to_sft_nats"])}
+        if cell.name == "ppo":
+            rows[BEST] = (results["best_of_n"]["win_rate_vs_sft"], results["best_of_n"]["kl_bound_nats"])
+        for name, (rate, kl) in rows.items():
+            error = (rate["ci95"][1] - rate["ci95"][0]) / 2 / 1.96
+            found.setdefault(name, {})[str(cell.seed)] = {"win_rate": rate["value"], "error": error, "kl": kl}
+    return found
+
+
+def correlation(here: dict[str, dict[str, Any]], there: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Spearman's correlation of the methods' mean win rates in two worlds, with the interval of the draws."""
+    from scipy.stats import spearmanr
+
+    rng, names = np.random.default_rng(0), [name for name in here if name in there]
+
+    def means(world: dict[str, dict[str, Any]], noise: float) -> list[float]:
+        by_name = [world[name].values() for name in names]
+        return [np.mean([f["win_rate"] + noise * f["error"] * rng.normal() for f in by_seed]) for by_seed in by_name]
+
+    drawn = [spearmanr(means(here, 1.0), means(there, 1.0)).statistic for _ in range(DRAWS)]
+    value = float(spearmanr(means(here, 0.0), means(there, 0.0)).statistic)
+    return {"value": value, "ci95": np.quantile(drawn, (0.025, 0.975)).tolist(), "n": len(names)}
+
+
+def mean_of(by_seed: dict[str, Any], key: str) -> float:
+    return sum(f[key] for f in by_seed.values()) / len(by_seed)
+
+
+def win_rate(by_seed: dict[str, Any]) -> dict[str, Any]:
+    """The mean over seeds, with the interval by prompt."""
+    mean, half = (
+        mean_of(by_seed, "win_rate"),
+        1.96 * math.sqrt(sum(f["error"] ** 2 for f in by_seed.values())) / len(by_seed),
+    )
+    return {"value": mean, "ci95": [mean - half, mean + half]}
+
+
+def cells_at(asked: Any) -> list[Cell]:
+    models = models_of(asked)
+    run(models, asked.processes)
+    cells = methods_of(asked, models)
+    run(cells, asked.processes)
+    return cells
+
+
+def main() -> None:
+    asked = parse(__doc__, less={"action": "append", "default": []}, against={"type": Path})
+    found = figures(cells_at(asked))
+    (asked.out / "methods.json").write_text(json.dumps(found), encoding="utf-8")
+    ordered = sorted(found, key=lambda name: -mean_of(found[name], "win_rate"))
+    lines = [
+        [spaced(n), win_rate(found[n]), *(f["win_rate"] for f in found[n].values()), mean_of(found[n], "kl")]
+        for n in ordered
+    ]
+    table(["method", "true win rate over SFT", *(f"seed {s}" for s in asked.seeds), "KL, nats"], lines)
+    if asked.against:
+        other = read(asked.against / "methods.json")
+        print(f"rank correlation over {len(found)} methods: {show(correlation(found, other))}")
+        points = {spaced(n): [(mean_of(other[n], "win_rate"), win_rate(found[n]))] for n in ordered if n in other}
+        draw(asked.picture, points, "true win rate in the first world", "true win rate in the second", line=False)
+
+
+if __name__ == "__main__":
+    main()
