@@ -162,8 +162,10 @@ def make_page(run: RunFiles) -> str:
     """The page as HTML. The same files give the same text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader, layout = PackageLoader("rlhf.report", "."), {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **layout)
+    loader = PackageLoader("rlhf.report", ".")
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=True, loader=loader
+    )
     called = (entries, entry_at, number_at, prompt_text, total, draw_svg, format_value, spread)
     environment.filters |= {"decimal": decimal, "memory": memory, "duration": duration, "visible": visible}
     environment.globals |= {function.__name__: function for function in called}
