@@ -1,7 +1,7 @@
 """Scores of answers by either kind of reward model, the accuracy of scores, and the best head on a frozen trunk."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -34,7 +34,7 @@ from rlhf.training.setup import set_up
 Scores = list[list[float]]  # a list per item or prompt
 
 RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs, or of features
-DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # lambda of `fit_head`, tried in turn
+DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # lambda of `fit_head`
 FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the prompts
 
 
@@ -213,32 +213,31 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: Laye
         scores = by_item([items[i] for i in chosen], mix.softmax(0) @ (part @ w))
         return ranking_loss(scores, weights[chosen, : scores.shape[1], : scores.shape[1]])
 
-    def fitted(decay: float, chosen: list[int]) -> list[Tensor]:
+    def path(chosen: list[int], least: float) -> Iterator[tuple[float, list[Tensor]]]:
+        """The fits for the decays down to the least one; each starts from the one before, which saves most of the steps."""
         w = torch.zeros(features.shape[2], dtype=torch.float64, requires_grad=True)
         mix = torch.zeros(len(features), dtype=torch.float64, requires_grad=len(features) > 1)
-        optimizer = torch.optim.LBFGS(
-            [x for x in (w, mix) if x.requires_grad], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
-        )
+        free, part = [x for x in (w, mix) if x.requires_grad], torch.cat([rows[i] for i in chosen], 1)
+        for decay in (d for d in reversed(DECAYS) if d >= least):
+            optimizer = torch.optim.LBFGS(free, max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
 
-        part = torch.cat([rows[i] for i in chosen], 1)
+            def closure(decay: float = decay, optimizer: torch.optim.LBFGS = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of([w, mix], chosen, part)[0] + decay * w @ w
+                loss.backward()
+                return loss
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of([w, mix], chosen, part)[0] + decay * w @ w
-            loss.backward()
-            return loss
+            optimizer.step(closure)
+            yield decay, [w.detach(), mix.detach()]
 
-        optimizer.step(closure)
-        return [w.detach(), mix.detach()]
-
-    everything, tried = list(range(len(items))), []
-    folds = [everything[n::FOLDS] for n in range(min(FOLDS, len(items)))]
-    for decay in DECAYS:
-        held_out = [loss_of(fitted(decay, sorted(set(everything) - set(fold))), fold)[1] for fold in folds]
-        total = {name: float(sum(figures[name] for figures in held_out)) for name in held_out[0]}
-        tried.append((total["loss_sum"] / total["prompts"], decay, total["pairs_correct"] / total["pairs"]))
-    loss, decay, right = min(tried)
-    w, mix = fitted(decay, everything)
+    everything, totals = list(range(len(items))), defaultdict[float, Counter[str]](Counter)
+    for fold in (everything[n::FOLDS] for n in range(min(FOLDS, len(items)))):
+        for decay, fit in path(sorted(set(everything) - set(fold)), min(DECAYS)):
+            totals[decay].update({name: float(figure) for name, figure in loss_of(fit, fold)[1].items()})
+    loss, decay, right = min(
+        (t["loss_sum"] / t["prompts"], d, t["pairs_correct"] / t["pairs"]) for d, t in totals.items()
+    )
+    *_, (_, (w, mix)) = path(everything, decay)
     with torch.no_grad():
         head.weight.copy_((w / scale)[None])
         head.bias.zero_()  # calibration shifts the scores
