@@ -41,9 +41,10 @@ class ScalarHead(Float32Linear):
 
 
 class LayerMix(nn.Module):
-    """gamma sum_l softmax(s)_l h_l of hidden states h (L, N, D), in float32: which layers the head reads is learned.
+    """gamma sum_l softmax(s)_l h_l / rms(h_l) of hidden states h (L, N, D), in float32: which layers the head reads is learned.
 
-    s starts at 0 and gamma at 1, so that it begins as the mean of the layers. Source: Peters et al. 2018 (ELMo), equation 1.
+    s starts at 0 and gamma at 1, so that it begins as the mean of the layers. Source: Peters et al. 2018 (ELMo), equation 1; a
+    norm before the mix, which helped "in some cases" there, is needed where norms precede the blocks: states grow from layer to layer.
     """
 
     def __init__(self, layers: int):
@@ -52,7 +53,12 @@ class LayerMix(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(N, D) float32."""
-        return upcast(self.gamma) * torch.einsum("l,l...->...", upcast(self.weight).softmax(0), upcast(hidden))
+        return upcast(self.gamma) * torch.einsum("l,l...->...", upcast(self.weight).softmax(0), self.normed(hidden))
+
+    @staticmethod
+    def normed(hidden: Tensor) -> Tensor:
+        """The states over the root of their mean square, in float32."""
+        return nn.functional.rms_norm(upcast(hidden), hidden.shape[-1:], eps=1e-12)  # embeddings can be small
 
 
 def scalar_heads_in_float32(model: nn.Module) -> None:
@@ -179,11 +185,13 @@ class RewardModel(PreTrainedModel):
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The head's input per response, (1, B, D) float32: the raw score is w . features + b. Arguments as of `forward`.
 
-        With a mix the states of the layers that it mixes, (L, B, D).
+        With a mix the normed states of the layers that it mixes, (L, B, D).
         """
         real, kept = self._read_places(tokens, lengths)
         trunk = lm(self.trunk)
-        hidden = trunk.hidden(tokens, kept)[None] if self.mix is None else trunk.layers_at(tokens, kept)
+        hidden = (
+            trunk.hidden(tokens, kept)[None] if self.mix is None else self.mix.normed(trunk.layers_at(tokens, kept))
+        )
         hidden = hidden.float().view(len(hidden), *real.shape, -1)
         return torch.where(real[..., None], hidden, 0.0).sum(2) / real.sum(1, keepdim=True)
 

@@ -168,7 +168,8 @@ def test_a_mix_of_layers_is_elmos(tokens, tmp_path, kind):
         mixed.mix.weight.copy_(torch.tensor([0.3, -1.0, 2.0]))
         mixed.mix.gamma.fill_(1.7)
     s = torch.tensor([0.3, -1.0, 2.0]).exp() / torch.tensor([0.3, -1.0, 2.0]).exp().sum()
-    wanted = mixed.head(1.7 * sum(share * state for share, state in zip(s, states, strict=True))).squeeze(-1)
+    normed = [state / state.square().mean(-1, keepdim=True).sqrt() for state in states]
+    wanted = mixed.head(1.7 * sum(share * state for share, state in zip(s, normed, strict=True))).squeeze(-1)
     ends = torch.arange(3), LENGTHS - 1
     scores = mixed(tokens, LENGTHS, calibrated=False)
     torch.testing.assert_close(scores, wanted[ends], rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from rlhf.config import Config
 from rlhf.data.encoding import Item, Judgement
+from rlhf.evaluation import scoring
 from rlhf.evaluation.scoring import fit_head, read_features
 from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
 from rlhf.stages import reward
@@ -47,12 +48,15 @@ def test_it_finds_the_direction_that_made_the_rankings():
     assert head.bias.item() == 0
 
 
-def test_it_finds_the_layer_that_made_the_rankings():
+def test_it_finds_the_layer_that_made_the_rankings(monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    features = torch.randn(3, 60, 4, 6, generator=draw, dtype=torch.float64)
+    features = LayerMix.normed(torch.randn(3, 60, 4, 6, generator=draw)).double()
     true = features[1] @ torch.tensor([1.0, -1.0, 0, 0, 0, 0], dtype=torch.float64)
     head, mix = ScalarHead(6), LayerMix(3)
     flat, items = features.flatten(1, 2), ranked_items(true, noise=0.5)
+    fit_head(head, flat, items, mix)
+    assert mix.weight.argmax() == 1 and mix.weight.softmax(0)[1] > 0.6
+    monkeypatch.setattr(scoring, "MIX_DECAY", 0.0)  # which pulls towards a third
     found = fit_head(head, flat, items, mix)
     assert (
         mix.weight.softmax(0)[1] > 0.9
