@@ -50,8 +50,8 @@ def read(path: Path) -> Any:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The rows of a JSON lines file, whose texts may contain other line separators."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def parse(doc: str, argv: Sequence[str] | None = None, **more: Any) -> Any:
