@@ -54,6 +54,8 @@ def figures(cell: Cell) -> dict[str, float]:
         "gold score, student": gold["distill"],
         "gold score, PPO": gold["ppo"],
         "gold score kept": gold["distill"] / gold["ppo"],
+        "perplexity under SFT, student": results["text"]["distill"]["perplexity"]["value"],
+        "perplexity under SFT, PPO": results["text"]["ppo"]["perplexity"]["value"],
     }
 
 
