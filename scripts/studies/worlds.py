@@ -90,24 +90,18 @@ def mean_of(by_seed: dict[str, Any], key: str) -> float:
 
 def win_rate(by_seed: dict[str, Any]) -> dict[str, Any]:
     """The mean over seeds, with the interval by prompt."""
-    mean, half = (
-        mean_of(by_seed, "win_rate"),
-        1.96 * math.sqrt(sum(f["error"] ** 2 for f in by_seed.values())) / len(by_seed),
-    )
+    mean = mean_of(by_seed, "win_rate")
+    half = 1.96 * math.sqrt(sum(f["error"] ** 2 for f in by_seed.values())) / len(by_seed)
     return {"value": mean, "ci95": [mean - half, mean + half]}
-
-
-def cells_at(asked: Any) -> list[Cell]:
-    models = models_of(asked)
-    run(models, asked.processes)
-    cells = methods_of(asked, models)
-    run(cells, asked.processes)
-    return cells
 
 
 def main() -> None:
     asked = parse(__doc__, less={"action": "append", "default": []}, against={"type": Path})
-    found = figures(cells_at(asked))
+    models = models_of(asked)
+    run(models, asked.processes)
+    cells = methods_of(asked, models)
+    run(cells, asked.processes)
+    found = figures(cells)
     (asked.out / "methods.json").write_text(json.dumps(found), encoding="utf-8")
     ordered = sorted(found, key=lambda name: -mean_of(found[name], "win_rate"))
     lines = [
