@@ -9,7 +9,15 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.ppo.rewards import CombinedReward, Episodes, FunctionReward, ModelReward, make_reward, score_by_token
+from rlhf.ppo.rewards import (
+    CombinedReward,
+    Episodes,
+    FunctionReward,
+    ModelReward,
+    make_reward,
+    score_by_token,
+    spread_of,
+)
 from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")
@@ -28,6 +36,15 @@ def test_scores_combine_by_hand():
     # 2 * 1 - .5 * 3;  2 * -2 - .5 * 2;  2 * .5 - .5 * .5
     assert reward(episodes("a", "b", "c")).tolist() == pytest.approx([0.5, -5.0, 0.75])
     assert reward.parts["one"].tolist() == SCORES[0].tolist()
+    assert spread_of(reward) is None
+
+
+def test_the_spread_of_the_reward_models_by_hand():
+    sources = {"model_0": lambda e: SCORES[0], "model_1": lambda e: SCORES[1], "function_2": lambda e: 100 * SCORES[0]}
+    reward = CombinedReward(sources, [1.0, 0.0, 1.0])
+    assert reward(episodes("a", "b", "c")).tolist() == [101, -202, 50.5], "the second model only watches"
+    # half the differences 1 - 3, -2 - 2 and .5 - .5, times the root of 2
+    assert spread_of(reward).tolist() == pytest.approx([2**0.5, 2 * 2**0.5, 0.0])
 
 
 class Countdown(torch.nn.Module):

@@ -16,7 +16,7 @@ from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import wide
 from rlhf.ppo.experience import Experience, Rollout
-from rlhf.ppo.rewards import Reward, parts_of
+from rlhf.ppo.rewards import Reward, parts_of, spread_of
 from rlhf.runs.metric_table import Sums, find
 from rlhf.system.plugins import load_named
 from rlhf.training.engine import Engine
@@ -75,6 +75,8 @@ def add_rollout_metrics(
     sums.add("objective/rlhf_reward", totals["scores"] + kl_reward, count)
     for name, part in parts_of(reward).items():
         sums.add(f"objective/scores/{name}", part.sum().item(), count)
+    if (spread := spread_of(reward)) is not None:
+        sums.add("objective/scores_std", spread.sum().item(), count)
     if critic is not None:
         target, error = wide(returns[mask]), wide((returns - rollout.values)[mask])
         moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())

@@ -290,6 +290,15 @@ def parts_of(reward: Reward) -> dict[str, Tensor]:
     return {name: scores for name, scores in parts.items() if name}
 
 
+def spread_of(reward: Reward) -> Tensor | None:
+    """The standard deviation (B,) of the scores of the last call over the reward models; None if there are fewer than two.
+
+    A model with weight 0 takes part: it watches the policy that another one rewards.
+    """
+    scores = [part for name, part in parts_of(reward).items() if name.startswith("model_")]
+    return torch.stack(scores).std(0) if len(scores) > 1 else None
+
+
 def adjust_scores(config: Config, scores: Tensor, ended: Tensor) -> Tensor:
     """The scores (B,) before the KL penalty: clipped, and lowered if there is no end token."""
     settings = config.ppo
