@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 Figure = dict[str, Any]  # {"mean", "ci95", "n"}
+RLHF = ("-m", "rlhf")
 Step = tuple[str, ...]  # a command of rlhf, and its overrides
 
 
@@ -36,6 +37,7 @@ class Cell:
     parent: Path
     home: Path
     steps: tuple[Step, ...]
+    program: tuple[str, ...] = RLHF  # what runs them
 
     def beside(self, ending: str) -> Path:
         """A file next to the cell's folder."""
@@ -135,15 +137,15 @@ def run_cell(cell: Cell) -> int:
             if is_complete(cell.home / last_stage(command)):
                 continue
             shared = [] if command == "pipeline" else ["--shared-settings"]
-            if code := call([command, *shared, *overrides], log):
+            if code := call([command, *shared, *overrides], log, cell.program):
                 return code
     print(f"{cell.home.name}: done", flush=True)
     return 0
 
 
-def call(arguments: list[str], log: Any) -> int:
-    """`rlhf` with these arguments, in a process of its own; returns its exit code."""
-    return subprocess.run([sys.executable, "-m", "rlhf", *arguments], stdout=log, stderr=log, check=False).returncode
+def call(arguments: list[str], log: Any, program: Sequence[str] = RLHF) -> int:
+    """The program with these arguments, in a process of its own; returns its exit code."""
+    return subprocess.run([sys.executable, *program, *arguments], stdout=log, stderr=log, check=False).returncode
 
 
 def cached(path: Path, make: Callable[[], Any]) -> Any:

@@ -19,10 +19,11 @@ from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, 
 MODELS = 3
 WRONG = 0.25
 LEVELS = (1.0, 1.5)  # nats per sequence
+AVERAGED = "averaged_reference"  # an arm, and the script that runs it
 # Settings of arms that pay the first model's score as `one` does; the others are kinds of steadier_rewards.py
 CRITICS = {"one": (), "two_lambdas": ("ppo.advantages='{FUNCTIONS}:two_lambdas'",), "first_critic": ("ppo.critic_warmup_updates=3",),
            "new_critic": ("ppo.critic=sft",)}  # fmt: skip
-ARMS = (*CRITICS, "mean", "lower", "worst", "averaged", "bounded", "even")
+ARMS = (*CRITICS, AVERAGED, "mean", "lower", "worst", "averaged", "bounded", "even")
 FUNCTIONS = Path(__file__).with_name("steadier_rewards.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 REWARD = ("reward.audit=0", "reward.fit_head=true")  # one start for all heads, so that weights can be averaged
@@ -105,14 +106,16 @@ def with_arm(cell: Cell, prepared: dict[str, Any]) -> Cell:
     """The cell with its arm's sources."""
     ((command, *settings),) = cell.steps
     models, first = prepared["models"], str(Path(prepared["models"][0]).parent)
-    sources = [f"'{first}'"]
-    if cell.name in CRITICS:
+    sources, program = [f"'{first}'"], cell.program
+    if cell.name == AVERAGED:
+        program = (str(FUNCTIONS.with_name(f"{AVERAGED}.py")),)
+    elif cell.name in CRITICS:
         settings += [text.format(FUNCTIONS=FUNCTIONS) for text in CRITICS[cell.name]]
     else:
         sources += [f"'{FUNCTIONS}:reward'"]
         names = ",".join(f"'{folder}'" for folder in models)
         settings += [f"ppo.reward_parameters={{kind:{cell.name},models:[{names}],facts:'{prepared['facts']}'}}"]
-    return replace(cell, steps=((command, *settings, f"ppo.rewards=[{','.join(sources)}]"),))
+    return replace(cell, steps=((command, *settings, f"ppo.rewards=[{','.join(sources)}]"),), program=program)
 
 
 def along(cell: Cell) -> list[dict[str, float]]:
