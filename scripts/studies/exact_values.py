@@ -29,8 +29,8 @@ from rlhf.training.adapters import share_weights
 from rlhf.training.setup import load_policy
 from rlhf.training.state import put_weights, read_state
 
-PROMPTS, EVERY, AGAIN = 64, 6, 64
-UPDATES = (4, 8, 12, 16)
+PROMPTS, EVERY, AGAIN = 48, 6, 48
+UPDATES = (4, 16)
 
 
 def settings_of(cell: Cell) -> Any:
