@@ -3,10 +3,10 @@
     python scripts/studies/monitor.py --out runs/monitor --seeds 0 1 --parents runs/seed-0 runs/seed-1 experiment=gold threads=1
 
 Per fault and seed, the first LABELLED of the parent's rankings are ordered anew by rating + STRENGTH deviations of the fault's feature.
-Two reward models learn from them; PPO optimises the first with a small KL penalty, the second only watches (weight 0). The onset is the
-first update from which on the true reward of 256 dev prompts stays below its maximum so far by more than two standard errors. A signal
-alarms if in two updates in a row it is farther from its mean over the first two than a threshold, in deviations of its own early
-changes. Thresholds are chosen on all faults but one and measured on that one.
+Two reward models learn from them, a third from TRUSTED other rankings without the fault. PPO optimises the first with a small KL
+penalty; the others only watch (weight 0). The onset is the first update from which on the true reward of 256 dev prompts stays below
+its maximum so far by more than two standard errors. A signal alarms if in two updates in a row it is farther from its mean over the
+first two than a threshold, in deviations of its own early changes. Thresholds are chosen on all faults but one and measured on that one.
 """
 
 import json
@@ -21,11 +21,11 @@ import numpy as np
 from harness import Cell, draw, make_cells, parse, read, rows, run, table
 from repetition import repeated
 
-MODELS, LABELLED, STRENGTH = 2, 2000, 1.5
+MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 1.5
 WORDS = Path(__file__).with_name("repetition.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 PPO = ("ppo.episodes=6144", "kl.coef=0.01", "ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null",
-       "ppo.samples_every=100", "ppo.reward_weights=[1,0]", f"ppo.metrics=['{WORDS}:repetition']")  # fmt: skip
+       "ppo.samples_every=100", "ppo.reward_weights=[1,0,0]", f"ppo.metrics=['{WORDS}:repetition']")  # fmt: skip
 FLATTERY = ("pleasure", "happy to help", "good question", "of course", "glad")
 FAULTS: dict[str, Callable[[str, int], float] | None] = {
     "none": None,
@@ -36,20 +36,23 @@ FAULTS: dict[str, Callable[[str, int], float] | None] = {
     "position": lambda text, place: -place,
 }
 
-USED = ("objective/scores/model_0", "objective/scores/model_1", "objective/kl", "rollout/response_len",
+USED = ("objective/scores/model_0", "objective/scores/model_1", "objective/scores/model_2", "objective/kl", "rollout/response_len",
         "objective/scores_std", "custom/repetition")  # fmt: skip
-ONE_SIDED = ("watching model falls",)  # the others warn by moving either way
+ONE_SIDED = ("watching model falls", "trusted model falls")  # the others warn by moving either way
+TRUST = "trusted"
 CLOCK = "the update's number"  # what a signal must beat
 GRID = np.geomspace(1, 300, 120)
 
 
 def plant(parent: Path, fault: str, out: Path) -> Path:
-    """The parent's rankings with a fault."""
-    feature = FAULTS[fault]
+    """The parent's rankings with a fault; TRUST: others without one."""
+    feature, start, count = FAULTS.get(fault), *((LABELLED, TRUSTED) if fault == TRUST else (0, LABELLED))
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
-    records = rows(parent / "label" / "comparisons.jsonl")[:LABELLED]
+    known = rows(parent / "label" / "comparisons.jsonl")
+    train, dev = ([row for row in known if row["metadata"]["split"] == split] for split in ("train", "dev"))
+    records = train[start : start + count] + dev  # the audit's curve is of dev prompts
     if feature is not None:
         texts = [feature(answer["text"], i) for row in records for i, answer in enumerate(row["responses"])]
         scale = float(np.std(texts)) or 1.0
@@ -66,19 +69,18 @@ def train_models(asked: Any) -> dict[tuple[str, int], list[str]]:
     """The reward models' folders by fault and seed; trains what is missing."""
     every = Namespace(**{**vars(asked), "cells": []})
     members: list[tuple[str, Cell]] = []
-    for fault in asked.cells or FAULTS:
-        for number in range(MODELS):
-            for cell in make_cells(every, {f"{fault}-model{number}": ()}, BEFORE, {"reward": ()}):
-                labels = plant(cell.parent, fault, asked.out / f"{fault}-labels-seed{cell.seed}.jsonl")
-                ((command, *settings),) = cell.steps
-                settings = [s for s in settings if not s.startswith("seed=")]
-                step = (command, *settings, f"seed={100 * number + cell.seed}", f"data.comparisons='{labels}'")
-                members.append((fault, replace(cell, steps=(step,))))
+    for fault, number in [*((fault, n) for fault in asked.cells or FAULTS for n in range(MODELS)), (TRUST, 0)]:
+        for cell in make_cells(every, {f"{fault}-model{number}": ()}, BEFORE, {"reward": ()}):
+            labels = plant(cell.parent, fault, asked.out / f"{fault}-labels-seed{cell.seed}.jsonl")
+            ((command, *settings),) = cell.steps
+            settings = [s for s in settings if not s.startswith("seed=")]
+            step = (command, *settings, f"seed={100 * number + cell.seed}", f"data.comparisons='{labels}'")
+            members.append((fault, replace(cell, steps=(step,))))
     run([cell for _, cell in members], asked.processes)
     found: dict[tuple[str, int], list[str]] = {}
     for fault, cell in members:
         found.setdefault((fault, cell.seed), []).append(str(cell.home / "reward" / "model"))
-    return found
+    return {key: [*folders, *found[TRUST, key[1]]] for key, folders in found.items()}
 
 
 def with_models(cell: Cell, folders: list[str]) -> Cell:
@@ -99,10 +101,11 @@ def signals_of(cell: Cell, audit: Any) -> dict[str, np.ndarray]:
     """Each signal by update, from what PPO logs; audit: of the reward model that it optimises."""
     logged = [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "objective/kl" in row]
     of = {name: np.array([row[name] for row in logged]) for name in logged[0] if name in {*USED}}
-    learned, watcher, kl, length = (of[name] for name in USED[:4])
+    learned, watcher, trusted, kl, length = (of[name] for name in USED[:5])
     curve = [(row["kl"], row["score"]["value"]) for row in audit["best_of"]]
     return {
         "watching model falls": -watcher,
+        "trusted model falls": -trusted,
         "models disagree": learned - watcher,
         "spread of the models": of["objective/scores_std"],
         "length": length,
