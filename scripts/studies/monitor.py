@@ -4,9 +4,10 @@
 
 Per fault and seed, the first LABELLED of the parent's rankings are ordered anew by rating + STRENGTH deviations of the fault's feature.
 Two reward models learn from them, a third from TRUSTED other rankings without the fault. PPO optimises the first with a small KL
-penalty; the others only watch (weight 0). The onset is the first update from which on the true reward of 256 dev prompts stays below
-its maximum so far by more than two standard errors. A signal alarms if in two updates in a row it is farther from its mean over the
-first two than a threshold, in deviations of its own early changes. Thresholds are chosen on all faults but one and measured on that one.
+penalty and a small learning rate; the others only watch (weight 0). The onset is the first update from which on the true reward of 256
+dev prompts stays below its maximum so far by more than two standard errors. The first START updates sample from SFT: their mean and
+deviation are a signal's zero and unit. It alarms if in two updates in a row it is beyond a threshold; a model that watches, if it has
+fallen so far from its highest score. Thresholds are chosen on all faults but one and measured on that one.
 """
 
 import json
@@ -24,7 +25,8 @@ from repetition import repeated
 MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 1.5
 WORDS = Path(__file__).with_name("repetition.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
-PPO = ("ppo.episodes=6144", "kl.coef=0.01", "ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null",
+START = 5
+PPO = ("ppo.episodes=7168", "ppo.lr=5e-5", f"ppo.critic_warmup_updates={START - 1}", "kl.coef=0.01", "ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null",
        "ppo.samples_every=100", "ppo.reward_weights=[1,0,0]", f"ppo.metrics=['{WORDS}:repetition']")  # fmt: skip
 FLATTERY = ("pleasure", "happy to help", "good question", "of course", "glad")
 FAULTS: dict[str, Callable[[str, int], float] | None] = {
@@ -38,7 +40,7 @@ FAULTS: dict[str, Callable[[str, int], float] | None] = {
 
 USED = ("objective/scores/model_0", "objective/scores/model_1", "objective/scores/model_2", "objective/kl", "rollout/response_len",
         "objective/scores_std", "custom/repetition")  # fmt: skip
-ONE_SIDED = ("watching model falls", "trusted model falls")  # the others warn by moving either way
+FALLS = ("watching model falls", "trusted model falls")
 TRUST = "trusted"
 CLOCK = "the update's number"  # what a signal must beat
 GRID = np.geomspace(1, 300, 120)
@@ -104,8 +106,8 @@ def signals_of(cell: Cell, audit: Any) -> dict[str, np.ndarray]:
     learned, watcher, trusted, kl, length = (of[name] for name in USED[:5])
     curve = [(row["kl"], row["score"]["value"]) for row in audit["best_of"]]
     return {
-        "watching model falls": -watcher,
-        "trusted model falls": -trusted,
+        "watching model falls": watcher,
+        "trusted model falls": trusted,
         "models disagree": learned - watcher,
         "spread of the models": of["objective/scores_std"],
         "length": length,
@@ -116,10 +118,9 @@ def signals_of(cell: Cell, audit: Any) -> dict[str, np.ndarray]:
 
 
 def moved(name: str, values: np.ndarray) -> np.ndarray:
-    """How far a signal has moved from its first two updates, in deviations of its changes over the first four; (updates,)."""
-    start, noise = values[:2].mean(), max(float(np.diff(values[:5]).std()), 1e-6)
-    shift = (values - start) / noise
-    return shift if name in ONE_SIDED else np.abs(shift)
+    """How far a signal is from its mean on SFT's responses, or below its maximum so far, in deviations; (updates,)."""
+    zero = np.maximum.accumulate(values) if name in FALLS else values[:START].mean()
+    return np.abs(values - zero) / max(float(values[:START].std(ddof=1)), 1e-6)
 
 
 def alarm(path: np.ndarray, threshold: float) -> int | None:
