@@ -26,7 +26,8 @@ MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 1.5
 WORDS = Path(__file__).with_name("repetition.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 START = 5
-PPO = ("ppo.episodes=7168", "ppo.lr=5e-5", f"ppo.critic_warmup_updates={START - 1}", "kl.coef=0.01", "ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null",
+PPO = ("ppo.episodes=7168", "ppo.lr=5e-5", f"ppo.critic_warmup_updates={START - 1}", "kl.coef=0.01",
+       "ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null",
        "ppo.samples_every=100", "ppo.reward_weights=[1,0,0]", f"ppo.metrics=['{WORDS}:repetition']")  # fmt: skip
 FLATTERY = ("pleasure", "happy to help", "good question", "of course", "glad")
 FAULTS: dict[str, Callable[[str, int], float] | None] = {
