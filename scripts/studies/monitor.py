@@ -4,10 +4,11 @@
 
 Per fault and seed, the first LABELLED of the parent's rankings are ordered anew by rating + STRENGTH deviations of the fault's feature.
 Two reward models learn from them, a third from TRUSTED other rankings without the fault. PPO optimises the first with a small KL
-penalty and a small learning rate; the others only watch (weight 0). The onset is the first update from which on the true reward of 256
-dev prompts stays below its maximum so far by more than two standard errors. The first START updates sample from SFT: their mean and
-deviation are a signal's zero and unit. It alarms if in two updates in a row it is beyond a threshold; a model that watches, if it has
-fallen so far from its highest score. Thresholds are chosen on all faults but one and measured on that one.
+penalty and a small learning rate; the others only watch (weight 0). The onset is the first update from which on the true reward stays
+below its maximum so far by more than two standard errors; the true reward is a mean over three updates of 256 rollouts and 256 dev
+prompts each. The first START updates sample from SFT: their mean and deviation are a signal's zero and unit. It alarms if in two updates
+in a row it is beyond a threshold; a model that watches, if it has fallen so far from its highest score. Thresholds are chosen on all
+faults but one and measured on that one.
 """
 
 import json
@@ -22,7 +23,7 @@ import numpy as np
 from harness import Cell, draw, make_cells, parse, read, rows, run, table
 from repetition import repeated
 
-MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 1.5
+MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 0.75
 WORDS = Path(__file__).with_name("repetition.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 START = 5
@@ -93,11 +94,20 @@ def with_models(cell: Cell, folders: list[str]) -> Cell:
     return replace(cell, steps=((command, *settings, f"ppo.rewards=[{sources}]"),))
 
 
-def onset(gold: np.ndarray, error: float) -> int | None:
-    """The first update from which on the true reward stays below its maximum so far by two standard errors."""
+def onset(gold: np.ndarray) -> int | None:
+    """The index of the first update from which on the true reward stays below its maximum so far by two standard errors."""
+    error = 0.3 / (3 * 512) ** 0.5  # a score's deviation is about 0.3
     below = gold < np.maximum.accumulate(gold) - 2 * error
     after = [i for i in range(len(gold)) if below[i:].all()]
     return after[0] if after else None
+
+
+def true_reward(metrics: list[dict[str, float]]) -> np.ndarray:
+    """Of the policy that each update samples from, on its rollouts and the dev prompts; means over three updates, (updates,)."""
+    rollouts = [row["gold/total"] for row in metrics if "gold/total" in row]
+    dev = [row["eval/dev/gold/total"] for row in metrics if "eval/dev/gold/total" in row][: len(rollouts)]
+    both = (np.array(rollouts) + np.array(dev)) / 2  # evaluation 0 is of the policy of update 1
+    return np.convolve(np.pad(both, 1, mode="edge"), np.ones(3) / 3, mode="valid")
 
 
 def signals_of(cell: Cell, audit: Any) -> dict[str, np.ndarray]:
@@ -157,12 +167,11 @@ def area(curve: list[tuple[float, float]]) -> float:
 
 def read_case(cell: Cell, folders: list[str]) -> dict[str, Any]:
     metrics = rows(cell.home / "ppo" / "metrics.jsonl")
-    gold = np.array([row["eval/dev/gold/total"] for row in metrics if "eval/dev/gold/total" in row])[1:]
+    gold = true_reward(metrics)
     audit = read(Path(folders[0]).parent / "audit.json")
     paths = {name: moved(name, values) for name, values in signals_of(cell, audit).items()}
     paths[CLOCK] = np.arange(1.0, len(gold) + 1)
-    error = 0.3 / 256**0.5  # a score's deviation is about 0.3, and each dev prompt has one answer
-    return {"fault": cell.name, "seed": cell.seed, "onset": onset(gold, error), "gold": gold, "moved": paths,
+    return {"fault": cell.name, "seed": cell.seed, "onset": onset(gold), "gold": gold, "moved": paths,
             "kl": [row["objective/kl"] for row in metrics if "objective/kl" in row]}  # fmt: skip
 
 
