@@ -3,10 +3,10 @@
     python scripts/studies/audit.py --out runs/audit --seeds 0 1 2 3 --parents runs/small-0 runs/small-1 runs/large-0 runs/large-1 \
         --picture docs/img/audit-gain.png experiment=gold threads=1
 
-Each cell labels 100, 300 or 1000 prompts with noise 1.0 or 2.8, trains and audits a reward model on the parent's SFT model, runs PPO
+Each cell labels 100, 300 or 1000 prompts with noise 1.0 or 2.8 (--count 300: that number, with six noises), trains and audits a reward model on the parent's SFT model, runs PPO
 against it, whatever the verdict, and is evaluated. The outcome is the mean true reward of PPO's answers to test prompts minus that of
-SFT's; the audit uses neither. Prints for each figure of the audit its rank correlation with the outcome, and the partial one given the
-number of labelled prompts, which alone orders the cells; then the cells.
+SFT's; the audit uses neither. Prints for each figure of the audit its rank correlation with the outcome, the partial one given the number
+of labelled prompts, which alone orders the cells, and the one after each parent's mean is subtracted; then the cells.
 """
 
 import math
@@ -19,11 +19,7 @@ from harness import Cell, Figure, draw, make_cells, parse, read, run, spaced, ta
 PROMPTS, NOISES = (100, 300, 1000), (1.0, 2.8)
 # Few labels, and a KL coefficient at which a poor reward model does harm.
 FIXED = ("rounds=1", "kl.coef=0.03", "kl.target=null")
-CHOICES = {
-    f"labels_{prompts}_noise_{noise}": (*FIXED, f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
-    for prompts in PROMPTS
-    for noise in NOISES
-}
+MORE_NOISES = (0.5, 1.0, 1.4, 2.0, 2.8, 4.0)
 TAKEN = ("world", "tokenizer", "pretrain", "sft")
 DEFAULTS = (
     "gold.comparison_test_prompts=50", "ppo.eval_every=0", "ppo.episodes=3072", "evaluate.prompts=256", "evaluate.samples=1",
@@ -88,18 +84,34 @@ def spearman(a: np.ndarray, b: np.ndarray, given: np.ndarray | None = None) -> F
     return {"mean": r, "ci95": [math.tanh(z - half), math.tanh(z + half)], "n": n}
 
 
+def less_parents(values: np.ndarray, parents: list[str]) -> np.ndarray:
+    """The values less their parent's mean."""
+    means = {name: values[[other == name for other in parents]].mean() for name in parents}
+    return values - np.array([means[name] for name in parents])
+
+
 def main(argv: list[str] | None = None) -> None:
-    asked = parse(__doc__, argv)
-    cells = make_cells(asked, CHOICES, TAKEN, {"pipeline": DEFAULTS})
+    asked = parse(__doc__, argv, count={"type": int})
+    choices = {
+        f"labels_{prompts}_noise_{noise}": (*FIXED, f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
+        for prompts in ([asked.count] if asked.count else PROMPTS)
+        for noise in (MORE_NOISES if asked.count else NOISES)
+    }
+    cells = make_cells(asked, choices, TAKEN, {"pipeline": DEFAULTS})
     run(cells, asked.processes)
     found = [figures(cell) for cell in cells]
     gained, labelled = (np.array([row[name] for row in found], float) for name in ("gained", "labelled_prompts"))
-    lines: list[list[Any]] = [["labelled prompts", spearman(labelled, gained), None]]
+    names = [row["parent"] for row in found]
+    lines: list[list[Any]] = [["labelled prompts", spearman(labelled, gained), None, None]]
+    if asked.count:
+        noise = np.array([float(row["cell"].split("_")[-1]) for row in found])
+        lines = [["labelers' noise", spearman(noise, gained), None, spearman(noise, less_parents(gained, names))]]
     for name in FIGURES:
         x = np.array([row["figures"][name] for row in found])
         x = np.where(np.isnan(x), np.nanmean(x) if not np.isnan(x).all() else 0.0, x)
-        lines.append([spaced(name), spearman(x, gained), spearman(x, gained, labelled)])
-    table(["figure", "rank correlation with the gain", "given the number of labelled prompts"], lines)
+        within = spearman(less_parents(x, names), less_parents(gained, names))
+        lines.append([spaced(name), spearman(x, gained), spearman(x, gained, labelled), within])
+    table(["figure", "rank correlation with the gain", "given the number of labelled prompts", "within parents"], lines)
     table(
         ["parent", "cell", "accuracy", "pairs flipped", "verdict", "KL", "true reward gained"],
         [[row["parent"], spaced(row["cell"]), row["figures"]["accuracy"], row["figures"]["mean_flips"], row["verdict"], row["kl"],
@@ -107,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     series = {
         f"{n} prompts": [(r["figures"]["mean_flips"], r["gained"]) for r in found if r["labelled_prompts"] == n]
-        for n in PROMPTS
+        for n in dict.fromkeys(row["labelled_prompts"] for row in found)
     }
     shown = {name: points for name, points in series.items() if points}
     draw(asked.picture, shown, "pairs flipped, mean of the attacks", "true reward gained", line=False)
