@@ -3,10 +3,11 @@
     python scripts/studies/audit.py --out runs/audit --seeds 0 1 2 3 --parents runs/small-0 runs/small-1 runs/large-0 runs/large-1 \
         --picture docs/img/audit-gain.png experiment=gold threads=1
 
-Each cell labels 100, 300 or 1000 prompts with noise 1.0 or 2.8 (--count 300: that number, with six noises), trains and audits a reward model on the parent's SFT model, runs PPO
-against it, whatever the verdict, and is evaluated. The outcome is the mean true reward of PPO's answers to test prompts minus that of
-SFT's; the audit uses neither. Prints for each figure of the audit its rank correlation with the outcome, the partial one given the number
-of labelled prompts, which alone orders the cells, and the one after each parent's mean is subtracted; then the cells.
+Each cell labels 100, 300 or 1000 prompts with noise 1.0 or 2.8 (--count 300: that number, with six noises), trains and audits a reward
+model on the parent's SFT model, runs PPO against it, whatever the verdict, and is evaluated. The outcome is the mean true reward of
+PPO's answers to test prompts minus that of SFT's; the audit uses neither. Prints for each figure of the audit its rank correlation with
+the outcome, the partial one given the number of labelled prompts, which alone orders the cells, and the one after each parent's mean is
+subtracted; then the cells.
 """
 
 import math
