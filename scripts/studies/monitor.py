@@ -5,7 +5,7 @@
 Per fault and seed, the first LABELLED of the parent's rankings are ordered anew by rating + STRENGTH deviations of the fault's feature.
 Two reward models learn from them, a third from TRUSTED other rankings without the fault. PPO optimises the first with a small KL
 penalty and a small learning rate; the others only watch (weight 0). The onset is the first update from which on the true reward stays
-below its maximum so far by more than two standard errors; the true reward is a mean over three updates of 256 rollouts and 256 dev
+below its maximum so far by more than two standard errors; the true reward is a mean over three updates of 256 rollouts and 128 dev
 prompts each. The first START updates sample from SFT: their mean and deviation are a signal's zero and unit. It alarms if in two updates
 in a row it is beyond a threshold; a model that watches, if it has fallen so far from its highest score. Thresholds are chosen on all
 faults but one and measured on that one.
@@ -27,10 +27,10 @@ MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 0.75
 WORDS = Path(__file__).with_name("repetition.py")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 START = 5
-PPO = ("ppo.episodes=7168", "ppo.lr=5e-5", f"ppo.critic_warmup_updates={START - 1}", "kl.coef=0.01",
-       "ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null",
-       "ppo.samples_every=100", "ppo.reward_weights=[1,0,0]", f"ppo.metrics=['{WORDS}:repetition']")  # fmt: skip
+PPO = ("ppo.episodes=7168", "ppo.lr=3e-5", f"ppo.critic_warmup_updates={START - 1}", "ppo.eval_prompts=128", "ppo.eval_every=1",
+       "ppo.ema_decay=null", "ppo.samples_every=100", "ppo.reward_weights=[1,0,0]", f"ppo.metrics=['{WORDS}:repetition']")  # fmt: skip
 FLATTERY = ("pleasure", "happy to help", "good question", "of course", "glad")
+GUARDED = "guarded"  # the models of "none": a run that should be sound
 FAULTS: dict[str, Callable[[str, int], float] | None] = {
     "none": None,
     "length": lambda text, place: len(text.split()),
@@ -38,12 +38,14 @@ FAULTS: dict[str, Callable[[str, int], float] | None] = {
     "format": lambda text, place: text.count(",") + text.count(":"),
     "repetition": lambda text, place: repeated(text),
     "position": lambda text, place: -place,
+    GUARDED: None,
 }
 
 USED = ("objective/scores/model_0", "objective/scores/model_1", "objective/scores/model_2", "objective/kl", "rollout/response_len",
         "objective/scores_std", "custom/repetition")  # fmt: skip
 FALLS = ("watching model falls", "trusted model falls")
 TRUST = "trusted"
+WEAK, PRESET = ("kl.coef=0.01",), ("kl.coef=0.07",)
 CLOCK = "the update's number"  # what a signal must beat
 GRID = np.geomspace(1, 300, 120)
 
@@ -73,7 +75,10 @@ def train_models(asked: Any) -> dict[tuple[str, int], list[str]]:
     """The reward models' folders by fault and seed; trains what is missing."""
     every = Namespace(**{**vars(asked), "cells": []})
     members: list[tuple[str, Cell]] = []
-    for fault, number in [*((fault, n) for fault in asked.cells or FAULTS for n in range(MODELS)), (TRUST, 0)]:
+    for fault, number in [
+        *((fault, n) for fault in asked.cells or FAULTS if fault != GUARDED for n in range(MODELS)),
+        (TRUST, 0),
+    ]:
         for cell in make_cells(every, {f"{fault}-model{number}": ()}, BEFORE, {"reward": ()}):
             labels = plant(cell.parent, fault, asked.out / f"{fault}-labels-seed{cell.seed}.jsonl")
             ((command, *settings),) = cell.steps
@@ -84,6 +89,7 @@ def train_models(asked: Any) -> dict[tuple[str, int], list[str]]:
     found: dict[tuple[str, int], list[str]] = {}
     for fault, cell in members:
         found.setdefault((fault, cell.seed), []).append(str(cell.home / "reward" / "model"))
+    found |= {(GUARDED, seed): folders for (fault, seed), folders in found.items() if fault == "none"}
     return {key: [*folders, *found[TRUST, key[1]]] for key, folders in found.items()}
 
 
@@ -96,7 +102,7 @@ def with_models(cell: Cell, folders: list[str]) -> Cell:
 
 def onset(gold: np.ndarray) -> int | None:
     """The index of the first update from which on the true reward stays below its maximum so far by two standard errors."""
-    error = 0.3 / (3 * 512) ** 0.5  # a score's deviation is about 0.3
+    error = 0.3 / (3 * 384) ** 0.5  # a score's deviation is about 0.3
     below = gold < np.maximum.accumulate(gold) - 2 * error
     after = [i for i in range(len(gold)) if below[i:].all()]
     return after[0] if after else None
@@ -106,7 +112,7 @@ def true_reward(metrics: list[dict[str, float]]) -> np.ndarray:
     """Of the policy that each update samples from, on its rollouts and the dev prompts; means over three updates, (updates,)."""
     rollouts = [row["gold/total"] for row in metrics if "gold/total" in row]
     dev = [row["eval/dev/gold/total"] for row in metrics if "eval/dev/gold/total" in row][: len(rollouts)]
-    both = (np.array(rollouts) + np.array(dev)) / 2  # evaluation 0 is of the policy of update 1
+    both = (2 * np.array(rollouts) + np.array(dev)) / 3  # evaluation 0 is of the policy of update 1
     return np.convolve(np.pad(both, 1, mode="edge"), np.ones(3) / 3, mode="valid")
 
 
@@ -178,9 +184,9 @@ def read_case(cell: Cell, folders: list[str]) -> dict[str, Any]:
 def main() -> None:
     asked = parse(__doc__)
     folders = train_models(asked)
+    choices = {fault: PRESET if fault == GUARDED else WEAK for fault in FAULTS}
     cells = [
-        with_models(cell, folders[cell.name, cell.seed])
-        for cell in make_cells(asked, dict.fromkeys(FAULTS, ()), BEFORE, {"ppo": PPO})
+        with_models(cell, folders[cell.name, cell.seed]) for cell in make_cells(asked, choices, BEFORE, {"ppo": PPO})
     ]
     run(cells, asked.processes)
     cases = [read_case(cell, folders[cell.name, cell.seed]) for cell in cells]
