@@ -146,14 +146,22 @@ def test_best_of_two_the_optimum_onset_and_alarm_by_hand():
     # of two samples one apart, weights 1/4 and 3/4 are exp(r / beta) with beta = 1 / ln 3
     assert optimum.optimum(np.array([[0.0, 1.0]]), nats)[0].tolist() == pytest.approx([0.25, 0.75])
     monitor = S["monitor"]
-    gold = np.array([0.70, 0.80, 0.85, 0.84, 0.70, 0.60])  # the dip of 0.01 is noise
-    assert monitor.onset(gold, 0.02) == 4 and monitor.onset(gold[:4], 0.02) is None
-    assert monitor.onset(np.array([0.8, 0.5, 0.8]), 0.02) is None, "it has to stay below"
-    path = monitor.moved(np.array([1.0, 1.2, 1.0, 1.2, 1.0, 2.0, 3.0]), down=False)
-    assert path[:2].tolist() == pytest.approx([0.5, 0.5]) and path[-1] == pytest.approx(1.9 / 0.2)
-    assert monitor.alarm(path, 3.0) == 6 and monitor.alarm(path, 9.0) is None, "two updates in a row"
+    gold = np.array([0.70, 0.80, 0.85, 0.84, 0.70, 0.60])  # two standard errors are 0.018; the dip of 0.01 is noise
+    assert monitor.onset(gold) == 4 and monitor.onset(gold[:4]) is None
+    assert monitor.onset(np.array([0.8, 0.5, 0.8])) is None, "it has to stay below"
+    values = np.array([1.0, 1.2, 1.0, 1.2, 1.1, 2.0, 3.0])  # 1.1 +- 0.1
+    path = monitor.moved("length", values)
+    assert path[-2:].tolist() == pytest.approx([9.0, 19.0])
+    assert monitor.moved("trusted model falls", -values)[-1] == pytest.approx(20.0), "from the highest, -1"
+    assert monitor.alarm(path, 3.0) == 6 and monitor.alarm(path, 10.0) is None, "two updates in a row"
     cases = [{"onset": 6, "moved": {"x": path}}, {"onset": None, "moved": {"x": path[:5]}}]
-    assert monitor.judged(cases, "x", 3.0) | {"runs": None} == {"in_time": 1.0, "false": 0.0, "lead": 0.0, "runs": None}
+    assert monitor.rates(cases, "x", 3.0) == (0.0, 1.0) and monitor.rates(cases, "x", 10.0) == (0.0, 0.0)
+    rollouts, dev = (
+        [{"gold/total": x} for x in (0.6, 0.9, 0.6)],
+        [{"eval/dev/gold/total": x} for x in (0.6, 0.6, 0.6, 0.0)],
+    )
+    assert monitor.true_reward(rollouts + dev).tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+    assert monitor.area([(0.0, 0.5), (0.5, 1.0)]) == pytest.approx(0.875)
 
 
 def test_a_quarter_of_the_training_rankings_is_reversed(gold_run, tmp_path):  # noqa: F811

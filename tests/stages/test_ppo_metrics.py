@@ -123,8 +123,9 @@ def seen(trainer) -> Seen:
         patch.setattr(ppo, "score_responses", score_disturbed)
         patch.setattr(ppo_update, "train_minibatch", train_watched)
         patch.setattr(trainer.prompts.blocks, "draw", draw_watched)
-        sources = {"model_0": trainer.reward, "function_1": count_tokens}
-        patch.setattr(trainer, "reward", CombinedReward(sources, [1.0, LENGTH_WEIGHT]))
+        watching = lambda episodes: torch.zeros(len(episodes.records))  # noqa: E731
+        sources = {"model_0": trainer.reward, "function_1": count_tokens, "model_2": watching}
+        patch.setattr(trainer, "reward", CombinedReward(sources, [1.0, LENGTH_WEIGHT, 0.0]))
         found.logged = trainer.update(3)
         held_out, found.rows = trainer.evaluate()
         found.logged |= held_out
@@ -188,11 +189,13 @@ def rollout_wanted(seen: Seen) -> dict[str, float]:
     rollout, mask = seen.rollouts[0], seen.rollouts[0].response_mask
     d = np.where(mask.numpy(), (rollout.logp_old.double() - rollout.logp_ref.double()).numpy(), 0.0)
     kl, score, lengths = d.sum(1).mean(), paid(rollout).mean(), seen.lengths[0]
+    learned = rollout.scores.double().numpy() - LENGTH_WEIGHT * lengths
     _, returns = learned_from(rollout)
     return {
         "objective/kl": kl, "objective/kl_k3": np.where(mask.numpy(), np.exp(-d) - 1 + d, 0.0).sum(1).mean(),
         "objective/kl_coef": 0.3, "objective/scores": score,
-        "objective/scores/model_0": (rollout.scores.double().numpy() - LENGTH_WEIGHT * lengths).mean(),
+        "objective/scores/model_0": learned.mean(), "objective/scores/model_2": 0.0,
+        "objective/scores_std": np.stack((learned, 0 * learned)).std(0, ddof=1).mean(),
         "objective/scores/function_1": lengths.mean(), "objective/non_score_reward": -0.3 * kl,
         "objective/rlhf_reward": score - 0.3 * kl, "objective/entropy": -sequence_sums(rollout.logp_old, mask).mean(),
         "rollout/eos_fraction": 16 / 24, "rollout/response_len": mask.numpy().sum(1).mean(),
