@@ -205,7 +205,7 @@ def text_figures(answers: Sequence[Sequence[Any]], nats: Sequence[Sequence[float
         "perplexity": spread | {"value": value, "ci95": ends or None},
         **{f"distinct_{n}": distinct([ngrams(response, n) for response in first]) for n in (1, 2, 3)},
         "repeated": interval([float(said[tuple(response)] > 1) for response in first], share=True),
-        "repetition": interval([fmean(map(repetition, row)) for row in words]),
+        "repetition": interval([fmean(map(repetition, row)) for row in words], share=True),
         "tokens": interval([fmean(row) for row in lengths]),
         "words": interval([fmean(map(len, row)) for row in words]),
     }
