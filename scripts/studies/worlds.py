@@ -4,9 +4,10 @@
     python scripts/studies/worlds.py --out runs/in-real --parents runs/sent-0 runs/sent-1 --less=kl.target=2 experiment=sentiment … \
         --against runs/in-gold --picture worlds.png
 
-A parent is a run with finished labels and a finished reward model. All methods have its SFT model and rankings: PPO, PPO with less KL (the
-settings of --less), PPO on the mean of three reward models, GRPO, DPO, rejection sampling, best-of-16. Their figure is the true win rate
-over the SFT model. The interval of the correlation draws every win rate anew from its own interval (by prompt): it is for these seeds.
+A parent is a finished run of one labelling round: its PPO and its best-of-16 are two of the methods. The others have its SFT model and
+rankings: PPO with less KL (the settings of --less), PPO on the mean of three reward models, GRPO, DPO, rejection sampling. Their figure is
+the true win rate over the SFT model. The interval of the correlation draws every win rate anew from its own interval (by prompt): it is
+for these seeds.
 """
 
 import copy
@@ -21,7 +22,8 @@ from harness import Cell, draw, make_cells, parse, read, run, show, spaced, tabl
 
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 AFTER = (*BEFORE, "reward")
-GRPO = ("ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
+GRPO = ("ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false",
+        "ppo.score_by_token=false")  # fmt: skip
 EVALUATION = {"evaluate": ("evaluate.best_of=0",)}
 BEST = "best_of_16"
 DRAWS = 2000
@@ -47,25 +49,26 @@ def methods_of(asked: Any, models: list[Cell]) -> list[Cell]:
         one.seeds, one.parents = [seed], [parent]
         sources = [parent / "reward", *(cell.home / "reward" for cell in models if cell.seed == seed)]
         three = "ppo.rewards=[" + ",".join(f"'{source}'" for source in sources) + "]"
-        choices = {"ppo": ("evaluate.best_of=16",), "ppo_less_kl": asked.less, "grpo": GRPO,
-                   "ensemble": (three, "ppo.reward_weights=[0.3333,0.3333,0.3334]")}  # fmt: skip
+        mean = (three, "ppo.reward_weights=[0.3333,0.3333,0.3334]")
+        choices = {"ppo_less_kl": asked.less, "grpo": GRPO, "ensemble": mean}
         cells += make_cells(one, choices, AFTER, {"ppo": (), **EVALUATION})
         for stage in ("dpo", "rejection"):
             cells += make_cells(one, {stage: ()}, AFTER, {stage: (), **EVALUATION})
     return cells
 
 
-def figures(cells: list[Cell]) -> dict[str, dict[str, Any]]:
+def figures(asked: Any, cells: list[Cell]) -> dict[str, dict[str, Any]]:
     """{method: {seed: {"win_rate", "error", "kl"}}}; the error is the standard error by prompt, the KL in nats."""
     found: dict[str, dict[str, Any]] = {}
-    for cell in cells:
-        results = cell.results()
-        rows = {cell.name: (results["gold"]["win_rate_vs_sft"], results["kl_to_sft_nats"])}
-        if cell.name == "ppo":
+    parents = [("ppo", seed, parent) for seed, parent in zip(asked.seeds, asked.parents, strict=True)]
+    for name, seed, home in [*parents, *((cell.name, cell.seed, cell.home) for cell in cells)]:
+        results = read(home / "evaluate" / "results.json")
+        rows = {name: (results["gold"]["win_rate_vs_sft"], results["kl_to_sft_nats"])}
+        if name == "ppo":
             rows[BEST] = (results["best_of_n"]["win_rate_vs_sft"], results["best_of_n"]["kl_bound_nats"])
-        for name, (rate, kl) in rows.items():
+        for method, (rate, kl) in rows.items():
             error = (rate["ci95"][1] - rate["ci95"][0]) / 2 / 1.96
-            found.setdefault(name, {})[str(cell.seed)] = {"win_rate": rate["value"], "error": error, "kl": kl}
+            found.setdefault(method, {})[str(seed)] = {"win_rate": rate["value"], "error": error, "kl": kl}
     return found
 
 
@@ -101,7 +104,7 @@ def main() -> None:
     run(models, asked.processes)
     cells = methods_of(asked, models)
     run(cells, asked.processes)
-    found = figures(cells)
+    found = figures(asked, cells)
     (asked.out / "methods.json").write_text(json.dumps(found), encoding="utf-8")
     ordered = sorted(found, key=lambda name: -mean_of(found[name], "win_rate"))
     lines = [
