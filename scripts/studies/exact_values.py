@@ -61,10 +61,8 @@ def values_at(cell: Cell, update: int) -> dict[str, float]:
     trained = ActorCritic(policy, critic).eval()
     put_weights(trained, read_state(cell.home / "ppo" / "checkpoints" / f"step-{update}")[0]["weights"])
 
-    asked = [
-        [Message(**turn) for turn in row["prompt"]] for row in rows(cell.parent / "world" / "test.jsonl")[:PROMPTS]
-    ]
-    prompts = encode_prompts(tokenizer, asked)
+    test = [row for row in rows(cell.parent / "world" / "prompts.jsonl") if row["metadata"]["split"] == "test"]
+    prompts = encode_prompts(tokenizer, [[Message(role="user", content=row["prompt"])] for row in test[:PROMPTS]])
     how = {"max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": tokenizer.eos_token_id}
     how["pad_token_id"] = tokenizer.pad_token_id
     first = sample(policy, prompts, [("value", update, i) for i in range(len(prompts))], **how)
