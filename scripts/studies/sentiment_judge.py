@@ -5,7 +5,7 @@
 
 The labels are one text per line: in the first file positive ones, in the second negative ones, as in Pang and Lee's sentence polarity
 data (2005: 10,662 sentences of film reviews, labelled by the reviewers' verdicts). `rlhf classify` fine-tunes the first run's base on
-four fifths of them. Read are the first continuations of each test passage that `rlhf evaluate` kept. The table has the share of passages on
+four fifths of them. It reads the first continuation of each test passage that `rlhf evaluate` kept. The table has the share of passages on
 which P(positive) is higher for a policy than for the base, ties half, with an interval by passage, and how often classifier and lexicon
 agree on the better one.
 """
