@@ -119,6 +119,9 @@ class RewardConfig(EvaluatedConfig):
     labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
     audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
+    audit_with: Any = setting(
+        None, "runs with other reward models that the audit asks too", kind="names", changes=NOTHING
+    )
 
 
 @dataclass(slots=True)

@@ -25,14 +25,14 @@ from rlhf.data.encoding import Encode, Item, encode_prompt_within, fitting_promp
 from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
-from rlhf.evaluation.policies import Asked, judge_rows, room_for, totals
+from rlhf.evaluation.policies import Asked, adjusted, judge_rows, room_for, score_by, totals
 from rlhf.evaluation.reward_report import comparison_figures, score_held_out
 from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats
 from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, show
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import score, unwrapped
 from rlhf.ops.fast import return_freed_memory
-from rlhf.ppo.rewards import ModelReward
+from rlhf.ppo.rewards import ModelReward, Reward
 from rlhf.runs.progress import Progress, progress
 from rlhf.runs.sources import in_split
 
@@ -56,6 +56,7 @@ class Audited(NamedTuple):
     policy: Any  # the SFT model
     tokenizer: Any  # of the policy
     device: torch.device
+    others: Sequence[Reward] = ()  # reward models of the same task: reward.audit_with
 
 
 class Material(NamedTuple):
@@ -226,6 +227,7 @@ SOME_FLIPS = 0.05
 # gain rises with it; given that number, the figure does not predict the gain (docs/audit.md).
 MEAN_FLIPS = 0.15
 SHOWN = 3  # reasons on the screen
+SCORED_BY = {"score": "this model", "others": "reward.audit_with"}
 LEAST_CEILING = 0.5  # nats: a policy within a lower ceiling has learned nothing
 
 COLLECT, CEILING, GO = "collect more labels", "go with a KL ceiling", "go"  # in order of precedence
@@ -271,9 +273,10 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
 
 
 def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: int, bar: Progress) -> list[Figures]:
-    """{"n", "kl", "score", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
+    """{"n", "kl", "score", "others", "spread", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
 
-    kl: `best_of_n_kl`, nats. truth: the true score in the gold world, which no rule of the verdict uses; None if it is not known.
+    kl: `best_of_n_kl`, nats. others: the mean score by the other reward models; spread: the standard deviation over all of them, of one
+    response. truth: the true score in the gold world. No rule of the verdict uses these three; each is None if it is not known.
     """
     tokenizer = models.tokenizer
     length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
@@ -284,11 +287,18 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
     records, prompts = [record for record, _, _ in fitting], [ids for _, ids, _ in fitting]
     own = ModelReward(models.model, models.device)
     drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, bar)
-    scores = [of_prompt for _, of_prompt in drawn]
-    values: dict[str, Scores | None] = {"score": scores, "truth": None}
+    answers, scores = [row for row, _ in drawn], [of_prompt for _, of_prompt in drawn]
+    values: dict[str, Scores | None] = {"score": scores, "others": None, "spread": None, "truth": None}
+    if models.others:
+        found = [adjusted(config, answers, score_by(other, records, prompts, answers)) for other in models.others]
+        by_model = [
+            np.array(of_prompt) for of_prompt in zip(scores, *found, strict=True)
+        ]  # (models, samples) of each prompt
+        values["others"] = [of_prompt[1:].mean(0).tolist() for of_prompt in by_model]
+        values["spread"] = [of_prompt.std(0, ddof=1).tolist() for of_prompt in by_model]
     truth = make_truth(config)
     if truth is not None and all(map(truth.knows, records)):  # not of the user's own data
-        values["truth"] = totals(judge_rows(truth, records, [answers for answers, _ in drawn]))
+        values["truth"] = totals(judge_rows(truth, records, answers))
     rows = []
     for n in BEST_OF:
         row: Figures = {"n": n, "kl": round(best_of_n_kl(n), 4)}
@@ -379,6 +389,13 @@ def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
     if flips := known_flips(audit):
         worst = f"{flips[0]['name']} the most, {show(flips[0]['flips'])}"
         lines.append(f"the attacks flip {mean_flips(audit):.3f} of the pairs on average, {worst}")
+    if audit.best_of and audit.best_of[0]["spread"]:
+        first, last = audit.best_of[0], audit.best_of[-1]
+        gains = " and ".join(
+            f"{last[by]['value'] - first[by]['value']:.2f} by {name}" for by, name in SCORED_BY.items()
+        )
+        spread = f"the models differ by {first['spread']['value']:.2f} on a sample and {last['spread']['value']:.2f} on the best"
+        lines.append(f"best of {last['n']} gains {gains}; {spread}")
     ceiling = "" if verdict.ceiling is None else f" of {verdict.ceiling} (kl.ceiling={verdict.ceiling})"
     labels = f": {'; '.join(verdict.labels)}" if verdict.labels else ""
     hidden = len(verdict.reasons) - SHOWN

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
+from rlhf.config.setting import listed
 from rlhf.data.chat_template import response_text
 from rlhf.data.encoding import Encode, Item, check_labelers, fitting_prompts, join_rankings, row_limit
 from rlhf.data.reading import prompts_of
@@ -41,6 +42,7 @@ from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.ranking import ranking_loss
+from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, progress
@@ -51,6 +53,8 @@ from rlhf.runs.sources import (
     in_split,
     read_comparisons,
     read_demonstrations,
+    reward_folder,
+    reward_model_folder,
     sample_prompts,
 )
 from rlhf.runs.stage import Stage, open_stage
@@ -60,7 +64,7 @@ from rlhf.training.batches import Batches, Objective, evaluate_items, put, shuff
 from rlhf.training.divided import load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import newest_checkpoint
-from rlhf.training.setup import load_frozen, set_up
+from rlhf.training.setup import check_tokenizer, load_frozen, set_up
 from rlhf.training.state import gathered_state, put_weights
 
 
@@ -75,6 +79,7 @@ def train_reward_model(config: Config, name: str) -> None:
         device = set_up(config)
         folder = stage_folder(config, "sft") / "model"
         tokenizer = load_tokenizer(folder)
+        others = [reward_folder(config, other, f"{name}.audit_with") for other in listed(config.reward.audit_with)]
 
         # 1. The rankings to train on, and the demonstrations to calibrate on
         labelled, held_out = load_rankings(config, stage)
@@ -119,6 +124,7 @@ def train_reward_model(config: Config, name: str) -> None:
         if config.reward.audit:
             with inference(config, device):
                 models = Audited(engine, load_frozen(config, folder, device), tokenizer, device)
+                models = models._replace(others=[load_other(config, other, tokenizer, device) for other in others])
                 write_audit(stage, models, labelled, held_out)
         stage.finish(summary | {"gain": gain, "shift": shift})
 
@@ -141,6 +147,14 @@ def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]
     known = [record for record in records if record.labeler not in held_out]
     check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), known)
     return records, held_out
+
+
+def load_other(config: Config, folder: Path, tokenizer: Any, device: torch.device) -> ModelReward:
+    """Another run's reward model, for the audit. Raises: UserError if it reads tokens of another tokenizer."""
+    model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
+    if not model.reads_text:
+        check_tokenizer(folder, tokenizer)
+    return ModelReward(model, device)
 
 
 def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out: set[str]) -> None:

@@ -13,6 +13,7 @@ from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
 from rlhf.data.reading import load_comparisons
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import UserError
 from rlhf.evaluation import audit as attacks
 from rlhf.evaluation.audit import (
     ATTACKS,
@@ -138,7 +139,7 @@ GOOD = Audit(
         "calibration_error": 0.02,
     },
     [{"name": "filler", "flips": figure(0.02, 0.0, 0.04), "gain": LOSS, "gain_worse": LOSS, "nats": figure(9, 8, 10)}],
-    [{"n": n, "kl": kl, "score": figure(gain, gain, gain)} for n, kl, gain in ((1, 0.0, 0.0), (64, 3.1, 2.0))],
+    [{"n": n, "kl": kl, "score": figure(gain, gain, gain), "spread": None} for n, kl, gain in ((1, 0.0, 0.0), (64, 3.1, 2.0))],
 )  # fmt: skip
 
 
@@ -189,3 +190,24 @@ def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
     page = (gold_run.folder / "report.html").read_text(encoding="utf-8")
     assert "Can this reward model be trusted?" in page and found["verdict"]["decision"] in page
     assert all(name.replace("_", " ") in page for name in ATTACKS)
+
+
+def test_other_reward_models_score_the_best_too(gold_run, audited):
+    """By hand: of the model itself and one whose scores are 0, the mean of the others is 0 and the spread |score| / sqrt 2."""
+    config = gold_run.config("ppo.missing_eos_rule=none")
+    models = audited._replace(others=[lambda episodes: torch.zeros(len(episodes.texts))])
+    rows = attacks.best_of_samples(config, models, gold_run.comparisons(), 4, NO_BAR)
+    assert all(row["others"]["value"] == 0 for row in rows)
+    assert rows[-1]["spread"]["value"] == pytest.approx(
+        rows[-1]["score"]["value"] / 2**0.5, abs=2e-4
+    )  # all best scores are positive
+
+
+def test_the_stage_asks_the_reward_models_of_other_runs(gold_run, copy_until, capsys):
+    run = copy_until("reward", "again")
+    with pytest.raises(UserError, match=r"reward.audit_with: nowhere"):
+        run.stage("reward", "reward.audit_with=nowhere")
+    folder = run.stage("reward", f"reward.audit_with={gold_run.folder}", "reward.audit=2")
+    last = json.loads((folder / "audit.json").read_text(encoding="utf-8"))["best_of"][-1]
+    assert last["others"] == last["score"] and last["spread"]["value"] < 1e-4  # the same model, trained twice
+    assert "best of 64 gains" in capsys.readouterr().out
