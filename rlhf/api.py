@@ -116,7 +116,7 @@ class LoadedRun:
         _check(seed=("seed", seed), temperature=("chat.temperature", temperature))
         _check(max_new_tokens=("rollout.max_new_tokens", length))
         dialogues = _dialogues(prompts)
-        from rlhf.data.chat_template import base_end_ids
+        from rlhf.data.chat_template import end_ids
         from rlhf.data.encoding import encode_prompt_within
         from rlhf.engines.sampling import make_sampler
         from rlhf.evaluation.policies import draw_answers, room_for
@@ -131,10 +131,9 @@ class LoadedRun:
         prompt_ids = [fit[0] for fit in fitted if fit is not None]
         keys = [("api", i) for i in range(len(prompt_ids))]
         with inference(self._config, self.device):
-            how: dict[str, Any] = {"seed": seed, "max_new_tokens": length, "temperature": temperature, "greedy": greedy}
-            if stage == "pretrain":
-                how["eos_token_id"] = base_end_ids(tokenizer)
-            engine = make_sampler(self._config, policy, tokenizer, batch_size=None, **how)
+            how = {"seed": seed, "max_new_tokens": length, "temperature": temperature, "greedy": greedy}
+            ends = end_ids(tokenizer, base=stage == "pretrain")
+            engine = make_sampler(self._config, policy, tokenizer, batch_size=None, eos_token_id=ends, **how)
             answers = draw_answers(engine, tokenizer, prompt_ids, keys)
         return [answer.text for answer in answers]
 

@@ -66,7 +66,8 @@ def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str,
     fitted = encode_prompt_within(tokenizer, messages, room)
     if fitted is None:
         raise UserError("the message does not fit the model's context: write a shorter one")
-    ends, choice = frozenset(end_ids(tokenizer)), Choice(config.chat.temperature, greedy=config.chat.greedy)
+    ends = frozenset(end_ids(tokenizer, base=config.chat.stage == "pretrain"))
+    choice = Choice(config.chat.temperature, greedy=config.chat.greedy)
     response = Response(fitted[0], choice, config.seed, ("chat", turn), length, ends)
     text, batch = TextStream(tokenizer, ends), RunningBatch(policy, 1)
     batch.advance([response])

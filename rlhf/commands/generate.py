@@ -61,6 +61,7 @@ def answer_prompts(
     key: makes policies independent. `rlhf sample` leaves out prompts that were cut: a labeler would judge an answer to what the model
     had seen only in part.
     """
+    from rlhf.data.chat_template import end_ids
     from rlhf.data.encoding import fitting_prompts
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.engines.sampling import make_sampler
@@ -73,7 +74,8 @@ def answer_prompts(
     to_label = command == "sample"
     asked = [(record, ids, cut) for record, ids, cut in fitting if not (to_label and cut)]
     how = {"temperature": settings.temperature, "greedy": getattr(settings, "greedy", False), "max_new_tokens": length}
-    engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, **how)
+    ends = end_ids(tokenizer, base=folder.name == "pretrain")
+    engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, eos_token_id=ends, **how)
     keyed = [(ids, (command, r.id if to_label else prompt_key(r.prompt), *key)) for r, ids, _ in asked]
     with progress(len(asked), command, unit="prompt") as bar, inference(config, device):
         for (record, _, cut), answers in zip(asked, draw_in_turn(engine, tokenizer, keyed, count), strict=True):

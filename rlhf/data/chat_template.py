@@ -128,15 +128,14 @@ def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], 
     return [[{**turn, "content": marks.put(turn["content"])} for turn in chat] for chat in chats], marks
 
 
-def end_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end a response, the one that training uses first; empty for a completion."""
+def end_ids(tokenizer: Any, base: bool = False) -> list[int]:
+    """The tokens that end a response, the one that training uses first; empty for a completion.
+
+    base: of the pretrained model, which has learned where documents end: the separator too.
+    """
     kept = tokenizer.init_kwargs.get(ENDS)
-    return [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
-
-
-def base_end_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end a text of the base model, which has learned where documents end."""
-    return [*end_ids(tokenizer), separator_id(tokenizer)]
+    ends = [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
+    return [*ends, separator_id(tokenizer)] if base else ends
 
 
 def find_end_of_turn(tokenizer: Any) -> int | None:

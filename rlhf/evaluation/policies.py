@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf.config import Config
-from rlhf.data.chat_template import base_end_ids, decode_response, end_ids, response_text
+from rlhf.data.chat_template import decode_response, end_ids, response_text
 from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key, SamplingEngine
@@ -132,7 +132,7 @@ def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: to
             if name == "base_prompted" and truth is not None:
                 texts: list[Any] = [truth.base_text(record) for record in asked.records]
                 prompts, read = encode_texts(tokenizer, texts), text_after_name
-            ends = base_end_ids(tokenizer) if name.startswith("base") else end_ids(tokenizer)
+            ends = end_ids(tokenizer, base=name.startswith("base"))
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
             drawn = [
                 draw_divided(engine, tokenizer, prompts, name, count, read=read, greedy=greedy)

@@ -50,7 +50,7 @@ class ServedModel:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        return frozenset(end_ids(self.tokenizer))
+        return frozenset(end_ids(self.tokenizer, base=self.name.endswith("/pretrain")))
 
     @property
     def vocabulary(self) -> int:

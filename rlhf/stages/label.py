@@ -24,7 +24,7 @@ from rlhf.evaluation.statistics import batched, flatten, split_like
 from rlhf.gold.truth import Truth, need_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
-from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_jsonl
 from rlhf.training.setup import load_frozen, set_up
@@ -71,7 +71,7 @@ def take_in_labels(config: Config) -> None:
 
 def kept(config: Config, rankings: list[Ranking]) -> list[Ranking]:
     """Those of earlier rounds that this round's reward model learns from or is measured on: all, or the held-out ones alone."""
-    return [r for r in rankings if config.round.keep_rankings or r.metadata.get("split") in ("dev", "test")]
+    return rankings if config.round.keep_rankings else in_split(config, rankings, "dev", "test")
 
 
 def simulate_labels(config: Config) -> None:

@@ -51,7 +51,7 @@ def cells_of(asked: Any) -> tuple[list[Cell], list[Cell]]:
 def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     """{policy: its answer to each prompt}; of a cell with PPO-ptx only that one."""
     import rlhf
-    from rlhf.data.chat_template import base_end_ids
+    from rlhf.data.chat_template import end_ids
     from rlhf.engines.choosing import Sampling
     from rlhf.engines.sampling import sampler_for
     from rlhf.evaluation.policies import draw_answers
@@ -65,7 +65,7 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     prompts = few_shot_prompts(cell, records, loaded.tokenizer, length)
     keys = [("few_shot", i) for i in range(len(prompts))]
     tokenizer = loaded.tokenizer
-    settings = Sampling(length, base_end_ids(tokenizer), tokenizer.pad_token_id, seed=cell.seed)
+    settings = Sampling(length, end_ids(tokenizer, base=True), tokenizer.pad_token_id, seed=cell.seed)
     drawn = draw_answers(sampler_for(loaded.policy("pretrain"), settings), tokenizer, prompts, keys)
     return found | {"few_shot": [first_answer(answer.text) for answer in drawn]}
 

@@ -50,7 +50,8 @@ def test_answers_depend_on_the_seed_and_the_stage(run):
 def test_a_text_of_the_base_ends_where_a_document_does(run, monkeypatch):
     prompts = [f"What colour is thing {i}?" for i in range(12)]
     ended = run.sample(prompts, "pretrain")
-    monkeypatch.setattr(chat_template, "base_end_ids", chat_template.end_ids)
+    of_answers = chat_template.end_ids
+    monkeypatch.setattr(chat_template, "end_ids", lambda tokenizer, base=False: of_answers(tokenizer))
     further = run.sample(prompts, "pretrain")
     assert ended != further and all(b.startswith(a) for a, b in zip(ended, further, strict=True))
 

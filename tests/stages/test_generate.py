@@ -16,7 +16,7 @@ from rlhf.data.chat_template import decode_response, end_ids
 from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import Message
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer, separator_id
 from rlhf.errors import UserError
 from rlhf.model.gpt import ResidualLinear
 from rlhf.model.heads import ScalarHead
@@ -62,6 +62,15 @@ def test_a_line_a_prompt_says_what_made_it(gold_run, rows):
             assert decode_response(tokenizer, ids).strip() == text and len(logp) == len(ids) <= 24
             assert ended == (ids[-1] in end_ids(tokenizer))
     assert any(len(set(row["responses"])) > 1 for row in rows)
+
+
+def test_a_text_of_the_base_model_ends_where_a_document_does(gold_run, prompts, tmp_path):
+    more = ["generate.stage=pretrain", "generate.logprobs=true", "rollout.max_new_tokens=64"]
+    rows = generated(gold_run, prompts, tmp_path / "base.jsonl", *more)
+    separator = separator_id(load_tokenizer(gold_run.folder / "sft" / "model"))
+    last = [row["token_ids"][0][-1] == separator for row in rows]
+    assert any(last) and all(row["ended"][0] for row, found in zip(rows, last, strict=True) if found)
+    assert not any(separator in row["token_ids"][0][:-1] for row in rows)
 
 
 def test_log_probs_are_the_models_own(gold_run, rows):

@@ -19,8 +19,9 @@ from rlhf.gold.truth import Requests, make_labelers
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.sources import in_split
 from rlhf.serving.managing import compare_rounds
-from rlhf.stages.label import choose_prompts, rank_all, responses_wanted
+from rlhf.stages.label import choose_prompts, kept, rank_all, responses_wanted
 from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy
 
@@ -128,6 +129,14 @@ def test_a_second_round_is_answered_by_the_first_ones_policy(copy_until, monkeyp
     shutil.rmtree(early)
     with pytest.raises(UserError, match=r"copy-round-1/label: no finished label of the previous labelling round"):
         run.stage("label", *ROUNDS, "overwrite=true")
+
+
+def test_held_out_rankings_of_people_are_kept_by_their_prompts_split(gold_run):
+    """Their records name no split."""
+    config = gold_run.config("round.keep_rankings=false", "data.dev=0.2", "data.test=0.2", "gold.enabled=false")
+    peoples = [ranking.model_copy(update={"metadata": {}}) for ranking in gold_run.comparisons()]
+    found = kept(config, peoples)
+    assert 0 < len(found) < len(peoples) and found == in_split(config, peoples, "dev", "test")
 
 
 def test_rounds_share_the_prompts_evenly(gold_run):
