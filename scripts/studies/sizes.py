@@ -189,6 +189,17 @@ def main(argv: list[str] | None = None) -> None:
             for key, by_seed in values.items()
         ],
     )
+    changes = []
+    for size in sizes:
+        before, after = values[size, "sft"], values[size, "ppo"]
+        row: list[Any] = [spaced(size)]
+        for name in columns[1:]:
+            means = [
+                [fmean(v for v in one[seed][name] if v is not None) for one in (before, after)] for seed in asked.seeds
+            ]
+            row.append(mean_interval([last - first for first, last in means]))
+        changes.append(row)
+    table(["PPO less SFT, over seeds", *map(spaced, columns[1:])], changes)
     preference = f"share preferred to {spaced(sizes[-1])} SFT"
     for path, name, title, level in (
         (asked.picture, "win_rate", preference, 0.5),
