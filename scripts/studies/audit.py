@@ -3,11 +3,11 @@
     python scripts/studies/audit.py --out runs/audit --seeds 0 1 2 3 --parents runs/small-0 runs/small-1 runs/large-0 runs/large-1 \
         --picture docs/img/audit-gain.png experiment=gold threads=1
 
-Each cell labels 100, 300 or 1000 prompts with noise 1.0 or 2.8 (--count 300: that number, with six noises), trains and audits a reward
-model on the parent's SFT model, runs PPO against it, whatever the verdict, and is evaluated. The outcome is the mean true reward of
-PPO's answers to test prompts minus that of SFT's; the audit uses neither. Prints for each figure of the audit its rank correlation with
-the outcome, the partial one given the number of labelled prompts, which alone orders the cells, and the one after each parent's mean is
-subtracted; then the cells.
+Each cell labels 100, 300 or 1000 prompts with noise 1.0 or 2.8 (--count 300: that number, with six noises; the picture is by parent),
+trains and audits a reward model on the parent's SFT model, runs PPO against it, whatever the verdict, and is evaluated. The outcome is
+the mean true reward of PPO's answers to test prompts minus that of SFT's; the audit uses neither. Prints for each figure of the audit its
+rank correlation with the outcome, the partial one given the number of labelled prompts, which alone orders the cells, and the one after
+each parent's mean is subtracted; then the cells.
 """
 
 import math
@@ -118,12 +118,11 @@ def main(argv: list[str] | None = None) -> None:
         [[row["parent"], spaced(row["cell"]), row["figures"]["accuracy"], row["figures"]["mean_flips"], row["verdict"], row["kl"],
           f"{row['gained']:+.3f}"] for row in found],
     )  # fmt: skip
-    series = {
-        f"{n} prompts": [(r["figures"]["mean_flips"], r["gained"]) for r in found if r["labelled_prompts"] == n]
-        for n in dict.fromkeys(row["labelled_prompts"] for row in found)
-    }
-    shown = {name: points for name, points in series.items() if points}
-    draw(asked.picture, shown, "pairs flipped, mean of the attacks", "true reward gained", line=False)
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in found:
+        name = row["parent"] if asked.count else f"{row['labelled_prompts']} prompts"
+        series.setdefault(name, []).append((row["figures"]["mean_flips"], row["gained"]))
+    draw(asked.picture, series, "pairs flipped, mean of the attacks", "true reward gained", line=False)
 
 
 if __name__ == "__main__":
