@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from rlhf.config import Config
+from rlhf.config.commands import uses
 from rlhf.config.compose import compose_config
 from rlhf.config.setting import NOTHING, RESULT, ROUNDING, settings_in
 from rlhf.errors import UserError
@@ -170,6 +171,25 @@ def test_precision_is_part_of_what_models_compute(compose):
         assert (identity_of(half, stage) != identity_of(full, stage)) == (stage in WITH_MODELS)
     reason = misfit(half, "sft", {"settings": identity_of(full, "sft")}, {}, {})
     assert "precision 'float32' -> 'bfloat16'" in str(reason)
+
+
+def test_adapters_and_the_sampler_are_part_of_what_they_change(compose):
+    plain, other = compose(), compose("lora.target_modules=[qkv]", "lora.dropout=0.1", "rollout.engine=vllm")
+    for stage in ("sft", "reward", "dpo", "ppo", "label", "rejection", "distill", "evaluate", "judge"):
+        assert identity_of(plain, stage) != identity_of(other, stage), stage
+
+
+@pytest.mark.parametrize(
+    ("commands", "settings"),
+    [
+        ("sft reward dpo ppo", "lora.target_modules lora.dropout"),
+        ("label reward rejection distill judge evaluate ppo sample generate", "rollout.engine rollout.tensor_parallel"),
+        ("rejection evaluate ppo", "ppo.reward_key"),
+        ("classify label generate sample sft ppo", "memory.budget_gb"),
+    ],
+)
+def test_what_a_stage_reads_can_be_set(commands, settings):
+    assert all(uses(command, setting) for command in commands.split() for setting in settings.split())
 
 
 def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):

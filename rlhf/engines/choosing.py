@@ -257,4 +257,4 @@ def default_batch(model: Any, columns: int, most_bytes: int | None = None) -> in
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
         room = room if most_bytes is None else min(room, most_bytes)
-    return max(1, min(MAX_BATCH, room // row))
+    return max(1, room // row)

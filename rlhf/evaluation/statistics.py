@@ -82,8 +82,8 @@ def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float
     """
     keys = [key for key in labelled if key in judged]
     n, rest = len(keys), [value for key, value in judged.items() if key not in labelled]
-    people = interval([labelled[key] for key in keys]) if keys else figure(0.0, None, 0) | {"value": None}
-    if n < 3 or len(rest) < 2:
+    people = interval([labelled[key] for key in keys], share=True) if keys else figure(0.0, None, 0) | {"value": None}
+    if n < LEAST_ITEMS or len(rest) < 2 or people["value"] in (0.0, 1.0):
         return {"people": people, "corrected": people, "rho": None, "judged": len(rest)}
     y, f = np.array([labelled[key] for key in keys]), np.array([judged[key] for key in keys])
     both = np.array([*f, *rest]).var(ddof=1)
@@ -93,6 +93,7 @@ def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float
     value = float(y.mean() + weight * (np.mean(rest) - f.mean()))
     half = 1.96 * math.sqrt((y - weight * f).var(ddof=1) / n + weight**2 * both / len(rest))
     corrected = figure(value, half, n + len(rest))
+    corrected["ci95"] = [min(1.0, max(0.0, end)) for end in corrected["ci95"]]
     return {"people": people, "corrected": corrected, "rho": rho and round(rho, 4), "judged": len(rest)}
 
 
@@ -108,6 +109,8 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     y, d = np.array(points, dtype=float), np.array(lengths, dtype=float)  # (prompts, comparisons)
     if d.min() > 0 or d.max() < 0:
         return {"value": None, "ci95": None, "n": len(y), "per_sd_of_length": None}
+    if y.min() == y.max() in (0.0, 1.0):  # one side always wins: the regression's weight has no end
+        return interval(y.mean(1).tolist(), share=True) | {"per_sd_of_length": None}
     x = np.stack([np.ones_like(d), d / (d.std() or 1.0)], -1)  # (prompts, comparisons, 2)
     w = np.zeros(2)
     for _ in range(100):  # Newton's method

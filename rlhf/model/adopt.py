@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
 from rlhf.errors import UserError, optional, reading
-from rlhf.model.architectures import why_not_native
+from rlhf.model.architectures import ARCHITECTURES, why_not_native
 from rlhf.model.checkpoint import (
     ADAPTED,
     UNSTATED_CONTEXT,
@@ -109,7 +109,12 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     else:
         notes = add_chat_form(checkpoint, tokenizer)
-    tokenizer.model_max_length = min(tokenizer.model_max_length, checkpoint.context or UNSTATED_CONTEXT)
+    context = checkpoint.context or UNSTATED_CONTEXT
+    if not why_not_native(
+        checkpoint.config
+    ):  # our GPT has no window: its context is as long as the window masks nothing
+        context = ARCHITECTURES[checkpoint.config.model_type].our_fields(checkpoint.config)["context_length"]
+    tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     tokenizer.padding_side = "right"
     return tokenizer, notes
 

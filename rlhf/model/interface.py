@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.model.batching import by_length, scoring_tokens
+from rlhf.system.processes import gather
 
 if TYPE_CHECKING:
     from rlhf.data.records import PromptRecord
@@ -120,13 +121,21 @@ class Episodes(NamedTuple):
     ended: Tensor  # (B,) bool
 
 
+def in_step(model: Any, groups: list[list[int]]) -> list[list[int]]:
+    """Under ZeRO-3, whose forwards gather weights, every rank must call the model equally often: the last group is repeated."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        groups = groups + groups[-1:] * (max(gather(len(groups))) - len(groups))
+    return groups
+
+
 @torch.no_grad()
 def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
     """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: of rewards, bare or inside an engine."""
     bare = unwrapped(model)
     scores, device = torch.zeros(len(rows)), next(bare.parameters()).device
     with evaluating(bare):
-        for group in by_length([len(row) for row in rows], bare.together, scoring_tokens(bare)):
+        groups = by_length([len(row) for row in rows], bare.together, scoring_tokens(bare))
+        for group in in_step(bare, groups):
             batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
             scores[group] = model(**batch, calibrated=calibrated).float().cpu()
     return scores

@@ -51,7 +51,8 @@ def unembedded_logprobs(
         logp, entropies = _Unembedding.apply(hidden, weight, tokens, with_entropy)
         return logp, entropies if with_entropy else None
     h, w = _as_multiplied(hidden, weight)
-    parts = [checkpoint(_measure, h[rows], w, tokens[rows], use_reentrant=False) for rows in _chunks(len(h), w)]
+    chunks = _chunks(len(h), w) or [slice(0, 0)]  # a rank may have no token that counts
+    parts = [checkpoint(_measure, h[rows], w, tokens[rows], use_reentrant=False) for rows in chunks]
     logp, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
     return logp, entropies
 

@@ -261,11 +261,16 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     scalar = formulas.shape_flops(shape, tokens, longest, scalar=True)
     score = language + (critics + reward_models(config)) * scalar
     update = formulas.TRAINING_PASSES * config.ppo.epochs * (language + critics * scalar)
+    if config.ppo.ptx_coef:
+        blocks = episodes * config.ppo.epochs * config.ppo.ptx_blocks_per_episode
+        update += formulas.TRAINING_PASSES * formulas.shape_flops(shape, blocks * context, context)
 
     # With a cache every token is computed once and attends to those before it.
     rollout = episodes * formulas.shape_flops(shape, longest, (longest + 1) / 2, logits=answer)
     share = -(-config.ppo.episodes_per_update // config.gpus)
     rows = min(config.rollout.batch_size, share)
+    if config.rollout.engine != "vllm":  # as many as the cache has room for
+        rows = max(1, min(rows, stage_bytes(config, "ppo rollout")["kv_cache"] // row_bytes(config, "ppo rollout")))
     rates = {"flops": used_flops(config), "bandwidth": config.bandwidth_gb * GB}
     decode = formulas.decode_seconds(shape, rows, longest - answer, answer, config.dtype, **rates)
     computed = {"pretrain": pretrain, "ppo score": score, "ppo update": update}

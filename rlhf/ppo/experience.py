@@ -24,7 +24,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.engines.choosing import Samples, SamplingEngine
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
-from rlhf.model.interface import Episodes, lm
+from rlhf.model.interface import Episodes, in_step, lm
 from rlhf.ops.gae import ESTIMATORS, compute_advantages
 from rlhf.ops.masked import wide
 from rlhf.ops.ppo import sampler_weights
@@ -133,7 +133,7 @@ def score_responses(
     Raises: NonFinite.
     """
     device, settings = samples.mask.device, config.ppo
-    recompute = engine.bfloat16 or config.rollout.engine != "native" or not lm(engine.module.policy).native
+    recompute = recomputes(config, engine)
     prompt_ids = [ids for _, ids in prompts]
     rows = [p + r for p, r in zip(prompt_ids, samples.responses, strict=True)]
     tokens, lengths = (x.to(device) for x in right_pad(rows, tokenizer.pad_token_id))
@@ -141,7 +141,8 @@ def score_responses(
     logp_old = samples.logprobs.clone()
     logp_ref, values, token_scores = (torch.zeros_like(logp_old) for _ in range(3))
     with engine.autocast():
-        for group in by_length(lengths.tolist(), 2 * settings.micro_batch_episodes, scoring_tokens(engine.module)):
+        groups = by_length(lengths.tolist(), 2 * settings.micro_batch_episodes, scoring_tokens(engine.module))
+        for group in in_step(engine.module, groups):
             width, answer = int(lengths[group].max()), int(samples.mask[group].sum(1).max())
             part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
             logp_ref[group, :answer] = reference(part, starts, mask)
@@ -168,6 +169,11 @@ def score_responses(
 MOST_MISMATCH = 0.01
 
 
+def recomputes(config: Config, engine: Engine) -> bool:
+    """Whether the old log-probs are a training forward's, since the sampler's may differ from them."""
+    return engine.bfloat16 or config.rollout.engine != "native" or not lm(engine.module.policy).native
+
+
 def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums) -> Tensor:
     """Weights (B, A) of the policy loss by ppo.sampler_correction; adds the mismatch of trainer and sampler to `sums`.
 
@@ -183,7 +189,7 @@ def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums)
     sums.add("rollout/mismatch", gaps.abs().sum(), count)
     sums.add("rollout/mismatch_p99", gaps.abs().kthvalue(math.ceil(0.99 * count)).values)
     sums.add("rollout/mismatch_outside", ((ratios < 0.8) | (ratios > 1.25)).sum(), count)
-    sums.add("rollout/mismatch_ess", ratios.sum().square() / ratios.square().sum(), count)
+    sums.add("rollout/mismatch_ess", ratios.sum(), ratios.square().sum(), count)
     sums.add("rollout/corrected", ((weights != 1) & mask).sum(), count)
     return weights
 

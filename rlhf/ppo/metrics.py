@@ -1,5 +1,6 @@
 """PPO's metrics: of a rollout, of an update's cost and of the held-out prompts; further ones from outside; the samples table."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import wide
 from rlhf.ppo.experience import Experience, Rollout
 from rlhf.ppo.rewards import Reward, parts_of, spread_of
-from rlhf.runs.metric_table import Sums, find
+from rlhf.runs.metric_table import Sums
 from rlhf.system.plugins import load_named
 from rlhf.training.engine import Engine
 from rlhf.training.usage import update_flops, usage_metrics
@@ -130,7 +131,7 @@ def load_measure(name: str) -> Measure:
             raise UserError(f"metric {name}: returned a {type(returned).__name__}: return {{name: number}}")
         found = {}
         for key, value in returned.items():
-            if find(f"custom/{key}") is None:
+            if not re.fullmatch(r"[a-z0-9_-]+", str(key)):
                 raise UserError(f"metric {name}: {key!r} is no name: use lower-case letters, digits, _ and -")
             try:
                 found[f"custom/{key}"] = float(value)

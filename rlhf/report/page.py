@@ -15,10 +15,12 @@ from rlhf.report.sections import (
     MOST_SAMPLES,
     audit_lines,
     judge_name,
+    main_policy,
     make_differences,
     make_evaluation,
     make_provenance,
     make_rollouts,
+    titled,
     total,
 )
 from rlhf.runs.run_files import (
@@ -85,12 +87,12 @@ def make_sentence(run: RunFiles) -> str:
     if value is None:
         waiting = [name for name, stage in run.stages.items() if stage.status != "complete"]
         return f"This run is not finished; next is {waiting[0]}." if waiting else "Every stage is complete."
-    verdict = "is preferred to"
-    if low is not None and high is not None and low <= 0.5:
-        verdict = "is worse than" if high < 0.5 else "cannot be told from"
+    verdict = "cannot be told from"  # also without an interval
+    if low is not None and high is not None and not low <= 0.5 <= high:
+        verdict = "is preferred to" if low > 0.5 else "is worse than"
     prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
     span = f" ({span_of(win)})" if low is not None else ""
-    return f"PPO {verdict} SFT: by the {judge_name(run.results)} it wins {percent(value)} of comparisons on {prompts}{span}."
+    return f"{titled(main_policy(run.results))} {verdict} SFT: by the {judge_name(run.results)} it wins {percent(value)} of comparisons on {prompts}{span}."
 
 
 def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
@@ -113,7 +115,7 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = entry_at(results, "gold", key)
         if (value := with_interval(tree)[0]) is not None:
-            yield Tile(f"PPO against SFT, {how}", percent(value), "won", span_note(tree, "prompts"))
+            yield Tile(f"{titled(main_policy(results))} against SFT, {how}", percent(value), "won", span_note(tree, "prompts"))
     tree = entry_at(results, "reward_model", "accuracy")
     value, note = latest("reward", "accuracy", with_interval(tree)[0], span_note(tree, "pairs"))
     if value is not None:
@@ -125,7 +127,7 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     if kl is not None:
         yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
     gold = entry_at(results, "gold", "mean_score")
-    before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", "ppo"))
+    before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", main_policy(results)))
     judge = judge_name(results) if gold else "reward model"
     evaluated = None if before is None else after
     score, note = latest("ppo", "scores", evaluated, f"{judge}; SFT {decimal(before)}")

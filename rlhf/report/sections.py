@@ -135,6 +135,11 @@ def judge_name(results: dict[str, Any]) -> str:
     return visible(entry_at(results, "gold", "truth") or "gold judge", 60)
 
 
+def main_policy(results: dict[str, Any]) -> str:
+    """The policy whose figures results.json gives without a name: PPO's, if there is one."""
+    return str(results.get("policy") or "ppo")
+
+
 def policies_table(results: dict[str, Any]) -> Table:
     """PPO beside its baselines; empty without baselines."""
     columns = {"reward": "reward", "KL to SFT, nats": "kl", "win rate over SFT, reward model": "rm_win_rate_vs_sft",
@@ -142,7 +147,7 @@ def policies_table(results: dict[str, Any]) -> Table:
     rows: list[tuple[str, dict[str, Any]]] = []
     if baselines := entries(results, "baselines"):
         ppo = results | {"win_rate_vs_sft": entry_at(results, "gold", "win_rate_vs_sft")}
-        for name, tree in [("sft", {}), ("ppo", ppo), *baselines]:
+        for name, tree in [("sft", {}), (main_policy(results), ppo), *baselines]:
             true = entry_at(results, "gold", "score", name) or entry_at(results, "gold", "mean_score", name)
             found = {"kl": entry_at(tree, "kl_to_sft_nats"), "reward": entry_at(results, "reward", name), "true": true}
             rows.append((titled(name), dict(entries(tree)) | found))
@@ -150,7 +155,10 @@ def policies_table(results: dict[str, Any]) -> Table:
         for title, best in [("best of", entry_at(results, "best_of_n")), *picked]:
             if n := number_at(best, "n"):
                 true = entry_at(best, "score") or entry_at(best, "gold")
-                rows.append((f"{titled(title)} {n:g}", best | {"kl": best.get("kl_bound_nats"), "true": true}))
+                of_sft, by_reward = title in ("best of", "sft_rated"), title in ("best of", "ppo_best_of_n")
+                kl = best.get("kl_bound_nats") if of_sft else None  # the bound is to the policy that was sampled
+                reward = best.get("reward") if by_reward else None  # a rater's score has another unit
+                rows.append((f"{titled(title)} {n:g}", best | {"kl": kl, "reward": reward, "true": true}))
     cells = [[name, *(cell(row.get(key)) for key in columns.values())] for name, row in rows]
     return Table("PPO and its baselines, held-out prompts", ("policy", *columns), cells)
 

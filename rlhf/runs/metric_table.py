@@ -29,6 +29,7 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
     "mean": ("total", "count"),
     "std": ("total", "squares", "count"),
     "explained": ("error", "error_squares", "target", "target_squares", "count"),
+    "ess": ("total", "squares", "count"),
     "max": ("value",),
     "last": ("value",),  # the newest, which is the same on every rank
 }
@@ -105,7 +106,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/mismatch", _NATS_TOKEN, _RESPONSE, "mean", "mean of |logp_old - logp_sampled|: trainer against sampler"),
     Metric("rollout/mismatch_p99", _NATS_TOKEN, _RESPONSE, "max", "99% quantile of |logp_old - logp_sampled|"),
     Metric("rollout/mismatch_outside", _SHARE, _RESPONSE, "mean", "tokens with a ratio of trainer to sampler outside 0.8 to 1.25"),
-    Metric("rollout/mismatch_ess", _SHARE, _RESPONSE, "mean", "effective sample size of the ratios over the number of tokens"),
+    Metric("rollout/mismatch_ess", _SHARE, _RESPONSE, "ess", "effective sample size of the ratios over the number of tokens"),
     Metric("rollout/corrected", _SHARE, _RESPONSE, "mean", "tokens whose weight by ppo.sampler_correction is not 1"),
     Metric("custom/<part>", "", _SEQUENCES, "mean", "a metric of the functions in ppo.metrics"),
     Metric("gold/<part>", "gold score", _SEQUENCES, "mean", "the judge's own score of the rollouts"),
@@ -182,7 +183,8 @@ def check_names(names: Iterable[str]) -> None:
 def _close(name: str, sums: Sequence[float]) -> float | None:
     """One number from the sums of a metric's reduction; None if nothing was counted.
 
-    mean: total / count; std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target).
+    mean: total / count; std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target);
+    ess: total² / (squares count).
     """
     reduction = find(name).reduction  # type: ignore[union-attr]
     if reduction == "max":
@@ -194,6 +196,8 @@ def _close(name: str, sums: Sequence[float]) -> float | None:
         return None
     if reduction == "mean":
         return totals[0] / count
+    if reduction == "ess":
+        return totals[0] ** 2 / totals[1] / count
     variances = [b / count - (a / count) ** 2 for a, b in zip(totals[::2], totals[1::2], strict=True)]
     if reduction == "std":
         return math.sqrt(max(variances[0], 0.0))

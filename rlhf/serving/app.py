@@ -140,7 +140,8 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = openai_api.records_of(asked.messages)
-        prompts = [await openai_api.chat_prompt(model, messages) for model in models]
+        drawn = [await openai_api.chat_prompt(model, messages) for model in models]
+        prompts = [(model, ids, (*key, place)) for place, (model, ids, key) in enumerate(drawn)]  # each its own numbers
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
         return openai_api.EventStream(completion, comparison_events(labelling, labeler, messages, completion))
 

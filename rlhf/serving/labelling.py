@@ -115,7 +115,12 @@ class LabelFile:
         if not any(start.startswith(rest[: len(start)]) for start in STARTS):
             raise refuse(len(lines) + 1, "not a record")
         if rest:
-            os.ftruncate(self.file, size)
+            try:
+                row = json.loads(rest)  # whole, but for its line break: an editor leaves it out
+                self._add(records.KINDS[row["kind"]].model_validate(row))
+                os.write(self.file, b"\n")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                os.ftruncate(self.file, size)
             os.fsync(self.file)
 
     def _add(self, record: Record) -> None:
@@ -173,6 +178,8 @@ class Labelling:
     def _count(self, record: Any) -> None:
         table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
         task = record.metadata.get("task")
+        if task in self.tasks and not answers_alike(record, self.tasks[task]):
+            return  # of an earlier draw under the same name
         if isinstance(task, str) and record.labeler is not None and records.check_of(record):
             self.checked.setdefault(record.labeler, {})[task] = record
         elif isinstance(task, str) and task in table and record.labeler is not None:
@@ -349,7 +356,7 @@ class Labelling:
             task = None if request.task is None else self.tasks.get(request.task)
             if request.task is not None and task is None:
                 raise RefusedError(404, "no such task", "task")
-            if task is not None and record.prompt != task.prompt:
+            if task is not None and [(m.role, m.content) for m in record.prompt] != [(m.role, m.content) for m in task.prompt]:
                 raise RefusedError(400, "want the prompt of the task", "messages")
             ids = {response.id for response in task.responses} if task else set()
             if request.edited is not None and request.edited not in ids:
@@ -360,6 +367,16 @@ class Labelling:
             record = self.file.append(record)
             self._count(record)
             return record
+
+
+def answers_alike(record: Any, task: Ranking) -> bool:
+    """Whether a record's prompt, and the responses of a ranking, are the task's."""
+
+    def said(one: Any) -> list[tuple[str, str]]:
+        shown = one.responses if record.kind == "ranking" else ()
+        return [(m.role, m.content) for m in one.prompt] + sorted((r.id, r.text) for r in shown)
+
+    return said(record) == said(task)
 
 
 def compare_with(known: Ranking, ranking: list[list[str]] | None) -> dict[str, float]:

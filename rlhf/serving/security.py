@@ -28,7 +28,7 @@ from rlhf.system.terminal import printable
 
 COOKIE = "rlhf_session"
 MANAGER = "~manager"  # no labeler can have this name
-LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")  # Host headers, with or without a port
+LOOPBACK = re.compile(r"(127(\.[0-9]{1,3}){3}|localhost|\[::1\])(:[0-9]{1,5})?")  # Host headers, with or without a port
 HEAD_SECONDS = 15.0  # seconds in which a connection must bring a request
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients in one minute
@@ -149,7 +149,7 @@ class Guard:
         if self.active > 4 * (settings.batch + settings.queue):
             raise RefusedError(503, "the server is busy: try again in a moment", headers={"retry-after": "1"})
         host = headers.get("host", "")
-        if access.loopback and LOOPBACK.fullmatch(host) is None:
+        if access.loopback and settings.token is None and LOOPBACK.fullmatch(host) is None:
             raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
         who, tab = access.who(session_of(headers)), headers.get("x-tab")
         client = who if who is not None else str((scope.get("client") or [""])[0])

@@ -35,6 +35,7 @@ from rlhf.ppo.experience import (
     Rollout,
     load_estimator,
     load_ppo_prompts,
+    recomputes,
     sample_responses,
     score_responses,
     weigh_by_sampler,
@@ -196,7 +197,7 @@ def one_update(
     if update == 1:
         same = settings.policy == settings.reference
         check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16, from_reference=same)
-    if config.rollout.engine != "native" or engine.bfloat16:  # else the sampler's log-probs are the policy's
+    if recomputes(config, engine):  # else the sampler's log-probs are the policy's
         advantages = advantages * weigh_by_sampler(config, rollout, engine.ranks, sums)
         sums.add("time/weights_s", sampler.load_seconds)
     experience = Experience([record for record, _ in asked], texts, rollout, scores, rewards, advantages, returns)

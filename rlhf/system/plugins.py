@@ -90,6 +90,7 @@ def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence
             spec = importlib.util.spec_from_file_location(f"plugin_{Path(place).stem}", str(source))
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses and pickle look for it there
             spec.loader.exec_module(module)
             function = getattr(module, attribute)
         else:

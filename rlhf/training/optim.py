@@ -42,7 +42,8 @@ def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
 
     linear: 1 - (1 - final) t;   cosine: final + (1 - final) (1 + cos(pi t)) / 2;   constant: 1        t = done / steps, at most 1
     """
-    final, done, steps = settings.final_lr_fraction, min(done, steps), max(1, steps)
+    final, steps = settings.final_lr_fraction, max(1, steps)  # a warm-up may outlast the schedule
+    done = min(done, steps)
     if settings.schedule == "cosine":
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * (done / steps)))
     return 1.0 - (1.0 - final) * done / steps if settings.schedule == "linear" else 1.0

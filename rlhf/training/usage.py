@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config import Config
+from rlhf.config.commands import uses
 from rlhf.config.precision import precision_of
 from rlhf.errors import UserError
 from rlhf.model.blocks import SwitchMLP
@@ -83,7 +84,7 @@ def set_budget(
         per_token = measured
         tokens = int(min(fitting(), fast))
     if longest > fitting():
-        helps = [] if config.lora.rank else ["lora.rank=16"]
+        helps = ["lora.rank=16"] if not config.lora.rank and uses(stage.name, "lora.rank") else []
         helps += [f"data.max_tokens={max(16, fitting())}"] if fitting() else []
         helps = [f"pretrain.global_batch_tokens={max(16, fitting())}"] if stage.name == "pretrain" else helps
         raise UserError(

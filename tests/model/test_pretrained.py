@@ -50,6 +50,11 @@ def test_a_checkpoint_is_described_before_it_is_loaded(tmp_path):
     assert name == "model.safetensors" and len(digest) == 64
 
 
+def test_rows_are_cut_to_what_a_model_without_its_window_sees(tmp_path):
+    adopted = adopt(save(tmp_path, "mistral", sliding_window=20), say=[].append)
+    assert adopted.record["native"] and adopted.record["context"] == adopted.tokenizer.model_max_length == 20
+
+
 @pytest.mark.parametrize("name", ["gpt2", "openai-gpt", "llama-tied", "mistral", "qwen2", "qwen3", "gpt_neox"])
 def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, name):
     save(tmp_path, name)

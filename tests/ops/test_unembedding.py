@@ -124,3 +124,12 @@ def test_the_entropy_has_a_gradient_on_request(monkeypatch, kept):
     wanted = torch.autograd.grad(plain, (hidden, weight))
     for a, b in zip(torch.autograd.grad(ours, (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+def test_no_token_has_no_entropy_and_a_gradient_of_zero():
+    """A process whose micro-batch has no token that counts still goes through the loss."""
+    hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    logp, spread = unembedded_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), True, entropy_gradient=True)
+    assert logp.shape == spread.shape == (0,)
+    (logp.sum() + spread.sum()).backward()
+    assert not weight.grad.any()

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from rlhf.config.compose import compose_config
 from rlhf.config.stages import SftConfig
+from rlhf.model import batching
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.stages import reward
 from rlhf.system.exits import leave
@@ -165,6 +166,9 @@ def main(arguments: list[str]) -> None:
             found[-1] = shares(loop.engine.module, loop.engine)
 
     TrainingLoop.steps, reward.make_model = measured, draw_head_alike
+    batching.SCORING_BYTES = (
+        300_000  # some rows each: by their lengths the ranks score in different numbers of forwards
+    )
     measures = {"held": measure_state, "loading": measure_loading, "average": check_average}
     for job in jobs:
         kind, case = job.split(":", 1)

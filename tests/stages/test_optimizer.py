@@ -80,6 +80,10 @@ def test_the_schedules(schedule, wanted):
     factor = make_schedule(WarmupConfig(schedule=schedule, final_lr_fraction=0.2, warmup_fraction=0.2), 20)
     assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert [factor(step) for step in (4, 8, 12, 20)] == pytest.approx(wanted)
+    late = make_schedule(WarmupConfig(schedule=schedule, final_lr_fraction=0.2), 10, warmup=15)
+    assert late(14) == 1 and all(0.199 < late(step) <= 1 for step in range(15, 40)), (
+        "a warm-up that outlasts the schedule"
+    )
 
 
 OPTIMIZER = ("beta1=0.5", "beta2=0.75", "weight_decay=0.25", "schedule=linear", "final_lr_fraction=0.5")
