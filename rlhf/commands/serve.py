@@ -46,7 +46,8 @@ def run(config: Config) -> None:
             taken = f"serve.host={host} serve.port={port}: {error.strerror}"
             raise UserError(f"{taken}: choose another, or 0 for any free one") from None
         host, port = listening.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        shown = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host  # links for other machines
+        address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
         thread, app, rounds = make(config, folder, loopback, address)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again

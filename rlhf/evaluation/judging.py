@@ -115,7 +115,7 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     ]
     with ThreadPoolExecutor(max_workers=settings.judge_parallel) as pool:
         verdicts = [verdict_of(reply) for reply in pool.map(endpoint.ask, asked)]
-    results = judged_figures(rows, (ours, theirs), verdicts)
+    results = judged_figures(rows, (ours, theirs), verdicts, endpoint.refused)
     return results | {"judge": settings.judge_model, "url": settings.judge, "counts": dict(endpoint.counts)}
 
 
@@ -125,19 +125,22 @@ def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:
 
 
 def verdict_of(reply: str | None) -> str | None:
-    """The last of A, B and TIE in a reply; None if there is none."""
-    text = reply or ""
-    words = VERDICT.findall(text.upper() if text.strip().lower() in ("a", "b", "tie") else text)
+    """The last of A, B and TIE in a reply, before "than"; None if there is none."""
+    text = re.sub(r"\btie\b", "TIE", reply or "", flags=re.IGNORECASE)
+    bare = text.strip(" \t\n*.()[]\"'").upper()
+    words = VERDICT.findall(bare if bare in ("A", "B", "TIE") else text.partition(" than ")[0])
     return words[-1] if words else None
 
 
-def judged_figures(rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdicts: Sequence[str | None]) -> Figures:
-    """From two verdicts per row, one for each order. Raises: UserError if no row has both."""
+def judged_figures(
+    rows: Sequence[dict[str, Any]], pair: tuple[str, str], verdicts: Sequence[str | None], refused: str = ""
+) -> Figures:
+    """From two verdicts per row, one for each order. Raises: UserError if no row has both, with the last refusal of the judge."""
     both = list(zip(rows, verdicts[::2], verdicts[1::2], strict=True))
     answered = [(row, POINTS[one], 1.0 - POINTS[two]) for row, one, two in both if one is not None and two is not None]
     if not answered:
         none = f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE"
-        raise UserError(f"{none}: check the judge")
+        raise UserError(f"{none}{refused and f' ({refused})'}: check the judge")
     points = [(one + two) / 2 for _, one, two in answered]
     words = [[len(row["responses"][name].split()) for name in pair] for row, _, _ in answered]
     return {

@@ -113,11 +113,12 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     """{"task", "classes", "majority", "models": {model: [{"shots", "shown", "accuracy"}]}}, on at most evaluate.prompts examples."""
     columns = columns_of(config)
     train, held_out, classes = load_task(config, columns, run_folder(config) / "evaluations")
-    held_out = held_out[: config.evaluate.prompts]
+    most = min(config.evaluate.prompts, len(held_out))
+    held_out = random.Random(f"questions-{config.seed}").sample(held_out, most)  # a file may be sorted by class
     counts = sorted(listed(config.evaluate.shots))
     labels = [example.label for example in held_out]
-    most = min(max(counts), len(train))
-    drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, most) for i in range(len(held_out))]
+    shown = min(max(counts), len(train))
+    drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, shown) for i in range(len(held_out))]
     complete = [name for name in POLICY_STAGES if is_complete(stage_folder(config, name))]
     models = listed(config.evaluate.models) or complete
     if not models:

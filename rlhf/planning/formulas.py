@@ -98,7 +98,10 @@ def shape_of_config(config: Any, context: int = 0) -> Shape:
         return Shape(**named)
     heads = config.num_attention_heads
     hidden_units = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-    gated = getattr(config, "hidden_act", None) in ("silu", "swiglu", "gelu_pytorch_tanh")
+    activation = getattr(config, "hidden_act", None) or getattr(
+        config, "hidden_activation", None
+    )  # Gemma 2 and 3 have the second
+    gated = activation in ("silu", "swiglu", "gelu_pytorch_tanh")
     return Shape(
         n_layer=config.num_hidden_layers,
         n_head=heads,

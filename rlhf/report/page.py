@@ -92,7 +92,8 @@ def make_sentence(run: RunFiles) -> str:
         verdict = "is preferred to" if low > 0.5 else "is worse than"
     prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
     span = f" ({span_of(win)})" if low is not None else ""
-    return f"{titled(main_policy(run.results))} {verdict} SFT: by the {judge_name(run.results)} it wins {percent(value)} of comparisons on {prompts}{span}."
+    policy, judge = titled(main_policy(run.results)), judge_name(run.results)
+    return f"{policy} {verdict} SFT: by the {judge} it wins {percent(value)} of comparisons on {prompts}{span}."
 
 
 def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
@@ -115,7 +116,9 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = entry_at(results, "gold", key)
         if (value := with_interval(tree)[0]) is not None:
-            yield Tile(f"{titled(main_policy(results))} against SFT, {how}", percent(value), "won", span_note(tree, "prompts"))
+            yield Tile(
+                f"{titled(main_policy(results))} against SFT, {how}", percent(value), "won", span_note(tree, "prompts")
+            )
     tree = entry_at(results, "reward_model", "accuracy")
     value, note = latest("reward", "accuracy", with_interval(tree)[0], span_note(tree, "pairs"))
     if value is not None:

@@ -178,7 +178,8 @@ class Labelling:
     def _count(self, record: Any) -> None:
         table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
         task = record.metadata.get("task")
-        if task in self.tasks and not answers_alike(record, self.tasks[task]):
+        known = self.tasks.get(task) if isinstance(task, str) else None
+        if known is not None and not answers_alike(record, known):
             return  # of an earlier draw under the same name
         if isinstance(task, str) and record.labeler is not None and records.check_of(record):
             self.checked.setdefault(record.labeler, {})[task] = record
@@ -210,7 +211,7 @@ class Labelling:
     def _next_check(self, labeler: str) -> str | None:
         """The check that is due: gold items first, then, after every so many labels, in turn a gold item and a task ranked before."""
         settings, done = self.settings, self.checked.get(labeler, {})
-        mine = [by[labeler] for by in self.ranked.values() if labeler in by]
+        mine = [by[labeler] for by in list(self.ranked.values()) if labeler in by]
         gold = next((name for name in self.gold if name not in done), None)
         later = max(0, len(done) - settings.qualification)
         if gold is not None and len(done) < settings.qualification:
@@ -225,11 +226,11 @@ class Labelling:
 
     def figures(self, labeler: str) -> dict[str, dict[str, float]]:
         """{"gold" and "again": {"right", "pairs"}} of a labeler's checks, with half a pair for a tie."""
-        return records.sum_checks(self.checked.get(labeler, {}).values())
+        return records.sum_checks(list(self.checked.get(labeler, {}).values()))
 
     def qualified(self, labeler: str) -> bool:
         """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
-        gold = [one for name, one in self.checked.get(labeler, {}).items() if name in self.gold]
+        gold = [one for name, one in list(self.checked.get(labeler, {}).items()) if name in self.gold]
         first = gold[: self.settings.qualification]
         known = records.sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
         return len(first) < self.settings.qualification or known["right"] >= self.settings.qualified * known["pairs"]
@@ -356,7 +357,7 @@ class Labelling:
             task = None if request.task is None else self.tasks.get(request.task)
             if request.task is not None and task is None:
                 raise RefusedError(404, "no such task", "task")
-            if task is not None and [(m.role, m.content) for m in record.prompt] != [(m.role, m.content) for m in task.prompt]:
+            if task is not None and not answers_alike(record, task):
                 raise RefusedError(400, "want the prompt of the task", "messages")
             ids = {response.id for response in task.responses} if task else set()
             if request.edited is not None and request.edited not in ids:

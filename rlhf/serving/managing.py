@@ -152,7 +152,7 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             raise RefusedError(404, "no such task", "name")
         labels = [
             {"labeler": who, "note": r.metadata.get("note", ""), **r.model_dump(include={"id", "ranking", "ratings", "flags", "seconds"})}
-            for who, r in labelling.ranked[name].items()
+            for who, r in list(labelling.ranked[name].items())
         ]  # fmt: skip
         return task_body(task, task.responses) | {"labels": labels}
 

@@ -292,7 +292,7 @@ class ModelThread:
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that runs between two tokens. Raises: UserError, RefusedError."""
         future: Future[Any] = Future()
-        with self._work(len(self.calls) >= self.limit):
+        with self._work(len(self.calls) >= max(1, self.limit)):
             self.calls.append((future, function, arguments))
         return await asyncio.wrap_future(future)
 

@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -192,11 +192,8 @@ def session_of(headers: dict[str, str]) -> str | None:
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return bearer.strip()
-    try:
-        given = SimpleCookie(headers.get("cookie", ""))
-    except CookieError:
-        return None
-    cookies = {name: one.value for name, one in given.items() if name.startswith(COOKIE)}
+    given = cookie_parser(headers.get("cookie", ""))  # reads past another program's cookie that is malformed
+    cookies = {name: value for name, value in given.items() if name.startswith(COOKIE)}
     if (tab := headers.get("x-tab")) is not None:
         return cookies.get(cookie_of(tab))
     return next(iter(cookies.values())) if len(cookies) == 1 else None

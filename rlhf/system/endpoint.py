@@ -44,6 +44,7 @@ class Client:
         self.key_variable = key_variable
         self.counts: Counter[str] = Counter()  # requests, retries, failures, and what the caller adds
         self.reached = False  # whether any HTTP server has answered
+        self.refused = ""  # status and reason of the last request that failed permanently
         self.lock = threading.Lock()
         try:
             parts = httpx.URL(url)
@@ -83,6 +84,7 @@ class Client:
                     wrong = f"{self.named}: {WRONG_SETTINGS[status]} (HTTP {status})"
                     raise UserError(f"{wrong}: check the URL and {self.key_setting}")
                 if status not in TEMPORARY:
+                    self.refused = f"HTTP {status}: {one_line(content.decode('utf-8', 'replace'), 200)}"
                     break
                 wait = max(wait, min(LONGEST_WAIT, float(asked) if asked.isdecimal() else 0.0))
             if attempt < ATTEMPTS - 1:

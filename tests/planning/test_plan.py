@@ -16,7 +16,16 @@ from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
 from rlhf.planning import formulas
-from rlhf.planning.estimates import PHASES, fewest_gpus, largest, make_plan, make_times, room, stage_bytes
+from rlhf.planning.estimates import (
+    PHASES,
+    fewest_gpus,
+    largest,
+    make_plan,
+    make_times,
+    planned_shape,
+    room,
+    stage_bytes,
+)
 from rlhf.planning.formulas import make_shape
 
 
@@ -162,6 +171,26 @@ def test_flops_and_hours_by_hand_and_pretraining_by_6nd():
     # Brown et al. 2020, table D.1: 3.14e23 FLOPs, from 6 N D without attention over positions, which is 3% here
     assert times["flops"] == pytest.approx(3.14e23, rel=0.05)
     assert times["hours"] == pytest.approx(times["flops"] / (1000 * 50e12) / 3600)
+
+
+def test_times_of_ppo_ptx_and_of_the_rows_that_fit():
+    config = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "gpu_memory_gb=80")
+    mixed = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "gpu_memory_gb=80", "ppo.ptx_coef=27.8")
+    plain, more = (make_times(one)["ppo update"]["flops"] for one in (config, mixed))
+    shape, blocks = planned_shape(config), 8 * config.ppo.episodes  # 8 blocks per episode, one epoch
+    assert more - plain == pytest.approx(
+        3 * formulas.shape_flops(shape, blocks * shape.context_length, shape.context_length)
+    )
+    small = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "gpu_memory_gb=24")
+    assert make_times(small)["ppo rollout"]["hours"] > make_times(config)["ppo rollout"]["hours"], (
+        "fewer rows at a time"
+    )
+
+
+def test_gemmas_activation_has_another_name():
+    from transformers import Gemma2Config
+
+    assert formulas.shape_of_config(Gemma2Config()).mlp == "swiglu"
 
 
 def test_defaults_are_the_papers_and_any_experiment_can_be_planned():

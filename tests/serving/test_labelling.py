@@ -16,7 +16,7 @@ from rlhf.data.reading import load_comparisons, load_demonstrations
 from rlhf.data.records import Message
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
-from rlhf.serving.labelling import LabelFile, RankingRequest
+from rlhf.serving.labelling import LabelFile, Labelling, RankingRequest
 from rlhf.serving.managing import Staff
 from rlhf.serving.models import ModelThread
 from rlhf.serving.security import RefusedError
@@ -165,6 +165,13 @@ async def test_models_are_compared_blind_in_a_drawn_order(clients, labelling):
     assert firsts == {"gold/sft", "gold/ppo"} and len(labelling.file.records) == 16
 
 
+async def test_answers_of_one_model_are_drawn_apart(clients):
+    asked = {"messages": ASKED, "models": ["gold/sft"] * 4, "max_tokens": 16, "temperature": 1.5}
+    lines = (await clients["anna"].post("/api/compare", json=asked)).text.splitlines()
+    responses = [json.loads(line[6:]) for line in lines if line][-1]["responses"]
+    assert len({response["text"] for response in responses}) > 1
+
+
 async def test_tokens_are_shaded(clients, thread, gold_run):
     """Token by token as in float64: the log-prob of each, and the KL of the distributions from which it was drawn."""
     tokenizer = thread.models["gold/ppo"].tokenizer
@@ -233,9 +240,34 @@ def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
     assert again.progress("anna")["done"] == 1 and again.next_task("anna").id == "t1"
     with pytest.raises(UserError, match="another server writes it"):
         LabelFile(path)
+    again.file.close()
+    path.write_bytes(whole.rstrip(b"\n"))  # by an editor that ends no line
+    make_labelling(path, count=3).file.close()
+    assert path.read_bytes() == whole
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"pipe: not a regular file: choose another serve\.labels"):
         LabelFile(tmp_path / "pipe")
+
+
+def test_labels_of_an_earlier_draw_are_not_those_of_a_task(tmp_path):
+    """The same prompt and policy sampled again with another seed: the task has the same name and other responses."""
+    path = tmp_path / "labels.jsonl"
+    labelling = make_labelling(path, count=1)
+    labelling.rank("anna", ranked("t0", "anna-submission"))
+    assert labelling.next_task("anna") is None
+    labelling.file.close()
+    (task,) = tasks(1)
+    redrawn = [response.model_copy(update={"text": f"{response.text} again ."}) for response in task.responses]
+    changed = Labelling(LabelFile(path), [task.model_copy(update={"responses": redrawn})], labelling.settings, 0)
+    assert changed.next_task("anna").id == "t0" and changed.progress("anna")["done"] == 0
+
+
+async def test_a_task_whose_turns_have_further_keys_gets_its_demonstration(clients, labelling):
+    task = (await clients["anna"].get("/api/demonstrate/next")).json()
+    known = labelling.tasks[task["task"]]
+    known.prompt[0] = Message.model_validate({**known.prompt[0].model_dump(), "toxic": 0.1})
+    said = {"messages": task["messages"], "task": task["task"], "response": "a .", "submission": "submission-1"}
+    assert (await clients["anna"].post("/api/demonstrate", json=said)).status_code == 200
 
 
 @pytest.mark.parametrize(

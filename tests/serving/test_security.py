@@ -75,6 +75,15 @@ async def test_a_token_opens_everything_and_nothing_else_does(app):
     assert (await client.get("/v1/models", headers={"cookie": f"rlhf_session={TOKEN}"})).status_code == 200
 
 
+async def test_a_proxy_with_a_name_of_its_own_needs_a_token(app):
+    named = {"host": "labels.example", "authorization": f"Bearer {TOKEN}"}
+    assert (await behind(app, token=TOKEN, loopback=True).get("/v1/models", headers=named)).status_code == 200
+    assert (await behind(app, loopback=True).get("/v1/models", headers=named)).status_code == 421
+    assert (await behind(app, loopback=True).get("/v1/models", headers={"host": "127.0.0.2:80"})).status_code == 200
+    others = {"cookie": f'prefs={{"dark": true}}; rlhf_session={TOKEN}'}  # of another program on this host
+    assert (await behind(app, token=TOKEN).get("/v1/models", headers=others)).status_code == 200
+
+
 async def test_sizes_and_rates_have_limits(app):
     small = behind(app, max_body_bytes=2000)
     assert (await small.post("/v1/score", json=SCORE | {"prompt": "x" * 3000})).status_code == 413

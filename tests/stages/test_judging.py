@@ -138,6 +138,7 @@ def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
     server.trouble = [500] * endpoint.ATTEMPTS + [400] + [302]
     one = client(server, tmp_path)
     assert [one.ask(MESSAGES) for _ in range(3)] == [None, None, None]  # the last is a redirect, which is not followed
+    assert one.refused.startswith("HTTP ")
     assert one.counts["failures"] == 3 and one.counts["requests"] == endpoint.ATTEMPTS + 2
     assert not (tmp_path / "cache.jsonl").exists()
 
@@ -159,7 +160,8 @@ def test_a_key_is_neither_missing_nor_sent_in_the_clear(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("reply", "verdict"),
     [("A", "A"), ("b", "B"), ("tie", "TIE"), ("The better one is **B**.", "B"), ("[[A]]", "A"), ("A or B? B", "B"),
-     ("a good answer", None), ("", None), (None, None), ("ABBA", None)],
+     ("a good answer", None), ("", None), (None, None), ("ABBA", None), ("Tie.", "TIE"), ("A tie.", "TIE"), ("b.", "B"),
+     ("A is better than B", "A"), ("Answer B is better than answer A.", "B")],
 )  # fmt: skip
 def test_a_reply_is_read(reply, verdict):
     assert judging.verdict_of(reply) == verdict

@@ -121,6 +121,14 @@ def test_prediction_powered_intervals_cover_and_are_as_narrow_as_the_correlation
     assert np.mean(ratios) == pytest.approx(predicted, rel=0.05) and np.mean(rhos) == pytest.approx(rho, abs=0.02)
 
 
+def test_few_or_unanimous_labels_correct_nothing():
+    judged = {i: float(i % 2) for i in range(40)}
+    few = prediction_powered({i: 1.0 - i % 2 for i in range(9)}, judged)
+    unanimous = prediction_powered(dict.fromkeys(range(20), 1.0), judged)
+    assert few["corrected"] == few["people"] and few["people"]["ci95"] is None
+    assert unanimous["corrected"] == unanimous["people"] and unanimous["people"]["ci95"][0] < 0.9  # Wilson's
+
+
 def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_path):
     out = tmp_path / "tasks"
     base = [f"sample.out='{out}'", "sample.prompts=30", "sample.split=train"]

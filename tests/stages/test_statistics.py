@@ -110,6 +110,7 @@ def test_length_control_has_a_value_where_one_side_always_wins(point):
     found = length_controlled([[point]] * 20, [[-1.0], [1.0]] * 10)
     assert 0 <= found["ci95"][0] <= found["value"] <= found["ci95"][1] <= 1
     assert (found["value"] - 0.5) * (point - 0.5) >= 0
+    assert point == 0.5 or found["ci95"][1] - found["ci95"][0] > 0.01
 
 
 # --- figures of responses as text ----------------------------------------------------------------------------------

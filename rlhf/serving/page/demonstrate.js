@@ -20,6 +20,7 @@ export function makeDemonstrate(panel, me) {
   panel.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSave(); });
 
   function keep() {
+    submission = submissionId(); // another answer is another submission
     const typed = own.value || response.value;
     saved.set(typed ? { task, messages, edited, own: own.value, response: response.value } : null);
   }

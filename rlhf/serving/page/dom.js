@@ -81,7 +81,8 @@ export function textOf(text) {
 
 // A text with the words marked that another text does not have, by their longest common subsequence.
 export function differenceOf(text, other) {
-  const [a, b] = [text, other].map((one) => one.split(/(\s+)/).slice(0, 4000).filter(Boolean));
+  const words = text.split(/(\s+)/), most = 4000; // the rest stays unmarked
+  const [a, b] = [words, other.split(/(\s+)/)].map((one) => one.slice(0, most).filter(Boolean));
   const common = Array.from({ length: a.length + 1 }, () => new Uint16Array(b.length + 1)); // of the rests from i and from j
   for (let i = a.length - 1; i >= 0; i--)
     for (let j = b.length - 1; j >= 0; j--)
@@ -93,6 +94,7 @@ export function differenceOf(text, other) {
     made.append(same || !a[i].trim() ? a[i] : el("mark", {}, a[i]));
     j += same;
   }
+  made.append(words.slice(most).join(""));
   return made;
 }
 

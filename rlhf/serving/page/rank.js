@@ -40,6 +40,7 @@ export function makeRank(panel, me) {
   });
 
   function keep() {
+    submission = submissionId(); // another answer is another submission
     sure = false;
     save.disabled = busy || ranking.placed < 2;
     const changed = ranking.placed || note.value || Object.keys({ ...ranking.ratings, ...ranking.flagged }).length;
@@ -49,7 +50,6 @@ export function makeRank(panel, me) {
   function open(found, answer) {
     task = found;
     replaces = answer?.replaces ?? null;
-    submission = submissionId();
     save.disabled = unable.disabled = true;
     cancel.hidden = !replaces;
     for (const one of [place, cards, strip]) one.replaceChildren();
