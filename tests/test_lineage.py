@@ -108,6 +108,36 @@ def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
 # --- data ---
 
 
+def test_an_evaluation_is_of_the_baselines_and_of_the_runs_it_compares(config):
+    given = changed(config, evaluate__compare=["other"])
+    chain(changed(config, run="other"), "tokenizer", "pretrain", "sft")
+    before = hash_sources(given, "evaluate")
+    assert list(before) == ["other/sft"]
+    chain(config, "tokenizer", "pretrain", "sft", "dpo")
+    after = hash_sources(given, "evaluate")
+    assert set(after) == {"other/sft", "demo/dpo"} and after["other/sft"] == before["other/sft"]
+
+
+def test_a_file_that_moves_prompts_between_splits_changes_every_stage_that_reads_raw_prompts(config, tmp_path):
+    """What prompts share at their beginning is found in all files of the run together."""
+    preamble = "You are a helpful assistant who answers every question in one short and friendly sentence, says so if the answer is "
+    preamble += "not known, never invents a source, and keeps to the language of the question whatever it is about. "
+
+    def write(name: str, prompts: list[str]) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"prompt": p, "completion": "x"}) + "\n" for p in prompts))
+        return str(path)
+
+    shown = write("d.jsonl", [f"{preamble}Question {i}?" for i in range(60)] + [f"Other {i}?" for i in range(400)])
+    alone = changed(config, data__demonstrations=shown)
+    more = changed(alone, data__prompts=write("p.jsonl", [f"Something else {i}?" for i in range(1500)]))
+    assert hash_sources(alone, "sft").keys() != hash_sources(more, "sft").keys() or hash_sources(
+        alone, "sft"
+    ) != hash_sources(more, "sft")
+    imported = changed(config, data__prompts=write("q.jsonl", ["A?", "B?"]))
+    assert list(hash_sources(imported, "ppo")) == ["prompts:q.jsonl"], "nothing is shared"
+
+
 def test_data_that_the_user_named_is_hashed_and_files_of_one_name_are_kept_apart(config, tmp_path):
     files = [tmp_path / folder / "text.txt" for folder in ("a", "b")]
     for path in files:

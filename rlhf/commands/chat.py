@@ -15,7 +15,7 @@ from rlhf.system.terminal import printable, say, write
 def run(config: Config) -> None:
     """Read messages from the terminal (or `chat.message`) and stream the answers until the input ends."""
     settings, folder = config.chat, stage_folder(config, config.chat.stage)
-    check_output(folder)
+    check_output(folder, config.chat.stage)
     talking = settings.message is None and sys.stdin is not None and sys.stdin.isatty()
     lines = read_lines(talking) if settings.message is None else iter([settings.message])
 

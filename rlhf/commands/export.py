@@ -24,7 +24,7 @@ NOT_MEASURED = (
 def run(config: Config) -> None:
     """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder exists."""
     source = stage_folder(config, config.export.stage)
-    folders.check_output(source)
+    folders.check_output(source, config.export.stage)
     out = Path(config.export.out) if config.export.out else folders.run_folder(config) / "export" / config.export.stage
     folders.refuse_inside_stage(out, "export.out")
 

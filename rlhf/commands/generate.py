@@ -32,7 +32,7 @@ def run(config: Config) -> None:
     with held(out):
         check_replaceable(out, config.overwrite, "generate.out", "file of `rlhf generate`", is_ours)
         folder = stage_folder(config, settings.stage)
-        made = check_output(folder)
+        made = check_output(folder, settings.stage)
         records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
         temporary = out.with_name(f".{out.name}.tmp")

@@ -22,6 +22,7 @@ from rlhf.config.checks import check_config
 from rlhf.config.command_line import check_adopted
 from rlhf.config.compose import compose_config, nearest, unknown_setting
 from rlhf.config.setting import listed, settings_in
+from rlhf.data.tables import plain as json_values
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder
@@ -181,7 +182,7 @@ class Run:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise UserError(f"{kind}, row {number}: got a {type(row).__name__}, want a dict")
-            lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            lines.append(json.dumps(json_values(row), ensure_ascii=False) + "\n")
         path, text = self.folder / "data" / f"{kind}.jsonl", "".join(lines)
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -170,7 +170,7 @@ def find_policy(config: Config, name: str) -> tuple[str, Path]:
     if stage not in POLICY_STAGES:
         raise UserError(f"sample.stages: {name!r}: want a stage, or run/stage, of {', '.join(POLICY_STAGES)}")
     folder = Path(config.runs_dir) / run_name / stage if run_name else stage_folder(config, stage)
-    made = check_output(folder)
+    made = check_output(folder, stage)
     return f"{made['run']}/{stage}@{made['hash'][:8]}", folder
 
 
@@ -207,7 +207,8 @@ def draw_tasks(
             ]
             # so that position carries no information; ids are in the order of drawing, and draws are exchangeable
             random.Random(f"order-{config.seed}-{task_id}").shuffle(responses)
-            metadata = record.metadata | {"prompt_id": record.id} | ({"user": record.user} if record.user else {})
+            known = {"prompt_id": record.id, "split": config.sample.split}  # its labels stay in this split
+            metadata = record.metadata | known | ({"user": record.user} if record.user else {})
             tasks.append(Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata))
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
 

@@ -19,6 +19,8 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import hash64
 from rlhf.system.terminal import one_line
 
+DECIDES = "manager"  # the labeler of the decisions on the manager's page
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -80,7 +82,8 @@ class AgreementCounter:
 
     def add(self, ranking: Ranking) -> None:
         """Count one record; one that judges nothing (a labelling task) changes nothing."""
-        if ranking.ranking is None and ranking.pairs is None and not ranking.ratings:
+        judges = ranking.ranking is not None or ranking.pairs is not None or ranking.ratings
+        if not judges or ranking.labeler == DECIDES:  # the manager has seen what the others say
             return
         index = {text: i for i, text in enumerate(sorted({response.text for response in ranking.responses}))}
         place = {response.id: index[response.text] for response in ranking.responses}

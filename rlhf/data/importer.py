@@ -24,7 +24,7 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, C
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.inputs import MAX_RECORD_BYTES, ROW_SUFFIXES, Row, Source, has_suffix, open_bytes
-from rlhf.data.reading import read
+from rlhf.data.reading import read, read_rows
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
@@ -249,22 +249,22 @@ def _names(record: Record) -> _Name:
 
 def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
     """What of a native file must be known before its first line: the records that later lines replace, and the checks of labelers that
-    count. Only lines with such a key are parsed.
+    count. Only a file that has such a key somewhere is parsed.
     """
     replaced, checks = set[_Name](), list[Ranking]()
     if source.path is None or not has_suffix(source.path, ROW_SUFFIXES):
         return replaced, checks
     with open_bytes(source.path) as file:
-        while line := file.readline(MAX_RECORD_BYTES):
-            if b'"replaces"' not in line and b'"labeler_check"' not in line:
-                continue
-            with suppress(ValueError, TypeError, AttributeError, RecursionError):
-                row = json.loads(line)
-                metadata = row.get("metadata") or {}
-                old = {**row, **metadata}.get("replaces")
-                replaced |= {(old, row.get("labeler"))} if isinstance(old, str) else set()
-                if "labeler_check" in metadata:
-                    checks.append(Ranking.model_validate(row))
+        lines = iter(lambda: file.readline(MAX_RECORD_BYTES), b"")
+        if not any(b'"replaces"' in line or b'"labeler_check"' in line for line in lines):
+            return replaced, checks
+    for one in read_rows(source):
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):
+            metadata = one.value.get("metadata") or {}
+            old = {**one.value, **metadata}.get("replaces")
+            replaced |= {(old, one.value.get("labeler"))} if isinstance(old, str) else set()
+            if "labeler_check" in metadata:
+                checks.append(Ranking.model_validate(one.value))
     return replaced, [check for check in checks if _names(check) not in replaced]
 
 

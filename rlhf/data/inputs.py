@@ -2,6 +2,7 @@
 hub; opens files; reads JSON. `tables.py` reads the other kinds of files, `reading.py` makes records from rows.
 """
 
+import codecs
 import io
 import json
 import os
@@ -202,13 +203,19 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def holds_lines(head: bytes) -> bool:
-    """Whether a .json file has an object on its first line, so that it is read as JSON Lines."""
-    line, _, rest = head.lstrip().partition(b"\n")
-    try:
-        return bool(rest.strip()) and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+def holds_lines(path: Path) -> bool:
+    """Whether a .json file has an object on its first line and more after it, so that it is read as JSON Lines."""
+    with open_bytes(path) as file:
+        line = b""
+        while not line.removeprefix(codecs.BOM_UTF8).strip() and (line := file.readline(MAX_RECORD_BYTES)):
+            pass
+        try:
+            begins = line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+            return (
+                begins and bool(file.read(1 << 16).strip()) and isinstance(json.loads(line.decode("utf-8-sig")), dict)
+            )
+        except (ValueError, RecursionError):
+            return False
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@
 Source: Radford et al. 2018, section 3.3 and figure 1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.compose import nearest
@@ -55,7 +55,7 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
         examples += [_example(row, columns) for row in read_rows(source)]
     if not examples:
         raise UserError(f"{setting}: no row to read: want labelled examples")
-    return examples
+    return _placed(examples, columns) if columns.choices else examples
 
 
 def _example(row: Row, columns: Columns) -> Example:
@@ -84,9 +84,21 @@ def _example(row: Row, columns: Columns) -> Example:
     cells = [cell("choices", path) for path in columns.choices]
     listed = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else cells
     choices = [_text(f"{where}: {columns.choices[min(i, len(cells) - 1)]}", value) for i, value in enumerate(listed)]
-    names = columns.choices if len(cells) > 1 else ()
-    place = names.index(label) if label in names else choices.index(label) if label in choices else label
-    return Example(where, tuple((first, choice) for choice in choices), str(place))
+    return Example(where, tuple((first, choice) for choice in choices), label)
+
+
+def _placed(examples: list[Example], columns: Columns) -> list[Example]:
+    """Labels that are a column's name or a choice's text as places. A number is a text only if every row's label is one."""
+    names = columns.choices if len(columns.choices) > 1 else ()
+    texts = [tuple(row[1] for row in one.rows) for one in examples]
+    all_texts = all(one.label in of_row for one, of_row in zip(examples, texts, strict=True))
+
+    def place(label: str, of_row: tuple[str, ...]) -> str:
+        if label in names:
+            return str(names.index(label))
+        return str(of_row.index(label)) if label in of_row and (all_texts or not label.isdecimal()) else label
+
+    return [replace(one, label=place(one.label, of_row)) for one, of_row in zip(examples, texts, strict=True)]
 
 
 def _text(where: str, value: Any) -> str:

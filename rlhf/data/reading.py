@@ -58,12 +58,12 @@ def read_rows(source: Source) -> Iterator[Row]:
     if path is None:
         yield from _read_hub(name)
         return
-    suffix = [s.lower() for s in path.suffixes if s.lower() not in (".gz", ".zst")][-1]
+    suffix = ([s.lower() for s in path.suffixes if s.lower() not in (".gz", ".zst")] or [path.name.lower()])[-1]
     if has_suffix(path, ROW_SUFFIXES):
         with open_bytes(path, source) as file:
             if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
                 file.read(3)
-            as_lines = suffix == ".jsonl" or holds_lines(file.peek(1 << 16))  # type: ignore[attr-defined]
+            as_lines = suffix == ".jsonl" or holds_lines(path)
             yield from read_lines(file, name) if as_lines else read_values(file, name)
     elif suffix in (".csv", ".tsv"):
         yield from read_delimited(path, suffix, source)

@@ -5,6 +5,7 @@ apart can use all memory. A workbook is therefore measured before it is opened: 
 cells. Formulas give the value that was saved.
 """
 
+import codecs
 import csv
 import io
 import json
@@ -47,7 +48,7 @@ def read_delimited(path: Path, suffix: str, source: Source) -> Iterator[Row]:
     """
     name, encoding = source.name, source.encoding
     csv.field_size_limit(MAX_RECORD_BYTES)
-    codec = "utf-8-sig" if encoding == "utf-8" else encoding
+    codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding  # reads past a byte-order mark
     try:
         with open_bytes(path, source) as file:
             text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
@@ -104,7 +105,9 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iter
 def plain(value: Any) -> Any:
     """A row as JSON values: other kinds, such as times, become text; NaN, which means an empty cell, becomes None."""
 
-    def text(other: Any) -> str:
+    def text(other: Any) -> Any:
+        if hasattr(other, "tolist"):  # an array or a number of numpy
+            return other.tolist()
         if isinstance(other, bytes):
             return other.decode("utf-8")
         return other.isoformat() if hasattr(other, "isoformat") else str(other)

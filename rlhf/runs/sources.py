@@ -18,13 +18,14 @@ from rlhf.data.records import PromptRecord, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
 from rlhf.data.storage import MANIFEST, check_whole, verify
 from rlhf.errors import UserError
-from rlhf.recipe import REWARD_SOURCES, STAGES, gold_file
-from rlhf.runs.folders import check_output, is_complete, rates, stage_folder
+from rlhf.recipe import BASELINES, REWARD_SOURCES, STAGES, gold_file
+from rlhf.runs.folders import check_output, is_complete, policy_folder, rates, stage_folder
 from rlhf.system.files import download, read_json, sha256_file
 from rlhf.system.plugins import is_address, is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
 P = TypeVar("P")
+LABELS = ("demonstrations", "comparisons", "prompts")  # the kinds of data with prompts
 FEW_PROMPTS = 10  # a split with fewer gives no figures
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # on the hub: owner/name, optionally @revision
 CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -48,8 +49,12 @@ def beginnings(config: Config, records: Sequence[Record]) -> tuple[str, ...]:
     """
     if all(given_split(record) or "group" in record.metadata for record in records):
         return ()
-    kinds = ("demonstrations", "comparisons", "prompts")
-    sources = tuple(tuple(map(str, listed(data_source(config, kind)))) for kind in kinds)
+    return given_beginnings(config)
+
+
+def given_beginnings(config: Config) -> tuple[str, ...]:
+    """`shared_beginnings` of the files that the user named, whatever stages have written since."""
+    sources = tuple(tuple(map(str, listed(getattr(config.data, kind)))) for kind in LABELS)
     return _beginnings(sources, config.data.format, config.data.allow_partial)
 
 
@@ -227,6 +232,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
     hashes: dict[str, str] = {}
+    raw = False  # whether splits are drawn here
     for kind in kinds_read(config, stage):
         labels = kind != "corpus"
         suffixes = RECORD_SUFFIXES if labels else ROW_SUFFIXES + TEXT_SUFFIXES
@@ -236,10 +242,13 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                 name = f"{kind}:{source.path.name}"
                 if name in hashes:  # files with the same name in several folders
                     name += f"#{len(hashes)}"
+                raw |= labels and not source.imported
                 if source.imported:
                     check_whole(source.path, verify(source.path), config.data.allow_partial)
                 # an import's manifest names the hash of every file
                 hashes[name] = sha256_file(source.path / MANIFEST if source.imported else source.path)
+    if raw and (shared := given_beginnings(config)):  # on which the splits of all files depend
+        hashes["shared beginnings"] = hashlib.sha256("\n".join(shared).encode()).hexdigest()
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
     base = {"reward": config.reward.model, "judge": config.judge.model}.get(stage)
@@ -256,7 +265,15 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     for name in (name for name, wanted in reads.items() if wanted):
         if is_complete(folder := stage_folder(config, name)):
             hashes[name] = check_output(folder, name)["hash"]
+    for folder in compared_folders(config) if stage == "evaluate" else ():
+        hashes[f"{folder.parent.name}/{folder.name}"] = check_output(folder, folder.name)["hash"]
     return hashes
+
+
+def compared_folders(config: Config) -> list[Path]:
+    """The policies that `evaluate` measures besides PPO's."""
+    own = [folder for name in BASELINES if is_complete(folder := stage_folder(config, name))]
+    return [*own, *(policy_folder(config, name, "evaluate.compare") for name in listed(config.evaluate.compare))]
 
 
 Say = Callable[[str], None]  # prints what was read

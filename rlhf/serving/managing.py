@@ -20,7 +20,7 @@ from fastapi import APIRouter, Body
 from pydantic import RootModel
 
 from rlhf.config import Config
-from rlhf.data.agreement import AgreementCounter
+from rlhf.data.agreement import DECIDES, AgreementCounter
 from rlhf.data.encoding import join_rankings
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking, Text
@@ -35,7 +35,6 @@ from rlhf.system.files import read_json, write_json, write_text
 from rlhf.system.schemas import read_checked
 
 LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
-DECIDES = "manager"  # the labeler of the decisions
 FASTEST = 700  # words of responses per minute, about three times what adults read (238, Brysbaert 2019)
 FEWEST = (10, 20)  # rankings for a warning of speed, and of a preferred place
 Change = Literal["add", "revoke", "pause", "resume"]

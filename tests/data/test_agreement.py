@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.data.agreement import AgreementCounter, pairwise_agreement
+from rlhf.data.agreement import DECIDES, AgreementCounter, pairwise_agreement
 from rlhf.data.records import Message, RankedResponse, Ranking
 
 
@@ -110,3 +110,8 @@ def test_by_labeler_by_hand():
     }
     assert [table[name]["tie_rate"] for name in ("one", "two", "three")] == [1 / 5, 0.0, 1 / 3]
     assert [table[name]["seconds"] for name in ("one", "two", "three")] == [30.0, 20.0, None]
+
+
+def test_the_managers_decisions_are_no_labelers_judgement():
+    said = [judged("p", "x>y", "one"), judged("p", "y>x", "two")]
+    assert agreement_report([*said, judged("p", "x>y", DECIDES)]) == agreement_report(said)

@@ -1,5 +1,6 @@
 """Files as rows: a bad line is a reject, a damaged file is refused with its place; which files a setting names."""
 
+import csv
 import datetime
 import gzip
 import json
@@ -242,3 +243,43 @@ def test_what_is_an_import_already_is_not_imported_again(tmp_path):
     assert found == [Source(str(tmp_path / "in" / "a.jsonl"), tmp_path / "in" / "a.jsonl")]
     with pytest.raises(UserError, match="is an import already"):
         resolve_sources(str(tmp_path / "in" / "out"), ROW_SUFFIXES)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf8", "UTF-8"])
+def test_a_byte_order_mark_is_no_part_of_the_first_columns_name(tmp_path, imported, encoding):
+    path = tmp_path / "a.csv"
+    path.write_text("\ufeffprompt,chosen,rejected\nName a colour.,The colour is blue.,A dog.\n", encoding="utf-8")
+    [record], rejects, _ = imported(path, f"encoding={encoding}")
+    assert record.prompt[0].content == "Name a colour." and not rejects
+
+
+def test_lines_in_a_json_file_may_be_long(tmp_path, imported):
+    rows = [{"prompt": "p " * 40_000 * one + f"{one}?", "chosen": "a", "rejected": "b"} for one in (1, 0)]
+    path = tmp_path / "a.json"
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    assert imported(path)[2]["counts"]["accepted"] == 2
+
+
+def test_a_correction_counts_in_an_array_too(tmp_path, imported):
+    first = {"kind": "ranking", "id": "a", "prompt": "p", "labeler": "kim", "ranking": [["a"], ["b"]],
+             "responses": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}]}  # fmt: skip
+    again = first | {"id": "b", "ranking": [["b"], ["a"]], "metadata": {"replaces": "a"}}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([first, again], indent=1))
+    [record], _, report = imported(path)
+    assert record.ranking == [["b"], ["a"]] and report["counts"]["filtered"] == 1
+
+
+def test_text_of_a_csv_is_a_flag_or_a_chat(tmp_path, imported):
+    path = tmp_path / "kto.csv"
+    path.write_text("prompt,completion,label\np,good,True\nq,bad,false\n")
+    assert [list(record.ratings.values()) for record in imported(path)[0]] == [[7], [1]]
+    chats = {
+        key: json.dumps([{"role": "user", "content": "p"}, {"role": "assistant", "content": key}])
+        for key in ("chosen", "rejected")
+    }
+    path = tmp_path / "trl.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([chats, chats.values()])
+    [record] = imported(path, "overwrite=true")[0]
+    assert [response.text for response in record.responses] == ["chosen", "rejected"]

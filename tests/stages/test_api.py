@@ -11,6 +11,7 @@ import pytest
 
 import rlhf
 from rlhf.data import chat_template
+from rlhf.data.tables import plain
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
 from tests.stages.conftest import Run as GoldRun
@@ -143,3 +144,13 @@ def test_mistakes_of_a_run_in_python_are_one_line(gold_run, base, tmp_path, call
     with pytest.raises(UserError, match=said) as error:
         call(make_run(gold_run, base, tmp_path, sft_epochs=0))
     assert "\n" not in str(error.value)
+
+
+def test_a_frames_arrays_are_lists(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    cells = numpy.array([{"role": "user", "content": "p"}], dtype=object)
+    assert plain({"prompt": cells, "n": numpy.int64(3), "none": float("nan")}) == {
+        "prompt": list(cells),
+        "n": 3,
+        "none": None,
+    }

@@ -77,6 +77,9 @@ def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):
     rows = [{"t": "x", "one": "red", "two": "blue", "y": y} for y in (1, 2, 2)]
     examples = load_examples("classify.data", write_csv(tmp_path / "b.csv", rows), columns, "utf-8")
     assert classes_of(examples, columns) == ["1", "2"], "from 1, since 2 occurs and 0 does not"
+    rows = [{"t": "x", "one": "1", "two": "0", "y": 1}, {"t": "y", "one": "red", "two": "blue", "y": 0}]
+    examples = load_examples("classify.data", write_csv(tmp_path / "c.csv", rows), columns, "utf-8")
+    assert [e.label for e in examples] == ["1", "0"], "a number is a place, though a choice has it as its text"
 
 
 def nats_of(lm, row):

@@ -14,6 +14,8 @@ from rlhf.data.formats.shapes import (
     BadRow,
     Turns,
     Values,
+    as_flag,
+    as_json,
     chat_turns,
     is_chat,
     is_learned,
@@ -194,6 +196,8 @@ def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
 
 def from_trl(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
+    chats = {key: as_json(row[key]) for key in ("prompt", *_JUDGED, "completion") if key in row}  # as text, in a CSV
+    row = {**row, **{key: chat for key, chat in chats.items() if is_chat(chat)}}
     prompt: Any = row.get("prompt")
     if "chosen" in row or "rejected" in row:
         if any(isinstance(row.get(key), str) for key in _JUDGED):
@@ -271,7 +275,7 @@ def has_one_answer(row: Values) -> bool:
 def from_kto(row: Values) -> Made:
     """One answer labelled true or false: a ranking with K = 1, rated 7 or 1; the label is kept under `metadata`."""
     key = "label" if "label" in row else "kto_tag"
-    label: Any = row[key]
+    label: Any = as_flag(row[key])
     require(isinstance(label, bool), key, label, "true or false: remove rows without a judgement")
     chat = next((key for key in ("messages", "conversations") if key in row), None)
     prompt: Any

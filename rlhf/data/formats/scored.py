@@ -10,6 +10,7 @@ from rlhf.data.formats.shapes import (
     BadRow,
     Turns,
     Values,
+    as_flag,
     as_number,
     chat_turns,
     is_empty,
@@ -178,11 +179,11 @@ def _ranking_of_replies(path: Turns, node: Values) -> dict[str, Any] | None:
     """The ranking of the replies to one message; None if fewer than two of them are ranked answers."""
     answers = [reply for reply in node.get("replies") or [] if ROLES.get(reply["role"]) == "assistant"]
     named = {reply.get("message_id") or f"reply-{i}": reply for i, reply in enumerate(answers)}
-    kept = {name: reply for name, reply in named.items() if not reply.get("deleted")}
+    kept = {name: reply for name, reply in named.items() if not as_flag(reply.get("deleted"))}
     ranks = {name: number(reply["rank"], "rank") for name, reply in kept.items() if reply.get("rank") is not None}
     if path[-1]["role"] != "user" or len(ranks) < 2:
         return None
-    deleted = [reply.get("message_id") for reply in answers if reply.get("deleted")]
+    deleted = [reply.get("message_id") for reply in answers if as_flag(reply.get("deleted"))]
     used = ("role", "replies", "message_id")
     responses = [_answer(name, reply, "text", "model_name", *used) for name, reply in kept.items()]
     more = {"deleted_replies": deleted} if deleted else {}

@@ -18,7 +18,7 @@ ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"),
 RATINGS = {True: 7, False: 1}  # of an answer that is only good or bad: the ends of the scale
 TIE = -1
 _WEIGHTS = ("loss_weight", "weight")  # of a turn; 0: context, not to be learned
-_NUMBER = re.compile(r"[+-]?\d{1,15}(?:\.\d{1,20})?")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,15}(?:\.\d{1,20})?|\.\d{1,20})(?:[eE][+-]?\d{1,2})?")
 
 Turns = list[dict[str, Any]]
 Values = Mapping[str, Any]
@@ -119,6 +119,11 @@ def as_json(value: Any) -> Any:
 
 
 # --- chats -----------------------------------------------------------------------------------------------------------
+
+
+def as_flag(value: Any) -> Any:
+    """True or false, also as the text that a CSV has of it; every other value unchanged."""
+    return {"true": True, "false": False}.get(value.strip().casefold(), value) if isinstance(value, str) else value
 
 
 def is_chat(value: Any) -> bool:

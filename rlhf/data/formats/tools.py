@@ -163,7 +163,8 @@ def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
     elif "choices" in value:
         choices = value["choices"]
         require(choices == [] or is_list(choices, str), "value.choices", choices, "a list of strings")
-        ranking = _preferred(choices[0], task) if len(choices) == 1 and named is None else None
+        compares = named is None or target not in task.keys  # a control beside all responses may be called q1
+        ranking = _preferred(choices[0], task) if len(choices) == 1 and compares else None
         if ranking is not None:
             judgement.rank(ranking)
         elif about:

@@ -202,3 +202,11 @@ def test_a_bad_row_says_what_came_and_what_was_wanted(row, message):
     with pytest.raises(BadRow) as caught:
         convert(row)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("control", ["preference", "q1", "comparison_a"])
+def test_a_choice_beside_the_prompt_is_a_verdict_whatever_its_controls_name(control):
+    task = {"prompt": "p", "answer1": "x", "answer2": "y"}
+    result = {"from_name": control, "to_name": "prompt", "type": "choices", "value": {"choices": ["answer2"]}}
+    [record] = convert({"id": 1, "data": task, "annotations": [{"id": 1, "completed_by": 1, "result": [result]}]})
+    assert record.ranking == [["answer2"], ["answer1"]] and not record.flags
