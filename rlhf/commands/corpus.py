@@ -2,6 +2,7 @@
 rules, exact and near duplicates, a quality classifier, evaluation text.
 """
 
+import functools
 import json
 import math
 import os
@@ -102,6 +103,12 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     return {"documents": reasons, "characters": characters.total(), "written_characters": written}
 
 
+@functools.cache
+def bad_word_pattern(bad_words: frozenset[str]) -> re.Pattern[str]:
+    """Any of the words and phrases, not inside a longer word."""
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(bad_words)))})(?!\w)")
+
+
 def apply_page_rules(
     text: str, bad_words: frozenset[str], min_words: int, min_sentences: int
 ) -> tuple[str, str | None]:
@@ -116,7 +123,7 @@ def apply_page_rules(
         return "", "lorem_ipsum"
     if "{" in text:
         return "", "curly_bracket"
-    if bad_words and not bad_words.isdisjoint(WORD.findall(lower)):
+    if bad_words and bad_word_pattern(bad_words).search(lower):
         return "", "bad_word"
     lines = (line.strip() for line in text.splitlines())
     kept = [

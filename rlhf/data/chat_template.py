@@ -233,9 +233,11 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
     """
     probed = [*turns[:index], {**turns[index], "content": marks.probe}, *turns[index + 1 :]]
     before, after = marks.around(_call(tokenizer, probed))
+    prompt = _call(tokenizer, turns[:index], True) if index else ""
+    if prompt and not text.startswith(before) and before.startswith(prompt):
+        before = prompt  # what the template writes between depends on the text
     if not text.startswith(before) or not text.endswith(after):
         raise UserError(f"the chat template hides what the assistant says in turn {index + 1}: set sft.turns=last")
-    prompt = _call(tokenizer, turns[:index], True) if index else ""
     start = len(prompt) if prompt and before.startswith(prompt) else len(before)
     stop = len(text) - len(after)
     closing = _after_end(tokenizer, text, stop, len(text), marks)
@@ -267,8 +269,13 @@ def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -
     """Responses as the template writes them after a prompt, with the end token unless they were cut off."""
     prompt, before, after, strips = _frame(tokenizer, str(tokenizer.chat_template))
     marks = _make_marks(tokenizer, texts)
-    said = (marks.put(text.strip() if strips else text) for text in texts)
-    pieces = [f"{prompt}{before}{text}{after if ended else ''}" for text in said]
+    said = [marks.put(text.strip() if strips else text) for text in texts]
+    tag = re.match(
+        r"\s*(<[^<>\s]+>)", before
+    )  # <think>, before an empty thought: a text with a thought of its own needs none
+    opening = tag[1] if tag else ""
+    own = [bool(opening) and text.lstrip().startswith(opening) for text in said]
+    pieces = [f"{prompt}{'' if o else before}{text}{after if ended else ''}" for o, text in zip(own, said, strict=True)]
     first = len(encode_texts(tokenizer, [prompt], special=True)[0])
     missing = end_ids(tokenizer)[:1] if ended and not after else []
     return [ids[first:] + missing for ids in _encode_rendered(tokenizer, pieces, marks)]

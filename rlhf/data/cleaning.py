@@ -21,7 +21,11 @@ _PHONES = (
     re.compile(r"(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4}"),  # North America
     re.compile(r"\(?0\d{1,4}\)?[ .\-/]\d{2,4}(?:[ .\-/]\d{2,4}){1,3}"),  # with a trunk zero
 )
+_PHONES_WITHIN = [
+    re.compile(rf"(?<!\d)(?:{phone.pattern})(?!\d)") for phone in _PHONES[:2]
+]  # the third would find dates
 _CARD = re.compile(r"\d(?:[ -]?\d){12,18}")
+_WITHIN = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,15}(?!\d)")
 
 
 class Facts(NamedTuple):
@@ -42,17 +46,23 @@ class Facts(NamedTuple):
     response_words: tuple[int, ...] = ()
 
 
+def _is_card(digits: str) -> bool:
+    """Whether the check digit is right. Source: ISO/IEC 7812-1, annex B."""
+    doubled = [int(digit) * (1 + i % 2) for i, digit in enumerate(reversed(digits))]
+    return sum(value - 9 * (value > 9) for value in doubled) % 10 == 0 and len(set(digits)) > 1
+
+
 def find_pii(text: str) -> set[str]:
     """Which of PII_KINDS a text holds: e-mail addresses, card numbers with a right check digit, phone numbers."""
     kinds = {"email"} if "@" in text and _EMAIL.search(text) else set()
     for match in _DIGITS.finditer(text):
         run = match[0]
-        digits = "".join(c for c in run if c in "0123456789")
-        doubled = [int(digit) * (1 + i % 2) for i, digit in enumerate(reversed(digits))]
-        checked = sum(value - 9 * (value > 9) for value in doubled) % 10 == 0  # ISO/IEC 7812-1, annex B
-        if _CARD.fullmatch(run) and 13 <= len(digits) <= 19 and checked and len(set(digits)) > 1:
+        parts = [run, *(part[0] for part in _WITHIN.finditer(run))]  # a card's expiry date may follow it
+        if any(_CARD.fullmatch(part) and _is_card(re.sub(r"\D", "", part)) for part in parts):
             kinds.add("card")
-        elif 7 <= len(digits) <= 15 and any(phone.fullmatch(run) for phone in _PHONES):
+        elif (7 <= len(re.sub(r"\D", "", run)) <= 15 and any(phone.fullmatch(run) for phone in _PHONES)) or any(
+            phone.search(run) for phone in _PHONES_WITHIN
+        ):
             kinds.add("phone")
     return kinds
 

@@ -141,6 +141,8 @@ def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: 
             silent = [i for i, turn in enumerate(turns[:-1]) if not _is_learned(turn)]
             ids, mask = encode_dialogue(tokenizer, turns, silent)
             start = max((i + 1 for i, learned in enumerate(mask) if not learned), default=0)
+            if any(turn.role == "system" for turn in turns) and ids[:start] != encode_prompt(tokenizer, turns[:-1]):
+                return []  # a template that shows the system turn before the last request only
             if start <= context_length - min(least, len(ids) - start):
                 break
             if not drop_oldest(turns):
@@ -289,7 +291,13 @@ def join_rankings(
             unpaired += len(item.judgements)
         else:
             item.rows, item.lengths = encoded
-            items.append(item)
+            for judgement in item.judgements:  # answers that are equal up to where they are cut teach nothing
+                told = [item.rows[i] != item.rows[j] for i, j in judgement.pairs]
+                judgement.gaps = judgement.gaps and [gap for gap, one in zip(judgement.gaps, told, strict=True) if one]
+                judgement.pairs = [pair for pair, one in zip(judgement.pairs, told, strict=True) if one]
+            unpaired += sum(not judgement.pairs for judgement in item.judgements)
+            if any(judgement.pairs for judgement in item.judgements):
+                items.append(item)
     return items, unpaired
 
 

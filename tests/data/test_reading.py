@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from rlhf.data import inputs, tables
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, is_import, resolve_sources
-from rlhf.data.reading import read_rows
+from rlhf.data.reading import load_all, read_rows
 from rlhf.data.storage import seal
 from rlhf.errors import UserError
 from tests.data import sheets
@@ -283,3 +283,56 @@ def test_text_of_a_csv_is_a_flag_or_a_chat(tmp_path, imported):
         csv.writer(file).writerows([chats, chats.values()])
     [record] = imported(path, "overwrite=true")[0]
     assert [response.text for response in record.responses] == ["chosen", "rejected"]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "ranking"),
+    [
+        ({"system": "Be brief.", "input": "Write a haiku.", "chosen": "Sure, cats.", "rejected": "Sure, dogs."},
+         ["Be brief.", "Write a haiku."], [["a"], ["b"]]),
+        ({"system": "Be Bob.", "prompt": "Who are you?", "chosen": "Bob.", "rejected": "An AI."}, ["Be Bob.", "Who are you?"],
+         [["a"], ["b"]]),
+        ({"prompt": "p", "chosen": "x", "rejected": "y", "score_chosen": 7.0, "score_rejected": 7.0}, ["p"], [["a", "b"]]),
+        ({"input": "p", "chosen": "x", "rejected": "y", "status": "tie"}, ["p"], [["a", "b"]]),
+    ],
+)  # fmt: skip
+def test_a_preference_keeps_its_system_text_its_request_and_its_tie(write_jsonl, imported, row, prompt, ranking):
+    [record] = imported(write_jsonl([row]))[0]
+    assert [turn.content for turn in record.prompt] == prompt and record.ranking == ranking
+
+
+def test_a_demonstration_in_messages_keeps_a_rows_system_text_unless_the_turns_have_one(write_jsonl, imported):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [
+        {"system": "S", "messages": turns},
+        {"system": "S", "messages": [{"role": "system", "content": "T"}, *turns]},
+    ]
+    assert [record.prompt[0].content for record in imported(write_jsonl(rows))[0]] == ["S", "T"]
+
+
+def test_a_null_part_is_no_word(write_jsonl, imported):
+    part = {"type": "text", "text": None}
+    rows = [{"messages": [{"role": "user", "content": [part | {"value": "hello"}]}, {"role": "assistant", "content": "x"}]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [part]}]}]  # fmt: skip
+    [record], rejects, _ = imported(write_jsonl(rows))
+    assert record.prompt[0].content == "hello" and len(rejects) == 1
+
+
+def test_verdicts_that_count_from_0_are_refused(write_jsonl, imported):
+    rows = [{"q": "?", "m0": "x", "m1": "y", "winner": said} for said in ("model_1", "model_0", "model_1", "tie")]
+    columns = ["format=table", "columns.prompt=q", "columns.responses=[m0,m1]", "columns.winner=winner"]
+    with pytest.raises(UserError, match=r"say what each means"):
+        imported(write_jsonl(rows), *columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "proposed"),
+    [
+        ({"post_id": "ab0", "upvote_ratio": 0.9, "human_ref_A": "x"}, "columns.prompt=…"),
+        ({"prompt": "p", "prompt_source": "web", "response_0": "x", "response_0_sha256": "f", "response_1": "y", "better": 1},
+         r"columns.prompt=prompt columns.responses='\[response_0,response_1\]'"),
+    ],
+)  # fmt: skip
+def test_columns_that_are_not_a_prompt_are_not_proposed_as_one(write_jsonl, row, proposed):
+    with pytest.raises(UserError, match=proposed):
+        load_all(write_jsonl([row]))

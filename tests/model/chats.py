@@ -35,6 +35,14 @@ THOUGHTS = (
     "{{ '<|im_start|>' + message['role'] + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Writes empty thoughts before an answer that has none, and the system text before the last request only (Qwen 3; Mistral v0.3).
+EMPTY = (
+    "{% set told = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '<|im_start|>user\n' + (told if loop.last else '') + m['content'] + '<|im_end|>\n' }}{% elif m['role'] == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + ('' if m['content'].startswith('<t>') else '<t></t>\n\n') + m['content'] + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 # Writes no end token at all.
 OPEN = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
@@ -55,7 +63,9 @@ KINDS: dict[str, tuple[str, list[str], str]] = {
 @cache
 def make_tokenizer(kind: str) -> Any:
     """One whose pad token is its end token and which adds BOS by itself."""
-    template, special, model = KINDS[kind]
+    template, special, model = {**KINDS, "empty": (EMPTY, KINDS["chatml"][1], "bytes")}[
+        kind
+    ]  # whose answers are not its text alone
     backend = Tokenizer(models.BPE(byte_fallback=model == "metaspace"))
     alphabet = []
     if model == "bytes":

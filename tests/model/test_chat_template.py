@@ -17,7 +17,8 @@ from rlhf.data.chat_template import (
     response_text,
     use_completion,
 )
-from rlhf.data.encoding import encode_prompt_within
+from rlhf.data.encoding import encode_demonstrations, encode_prompt_within
+from rlhf.data.records import Demonstration, Message
 from rlhf.data.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, train_tokenizer
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
@@ -147,3 +148,22 @@ def test_a_completion_is_the_text_alone_and_its_form_survives_saving(completion,
     again = load_tokenizer(tmp_path)
     assert is_completion(again) and end_ids(again) == [] and tokenizer_hash(again) == tokenizer_hash(completion)
     assert not is_completion(OWN) and tokenizer_hash(again) != tokenizer_hash(OWN)
+
+
+@pytest.mark.parametrize("text", ["Paris", "<t>hm</t>\n\nParis", "<t></t>\n\nParis"])
+def test_thoughts_are_not_written_twice(text):
+    """The template puts empty ones before an answer without: a response with its own is encoded as the dialogue is."""
+    tokenizer = make_tokenizer("empty")
+    prompt = [Message(role="user", content="Hi")]
+    whole, mask = encode_dialogue(tokenizer, [*prompt, Message(role="assistant", content=text)])
+    written = encode_prompt(tokenizer, prompt) + encode_response(tokenizer, text)
+    assert written == whole and tokenizer.decode(whole).count("<t>") == 1
+    assert sum(mask) == len(encode_response(tokenizer, text)) or text == "Paris"
+
+
+def test_a_demonstration_keeps_a_system_text_that_only_the_last_request_shows():
+    tokenizer = make_tokenizer("empty")
+    roles = ("system", "user", "assistant", "user")
+    prompt = [Message(role=role, content=text) for role, text in zip(roles, ("Sys ", "a", "b", "c"), strict=True)]
+    [row] = encode_demonstrations([Demonstration(id="d", prompt=prompt, response="e")], tokenizer, 128, turns="all")
+    assert row["prompt"] == encode_prompt(tokenizer, prompt) and "Sys c" in tokenizer.decode(row["prompt"])

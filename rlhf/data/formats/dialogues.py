@@ -91,7 +91,8 @@ def from_sharegpt(row: Values) -> Made:
 
 
 def from_messages(row: Values) -> Made:
-    yield _dialogue(chat_turns(row.get("messages"), "messages"), "messages", other_keys(row, "messages"))
+    turns = with_system(row.get("system"), chat_turns(row.get("messages"), "messages"))
+    yield _dialogue(turns, "messages", other_keys(row, "messages", "system"))
 
 
 def from_self_instruct(row: Values) -> Made:
@@ -213,18 +214,20 @@ def from_trl(row: Values) -> Made:
             answers = [one_answer(chat[shared:], key) for key, chat in turns.items()]
             # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
             prompt = turns["chosen"][:shared] if shared or prompt is None else prompt
-        yield preference(prompt_turns(prompt), answers, other_keys(row, "prompt", *_JUDGED))
+        prompt = with_system(row.get("system"), prompt_turns(prompt))
+        yield preference(prompt, answers, other_keys(row, "prompt", "system", *_JUDGED))
     elif "completion" in row:
-        answer, metadata = row["completion"], other_keys(row, "prompt", "completion")
+        answer, metadata = row["completion"], other_keys(row, "prompt", "completion", "system")
         if isinstance(answer, list):
             turn = one_answer(answer, "completion")
             answer, more = turn["content"], other_keys(turn, "role", "content")
             metadata |= {"answer": more} if more else {}
-        yield _demonstration(prompt_turns(prompt), answer, metadata)
+        yield _demonstration(with_system(row.get("system"), prompt_turns(prompt)), answer, metadata)
     else:
-        rest = other_keys(row, "prompt", "user")
+        rest = other_keys(row, "prompt", "user", "system")
         inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
-        yield {"kind": "prompt", "prompt": prompt_turns(prompt), "user": row.get("user"), "metadata": inner | rest}
+        prompt = with_system(row.get("system"), prompt_turns(prompt))
+        yield {"kind": "prompt", "prompt": prompt, "user": row.get("user"), "metadata": inner | rest}
 
 
 # --- pairs, choices --------------------------------------------------------------------------------------------------
@@ -232,7 +235,9 @@ def from_trl(row: Values) -> Made:
 
 def pair_keys(row: Values) -> tuple[str, str, str] | None:
     """Which keys hold the prompt, the better and the worse answer."""
-    prompt = next((key for key in ("prompt", "question", "instruction") if isinstance(row.get(key), str)), None)
+    prompt = next(
+        (key for key in ("prompt", "question", "instruction", "input") if isinstance(row.get(key), str)), None
+    )
     ways = (("chosen_response", "rejected_response"), ("response_j", "response_k"), _JUDGED)
     answers = next((pair for pair in ways if all(key in row for key in pair)), None)
     if prompt is None or answers is None or (prompt == "prompt" and answers == _JUDGED):
@@ -244,9 +249,12 @@ def from_pairs(row: Values) -> Made:
     """One ranking with K = 2: response "a" is the better one. Texts stay as they are, a maker's special tokens included."""
     keys = pair_keys(row)
     if keys is None:
-        raise BadRow("prompt", "missing: want prompt, question or instruction, and two answers as in the rows before")
+        raise BadRow(
+            "prompt", "missing: want prompt, question, instruction or input, and two answers as in the rows before"
+        )
     used = [*keys, "system", *(["input"] if keys[0] == "instruction" else [])]
-    prompt = row[keys[0]] + (f"\n\n{row['input']}" if "input" in used and is_text(row.get("input")) else "")
+    more = keys[0] == "instruction" and is_text(row.get("input"))
+    prompt = row[keys[0]] + (f"\n\n{row['input']}" if more else "")
     answers = ({"content": require_text(row, key)} for key in keys[1:])
     yield preference(with_system(row.get("system"), prompt), answers, other_keys(row, *used))
 

@@ -194,6 +194,8 @@ def from_oasst(row: Values) -> Made:
     """One ranking for every set of ranked siblings, a message before its replies; else one prompt."""
     root = row.get("prompt", row)
     about = {key: row[key] for key in _OF_TREE if key in row} if root is row else other_keys(row, "prompt")
+    if (tree := row.get("message_tree_id") or root.get("message_id")) is not None:
+        about = about | {"group": tree}  # a tree's rankings continue each other
     ranked = False
     left: list[tuple[Turns, Values]] = [([], root)]  # (turns above, message); a stack: trees may be deep
     while left:

@@ -142,7 +142,8 @@ def _turn(turn: Any, field: str) -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         if any(part.keys() - {"type", "text", "value"} for part in content):
             more["parts"] = content
-        content = "".join(str(part.get("text", part.get("value"))) for part in content)
+        texts = [part["text"] if part.get("text") is not None else part.get("value") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     require(isinstance(content, str), f"{field}.{text_key}", content, "text or a list of text parts: remove the row")
     return {"role": role, "content": content, **more}
 
@@ -157,8 +158,8 @@ def chat_turns(value: Any, field: str) -> Turns:
 
 
 def with_system(system: Any, prompt: Any) -> Any:
-    """The prompt, a text or turns, after a system turn if a row gives that text separately."""
-    if not system:
+    """The prompt, a text or turns, after a system turn if a row gives that text separately and the turns have none."""
+    if not is_text(system) or (isinstance(prompt, list) and prompt and prompt[0]["role"] == "system"):
         return prompt
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": system}, *turns]
@@ -213,9 +214,11 @@ def fits_scale(ratings: Mapping[str, float]) -> bool:
 
 
 def preference(prompt: Any, answers: Iterable[Values], metadata: dict[str, Any]) -> dict[str, Any]:
-    """A ranking of two answers, each given as its turn: "a" is the better one."""
+    """A ranking of two answers, each given as its turn: "a" is the better one, unless the row states a tie or equal scores."""
     responses = [response_of(name, turn) for name, turn in zip("ab", answers, strict=True)]
-    return judged_record(prompt, responses, metadata, ranking=[["a"], ["b"]])
+    scores = [metadata.get("score_chosen"), metadata.get("score_rejected")]
+    tie = metadata.get("status") == "tie" or (scores[0] is not None and scores[0] == scores[1])
+    return judged_record(prompt, responses, metadata, ranking=[["a", "b"]] if tie else [["a"], ["b"]])
 
 
 def judged(winner: int, names: Sequence[str]) -> dict[str, Any]:

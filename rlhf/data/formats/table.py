@@ -34,6 +34,7 @@ from rlhf.data.formats.shapes import (
     is_list,
     judged,
     letters,
+    name_end,
     number,
     one_answer,
     other_keys,
@@ -167,7 +168,7 @@ def _prepare(columns: "ColumnMap", name: str, rows: Sequence[Values]) -> Format:
         raise ambiguous(said)
     chosen = replace(columns, numbers=bool(positions))
     unread = [value for row in rows for value in chosen.unread(row)]
-    if 2 * len(unread) > len(said):
+    if 2 * len(unread) > len(said) or any(name_end(str(value)) == "0" for value in unread):  # model_0: counted from 0
         raise ambiguous(unread)
     meaning = {0: "first", 1: "second", TIE: "tie"}
     words = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in columns.words.items())
@@ -344,17 +345,19 @@ def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # --- the proposed column map -----------------------------------------------------------------------------------------
 
-_PROMPT = re.compile("prompt|instruction|question|query|request|input|frage", re.I)
+_PROMPT = re.compile("prompt|instruction|question|query|request|input|frage|^q$", re.I)
 _ANSWER = re.compile("answer|response|completion|output|reply|summary|antwort", re.I)
 _WORSE = re.compile("worse|worst|reject|lose|bad|schlecht", re.I)
+_ASIDE = re.compile("(^|_)(id|source|hash|sha256|model|original|lang|language)(_|$)", re.I)
 _VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator|urteil", re.I)
 
 
 def propose_columns(rows: Sequence[Values]) -> str:
     """Proposed settings of `format=table` for such rows, guessed from the columns' names."""
     texts = [key for key in rows[0] if any(isinstance(row.get(key), str) for row in rows)]
-    prompts = [key for key in texts if _PROMPT.search(key)][:2] or texts[:1]
-    answers = [key for key in texts if _ANSWER.search(key) and key not in prompts]
+    named = [key for key in texts if not _ASIDE.search(key)]
+    prompts = [key for key in named if _PROMPT.search(key)][:1]
+    answers = [key for key in named if _ANSWER.search(key) and key not in prompts]
     winners = [key for key in rows[0] if _VERDICT.search(key) and key not in (*prompts, *answers)]
     proposed = [f"columns.prompt={_setting(prompts) or '…'}"]
     if len(answers) == 1:

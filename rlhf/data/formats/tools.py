@@ -50,6 +50,7 @@ _ANSWER = re.compile(r"(?:answer|response)[ _-]?(?:\d+|[a-z])?", re.I)
 _RESPONSE = re.compile(
     r"(?:^|[-_ .])(?:response|reply|answer|completion|output|generation|summary)[-_ .]?(\d+|[a-z])?$", re.I
 )
+_NAMES_ONE = re.compile(r"best|choose|choice|chosen|preferred", re.I)
 _CHOICE = re.compile(r"best|better|choose|choice|prefer|chosen", re.I)
 _COMMENT = re.compile(r"comment|feedback|expla|reason|rationale|note|correct|critique|text", re.I)
 
@@ -278,7 +279,7 @@ def _order(question: str, value: Any, names: list[str]) -> dict[str, Any] | None
         if winner is None and read_phrase(value, len(names)) == TIE:
             winner = TIE
         return None if winner is None else judged(winner, names)
-    if _CHOICE.search(question) and value in range(1, len(names) + 1):
+    if _NAMES_ONE.search(question) and value in range(1, len(names) + 1):  # of "preference" it may be a scale's
         return judged(int(value) - 1, names)
     return None
 

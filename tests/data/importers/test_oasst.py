@@ -31,7 +31,7 @@ def test_a_tree_gives_a_ranking_for_each_set_of_ranked_siblings(load):
     assert [response.id for response in first.responses] == ["m-1", "m-2", "m-3"]
     assert first.ranking == [["m-2"], ["m-1"]] and first.ranks() == [1, 0, -1]  # m-3 has no rank
     assert first.responses[0].policy == "m-x" and first.responses[0].metadata == {"parent_id": "m-0", "rank": 1}
-    assert first.metadata == {"message_tree_id": "m-0", "tree_state": "ready_for_export"}
+    assert first.metadata == {"message_tree_id": "m-0", "tree_state": "ready_for_export", "group": "m-0"}
     assert first.prompt[0].model_extra == {"message_id": "m-0", "lang": "en"}
     assert turns(second) == [("user", "Name a colour."), ("assistant", "Red."), ("user", "Another?")]
     assert second.ranking == [["m-5", "m-6"]] and second.id == "m-4"
