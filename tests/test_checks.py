@@ -124,6 +124,17 @@ def test_relations(settings, said):
     assert problems(**settings) == [said]
 
 
+@pytest.mark.parametrize(
+    ("command", "settings", "said"),
+    [
+        ("judge", {"judge__model": "bert", "deepspeed": "zero3", "data__half": 1}, "judge.model=bert: a text classifier does not go with"),
+        ("pipeline", {"rounds": 2, "ppo__policy": "dpo"}, "ppo.policy=dpo: an earlier round has no dpo of its own: give parents.dpo"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_late_is_refused_first(command, settings, said):
+    assert any(said in problem for problem in problems(command, **settings))
+
+
 def test_the_prompts_of_an_update_must_fit_the_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     settings = {"ppo__responses_per_prompt": 4, "ppo__minibatches": 4}

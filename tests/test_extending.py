@@ -54,7 +54,7 @@ def test_a_verifiable_reward_compares_with_the_reference_and_an_estimator_by_han
     assert [record.metadata["reference"] for record in records] == ["Twice 2.\n#### 4", "Twice 600.\n#### 1,200"]
     texts, ended = ["It is 4.", "It is 600 and"], torch.tensor([True, False])
     episodes = Episodes(records, [[1]] * 2, [[2, 3], [4]], texts, ended)
-    reward = FunctionReward("numbers.py:check", torch.device("cpu"), {"weight": 2})
+    reward = FunctionReward("last_number.py:check", torch.device("cpu"), {"weight": 2})
     assert reward(episodes).tolist() == [2.0, -0.25]
     assert {name: part.tolist() for name, part in parts_of(reward).items()} == {
         "right": [2.0, 0.0],

@@ -20,6 +20,7 @@ from rlhf.commands.pipeline import check_settings, ensure_stage, stages_to_run
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.command_line import check_adopted
+from rlhf.config.commands import CONFIG_GROUPS
 from rlhf.config.compose import compose_config, nearest, unknown_setting
 from rlhf.config.setting import listed, settings_in
 from rlhf.data.tables import plain as json_values
@@ -192,6 +193,8 @@ class Run:
 
 def find_setting(key: str, command: str) -> str:
     """The full name of a setting: `kl.coef` as it is, `epochs` in the command's own group, `kl_coef` for kl.coef. Raises: UserError."""
+    if key in CONFIG_GROUPS:  # tracking="jsonl", as on the command line
+        return key
     known = settings_in(Config)
     spelt = [name for name in known if name.replace(".", "_") == key]
     for name in (f"{command}.{key}", key, *spelt):

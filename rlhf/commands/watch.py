@@ -100,7 +100,7 @@ def follow(run: Path, every: float, wait: bool, out: TextIO, patience: float = P
         if not wait or ended or now - changed_at >= patience:
             break
         time.sleep(max(0.05, every))
-    if wait and (stopped := [stage for stage in stages if stage.status == "stopped"]):
+    if stopped := [stage for stage in stages if stage.status == "stopped"]:
         step = stopped[-1].files.last_step
         raise UserError(
             f"{stopped[-1].folder}: {stopped[-1].title} stopped{f' at step {step:,}' if step else ''} and no process works "

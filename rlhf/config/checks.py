@@ -150,6 +150,9 @@ def _ppo_relations(config: Config, command: str) -> list[Row]:
     compares = ppo.advantages in ("rloo", "grpo")
     weights = None if ppo.reward_weights is None else listed(ppo.reward_weights)
     return [
+        *((command == "pipeline" and config.rounds > 1 and name in ("rejection", "dpo", "rate")
+           and getattr(config.parents, name) is None, f"{key}={name}: an earlier round has no {name} of its own: give parents.{name}, "
+           "or rounds=1") for key, name in (("ppo.policy", ppo.policy), ("ppo.reference", ppo.reference))),
         (rollout % ppo.minibatches, f"ppo.minibatches={ppo.minibatches}: want a divisor of ppo.episodes_per_update={rollout}"),
         (not updates, f"ppo.episodes={ppo.episodes}: want at least one update of {rollout}"),
         (command in ("ppo", "pipeline") and 0 < updates <= warmup, f"ppo.critic_warmup_updates={warmup}: leaves the policy "
@@ -190,8 +193,8 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
         (prompts < processes, f"{shared} for {processes} processes: want at least one each"),
         (slices and prompts % processes, f"{shared} cannot be divided among {processes} processes, as ZeRO-3 requires: choose a "
          "multiple, or deepspeed=zero2"),
-        (whole, f"lora.rank={lora.rank}: reward.model={reward.model} trains all its weights: run `rlhf reward` without "
-         "lora.rank, and the other stages with it"),
+        (whole, f"lora.rank={lora.rank}: reward.model={reward.model} trains all its weights: give `rlhf reward` "
+         "lora.rank=0, and the other stages theirs"),
         *((not lora.rank and getattr(lora, key) != default, f"lora.{key}={getattr(lora, key)}: is for adapters, and lora.rank=0 "
            f"has none: set lora.rank, or leave lora.{key} at {json.dumps(default)}") for key, default in OF_ADAPTERS.items()),
         (isinstance(config, PlanConfig) and lora.target_modules, f"lora.target_modules={lora.target_modules}: the plan counts "
@@ -202,8 +205,8 @@ def _launch_relations(config: Config, command: str) -> list[Row]:
         (shares and {config.ppo.policy, config.ppo.reference} != {"sft"}, "lora.share_trunk=true: the models share the SFT "
          "model's weights: leave out ppo.policy and ppo.reference"),
         (shares and sharded, f"lora.share_trunk=true: does not go with deepspeed={zero}: use deepspeed=none"),
-        (slices and reward.model is not None, f"reward.model={reward.model}: a text classifier does not go with "
-         f"deepspeed={zero}: use zero2"),
+        *((slices and base is not None, f"{name}.model={base}: a text classifier does not go with deepspeed={zero}: use zero2")
+          for name, base in (("reward", reward.model), ("judge", config.judge.model))),
         (command in ("pretrain", "pipeline") and sharded and config.pretrain.optimizer == "muon", "pretrain.optimizer=muon: "
          f"works on whole matrices, which deepspeed={zero} divides: want pretrain.optimizer=adamw"),
         (command == "classify" and sharded, f"deepspeed={zero}: `rlhf classify` trains on one process with whole weights: use "

@@ -54,7 +54,9 @@ def read_delimited(path: Path, suffix: str, source: Source) -> Iterator[Row]:
             text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
             yield from _delimited_rows(text, suffix, source)
     except UnicodeError as error:
-        raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, …") from error
+        raise UserError(
+            f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, … (in training data.encoding=…)"
+        ) from error
 
 
 def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iterator[Row]:
@@ -89,7 +91,7 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iter
             continue  # an empty line is no row
         if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
             byte = ord(wrong[0]) - 0xDC00
-            problem = f"byte 0x{byte:02x} is not {source.encoding} text: set encoding=cp1252, utf-16, …"
+            problem = f"byte 0x{byte:02x} is not {source.encoding} text: set encoding=cp1252, utf-16, … (in training data.encoding=…)"
         if not header:
             if problem:
                 raise UserError(f"{name}:{line}: header: {problem}")

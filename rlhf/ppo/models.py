@@ -120,7 +120,7 @@ def load_models(
         check_tokenizer(reference_folder.parent, tokenizer)
     policy = load_lm(config, folder, device, dropout=0.0)
     shared_trunk = policy if config.lora.share_trunk else None
-    reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk)
+    reward, reward_model = make_reward(config, tokenizer, device, stage.say, shared_trunk, divide=True)
     sources = [source for source in sources_of(reward) if isinstance(source, ModelReward)]
     if settings.score_by_token and not any(source.read_tokens > 1 for source in sources):
         remedy = "train one with reward.read_tokens, or leave it out"

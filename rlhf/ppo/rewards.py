@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.data.encoding import row_limit
 from rlhf.data.reading import load_rules
 from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, joins_rows, right_pad, scoring_tokens
+from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.interface import Episodes, evaluating, in_step, lm, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
@@ -180,7 +182,7 @@ class Rater:
 
     def __init__(self, config: Config, model: Any, tokenizer: Any, known: Mapping[str, Quality], device: torch.device):
         """known: what the model was trained to rate. Raises: UserError if the settings name something else."""
-        self.model, self.device, self.pad = model, device, tokenizer.pad_token_id
+        self.config, self.model, self.device, self.pad = config, model, device, tokenizer.pad_token_id
         rules = load_rules("rate.rules", config.rate.rules)
         self.qualities = {name: Quality(text, rule=True) for name, text in rules.items()} | dict(known)
         self.weights = config.rate.weights or {name: one.weight for name, one in self.qualities.items() if one.weight}
@@ -208,7 +210,7 @@ class Rater:
         names, bare = list(self.qualities if names is None else names), unwrapped(self.model)
         asked = [[self.prompt(row, name) for name in names] for row in rows]
         logits, widths = torch.zeros(len(rows), len(names), LEVELS), [max(map(len, of_row)) for of_row in asked]
-        with evaluating(bare):
+        with evaluating(bare), inference(self.config, self.device):
             for group in by_length(widths, TOGETHER, scoring_tokens(bare), [len(names)] * len(rows), joins_rows(bare)):
                 tokens, lengths = right_pad([ids for i in group for ids in asked[i]], self.pad)
                 last = torch.arange(len(tokens)) * tokens.shape[1] + lengths - 1
@@ -218,7 +220,7 @@ class Rater:
         for i, name in enumerate(names):
             quality = self.qualities[name]
             chances = logits[:, i, quality.low : quality.high + 1].softmax(1)
-            values[name] = chances @ torch.linspace(0, 1, chances.shape[1])
+            values[name] = (chances * torch.linspace(0, 1, chances.shape[1])).sum(1)
         return values
 
     def __call__(self, episodes: Episodes) -> Tensor:
@@ -314,10 +316,12 @@ def make_reward(
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
     policy: Any = None,
+    divide: bool = False,
 ) -> tuple[Reward, RewardModel | None]:
     """The reward, and its first reward model with the policy's tokenizer, from which the critic can start.
 
-    policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights.
+    policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights. divide: whether the
+    caller shards the models, which under ZeRO-3 then come in slices.
     """
     names, weights = reward_sources(config)
     sources: dict[str, Reward] = {}
@@ -340,7 +344,9 @@ def make_reward(
             say(f"{folder}: rates responses by {source.weights}")
         else:
             if policy is None:
-                model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
+                files = reward_model_folder(folder)
+                model = load_reward(config, files, device) if divide else load_reward_model(files, device)
+                model.requires_grad_(False)
             else:
                 model = load_on_trunk(config, folder, policy)
             if not config.ppo.calibrated:

@@ -294,6 +294,8 @@ def earlier_run(config: Config) -> Config | None:
     if config.round.early_episodes is not None:
         earlier.ppo.episodes = min(config.round.early_episodes, config.ppo.episodes)
     parents = {stage: getattr(config.parents, stage) or config.run for stage in ancestors("label")}
+    for name in {earlier.ppo.policy, earlier.ppo.reference} & {"rejection", "dpo", "rate"}:
+        parents[name] = getattr(config.parents, name)  # the round makes none of its own
     earlier.parents = ParentsConfig(**parents)
     return earlier
 

@@ -108,7 +108,9 @@ def need_source(config: Config, kind: str) -> Any:
     """As `data_source`. Raises: UserError if there is none."""
     source = data_source(config, kind)
     if source is None:
-        raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold")
+        adopted = kind == "demonstrations" and config.model.pretrained
+        more = ", or sft.epochs=0 to take the pretrained model as the SFT model" if adopted else ""
+        raise UserError(f"data.{kind} is not set: give a file, a folder or a hub id, or use experiment=gold{more}")
     return source
 
 
@@ -307,7 +309,7 @@ def say_small_splits(config: Config, kind: str, records: Sequence[Record], say: 
     few = [split for split, share in shares.items() if share > 0 and counts[split] < FEW_PROMPTS]
     if few:
         numbers = ", ".join(f"{count:,} {split}" for split, count in counts.items())
+        raised = "" if "train" in few else f"raise {' and '.join(f'data.{split}' for split in few)}, or "
         say(
-            f"warning: data.{kind} has {numbers} prompts: too few in {' and '.join(few)} for figures to mean much: raise "
-            f"{' and '.join(f'data.{split}' for split in few)}, or add prompts"
+            f"warning: data.{kind} has {numbers} prompts: too few in {' and '.join(few)} for figures to mean much: {raised}add prompts"
         )

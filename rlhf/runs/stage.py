@@ -220,6 +220,8 @@ def _begin_or_resume(stage: Stage) -> dict | None:
     reason = recorded and misfit(stage.config, stage.name, recorded, stage.parents, stage.data)
     if complete and not replaces:
         done = f"run {stage.config.run!r} already has a complete {stage.name}"
+        if reason:
+            raise UserError(f"{stage.folder}: {done}, but {reason}: add overwrite=true to make it again")
         raise UserError(f"{stage.folder}: {done}: choose another run=…, or add overwrite=true to replace it")
     if reason and not replaces and has_begun(stage.folder, stage.name):
         cure = "restore them to resume, choose another run=…, or add overwrite=true to start again"

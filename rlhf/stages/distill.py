@@ -13,7 +13,6 @@ import json
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
@@ -61,7 +60,7 @@ def run(config: Config) -> None:
         # 2. Train the student
         engine = make_engine(config, Student(student, settings), settings, device)
         batches = Batches(rows["train"], settings.batch_size, accelerate_order(config.seed))
-        objective = make_objective(engine, teacher, settings, tokenizer.pad_token_id)
+        objective = make_objective(config, engine, teacher, settings, tokenizer.pad_token_id)
         with trained(stage, engine, batches, objective, settings.epochs, settings) as loop:
             save_output(student, tokenizer, stage)
 
@@ -133,14 +132,14 @@ class Student(nn.Module):
         return loss.sum(), {name: x.detach().sum() for name, x in figures.items()}
 
 
-def make_objective(engine: Engine, teacher: Any, settings: DistillConfig, pad: int) -> Objective[Row]:
+def make_objective(config: Config, engine: Engine, teacher: Any, settings: DistillConfig, pad: int) -> Objective[Row]:
     """The mean loss over the answers' tokens of a batch."""
     collate, weight = make_collator(pad, False, False), teacher.get_output_embeddings().weight.detach()
 
     def loss_of(part: list[Row], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
         batch = put(collate(part), engine.device)
         targets, kept = before_labels(batch["labels"])
-        with torch.no_grad(), engine.autocast():
+        with inference(config, engine.device):
             hidden = lm(teacher).hidden(batch["input_ids"], kept)
         loss, figures = engine(batch["input_ids"], kept, targets, hidden, weight)
         for name, value in figures.items():

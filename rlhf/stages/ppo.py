@@ -151,6 +151,8 @@ def limit_memory(stage: Stage, parts: Parts) -> None:
     """Divide the forwards with gradients by tokens, to fit. Raises: UserError if the longest row does not."""
     settings, rollout = parts.config.ppo, parts.config.rollout
     longest = max(len(ids) for _, ids in parts.prompts.train) + rollout.max_new_tokens
+    if (mixed := parts.prompts.blocks) is not None:
+        longest = max(longest, mixed.blocks[0]["input_ids"].shape[0])
     minibatch = settings.episodes_per_update // settings.minibatches
     set_budget(stage, parts.state.engine, longest, min(settings.micro_batch_episodes, minibatch))
 

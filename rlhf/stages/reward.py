@@ -37,7 +37,7 @@ from rlhf.evaluation.scoring import (
     read_features,
 )
 from rlhf.model.batching import joins_rows
-from rlhf.model.classifier import TextRewardModel
+from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.fast import return_freed_memory
@@ -124,7 +124,7 @@ def train_reward_model(config: Config, name: str) -> None:
         if config.reward.audit:
             with inference(config, device):
                 models = Audited(engine, load_frozen(config, folder, device), tokenizer, device)
-                models = models._replace(others=[load_other(config, other, tokenizer, device) for other in others])
+                models = models._replace(others=[load_other(other, tokenizer, device) for other in others])
                 write_audit(stage, models, labelled, held_out)
         stage.finish(summary | {"gain": gain, "shift": shift})
 
@@ -149,9 +149,9 @@ def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]
     return records, held_out
 
 
-def load_other(config: Config, folder: Path, tokenizer: Any, device: torch.device) -> ModelReward:
+def load_other(folder: Path, tokenizer: Any, device: torch.device) -> ModelReward:
     """Another run's reward model, for the audit. Raises: UserError if it reads tokens of another tokenizer."""
-    model = load_reward(config, reward_model_folder(folder), device).requires_grad_(False)
+    model = load_reward_model(reward_model_folder(folder), device).requires_grad_(False)
     if not model.reads_text:
         check_tokenizer(folder, tokenizer)
     return ModelReward(model, device)
@@ -174,7 +174,8 @@ def make_model(config: Config, device: torch.device, start: Path | None = None) 
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     model: Any
     if start is not None:
-        model = load_reward(config, start / "model", device)
+        folder = start / "model"  # reward.fit_head reads features before the engine exists
+        model = load_reward_model(folder, device) if settings.fit_head else load_reward(config, folder, device)
         model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
     elif settings.model is not None:
         model = TextRewardModel.from_base(settings.model)

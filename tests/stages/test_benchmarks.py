@@ -229,11 +229,12 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
 
     config = run.config(*settings)
     train, held_out, classes = load_task(config, columns_of(config), run.folder / "evaluations")
+    held_out = random.Random(f"questions-{config.seed}").sample(held_out, 24)
     model, tokenizer = (load(run.folder / "pretrain" / "model") for load in (load_policy, load_tokenizer))
     drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, 2) for i in range(24)]
-    rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out[:24], drawn)
+    rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out, drawn)
     right = 0
-    for i, example in enumerate(held_out[:24]):
+    for i, example in enumerate(held_out):
         said = rows[4 * i : 4 * i + 4]
         means = [sum(row_logprobs(model, prompt + answer, len(prompt))) / len(answer) for prompt, answer in said]
         right += means.index(max(means)) == classes.index(example.label)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from rlhf.config import Config
 from rlhf.config.stages import DistillConfig
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.gpt_config import GPTConfig
@@ -50,7 +51,7 @@ def test_the_loss_is_the_weighted_sum_of_three_by_hand():
     rows = make_rows([{"prompt": [1, 2], "response": [3, 4, 5]}, {"prompt": [6], "response": [7]}], 0, pack=False)
     engine = Engine(Student(model, settings), torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"), False, 1.0)
     sums = Sums()
-    loss, _ = make_objective(engine, teacher, settings, 0).loss(rows, 4, sums)
+    loss, _ = make_objective(Config(), engine, teacher, settings, 0).loss(rows, 4, sums)
     wanted = 0.0
     for row, places in zip(rows, ([1, 2, 3], [0]), strict=True):
         tokens = torch.tensor([row["input_ids"]])
@@ -66,7 +67,7 @@ def test_the_loss_is_the_weighted_sum_of_three_by_hand():
     np.testing.assert_allclose(loss.item(), wanted / 4, rtol=1e-9)
     loss.backward()
     assert all(p.grad is not None for p in model.parameters()) and all(p.grad is None for p in teacher.parameters())
-    one, two = (make_objective(engine, teacher, settings, 0).loss([row], 4, Sums())[0] for row in rows)
+    one, two = (make_objective(Config(), engine, teacher, settings, 0).loss([row], 4, Sums())[0] for row in rows)
     torch.testing.assert_close(one + two, loss)
 
 

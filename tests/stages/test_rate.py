@@ -59,6 +59,7 @@ EPISODES = Episodes([], [[1], [1]], [[2], [3]], [], torch.ones(2))
 def test_the_value_of_a_rating_by_hand():
     rater = fixed_rater({"safe": [], "helpfulness": []}, helpfulness=Quality("HELPFULNESS", 1, 5))
     rater.model = Digits([1, 3, 2, 3, 4, 8, 100, 100, 100, 100])  # as 0 to 9
+    rater.config = Config()
     rater.digits, rater.pad, rater.limit, rater.texts = list(range(10)), 0, 8, {"safe": [5], "helpfulness": [6, 7]}
     values = Rater.rate(rater, [[1, 2], [3]])
     # softmax over 0 and 1 alone: 3 / (1 + 3). Levels 1 to 5 have 3, 2, 3, 4, 8 of 20: (0 + 2 + 6 + 12 + 32) / (4 x 20) = .65

@@ -72,7 +72,8 @@ def test_a_finished_run_is_told_and_left_at_once_and_one_that_stopped_is_an_erro
     write_stage(tmp_path, "ppo", "running", logged=4)
     with pytest.raises(UserError, match="ppo stopped at step 4 and no process works on it"):
         follow(tmp_path, 0.02, True, io.StringIO(), patience=0.1)
-    follow(tmp_path, 0.02, False, io.StringIO())  # a look, no waiting
+    with pytest.raises(UserError, match="ppo stopped at step 4"):
+        follow(tmp_path, 0.02, False, io.StringIO())  # a look, no waiting
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
