@@ -8,19 +8,19 @@ penalty and a small learning rate; the others only watch (weight 0). The onset i
 below its maximum so far by more than two standard errors; the true reward is a mean over three updates of 256 rollouts and 128 dev
 prompts each. The first START updates sample from SFT: their mean and deviation are a signal's zero and unit. It alarms if in two updates
 in a row it is beyond a threshold; a model that watches, if it has fallen so far from its highest score. Thresholds are chosen on all
-faults but one and measured on that one.
+faults but one and measured on that one. What a stop gains is compared with no stop, and with a fixed update chosen in the same way.
 """
 
 import json
 import random
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Cell, draw, make_cells, parse, read, rows, run, table
+from harness import Cell, draw, make_cells, mean_interval, parse, read, rows, run, show, table
 from repetition import repeated
 
 MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 0.75
@@ -171,6 +171,25 @@ def area(curve: list[tuple[float, float]]) -> float:
     return float(np.trapezoid(np.maximum.accumulate(y), x))
 
 
+def gained(cases: list[dict[str, Any]], ends: Sequence[float]) -> Any:
+    """True reward at the stop less that at the end of the run, with the fault as the unit."""
+    more = [end - float(case["gold"][-1]) for case, end in zip(cases, ends, strict=True)]
+    by_fault = {
+        case["fault"]: [x for x, other in zip(more, cases, strict=True) if other["fault"] == case["fault"]]
+        for case in cases
+    }
+    return mean_interval([sum(values) / len(values) for values in by_fault.values()])
+
+
+def at_fixed_update(cases: list[dict[str, Any]]) -> list[float]:
+    """Each run's true reward at the update at which the mean of the other faults' runs is highest."""
+    ends = []
+    for case in cases:
+        others = [other["gold"] for other in cases if other["fault"] != case["fault"]]
+        ends.append(float(case["gold"][int(np.mean(others, axis=0).argmax())]))
+    return ends
+
+
 def read_case(cell: Cell, folders: list[str]) -> dict[str, Any]:
     metrics = rows(cell.home / "ppo" / "metrics.jsonl")
     gold = true_reward(metrics)
@@ -206,12 +225,15 @@ def main() -> None:
         hacked = [(case["onset"], at) for case, at in stops if case["onset"] is not None]
         false = [at is not None for case, at in stops if case["onset"] is None]
         lead = [start - at for start, at in hacked if at is not None]
-        ends = [case["gold"][-1 if at is None else at] for case, at in stops]
+        ends = [float(case["gold"][-1 if at is None else at]) for case, at in stops]
         curves[signal] = sorted({rates(cases, signal, threshold) for threshold in GRID})
         lines.append([signal, area(curves[signal]), f"{sum(at is not None and at <= start for start, at in hacked)} of {len(hacked)}",
-                      f"{np.median(lead):+.1f}" if lead else "–", f"{sum(false)} of {len(false)}", float(np.mean(ends))])  # fmt: skip
+                      f"{np.median(lead):+.1f}" if lead else "–", f"{sum(false)} of {len(false)}", float(np.mean(ends)),
+                      show(gained(cases, ends), sign="+")])  # fmt: skip
     head = ["signal", "area under the ROC", "alarms by the onset", "median lead, updates", "false alarms"]
-    table([*head, "true reward at the stop"], lines)
+    fixed = at_fixed_update(cases)
+    lines.append(["a fixed update", "–", "–", "–", "–", float(np.mean(fixed)), show(gained(cases, fixed), sign="+")])
+    table([*head, "true reward at the stop", "less that at the end"], lines)
     highest, last = (np.mean([f(case["gold"]) for case in cases]) for f in (np.max, lambda gold: gold[-1]))
     print(f"true reward without a stop {last:.3f}, at each run's highest update {highest:.3f}")
     draw(asked.picture, curves, "false alarms, share of sound runs", "alarms by the onset, share of hacked runs")
