@@ -270,9 +270,8 @@ def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -
     prompt, before, after, strips = _frame(tokenizer, str(tokenizer.chat_template))
     marks = _make_marks(tokenizer, texts)
     said = [marks.put(text.strip() if strips else text) for text in texts]
-    tag = re.match(
-        r"\s*(<[^<>\s]+>)", before
-    )  # <think>, before an empty thought: a text with a thought of its own needs none
+    # Some write an empty thought, <think></think>, before the text: one with a thought of its own needs none.
+    tag = re.match(r"\s*(<[^<>\s]+>)", before)
     opening = tag[1] if tag else ""
     own = [bool(opening) and text.lstrip().startswith(opening) for text in said]
     pieces = [f"{prompt}{'' if o else before}{text}{after if ended else ''}" for o, text in zip(own, said, strict=True)]

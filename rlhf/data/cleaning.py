@@ -21,9 +21,8 @@ _PHONES = (
     re.compile(r"(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4}"),  # North America
     re.compile(r"\(?0\d{1,4}\)?[ .\-/]\d{2,4}(?:[ .\-/]\d{2,4}){1,3}"),  # with a trunk zero
 )
-_PHONES_WITHIN = [
-    re.compile(rf"(?<!\d)(?:{phone.pattern})(?!\d)") for phone in _PHONES[:2]
-]  # the third would find dates
+# Beside other numbers. The third form would find dates.
+_PHONES_WITHIN = [re.compile(rf"(?<!\d)(?:{phone.pattern})(?!\d)") for phone in _PHONES[:2]]
 _CARD = re.compile(r"\d(?:[ -]?\d){12,18}")
 _WITHIN = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,15}(?!\d)")
 
@@ -58,11 +57,10 @@ def find_pii(text: str) -> set[str]:
     for match in _DIGITS.finditer(text):
         run = match[0]
         parts = [run, *(part[0] for part in _WITHIN.finditer(run))]  # a card's expiry date may follow it
+        whole = 7 <= len(re.sub(r"\D", "", run)) <= 15 and any(phone.fullmatch(run) for phone in _PHONES)
         if any(_CARD.fullmatch(part) and _is_card(re.sub(r"\D", "", part)) for part in parts):
             kinds.add("card")
-        elif (7 <= len(re.sub(r"\D", "", run)) <= 15 and any(phone.fullmatch(run) for phone in _PHONES)) or any(
-            phone.search(run) for phone in _PHONES_WITHIN
-        ):
+        elif whole or any(phone.search(run) for phone in _PHONES_WITHIN):
             kinds.add("phone")
     return kinds
 
