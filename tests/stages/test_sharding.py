@@ -47,6 +47,7 @@ SETTINGS = {
 }  # fmt: skip
 SHARDING = "sharding.persistence_threshold=0"
 OVERLAP = {stage: ["sharding.overlap=true"] for stage in ("pretrain", "sft")}
+EVALUATION = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=2"]
 CUT_AT = {"pretrain": 3, "sft": 3, "ppo": 2}
 ADAPTERS = ["lora.rank=2", "lora.alpha=8", "sft.lr=1e-2"]
 # Of the bytes that a process holds: <deepspeed>:<precision>:<persistence threshold>. In the second some tensors stay whole.
@@ -137,6 +138,9 @@ def launched(gold_run, tmp_path_factory) -> tuple[dict[tuple[str, ...], Run], di
         run = runs["adapters", precision] = gold_run.copy(folder, "sft", f"adapters-{precision}")
         jobs.append(job(run, "sft", 0, *ADAPTERS, "deepspeed=zero3", f"precision={precision}"))
         keys.append(("adapters", precision))
+    run = runs["evaluate",] = gold_run.copy(folder, "evaluate", "evaluate")
+    jobs.append(job(run, "evaluate", 0, *EVALUATION, "deepspeed=zero3"))
+    keys.append(("evaluate",))
     found = dict(zip(keys, launch(folder / "held.json", 2, jobs), strict=True))
     left = runs["ppo", "zero3", "alone"].folder / "ppo" / "checkpoints"
     return runs, found | {("kinds",): {path.suffix for path in left.rglob("*") if path.is_file()}}
@@ -167,6 +171,13 @@ def test_what_is_compared_of_ppo(single):
     first, *_, last = metrics(single["ppo"], "ppo")
     assert "loss/policy_avg" not in first and last["policy/clipfrac_avg"] > 0.01 and last["val/clipfrac_avg"] > 0
     assert any(not x.equal(weights(single["ppo"], "ppo", "last")[n]) for n, x in weights(single["ppo"], "ppo").items())
+
+
+def test_an_evaluation_under_zero3_scores_with_whole_models(gold_run, launched, tmp_path):
+    one = gold_run.copy(tmp_path, "evaluate", "one")
+    one.stage("evaluate", *EVALUATION)
+    mine, theirs = (run.results() for run in (launched[0]["evaluate",], one))
+    assert mine["best_of_n"] == theirs["best_of_n"] and mine["reward"] == theirs["reward"]
 
 
 def test_adapters_under_zero3_equal_one_process(gold_run, launched, tmp_path):

@@ -280,8 +280,7 @@ def test_two_processes_do_what_one_does(first, tmp_path):
     place = [f"model.pretrained={first.folder}/hf", "run=two", f"runs_dir={first.folder}/runs"]
     given = " ".join([*SMALL, *SHORT, *words[:-1], *place])
     jobs = [
-        *(f"{stage}:0:{given}" for stage in ("rejection", "dpo")),
-        f"evaluate:0:{given} deepspeed=zero3 sharding.persistence_threshold=0",  # which scores with whole models
+        *(f"{stage}:0:{given}" for stage in ("rejection", "dpo", "evaluate")),
         f"ppo:0:{given.replace('parents.ppo=first', '')}",
     ]
     run_ranks("sharding_ranks", 2, f"{tmp_path}/held.json", *jobs)
