@@ -15,8 +15,8 @@ REWARD_SOURCES = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", 
 SCORES = ("ppo.score_clip", "ppo.missing_eos_rule", "ppo.missing_eos_score")
 OF_MODELS = ("seed", "precision")
 ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules", "lora.dropout")
-SAMPLER = ("rollout.max_new_tokens", "rollout.engine")
-SAMPLER_READS = ("rollout.batch_size", "rollout.vllm_memory", "rollout.tensor_parallel")
+# Another engine draws other samples from the same policy: of the stages that sample only PPO, which trains on them, counts it as a change.
+SAMPLER = ("rollout.batch_size", "rollout.engine", "rollout.vllm_memory", "rollout.tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ ROWS = (
         "take in the labels of a round: of people, or of the gold world's simulated labelers",
         parents=("world", "sft"),
         data=("prompts",),
-        settings=(*OF_MODELS, "gold", "rounds", *SAMPLER, "round.keep_rankings"),
-        reads=("data.prompts", *SAMPLER_READS, "sample"),
+        settings=(*OF_MODELS, "gold", "rounds", "rollout.max_new_tokens", "round.keep_rankings"),
+        reads=("data.prompts", *SAMPLER, "sample"),
         gold_data={"comparisons": "comparisons.jsonl"},
         gold_only=True,
         every_round=True,
@@ -104,8 +104,8 @@ ROWS = (
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
         settings=(*OF_MODELS, "reward", *ADAPTERS, "data.demonstrations", *RANKINGS,
-                  *SAMPLER, "round.later_reward_epochs"),
-        reads=("gold.held_out_labelers", *SAMPLER_READS, *SCORES),
+                  "rollout.max_new_tokens", "round.later_reward_epochs"),
+        reads=("gold.held_out_labelers", *SAMPLER, *SCORES),
         several_processes=True,
         every_round=True,
     ),
@@ -115,10 +115,10 @@ ROWS = (
         parents=("world", "sft", "reward"),
         data=("prompts", "demonstrations", "comparisons"),
         several_processes=True,
-        settings=(*OF_MODELS, "rejection", "sft", *SAMPLER, "ppo.score_clip", "ppo.prompts", *REWARD_SOURCES,
+        settings=(*OF_MODELS, "rejection", "sft", "rollout.max_new_tokens", "ppo.score_clip", "ppo.prompts", *REWARD_SOURCES,
                   *PROMPTS),
         reads=("ppo.eval_prompts", "ppo.micro_batch_episodes", "ppo.missing_eos_rule", "ppo.missing_eos_score", "ppo.ptx_coef",
-               "ppo.reward_key", *SAMPLER_READS),
+               "ppo.reward_key", *SAMPLER),
         kept_work=("demonstrations.jsonl",),
         optional=True,
         writes_policy=True,
@@ -164,8 +164,8 @@ ROWS = (
         parents=("world", "sft"),
         starts_from=("sft", "rejection", "dpo", "rate", "ppo"),
         data=("prompts", "demonstrations", "comparisons"),
-        settings=(*OF_MODELS, "distill", *SAMPLER, "ppo.prompts", *PROMPTS),
-        reads=("ppo.eval_prompts", *SAMPLER_READS),
+        settings=(*OF_MODELS, "distill", "rollout.max_new_tokens", "ppo.prompts", *PROMPTS),
+        reads=("ppo.eval_prompts", *SAMPLER),
         kept_work=("answers.jsonl",),
         several_processes=True,
         optional=True,
@@ -183,8 +183,8 @@ ROWS = (
         "train the reward model that judges the policies, on the other half of the comparisons",
         parents=("world", "sft", "label"),
         data=("comparisons", "demonstrations"),
-        settings=(*OF_MODELS, "judge", "data.demonstrations", *RANKINGS, *SAMPLER),
-        reads=("gold.held_out_labelers", *SAMPLER_READS, *SCORES),
+        settings=(*OF_MODELS, "judge", "data.demonstrations", *RANKINGS, "rollout.max_new_tokens"),
+        reads=("gold.held_out_labelers", *SAMPLER, *SCORES),
         several_processes=True,
         optional=True,
     ),
@@ -195,9 +195,9 @@ ROWS = (
         if_there=("reward", "ppo"),
         data=("prompts", "demonstrations", "comparisons"),
         several_processes=True,
-        settings=(*OF_MODELS, "evaluate", "rate.given", "rate.least", *SAMPLER, *SCORES, *REWARD_SOURCES, *PROMPTS,
+        settings=(*OF_MODELS, "evaluate", "rate.given", "rate.least", "rollout.max_new_tokens", *SCORES, *REWARD_SOURCES, *PROMPTS,
                   "data.held_out_labelers", "gold.labeler_noise"),
-        reads=("ppo.reward_key", "ppo.micro_batch_episodes", "gold.held_out_labelers", *SAMPLER_READS, "judge.model", "data.encoding",
+        reads=("ppo.reward_key", "ppo.micro_batch_episodes", "gold.held_out_labelers", *SAMPLER, "judge.model", "data.encoding",
                *(f"classify.{key}" for key in ("data", "test", "text", "second", "choices", "label", "both_orders", "held_out",
                                                "examples"))),
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.setting import LEAST_TEMPERATURE, MAX_SEED, NOTHING, group, setting
-from rlhf.recipe import GOLD_STAGES, POLICY_STAGES, SAMPLER, SAMPLER_READS, STAGES
+from rlhf.recipe import GOLD_STAGES, POLICY_STAGES, SAMPLER, STAGES
 
 # Each command's module, one line of help, and the groups of settings that its help shows; the stages have rows of their own.
 _STAGES = {row.name: (row.module, row.help, row.groups) for row in STAGES.values()}
@@ -40,9 +40,9 @@ _EVERY_STAGE = ("tracking", "checkpoints", "parents", "gold.enabled", "gold.trut
 _ALSO_READ = {
     "chat": ("rollout.max_new_tokens", "parents"),
     "export": ("parents",),
-    "generate": (*SAMPLER, *SAMPLER_READS, "memory.budget_gb", "parents", "gold.enabled", "data.prompts", "data.demonstrations",
+    "generate": ("rollout.max_new_tokens", *SAMPLER, "memory.budget_gb", "parents", "gold.enabled", "data.prompts", "data.demonstrations",
                  "data.comparisons", "data.format", "data.allow_partial"),
-    "sample": (*SAMPLER, *SAMPLER_READS, "memory.budget_gb", "parents", "gold.enabled"),
+    "sample": ("rollout.max_new_tokens", *SAMPLER, "memory.budget_gb", "parents", "gold.enabled"),
 }  # fmt: skip
 # Commands that read the settings of several, or have a schema of their own.
 OF_SEVERAL = ("pipeline", "plan", "import", "corpus")
