@@ -291,9 +291,7 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
     values: dict[str, Scores | None] = {"score": scores, "others": None, "spread": None, "truth": None}
     if models.others:
         found = [adjusted(config, answers, score_by(other, records, prompts, answers)) for other in models.others]
-        by_model = [
-            np.array(of_prompt) for of_prompt in zip(scores, *found, strict=True)
-        ]  # (models, samples) of each prompt
+        by_model = [np.array(of_prompt) for of_prompt in zip(scores, *found, strict=True)]  # each (models, samples)
         values["others"] = [of_prompt[1:].mean(0).tolist() for of_prompt in by_model]
         values["spread"] = [of_prompt.std(0, ddof=1).tolist() for of_prompt in by_model]
     truth = make_truth(config)

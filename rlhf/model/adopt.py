@@ -110,9 +110,8 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
     else:
         notes = add_chat_form(checkpoint, tokenizer)
     context = checkpoint.context or UNSTATED_CONTEXT
-    if not why_not_native(
-        checkpoint.config
-    ):  # our GPT has no window: its context is as long as the window masks nothing
+    # Our GPT has no window: its context is as long as the window masks nothing.
+    if not why_not_native(checkpoint.config):
         context = ARCHITECTURES[checkpoint.config.model_type].our_fields(checkpoint.config)["context_length"]
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     tokenizer.padding_side = "right"

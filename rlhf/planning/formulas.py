@@ -98,9 +98,8 @@ def shape_of_config(config: Any, context: int = 0) -> Shape:
         return Shape(**named)
     heads = config.num_attention_heads
     hidden_units = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-    activation = getattr(config, "hidden_act", None) or getattr(
-        config, "hidden_activation", None
-    )  # Gemma 2 and 3 have the second
+    names = ("hidden_act", "hidden_activation")  # Gemma 2 and 3 have the second
+    activation = next(filter(None, (getattr(config, name, None) for name in names)), None)
     gated = activation in ("silu", "swiglu", "gelu_pytorch_tanh")
     return Shape(
         n_layer=config.num_hidden_layers,

@@ -90,9 +90,8 @@ def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: in
         logp = engine(**batch).sum(1)  # (R,)
         with torch.no_grad(), engine.autocast():
             logp_ref = reference(**batch).sum(1)
-        factor = (
-            settings.beta if settings.loss == "sigmoid" else 1 / batch["mask"].sum(1).clamp(min=1)
-        )  # an empty completion has no token
+        lengths = batch["mask"].sum(1).clamp(min=1)  # an empty completion has no token
+        factor = settings.beta if settings.loss == "sigmoid" else 1 / lengths
         scores = by_item(part, factor * (logp - logp_ref))  # (N, K)
         loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count, **shape)
         add_ranking_figures(sums, "dpo", figures)
