@@ -4,10 +4,11 @@
     python scripts/studies/worlds.py --out runs/in-real --parents runs/sent-0 runs/sent-1 --less=kl.target=2 experiment=sentiment … \
         --against runs/in-gold --picture worlds.png
 
-A parent is a finished run of one labelling round: its PPO and its best-of-16 are two of the methods. The others have its SFT model and
-rankings: PPO with less KL (the settings of --less), PPO on the mean of three reward models, GRPO, DPO, rejection sampling. Their figure is
-the true win rate over the SFT model. The interval of the correlation draws every win rate anew from its own interval (by prompt): it is
-for these seeds.
+A parent is a finished run of one labelling round with `evaluate.baselines=[rejection,dpo]`: its PPO, rejection sampling, DPO and best-of-16
+are four of the methods. Three more have its SFT model and rankings: PPO with less KL (the settings of --less), PPO on the mean of three
+reward models, GRPO. A method's figure is its true win rate over the SFT model. The correlation has two intervals: for these methods and
+seeds, every win rate is drawn anew from its own interval (by prompt); for other methods of this kind, by Fisher's z with the variance
+1.06 / (n - 3) (Fieller, Hartley and Pearson 1957).
 """
 
 import copy
@@ -24,7 +25,7 @@ BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 AFTER = (*BEFORE, "reward")
 GRPO = ("ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false",
         "ppo.score_by_token=false")  # fmt: skip
-EVALUATION = {"evaluate": ("evaluate.best_of=0",)}
+EVALUATION = {"evaluate": ("evaluate.best_of=0", "evaluate.baselines=[]")}
 BEST = "best_of_16"
 DRAWS = 2000
 
@@ -52,8 +53,6 @@ def methods_of(asked: Any, models: list[Cell]) -> list[Cell]:
         mean = (three, "ppo.reward_weights=[0.3333,0.3333,0.3334]")
         choices = {"ppo_less_kl": asked.less, "grpo": GRPO, "ensemble": mean}
         cells += make_cells(one, choices, AFTER, {"ppo": (), **EVALUATION})
-        for stage in ("dpo", "rejection"):
-            cells += make_cells(one, {stage: ()}, AFTER, {stage: (), **EVALUATION})
     return cells
 
 
@@ -66,6 +65,7 @@ def figures(asked: Any, cells: list[Cell]) -> dict[str, dict[str, Any]]:
         rows = {name: (results["gold"]["win_rate_vs_sft"], results["kl_to_sft_nats"])}
         if name == "ppo":
             rows[BEST] = (results["best_of_n"]["win_rate_vs_sft"], results["best_of_n"]["kl_bound_nats"])
+            rows |= {k: (f["win_rate_vs_sft"], f["kl_to_sft_nats"]) for k, f in results["baselines"].items()}
         for method, (rate, kl) in rows.items():
             error = (rate["ci95"][1] - rate["ci95"][0]) / 2 / 1.96
             found.setdefault(method, {})[str(seed)] = {"win_rate": rate["value"], "error": error, "kl": kl}
@@ -73,7 +73,7 @@ def figures(asked: Any, cells: list[Cell]) -> dict[str, dict[str, Any]]:
 
 
 def correlation(here: dict[str, dict[str, Any]], there: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Spearman's correlation of the methods' mean win rates in two worlds, with the interval of the draws."""
+    """Spearman's correlation of the methods' mean win rates in two worlds, with the two intervals above."""
     from scipy.stats import spearmanr
 
     rng, names = np.random.default_rng(0), [name for name in here if name in there]
@@ -84,7 +84,9 @@ def correlation(here: dict[str, dict[str, Any]], there: dict[str, dict[str, Any]
 
     drawn = [spearmanr(means(here, 1.0), means(there, 1.0)).statistic for _ in range(DRAWS)]
     value = float(spearmanr(means(here, 0.0), means(there, 0.0)).statistic)
-    return {"value": value, "ci95": np.quantile(drawn, (0.025, 0.975)).tolist(), "n": len(names)}
+    z, half = np.arctanh(value), 1.96 * math.sqrt(1.06 / (len(names) - 3))
+    others = np.tanh([z - half, z + half]).tolist()
+    return {"value": value, "ci95": np.quantile(drawn, (0.025, 0.975)).tolist(), "other_methods": others}
 
 
 def mean_of(by_seed: dict[str, Any], key: str) -> float:
@@ -114,7 +116,8 @@ def main() -> None:
     table(["method", "true win rate over SFT", *(f"seed {s}" for s in asked.seeds), "KL, nats"], lines)
     if asked.against:
         other = read(asked.against / "methods.json")
-        print(f"rank correlation over {len(found)} methods: {show(correlation(found, other))}")
+        figure = correlation(found, other)
+        print(f"rank correlation over {len(found)} methods: {show(figure)}; as a sample of methods {figure['other_methods']}")
         points = {spaced(n): [(mean_of(other[n], "win_rate"), win_rate(found[n]))] for n in ordered if n in other}
         draw(asked.picture, points, "true win rate in the first world", "true win rate in the second", line=False)
 
