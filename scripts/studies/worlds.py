@@ -25,7 +25,7 @@ BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 AFTER = (*BEFORE, "reward")
 GRPO = ("ppo.advantages=grpo", "ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false",
         "ppo.score_by_token=false")  # fmt: skip
-EVALUATION = {"evaluate": ("evaluate.best_of=0", "evaluate.baselines=[]")}
+EVALUATION = {"evaluate": ("evaluate.best_of=0",)}
 BEST = "best_of_16"
 DRAWS = 2000
 
