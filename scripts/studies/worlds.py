@@ -117,7 +117,9 @@ def main() -> None:
     if asked.against:
         other = read(asked.against / "methods.json")
         figure = correlation(found, other)
-        print(f"rank correlation over {len(found)} methods: {show(figure)}; as a sample of methods {figure['other_methods']}")
+        print(
+            f"rank correlation over {len(found)} methods: {show(figure)}; as a sample of methods {figure['other_methods']}"
+        )
         points = {spaced(n): [(mean_of(other[n], "win_rate"), win_rate(found[n]))] for n in ordered if n in other}
         draw(asked.picture, points, "true win rate in the first world", "true win rate in the second", line=False)
 
