@@ -112,8 +112,9 @@ class Importer:
             result = REJECTED
             if source.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
                 result, records = FILTERED, []
-            if records and all(getattr(r, "labeler", None) in self.careless for r in records):
-                result, records = FILTERED, []
+            careful = [r for r in records if getattr(r, "labeler", None) not in self.careless]
+            if len(careful) < len(records):
+                result, records = FILTERED, careful
                 self.cleaner.counts["gold_accuracy"] += 1
             try:
                 checked = [self._check(record, source.format) for record in records]

@@ -283,7 +283,7 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row]:
     text = content.decode("utf-8", "surrogateescape")
     del content
     try:
-        items = json.loads(text, parse_constant=_constant) if text.strip() else []
+        items = _DECODER.decode(text) if text.strip() else []
         if is_deep(items):
             raise ValueError(_TOO_DEEP)
     except (ValueError, RecursionError) as error:

@@ -55,7 +55,7 @@ def read_delimited(path: Path, suffix: str, source: Source) -> Iterator[Row]:
             yield from _delimited_rows(text, suffix, source)
     except UnicodeError as error:
         raise UserError(
-            f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, … (in training data.encoding=…)"
+            f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, … (of rlhf import; of classify data.encoding)"
         ) from error
 
 
@@ -91,7 +91,7 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iter
             continue  # an empty line is no row
         if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
             byte = ord(wrong[0]) - 0xDC00
-            problem = f"byte 0x{byte:02x} is not {source.encoding} text: set encoding=cp1252, utf-16, … (in training data.encoding=…)"
+            problem = f"byte 0x{byte:02x} is not {source.encoding} text: set encoding=cp1252, … (of rlhf import; of classify data.encoding)"
         if not header:
             if problem:
                 raise UserError(f"{name}:{line}: header: {problem}")

@@ -362,6 +362,7 @@ class Labelling:
             ids = {response.id for response in task.responses} if task else set()
             if request.edited is not None and request.edited not in ids:
                 raise RefusedError(400, "want a response of the task", "edited")
+            record.metadata = (task.metadata if task else {}) | record.metadata  # its split and group
             before = self.demonstrated[task.id].get(labeler) if task else None
             if before is not None and before.metadata["submission"] != request.submission:
                 raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")

@@ -325,12 +325,20 @@ def test_verdicts_that_count_from_0_are_refused(write_jsonl, imported):
         imported(write_jsonl(rows), *columns)
 
 
+def test_answers_named_in_another_order_than_their_letters_are_refused(write_jsonl, imported):
+    columns = ["format=table", "columns.prompt=q", "columns.responses=[answer_b,answer_a]", "columns.winner=w"]
+    with pytest.raises(UserError, match="want the order answer_a, answer_b"):
+        imported(write_jsonl([{"q": "?", "answer_b": "x", "answer_a": "y", "w": "A"}]), *columns)
+
+
 @pytest.mark.parametrize(
     ("row", "proposed"),
     [
         ({"post_id": "ab0", "upvote_ratio": 0.9, "human_ref_A": "x"}, "columns.prompt=…"),
         ({"prompt": "p", "prompt_source": "web", "response_0": "x", "response_0_sha256": "f", "response_1": "y", "better": 1},
          r"columns.prompt=prompt columns.responses='\[response_0,response_1\]'"),
+        ({"instruction": "p", "input": "q", "a_is_answer": "yes", "answer_a": "x", "answer_b": "y", "annotator": "z", "preference": "a"},
+         r"columns.prompt='\[instruction,input\]' columns.responses='\[answer_a,answer_b\]' columns.winner=preference"),
     ],
 )  # fmt: skip
 def test_columns_that_are_not_a_prompt_are_not_proposed_as_one(write_jsonl, row, proposed):

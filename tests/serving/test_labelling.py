@@ -266,8 +266,11 @@ async def test_a_task_whose_turns_have_further_keys_gets_its_demonstration(clien
     task = (await clients["anna"].get("/api/demonstrate/next")).json()
     known = labelling.tasks[task["task"]]
     known.prompt[0] = Message.model_validate({**known.prompt[0].model_dump(), "toxic": 0.1})
+    known.metadata["group"] = "g"
     said = {"messages": task["messages"], "task": task["task"], "response": "a .", "submission": "submission-1"}
     assert (await clients["anna"].post("/api/demonstrate", json=said)).status_code == 200
+    [record] = load_demonstrations(str(labelling.file.path))[0]
+    assert record.metadata["group"] == "g", "the task's split and group"
 
 
 @pytest.mark.parametrize(

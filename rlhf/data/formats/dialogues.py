@@ -40,6 +40,7 @@ Made = Iterator[dict[str, Any]]
 _INPUTS = ("input", "context")  # Dolly's name for the input is context
 _JUDGED = ("chosen", "rejected")
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+_ASKED = re.compile("(prompt|query|request|input|question|instruction)s?$", re.I)  # a request under another name
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -57,7 +58,7 @@ def from_alpaca(row: Values) -> Made:
     """One demonstration; a `system` text and a `history` of [request, answer] come before the instruction."""
     key = "output" if "output" in row else "response"
     turns: Turns = []
-    for asked, answered in row.get("history") or []:
+    for asked, answered in as_json(row.get("history")) or []:
         turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     turns = with_system(row.get("system"), [*turns, {"role": "user", "content": request(row)}])
     yield _demonstration(turns, row[key], other_keys(row, "instruction", "system", "history", *_INPUTS, key))
@@ -204,6 +205,8 @@ def from_trl(row: Values) -> Made:
         if any(isinstance(row.get(key), str) for key in _JUDGED):
             both = [require_text(row, key) for key in _JUDGED]
             if prompt is None:
+                asked = next((key for key in row if _ASKED.search(key) and is_text(row[key])), None)
+                require(asked is None, "prompt", asked, "the key prompt: rename this column, or set format=table")
                 prompt, both = _split_strings(*both)
             answers: Any = [{"content": text} for text in both]
         else:
@@ -212,8 +215,14 @@ def from_trl(row: Values) -> Made:
             said = [[(one["role"], one["content"]) for one in chat[:-1]] for chat in turns.values()]
             shared = len(common_beginning(said))
             answers = [one_answer(chat[shared:], key) for key, chat in turns.items()]
-            # Some sets give the prompt and repeat it before both answers: those turns are the fuller ones.
-            prompt = turns["chosen"][:shared] if shared or prompt is None else prompt
+            # Some sets give the prompt, or its last turns, before both answers again; in others the turns go on from it.
+            both = turns["chosen"][:shared]
+            asked = [{"role": "user", "content": prompt}] if is_text(prompt) else prompt_turns(prompt)
+            if both and is_chat(asked):
+                known, first = [turn["content"] for turn in asked], both[0]
+                go_on = len(known) if first["role"] == "assistant" else 0
+                both = asked[: known.index(first["content"]) if first["content"] in known else go_on] + both
+            prompt = both if both or prompt is None else prompt
         prompt = with_system(row.get("system"), prompt_turns(prompt))
         yield preference(prompt, answers, other_keys(row, "prompt", "system", *_JUDGED))
     elif "completion" in row:

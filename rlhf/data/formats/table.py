@@ -125,6 +125,11 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
             problems.append(f"columns.{name} needs columns.{other}: name what was judged")
     if len(mapped.get("winner", ())) > 1 and "labeler" in mapped:
         problems.append("columns.labeler with several columns.winner: want one, since each column is a labeler")
+    ends = [name_end(path) for path in answers]
+    if "winner" in mapped and not outcomes and ends != sorted(ends) and sorted(ends) in (["a", "b"], ["1", "2"]):
+        problems.append(
+            f"columns.responses: want the order {', '.join(sorted(answers))}: a or 1 as a winner means the first"
+        )
     if outcomes and ("winner" not in mapped or len(answers) > 2):
         problems.append("words.* need columns.winner and two columns.responses")
     if outcomes and not {0, 1} <= set(outcomes.values()):
@@ -348,7 +353,7 @@ def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
 _PROMPT = re.compile("prompt|instruction|question|query|request|input|frage|^q$", re.I)
 _ANSWER = re.compile("answer|response|completion|output|reply|summary|antwort", re.I)
 _WORSE = re.compile("worse|worst|reject|lose|bad|schlecht", re.I)
-_ASIDE = re.compile("(^|_)(id|source|hash|sha256|model|original|lang|language)(_|$)", re.I)
+_ASIDE = re.compile("(^|_)(id|source|hash|sha256|model|original|lang(uage)?|is|tokens|length|score|rating)(_|$)", re.I)
 _VERDICT = re.compile("winner|label|prefer|choice|better|vote|verdict|annotator|urteil", re.I)
 
 
@@ -356,9 +361,12 @@ def propose_columns(rows: Sequence[Values]) -> str:
     """Proposed settings of `format=table` for such rows, guessed from the columns' names."""
     texts = [key for key in rows[0] if any(isinstance(row.get(key), str) for row in rows)]
     named = [key for key in texts if not _ASIDE.search(key)]
-    prompts = [key for key in named if _PROMPT.search(key)][:1]
+    prompts = [key for key in named if _PROMPT.search(key)]
+    prompts = prompts[: 1 + (prompts[:2] == ["instruction", "input"])]
     answers = [key for key in named if _ANSWER.search(key) and key not in prompts]
+    answers = answers or [key for key in named if re.search("chosen|reject", key, re.I)]
     winners = [key for key in rows[0] if _VERDICT.search(key) and key not in (*prompts, *answers)]
+    winners.sort(key=lambda key: key.lower() == "annotator")  # a person's name beside a verdict
     proposed = [f"columns.prompt={_setting(prompts) or '…'}"]
     if len(answers) == 1:
         proposed += [f"columns.response={_setting(answers)}"]

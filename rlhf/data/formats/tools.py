@@ -165,6 +165,7 @@ def _read_result(result: Values, task: Task, judgement: Judgement) -> None:
         choices = value["choices"]
         require(choices == [] or is_list(choices, str), "value.choices", choices, "a list of strings")
         compares = named is None or target not in task.keys  # a control beside all responses may be called q1
+        compares &= not choices[:1] or not choices[0].isdecimal() or bool(_CHOICE.search(control))  # else a scale
         ranking = _preferred(choices[0], task) if len(choices) == 1 and compares else None
         if ranking is not None:
             judgement.rank(ranking)
@@ -303,7 +304,7 @@ def _orders(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
             metadata = {"question": stem} if said else {"question": stem, "scores": ratings}
             yield {"ranking": ranking_of(ratings, best="highest"), **said, "metadata": metadata}
     for question, value in answers.items():
-        if (made := _order(question, value, names)) is not None:
+        if not _COMMENT.search(question) and (made := _order(question, value, names)) is not None:
             yield {**made, "metadata": {"question": question}}
 
 

@@ -306,3 +306,20 @@ def test_a_request_and_its_answer(load, format, row, prompt, response, metadata)
     [record] = load(format, row)
     assert record.kind == "demonstration" and turns(record) == [("user", prompt)]
     assert record.response == response and record.metadata == metadata
+
+
+def test_answers_that_repeat_the_end_of_the_prompt_or_go_on_from_it_keep_its_beginning(load):
+    system, first = {"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}
+    judged = {key: [first, answer(key)] for key in ("chosen", "rejected")}
+    [record] = load("trl", {"prompt": [system, first], **judged})
+    assert turns(record) == [("system", "Be terse."), ("user", "Hi")] and texts(record) == ["chosen", "rejected"]
+    later = [answer("Ho"), {"role": "user", "content": "Why?"}]
+    for prompt in ("Hi", [first]):
+        [record] = load("trl", {"prompt": prompt, **{key: [*later, answer(key)] for key in ("chosen", "rejected")}})
+        assert turns(record) == [("user", "Hi"), ("assistant", "Ho"), ("user", "Why?")]
+
+
+def test_a_request_under_another_name_is_not_taken_from_the_answers(rejects):
+    row = {"chosen": "The capital is Lima.", "rejected": "The capital is Oslo."}
+    [(field, problem)] = rejects("trl", {"prompt": "?", **row}, {"query": "Where?", **row})
+    assert field == "prompt" and "query" in problem

@@ -161,6 +161,12 @@ def test_a_choice_between_two(choice, ranking):
     assert record.ranking == ranking
 
 
+def test_a_number_of_a_scale_is_no_verdict():
+    pairwise = result("pairwise", {"selected": "left"}, "compare", "answer1,answer2")
+    [record] = convert(task(TWO, pairwise, result("choices", {"choices": ["2"]}, "difficulty")))
+    assert record.ranking == [["answer1"], ["answer2"]]
+
+
 def test_a_ranker_orders_a_list():
     [record] = convert(task(MANY, result("ranker", {"ranker": {"rank": ["c", "a"]}}, "rank", "items")))
     assert record.ranking == [["c"], ["a"]] and record.ranks() == [1, -1, 0]

@@ -167,3 +167,8 @@ def test_chats_and_what_annotators_wrote_are_demonstrations(load):
     [record] = load("argilla", row({"instruction": "Sum up.", "input": " A text. "}, answer="Short.", level="easy"))
     assert record.kind == "demonstration" and turns(record) == [("user", "Sum up.\n\n A text. ")]
     assert record.response == "Short." and record.labeler == "u" and record.metadata["question"] == "answer"
+
+
+def test_a_comment_is_no_second_ranking(load):
+    [record] = load("argilla", row(TWO, preference="response-2", comment="response-1 is wrong about the date"))
+    assert record.ranking == [["response-2"], ["response-1"]]
