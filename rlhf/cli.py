@@ -4,8 +4,10 @@ A command's module, and with it torch, is imported only when the command runs, s
 """
 
 import importlib
+import re
 import sys
 from dataclasses import asdict
+from multiprocessing import parent_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,11 +79,17 @@ def _dispatch(arguments: list[str]) -> None:
 def with_remembered(command: str, given: Words) -> Words:
     """The words, preceded by the settings that their run remembers and that they do not change.
 
-    Sweeps and commands with a schema of their own state everything themselves.
+    Sweeps, a pipeline's processes and commands with a schema of their own state everything themselves.
     """
+    if given.sweeps or command in SCHEMAS or parent_process() is not None:
+        return given
     stated = by_key(given.overrides)
-    run, runs_dir = (stated.get(key, getattr(Config(), key)).strip("'\"") for key in ("run", "runs_dir"))
-    if given.sweeps or command in SCHEMAS or not NAME.fullmatch(run):
+    place = [stated.get(key, "").strip("'\"") for key in ("run", "runs_dir")]
+    if not all(re.fullmatch(r"[\w./-]+", name) for name in place):  # a preset or the environment may name them
+        composed = compose_config(given.overrides, command) if given.overrides else Config()
+        place = [composed.run, composed.runs_dir]
+    run, runs_dir = place
+    if not NAME.fullmatch(run):
         return given
     remembered = recall(Path(runs_dir) / run)
     source = stated.get("ppo.policy", "").strip("'\"")
@@ -89,7 +97,8 @@ def with_remembered(command: str, given: Words) -> Words:
         not remembered and source not in POLICY_STAGES and NAME.fullmatch(source)
     ):  # a new run that starts from another one's policy
         run, remembered = source, recall(Path(runs_dir) / source)
-    remembered = trusted(Path(runs_dir) / run, {k: v for k, v in remembered.items() if k not in stated}, command)
+    kept_keys = [key for key in remembered if not {key, key.partition(".")[0]} & stated.keys()]
+    remembered = trusted(Path(runs_dir) / run, {key: remembered[key] for key in kept_keys}, command)
     kept = [f"{key}={text}" for key, text in remembered.items()]
     if kept and not given.shows and (command in STAGES or command == "pipeline"):
         say(f"{command}: as run={run} was given: {' '.join(kept)}")

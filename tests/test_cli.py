@@ -65,6 +65,22 @@ def test_a_commands_help_shows_the_values_of_the_preset_and_of_the_run(call, tmp
     assert (code, err) == (0, "") and all(f"\n  {x}." in out for x in ("pretrain", "sft", "reward", "ppo", "evaluate"))
 
 
+def test_which_settings_a_run_remembers(call, tmp_path, monkeypatch):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "named.yaml").write_text("# @package _global_\nrun: kept\n", encoding="utf-8")
+    (tmp_path / "kept").mkdir()
+    write_json(tmp_path / "kept" / "settings.json", {"ppo.lam": "0.9", "tracking.kind": "off"})
+    place = [f"runs_dir={tmp_path}", "--config-dir", str(tmp_path / "conf"), "experiment=named", "--cfg", "job"]
+
+    def composed(*words: str) -> dict:
+        return yaml.safe_load(call("ppo", *place, *words)[1])
+
+    assert composed()["run"] == "kept" and composed()["ppo"]["lam"] == 0.9, "a preset names the run"
+    assert composed("tracking=wandb")["tracking"]["kind"] == "wandb", "a group stands for its members"
+    monkeypatch.setattr(cli, "parent_process", object)
+    assert composed()["ppo"]["lam"] == 0.95, "a pipeline tells its processes everything"
+
+
 def test_version(call):
     assert call("--version") == call("-V") == (0, f"rlhf {rlhf.__version__}\n", "")
 

@@ -151,7 +151,7 @@ EVIL = "from pathlib import Path\n\ndef f():\n    Path('ran').touch()\n"
 
 @pytest.mark.parametrize("settings", [
     {"plugins": "runs/x/evil.py:f"}, {"hydra.searchpath": "[runs/x]", "experiment": "evil"},
-    {"experiment": "../../runs/x/experiment/evil"}, {"tracking.project": "'${oc.env:HOME}'"},
+    {"experiment": "../../runs/x/experiment/evil"}, {"data.encoding": "'${oc.env:HOME}'"},
 ])  # fmt: skip
 def test_a_foreign_runs_settings_run_no_code_and_read_no_secret(call, monkeypatch, settings):
     """Until the user gives them."""

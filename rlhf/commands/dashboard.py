@@ -8,6 +8,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs.metric_table import CHARTS, COST, X_AXES, Chart, metric_pattern
+from rlhf.runs.trackers import project_of
 from rlhf.system.files import read_json, write_json, writing
 from rlhf.system.terminal import say
 
@@ -27,7 +28,7 @@ def run(config: Config) -> None:
     if not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         raise UserError("dashboard: W&B is offline: set WANDB_API_KEY, and send offline runs with `wandb sync`")
     path = Path(config.runs_dir) / "dashboard.json"
-    project = os.environ.get("WANDB_PROJECT", config.tracking.project)
+    project = project_of(config.tracking.project)
     place: dict[str, Any] = {"project": project, "entity": config.tracking.entity}
     before = read_json(path)
     known = before.get("url") if before | place == before else None

@@ -29,6 +29,7 @@ from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder
 from rlhf.runs.remembered import GIVEN, recall, text_of, trusted
 from rlhf.runs.run_files import read_jsonl
+from rlhf.runs.sources import beginnings_in
 from rlhf.system.files import read_json, write_text
 from rlhf.system.plugins import Named, call_plugins, named
 
@@ -103,6 +104,7 @@ class Run:
     @contextlib.contextmanager
     def _starting(self, name: str, overwrite: bool, settings: dict[str, Any]) -> Iterator[Config]:
         """The settings of a stage, which later ones and the run's folder keep."""
+        beginnings_in.cache_clear()  # the files may have changed since another call
         config = self.config(name, overwrite=overwrite, **settings)
         known = self._settings | {find_setting(key, name): value for key, value in settings.items()}
         texts = {key: text_of(value) for key, given in known.items() if not has_function(value := plain(given))}

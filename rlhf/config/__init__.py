@@ -24,7 +24,7 @@ class TrackingConfig:
     """Where metrics are written. JSONL is always written."""
 
     kind: str = setting("wandb", "wandb: offline without a key; off: no samples", choices=("wandb", "jsonl", "off"))
-    project: str = setting("rlhf", "W&B project")
+    project: str | None = setting(None, "W&B project; none: the variable WANDB_PROJECT, or rlhf")
     entity: str | None = setting(None, "W&B user or team; none: the key's own")
     name: str | None = setting(None, "name of the W&B runs, before the stage's; none: the run's name")
     group: str | None = setting(None, "W&B group of the stages; none: the run's name")

@@ -64,6 +64,9 @@ def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
         if is_round and is_figure(seconds):
             rounds[of_run] = rounds.get(of_run, 0.0) + seconds
     facts = [f"{complete} of {len(run.stages)} stages complete"]
+    facts += [
+        f"the evaluation is of an earlier {name}: `rlhf evaluate overwrite=true` renews it" for name in outdated(run)
+    ]
     facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
     facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
     tiles = list(make_tiles(run.stages, run.results if evaluated else {}))
@@ -74,6 +77,12 @@ def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
     warns = entry_at(run.audit, "verdict", "decision") != "go" and verdict[0]
     warning = (verdict[0], verdict[1] or reason[1]) if warns else None
     return {"facts": facts, "sentence": make_sentence(run), "tiles": tiles, "warning": warning}
+
+
+def outdated(run: RunFiles) -> list[str]:
+    """The stages that were made again after their evaluation."""
+    built = entries(run.stages["evaluate"].record, "parents")
+    return [name for name, digest in built if name in run.stages and run.stages[name].record.get("hash") != digest]
 
 
 def span_of(tree: Any) -> str:
@@ -146,7 +155,7 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
     import pandas as pd
 
     runs = [read_run(folder) for folder in folders]
-    evaluated = all(run.results for run in runs)
+    evaluated = all(run.results and not outdated(run) for run in runs)
     tiles = [{tile.title: tile.value for tile in make_overview(run, evaluated)["tiles"]} for run in runs]
     return pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
 

@@ -165,7 +165,8 @@ def lend_parents(config: Config) -> None:
     for stage in ancestors("ppo"):
         missing = getattr(config.parents, stage) is None and not (run_folder(config) / stage / "stage.json").exists()
         if missing and ((place := stage_folder(lender, stage)) / "stage.json").exists():
-            setattr(config.parents, stage, str(place))
+            named = place.parent.parent == Path(config.runs_dir)  # by its run's name it is found from every folder
+            setattr(config.parents, stage, place.parent.name if named else str(place))
 
 
 # --- records ------------------------------------------------------------------------------------------------

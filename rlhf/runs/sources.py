@@ -55,11 +55,11 @@ def beginnings(config: Config, records: Sequence[Record]) -> tuple[str, ...]:
 def given_beginnings(config: Config) -> tuple[str, ...]:
     """`shared_beginnings` of the files that the user named, whatever stages have written since."""
     sources = tuple(tuple(map(str, listed(getattr(config.data, kind)))) for kind in LABELS)
-    return _beginnings(sources, config.data.format, config.data.allow_partial)
+    return beginnings_in(sources, config.data.format, config.data.allow_partial)
 
 
 @functools.lru_cache(maxsize=8)
-def _beginnings(sources: tuple[tuple[str, ...], ...], format: str, allow_partial: bool) -> tuple[str, ...]:
+def beginnings_in(sources: tuple[tuple[str, ...], ...], format: str, allow_partial: bool) -> tuple[str, ...]:
     prompts: list[PromptRecord] = []
     for given in sources:
         with contextlib.suppress(UserError):  # the stage that reads the source reports it

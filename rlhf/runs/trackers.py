@@ -140,7 +140,7 @@ def make_tracker(
     stage: str,
     config: dict[str, Any],
     resume_step: int = 0,
-    project: str = "rlhf",
+    project: str | None = None,
     labels: Mapping[str, Any] | None = None,
 ) -> Tracker:
     """Opens the records of one stage.
@@ -218,7 +218,7 @@ class WandbRun:
     """One stage as one W&B run: its id, its axes, its tables. `Background` handles the errors of wandb that it raises."""
 
     def __init__(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str, labels: Mapping[str, Any]
+        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str | None, labels: Mapping[str, Any]
     ) -> None:
         self._table: Any = None
         self._columns: list[str] = []
@@ -267,11 +267,16 @@ def seconds_allowed(what: str, default: float) -> float:
     return float(os.environ.get(f"RLHF_WANDB_{what}_SECONDS", default))
 
 
-def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str, labels: dict[str, Any]) -> Any:
+def project_of(given: str | None) -> str:
+    """The W&B project of tracking.project."""
+    return given or os.environ.get("WANDB_PROJECT", "rlhf")
+
+
+def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str | None, labels: dict[str, Any]) -> Any:
     """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
     import wandb
 
-    place = {"project": os.environ.get("WANDB_PROJECT", project), "dir": str(folder), "id": run_id}
+    place = {"project": project_of(project), "dir": str(folder), "id": run_id}
     options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
     options["settings"] = wandb.Settings(
         silent=True,

@@ -96,6 +96,10 @@ def train_reward_model(config: Config, name: str) -> None:
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder)
         settings = config.reward
+        if name == "reward" and start is None and config.rounds > 1 and config.round.later_reward_epochs:
+            stage.say(
+                "round.later_reward_epochs: not used with lora.rank or reward.model: this round's model starts anew"
+            )
         engine = make_engine(config, model, settings, device)
         later = config.round.later_reward_epochs
         epochs = settings.epochs if start is None or later is None else later

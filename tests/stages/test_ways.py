@@ -173,6 +173,7 @@ def test_a_finished_stage_is_continued_as_a_new_one(first):
     record = first.record("second", "ppo")
     assert record["parents"]["first/ppo"] == first.record("first", "ppo")["hash"]
     assert record["parents"]["sft"] == first.record("first", "sft")["hash"]
+    assert record["config"]["parents"]["sft"] == "first", "which is found from every folder"
     torch.testing.assert_close(first.weights("second", "ppo"), first.weights("first", "ppo"), atol=1e-6, rtol=0)
     assert first("pipeline", "second", fresh=False) == []
     first("ppo", "third", "ppo.policy=second", "ppo.reference=first", fresh=False)

@@ -284,6 +284,11 @@ def test_a_sweep_is_compared_by_its_evaluations_if_all_runs_have_one(tmp_path: P
         ["b", "1.25", "1:01", "min"],
     ]
     assert "3.75" in compare_runs(runs[:1])[1]
+    runs[0].joinpath("evaluate").rename(runs[0] / "old")
+    make_stage(runs[0], "evaluate", parents={"ppo": digest("an earlier one")})
+    (runs[0] / "old" / "results.json").rename(runs[0] / "evaluate" / "results.json")
+    assert "3.75" not in compare_runs(runs[:1])[1]
+    assert "the evaluation is of an earlier ppo" in page_of(runs[0])
 
 
 def test_the_command_writes_and_refuses(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf.commands.dashboard import SECTIONS, STEP_AXIS, make_workspace
 from rlhf.runs.metric_table import CHARTS, COST, METRICS, X_AXES, metric_pattern
-from rlhf.runs.trackers import choose_mode, make_tracker
+from rlhf.runs.trackers import choose_mode, make_tracker, project_of
 from tests.tracking.wandb_file import read_history, read_records, run_files
 
 CONFIG = {"stage": "ppo", "run": "r", "parents": {"sft": "ab12"}, "data": {"p.jsonl": "cd34"}, "ppo": {"lr": 1e-5}}
@@ -77,6 +77,11 @@ def test_the_offline_file_holds_metrics_axes_tables_and_config(tmp_path: Path) -
     assert table["columns"] == ["step", "id", "prompt", "response", "score", "kl", "length", *parts]
     assert table["data"][1] == [1, "p-1", "<b>Who?</b>", "answer 1", 0.5, 1.0, None, 0.75, 0.25]
     assert not list(tmp_path.glob("wandb/*/files/requirements.txt"))
+
+
+def test_a_project_that_is_given_counts_more_than_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert (project_of(None), project_of("ours")) == ("theirs", "ours")
 
 
 def test_a_resume_continues_the_run(tmp_path: Path) -> None:
