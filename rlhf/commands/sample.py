@@ -3,6 +3,7 @@
 `rlhf import` reads the export of the labelers' tool.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -209,6 +210,8 @@ def draw_tasks(
             random.Random(f"order-{config.seed}-{task_id}").shuffle(responses)
             known = {"prompt_id": record.id, "split": config.sample.split}  # its labels stay in this split
             metadata = record.metadata | known | ({"user": record.user} if record.user else {})
+            texts = sorted(one.text for one in responses)  # labels of other texts are of another task
+            task_id += "-" + hashlib.sha256(repr(texts).encode()).hexdigest()[:8]
             tasks.append(Ranking(id=task_id, prompt=record.prompt, responses=responses, metadata=metadata))
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
 

@@ -96,7 +96,7 @@ class AgreementCounter:
             self._seconds[name].append(ranking.seconds)
         for one, rating in ranking.ratings.items():
             self._said.extend((item, place[one], _RATING, person, rating))
-        for one, other, verdict in _verdicts(ranking):
+        for one, other, verdict in verdicts(ranking):
             i, j = place[one], place[other]
             if i != j:
                 self._said.extend((item, min(i, j), max(i, j), person, verdict if i < j else -verdict))
@@ -147,7 +147,7 @@ class AgreementCounter:
         return about | people | figures | {"by_labeler": table}
 
 
-def _verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
+def verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
     """(a, b, verdict) of each judged pair of responses: 1 if a is better, -1 if b is, 0 a tie."""
     if ranking.pairs is None:
         ranked = [(name, rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]

@@ -177,7 +177,6 @@ class Judgement:
     pairs: list[tuple[int, int]]  # (better, worse), each once
     gaps: list[int] | None  # rank difference of each pair; None if the judgements are pairs without ranks
     weight: float = 1.0  # of the labeler
-    ranks: dict[int, int] | None = None  # ranks of answers, by position; None if the judgements are pairs
 
 
 @dataclass(slots=True)
@@ -201,15 +200,10 @@ class Item:
         """
         import torch
 
-        from rlhf.ops.ranking import pair_weights
-
         weights = torch.zeros(len(self.rows), len(self.rows))
         for one in self.judgements:
-            if one.ranks is None:
-                for better, worse in one.pairs:
-                    weights[better, worse] += one.weight
-            else:
-                weights += one.weight * pair_weights(torch.tensor([one.ranks.get(i, -1) for i in range(len(weights))]))
+            if one.pairs:  # each once
+                weights[tuple(zip(*one.pairs, strict=True))] += one.weight
         return weights
 
     def of_labelers(self, labelers: Collection[str | None]) -> "Item":
@@ -279,8 +273,6 @@ def join_rankings(
         judgement = Judgement(record.labeler, sorted(gap_of), None, weight)
         if ranks:
             judgement.gaps = [gap_of[pair] for pair in judgement.pairs]
-            if len(set(answers)) == len(answers):  # equal answers can have different ranks
-                judgement.ranks = {place[answer]: rank for answer, rank in zip(answers, ranks, strict=True)}
         item.judgements.append(judgement)
 
     items = []

@@ -150,6 +150,8 @@ def evaluate_best_of(
     if rater is None:
         return {"best_of_n": best}
     rater.least = config.rate.least or {name: one.least for name, one in rater.qualities.items() if one.least}
+    if not (rater.weights or rater.least):  # nothing to pick by
+        return {"best_of_n": best}
     rated, ours = pick_best(config, asked, rater.model, rater)
     dropped = sum(gather(rater.dropped)) / max(1, sum(gather(rater.seen)))
     picked, others = {"generate_and_rate": rated, "sft_rated": pick("sft", rater)[0]}, {"best_of_n": best_scores}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
-from rlhf.data.agreement import pairwise_agreement
+from rlhf.data.agreement import pairwise_agreement, verdicts
 from rlhf.data.encoding import Item
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
@@ -239,7 +239,7 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
     if not (points := mean_points(map(said_of, people), people, names)):
         wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
         raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
-    held_out = held_out_labelers(config, records) & {str(record.labeler) for record in people}
+    held_out = held_out_labelers(config) & {str(record.labeler) for record in people}
     groups = {"all labelers": people}
     if held_out:
         groups["training labelers"] = [record for record in people if record.labeler not in held_out]
@@ -300,10 +300,9 @@ def mean_points(told: Iterable[Told], records: Iterable[Ranking], names: Mapping
 
 def said_of(record: Ranking) -> Told:
     """What a labeler says of each two responses that are both ranked."""
-    ordered, ranks = record.pair_list(), record.ranks() if record.pairs is None else []
-    places = itertools.permutations(range(len(ranks)), 2)
-    ties = {(i, j): 0.5 for i, j in places if ranks[i] == ranks[j] >= 0}
-    return {pair: 1.0 for pair in ordered} | {(j, i): 0.0 for i, j in ordered} | ties
+    place = {response.id: i for i, response in enumerate(record.responses)}
+    said = [(place[a], place[b], verdict / 2) for a, b, verdict in verdicts(record)]
+    return {(i, j): 0.5 + x for i, j, x in said} | {(j, i): 0.5 - x for i, j, x in said}
 
 
 def score_tasks(config: Config, records: Sequence[Ranking], device: torch.device) -> tuple[list[Told], list[Ranking]]:

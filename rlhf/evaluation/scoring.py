@@ -165,13 +165,14 @@ def length_baseline(items: list[Item]) -> float:
     return sum(pair.won for pair in pairs) / len(pairs)
 
 
-def held_out_labelers(config: Config, records: Sequence[Ranking]) -> set[str]:
+def held_out_labelers(config: Config, records: Sequence[Ranking] | None = None) -> set[str]:
     """Labelers whose rankings are not trained on: those of data.held_out_labelers, and the gold world's own.
 
     Raises: UserError if the setting names someone who ranked nothing.
     """
     names = names_of(config.data.held_out_labelers)
-    check_labelers("data.held_out_labelers", names, records)
+    if records is not None:  # else of other labels than those that were trained on
+        check_labelers("data.held_out_labelers", names, records)
     truth = make_truth(config)
     if truth is not None:
         names += [labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, 0.0)]

@@ -1,24 +1,10 @@
-"""The reward model's loss on ranked answers, and the pair weights of a ranking."""
+"""The reward model's loss on ranked answers."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf.ops.masked import resolve_denominator, upcast
-
-
-def pair_weights(ranks: Tensor) -> Tensor:
-    """Turn ranks of K answers into the weights of 'i beats j'.
-
-    pair_weights[..., i, j] = 1 where 0 <= ranks[..., i] < ranks[..., j], else 0
-
-    ranks (…, K) integer: 0 best, equal = tie (no pair), -1 = absent or unranked (no pair); returns (…, K, K)
-    float32.
-    Source: Ouyang et al. 2022, section 3.5 (all pairs of one ranking).
-    Differs: ties are dropped; the paper does not say how it treats them.
-    """
-    better, worse = ranks[..., :, None], ranks[..., None, :]  # (…, K, 1), (…, 1, K)
-    return ((better >= 0) & (better < worse)).float()
 
 
 def ranking_loss(

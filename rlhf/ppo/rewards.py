@@ -137,7 +137,11 @@ class ServerReward:
 
     def _ask(self, episodes: Episodes, part: list[int]) -> list[float]:
         prompt = [{"role": m.role, "content": m.content} for m in episodes.records[part[0]].prompt]
-        body = {"prompt": prompt, "responses": [episodes.texts[i] for i in part]}
+        body = {
+            "prompt": prompt,
+            "responses": [episodes.texts[i] for i in part],
+            "ended": [bool(episodes.ended[i]) for i in part],
+        }
         found = self.client.post("v1/score", body, lambda content: read_scores(content, len(part)))
         if found is None:
             text = prompt[-1]["content"][:60]

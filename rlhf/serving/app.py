@@ -28,7 +28,7 @@ Answer = dict[str, Any]
 class CompareRequest(Strict):
     messages: Messages
     models: Annotated[list[Id], Field(min_length=2, max_length=MOST_COMPARED)]
-    temperature: Temperature = 1.0
+    temperature: Temperature | None = 1.0
     max_tokens: MostTokens | None = None
 
 

@@ -52,6 +52,7 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: Text | None = None
+    refusal: None = None  # as an answer has it, which clients send back as a turn
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]
@@ -67,7 +68,7 @@ def records_of(messages: str | list[ChatMessage]) -> list[Message]:
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: bool | None = False
     include_obfuscation: bool = False
 
 
@@ -86,7 +87,7 @@ class ChatRequest(Strict):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     user: Text | None = None
-    return_token_ids: bool = False  # as in vLLM: each choice with the ids of its tokens
+    return_token_ids: bool | None = False  # as in vLLM: each choice with the ids of its tokens
     logprobs: bool | None = None
 
 
@@ -96,6 +97,7 @@ class ScoreRequest(Strict):
     model: Id | None = None  # the first one that is served
     prompt: Text | Messages
     responses: Annotated[list[Text], Field(min_length=1, max_length=64)]
+    ended: list[bool] = []  # whether each has its end token; all unless given
 
 
 # ------------------------------------------------------------------------------------------- prompts
@@ -164,7 +166,7 @@ def make_router(thread: ModelThread) -> APIRouter:
             refuse_long(model, [response], "responses")
         messages = [one.model_dump() for one in prompt]
         try:
-            scores = await thread.call(run.score, [messages] * len(asked.responses), asked.responses)
+            scores = await thread.call(run.score, [messages] * len(asked.responses), asked.responses, asked.ended)
         except UserError as error:
             raise RefusedError(400, str(error), "prompt") from None
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]

@@ -15,7 +15,6 @@ from rlhf.data.chat_template import encode_prompts
 from rlhf.data.encoding import Answer
 from rlhf.data.reading import load_comparisons, load_prompts
 from rlhf.data.records import PromptRecord, Ranking
-from rlhf.data.splits import prompt_key
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
@@ -24,6 +23,7 @@ from rlhf.evaluation.statistics import batched, flatten, split_like
 from rlhf.gold.truth import Truth, need_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_jsonl
@@ -53,7 +53,8 @@ def take_in_labels(config: Config) -> None:
         imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
         tasks = (read_record(folder / "sample" / "sample.json", "round") or {"counts": {}})["counts"].get("items", 0)
         new = load_comparisons(str(place))[0] if (place := imported if imported.exists() else served).exists() else []
-        left = tasks - len({prompt_key(ranking.prompt) for ranking in new})
+        names = {row.get("id") for row in read_jsonl(folder / "sample" / "tasks.jsonl")}
+        left = tasks - len(names & {ranking.metadata.get("task") for ranking in new})
         if not new or (place == served and left > 0):
             raise UserError(
                 f"label: {folder / 'sample'}: {left} of {tasks} tasks wait for labels: rank them with `rlhf serve run={config.run}`, "

@@ -65,6 +65,16 @@ def test_gaps_are_differences_of_rank_and_equal_answers_say_nothing(tokenizer):
     }
 
 
+def test_answers_that_are_equal_up_to_where_they_are_cut_teach_nothing():
+    def encode(prompt, answers):
+        rows = [list(map(ord, text[:6])) for text, _ in answers]
+        return rows, list(map(len, rows))
+
+    texts = ("Blue skies.", "Blue sky.", "Red.")
+    [item], _ = join_rankings([ranking("a", "b", "c", texts=texts)], encode)
+    assert item.pairs() == [(0, 2), (1, 2)] and item.weights().tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
+
+
 def test_labelers_count_by_their_weights(tokenizer):
     records = [ranking("a", "b", "c", labeler="x"), ranking("b", "a", labeler="y"), ranking("c", "a", labeler=None)]
     encode = token_encoder(tokenizer, 64, 32)

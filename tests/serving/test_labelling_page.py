@@ -137,6 +137,15 @@ def test_a_tab_belongs_to_one_labeler(visit, site):
     anna.get_by_role("button", name="Save", exact=True).click()
     anna.get_by_text("this tab belongs to anna").wait_for()
     assert len(rows(site[1])) == 3
+    ben.goto(f"{site[0]}/#{SECRETS['anna']}")  # a link that is pasted into a tab which shows the page
+    ben.get_by_text("anna", exact=True).wait_for()
+    task_of(ben)
+    ben.locator("#tab-rank").click()
+    for key in ("1", "2", "3", "Enter"):
+        ben.keyboard.press(key)
+    ben.get_by_text("Saved.").wait_for()
+    assert ben.locator("#who").inner_text() == "anna" and len(rows(site[1])) == 4
+    assert rows(site[1])[-1]["labeler"] == "anna" and SECRETS["anna"] not in ben.url
 
 
 def test_a_demonstration_that_is_not_saved_survives_a_reload(visit, site):

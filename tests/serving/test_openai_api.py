@@ -80,6 +80,12 @@ async def test_the_server_answers_as_generate_does_whatever_else_is_asked(client
     assert alike >= 117  # a few responses in a thousand have a token next to an edge
 
 
+def test_an_answer_may_be_sent_back_as_a_turn_and_nulls_count_as_left_out(ask):
+    turn = chat(ask).choices[0].message
+    second = chat(ask, messages=[*ASKED, turn, ASKED[0]], extra_body={"return_token_ids": None})
+    assert second.choices[0].message.content
+
+
 def test_a_stream_is_the_answer_in_pieces(ask):
     whole = chat(ask, n=2, logprobs=True)
     assert whole.usage.completion_tokens == sum(len(c.logprobs.content) for c in whole.choices)
@@ -185,8 +191,13 @@ def test_ppo_is_rewarded_by_a_server_with_a_token(thread, gold_run, tmp_path, mo
     asked = ["what is red ?", "name a color"]
     records = [PromptRecord(id=text, prompt=[Message(role="user", content=text)]) for text in asked]
     texts = ["it is red .", "red", "blue .", "it is blue ."]
-    episodes = Episodes([records[0], records[1], records[1], records[0]], [], [], texts, torch.ones(4))
-    expected = rlhf.load(gold_run.folder, "cpu").score([record.prompt[0].content for record in episodes.records], texts)
+    episodes = Episodes(
+        [records[0], records[1], records[1], records[0]], [], [], texts, torch.tensor([True, True, False, False])
+    )
+    contents = [record.prompt[0].content for record in episodes.records]
+    run = rlhf.load(gold_run.folder, "cpu")
+    expected = run.score(contents, texts, episodes.ended.tolist())
+    assert expected[2:] != run.score(contents, texts)[2:], "a response that was cut is scored without an end token"
     monkeypatch.setenv("REWARD_TOKEN", "t" * 24)
     monkeypatch.setenv("OTHER_TOKEN", "u" * 24)
     for url in serving(make_app(thread, access(token="t" * 24), make_labelling(tmp_path / "labels.jsonl"))):

@@ -11,9 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from rlhf.data.records import Ranking, join_judgements
 from rlhf.errors import UserError
 from rlhf.evaluation import judging
-from rlhf.evaluation.judging import Endpoint
+from rlhf.evaluation.judging import Endpoint, said_of
 from rlhf.evaluation.statistics import describe
 from rlhf.system import endpoint
 
@@ -202,3 +203,11 @@ def test_the_answers_of_a_run_are_judged(server, gold_run, tmp_path):
     again = json.loads(path.read_text())
     assert len(server.asked) == 20 and again["counts"] == {"cached": 20} and again["win_rate"] == found["win_rate"]
     assert (run.folder / "evaluate" / "results.json").read_bytes() == before
+
+
+def test_a_tie_of_judgements_that_form_no_ranking_counts_half():
+    names = ["w", "x", "y", "z"]
+    fields, metadata = join_judgements(names, [("y", "z")], [("w", "x")])
+    responses = [{"id": name, "text": name} for name in names]
+    record = Ranking.model_validate({"id": "1", "prompt": "?", "responses": responses, "metadata": metadata, **fields})
+    assert said_of(record) == {(2, 3): 1.0, (3, 2): 0.0, (0, 1): 0.5, (1, 0): 0.5}

@@ -153,6 +153,9 @@ def test_position_tells_nothing(monkeypatch):
         assert abs(sum(task.responses[0].id == name for task in tasks) - 400) < 87
     assert all(sorted(r.id for r in task.responses) == list("abcd") for task in tasks)
     assert all(r.text == f"Answer {ord(r.id) - ord('a')}." for task in tasks for r in task.responses)
+    drawn[0] = drawn[0]._replace(text="Another.")
+    again, _, _ = draw_tasks(Config(), [("demo/sft@0123", Path())], prompts)
+    assert not {task.id for task in tasks} & {task.id for task in again}, "labels of other texts are of another task"
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

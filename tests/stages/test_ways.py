@@ -184,7 +184,12 @@ def label(run: Path, tasks: int | None = None) -> None:
     """What `rlhf serve` writes of a labeler who takes the responses as they come."""
     rows = [json.loads(line) for line in (run / "sample" / "tasks.jsonl").read_text().splitlines()][:tasks]
     (run / "serve").mkdir(exist_ok=True)
-    ranked = [row | {"ranking": [[one["id"]] for one in row["responses"]], "labeler": "anna"} for row in rows]
+    ranked = [
+        row
+        | {"ranking": [[one["id"]] for one in row["responses"]], "labeler": "anna"}
+        | {"metadata": row["metadata"] | {"task": row["id"]}}
+        for row in rows
+    ]
     (run / "serve" / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
 
 

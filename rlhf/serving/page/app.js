@@ -46,7 +46,7 @@ async function start() {
     for (const name of NAMES) {
       const [title, make] = TABS[name];
       const panel = el("section", { id: name, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
-      document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name) }, title));
+      document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name), onmousedown: (event) => event.preventDefault() }, title));
       document.querySelector("main").append(panel);
       panels[name] = make(panel, me, (...of) => { select("compare"); panels.compare.start(...of); });
     }
@@ -60,4 +60,5 @@ async function start() {
   }
 }
 
+addEventListener("hashchange", () => location.reload()); // another link in this tab
 start();

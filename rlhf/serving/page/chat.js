@@ -99,7 +99,7 @@ export function makeChat(panel, me, compare) {
     stop.disabled = false;
     say("");
     try {
-      const body = { model: model.value, messages: asked, temperature: Number(temperature.value), stream: true, return_token_ids: true };
+      const body = { model: model.value, messages: asked, temperature: temperature.valueAsNumber, stream: true, return_token_ids: true };
       if (seed.value !== "") body.seed = Number(seed.value);
       const reply = await ask("/v1/chat/completions", body, running.signal);
       for await (const event of events(reply)) {

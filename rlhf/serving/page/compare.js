@@ -38,11 +38,11 @@ export function makeCompare(panel, me) {
     say("The models answer …");
     told.replaceChildren();
     await attempt(async () => {
-      const drawn = await follow(await ask("/api/compare", { messages, models, temperature: Number(temperature.value) }), models.length);
+      const drawn = await follow(await ask("/api/compare", { messages, models, temperature: temperature.valueAsNumber }), models.length);
       name = drawn.name;
       submission = submissionId();
       ranking = new Ranking(drawn.responses, me);
-      ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; });
+      ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; submission = submissionId(); });
       place.replaceChildren(ranking.list);
       strip.replaceChildren(ranking.strip);
       save.hidden = bad.hidden = false;

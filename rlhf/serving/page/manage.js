@@ -86,7 +86,9 @@ export function makeManage(panel, me) {
 
   async function open(which) {
     const { messages, responses, labels } = await get(`/api/manage/task?name=${encodeURIComponent(which)}`);
-    const number = new Map(responses.map((one, i) => [one.id, i + 1])), ranking = new Ranking(responses, me), submission = submissionId();
+    const number = new Map(responses.map((one, i) => [one.id, i + 1])), ranking = new Ranking(responses, me);
+    let submission = submissionId();
+    ranking.list.addEventListener("changed", () => { submission = submissionId(); });
     const shown = (tiers) => tiers?.map((tier) => tier.map((id) => number.get(id)).join(" = ")).join(" > ") ?? "cannot judge";
     const before = labels.find((one) => one.labeler === "manager");
     if (before) ranking.load(before);

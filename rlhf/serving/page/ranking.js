@@ -22,6 +22,7 @@ export class Ranking {
     this.list = el("ol", { class: "cards", "aria-label": "Responses" });
     this.current = responses[0].id; // what the keys for ratings and flags are about
     this.prefix = "";
+    this.group = Math.random(); // Rank and Compare both have a response "a"
     this.load({});
   }
 
@@ -137,7 +138,7 @@ export class Ranking {
 
   rating(id, name) {
     const choices = [1, 2, 3, 4, 5, 6, 7].map((value) => {
-      const input = el("input", { type: "radio", name: `rating-${id}`, value, checked: this.ratings[id] === value,
+      const input = el("input", { type: "radio", name: `rating-${this.group}-${id}`, value, checked: this.ratings[id] === value,
         "aria-label": `${name}: quality ${value} of 7`, onchange: () => { this.ratings[id] = value; this.changed(); } });
       return el("label", {}, input, el("span", {}, String(value)));
     });
