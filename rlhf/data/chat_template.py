@@ -258,11 +258,11 @@ def _frame(tokenizer: Any, _: str) -> tuple[str, str, str, bool]:
     before = before[len(prompt) :] if before.startswith(prompt) else ""
     end = _after_end(tokenizer, after, 0, len(after), marks)
     after = after[:end] if end is not None else ""
+    if is_completion(tokenizer):
+        prompt = "\n"  # a completion follows any text; a newline joins no word
     texts = [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"]
     whole, first, second = encode_texts(tokenizer, texts, special=True)
-    # a completion follows texts other than the probe's word
-    alone = is_completion(tokenizer) or whole == first + second
-    return "" if alone else prompt, before, after, plain == spaced
+    return "" if whole == first + second else prompt, before, after, plain == spaced
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
@@ -292,7 +292,9 @@ def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
     """
     ends, ids = set(end_ids(tokenizer)), [int(i) for i in ids]
     until = next((place for place, i in enumerate(ids) if i in ends), len(ids))
-    return tokenizer.backend_tokenizer.decode(ids[:until], skip_special_tokens=True)
+    before = encode_texts(tokenizer, ["x"])[0] if is_completion(tokenizer) else []  # else some drop the first space
+    text = tokenizer.backend_tokenizer.decode([*before, *ids[:until]], skip_special_tokens=True)
+    return text[1:] if before else text
 
 
 def response_text(tokenizer: Any, ids: Sequence[int]) -> str:

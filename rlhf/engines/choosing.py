@@ -248,7 +248,7 @@ def default_batch(model: Any, columns: int, most_bytes: int | None = None) -> in
     """
     config, parameter = model.config.get_text_config(), next(model.parameters())
     heads = getattr(config, "num_attention_heads", 1)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = vars(config).get("head_dim") or config.hidden_size // heads
     numbers = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * columns
     row = numbers * (cached_in(model) if lm(model).native else computed_in(parameter)).itemsize
     if parameter.device.type == "cuda":

@@ -113,9 +113,12 @@ class RunningBatch:
             self.caches.append(None)
         elif self.caches[row] is None:  # some classes have no cache: the whole text is read again
             tokens = self.responses[row].prompt + self.responses[row].tokens
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-        given = torch.tensor([tokens], device=self.device)
-        output = self.model(given, past_key_values=self.caches[row], use_cache=True, **last)
+        known, given = inspect.signature(self.model.forward).parameters, torch.tensor([tokens], device=self.device)
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        if self.caches[row] is not None and "position_ids" in known:  # some classes count from 0 in each call
+            one = self.responses[row]
+            more["position_ids"] = torch.tensor([[len(one.prompt) + len(one.tokens) - 1]], device=self.device)
+        output = self.model(given, past_key_values=self.caches[row], use_cache=True, **more)
         self.caches[row] = getattr(output, "past_key_values", None)
         return output.logits[:, -1]
 

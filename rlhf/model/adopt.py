@@ -1,6 +1,7 @@
 """Adopt a pretrained checkpoint: its weights in float32, its tokenizer and chat template, and a record of its origin."""
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlhf.model.checkpoint import (
     check_finite,
     load_whole,
     read_checkpoint,
+    stored_tensors,
     weight_files,
 )
 from rlhf.model.convert import from_transformers
@@ -52,7 +54,7 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
     """
     checkpoint = read_checkpoint(source)
     say(checkpoint.describe())
-    tokenizer, notes = adopt_tokenizer(checkpoint, form)
+    tokenizer, notes = adopt_tokenizer(checkpoint, form, native)
     model = load_weights(checkpoint)
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
@@ -87,7 +89,7 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
     return Adopted(model, tokenizer, record)
 
 
-def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, list[str]]:
+def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat", native: Native = "auto") -> tuple[Any, list[str]]:
     """A checkpoint's tokenizer with a pad token (which may be an end token), a chat template and its end tokens recorded; and what was
     added, as text. form: "completion" replaces the template by one that writes only the text.
     """
@@ -111,7 +113,7 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat") -> tuple[Any, li
         notes = add_chat_form(checkpoint, tokenizer)
     context = checkpoint.context or UNSTATED_CONTEXT
     # Our GPT has no window: its context is as long as the window masks nothing.
-    if not why_not_native(checkpoint.config):
+    if native is not False and not why_not_native(checkpoint.config):
         context = ARCHITECTURES[checkpoint.config.model_type].our_fields(checkpoint.config)["context_length"]
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     tokenizer.padding_side = "right"
@@ -170,6 +172,14 @@ def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
     with reading(
         f"model.pretrained={checkpoint.adapters}: not readable adapters", f"give those of {checkpoint.source}"
     ):
+        stored, embedding = stored_tensors([checkpoint.adapters / ADAPTED]), model.get_input_embeddings()
+        whole = [
+            count for name, (_, count, _) in stored.items() if re.search(r"(embed_tokens|embed_in|wte)\.weight$", name)
+        ]
+        if (
+            whole and (rows := whole[0] // embedding.embedding_dim) > embedding.num_embeddings
+        ):  # with tokens of their own
+            model.resize_token_embeddings(rows)
         model = peft.PeftModel.from_pretrained(model, str(checkpoint.adapters)).merge_and_unload()
     check_finite(dict(model.named_parameters()), str(checkpoint.adapters))
     return model

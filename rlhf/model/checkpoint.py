@@ -188,6 +188,10 @@ def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
         )
     if config.is_encoder_decoder:
         raise UserError(f"model.pretrained={source}: a {config.model_type} has an encoder: give a decoder-only model")
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"model.pretrained={source}: a {config.model_type} reads more than text: give a model of text alone"
+        )
     if gguf is None and getattr(config, "quantization_config", None):
         raise UserError(f"model.pretrained={source}: its weights are quantised: give the checkpoint in full precision")
     if hasattr(config, "quantization_config"):

@@ -26,6 +26,11 @@ from rlhf.system.files import write_json
 from rlhf.system.schemas import Schema, read_checked
 
 
+def width_of(config: Any) -> int:
+    """The width of the last hidden states, which small OPTs project."""
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+
+
 class ScalarHead(Float32Linear):
     """w . h + b with one output, in float32."""
 
@@ -135,7 +140,7 @@ class RewardModel(PreTrainedModel):
     def __init__(self, config: RewardConfig):
         super().__init__(config)
         self.trunk = AutoModel.from_config(config.trunk, trust_remote_code=False, **CHOSEN_HERE)
-        self.head = ScalarHead(config.trunk.hidden_size)
+        self.head = ScalarHead(width_of(config.trunk))
         self.mix = LayerMix(config.trunk.num_hidden_layers + 1) if config.mix else None
         self.post_init()
 
@@ -167,7 +172,7 @@ class RewardModel(PreTrainedModel):
             model = cls(config)
         if (count := config.trunk.num_hidden_layers) < trunk.config.num_hidden_layers:
             trunk.config, trunk.layers = first_blocks(trunk, count), trunk.layers[:count]
-        model.trunk, model.head = trunk, ScalarHead(config.trunk.hidden_size).initialise()
+        model.trunk, model.head = trunk, ScalarHead(width_of(config.trunk)).initialise()
         model.mix = LayerMix(count + 1) if config.mix else None
         return model.eval()
 
@@ -271,7 +276,7 @@ class LabelModel(nn.Module):
         super().__init__()
         self.lm, self.classes, self.choices = lm, classes, choices
         self.dropout = nn.Dropout(dropout)
-        self.head = Float32Linear(lm.config.hidden_size, 1 if choices else len(classes), bias=False)
+        self.head = Float32Linear(width_of(lm.config), 1 if choices else len(classes), bias=False)
         nn.init.normal_(self.head.weight, 0.0, getattr(lm.config, "initializer_range", None) or 0.02)
 
     def forward(self, tokens: Tensor, lengths: Tensor, examples: int, with_lm: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
 from rlhf.errors import UserError
 from rlhf.model.fused_loss import NextToken, before_responses, response_logprobs, unpacked
-from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead
+from rlhf.model.heads import RewardConfig, RewardModel, ScalarHead, width_of
 from rlhf.model.interface import lm
 from rlhf.model.linear import hold_frozen
 from rlhf.ppo.rewards import CombinedReward, ModelReward, Reward, make_reward, sources_of
@@ -162,7 +162,7 @@ def make_critic(
     if not settings.has_critic:
         return None
     if settings.shared_critic:
-        return scaled(ScalarHead(policy.config.hidden_size), 0.0)
+        return scaled(ScalarHead(width_of(policy.config)), 0.0)
     if settings.critic == "random":
         return scaled(RewardModel(RewardConfig(trunk=policy.base_model.config)), 0.0)
     if settings.critic == "reward" and reward_model is not None:

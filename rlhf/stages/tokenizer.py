@@ -20,7 +20,7 @@ def run(config: Config) -> None:
             checkpoint = read_checkpoint(config.model.pretrained)
             if checkpoint.revision is None:
                 checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
-            tokenizer, notes = adopt_tokenizer(checkpoint, config.data.form)
+            tokenizer, notes = adopt_tokenizer(checkpoint, config.data.form, config.model.native)
             for note in notes:
                 stage.say(note)
             stage.say(f"{len(tokenizer)} entries, adopted from {config.model.pretrained}")

@@ -19,7 +19,7 @@ from rlhf.config import Config
 from rlhf.config.precision import wants_bfloat16
 from rlhf.model.checkpoint import CHOSEN_HERE, LAYER, check_finite, check_weights, read_config, stored_tensors
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.heads import LayerMix, RewardConfig, RewardModel, ScalarHead, first_blocks
+from rlhf.model.heads import LayerMix, RewardConfig, RewardModel, ScalarHead, first_blocks, width_of
 from rlhf.model.linear import hold_rounded
 from rlhf.ops.fast import return_freed_memory
 from rlhf.system.processes import is_first
@@ -64,7 +64,7 @@ def reward_model_on(config: Config, folder: Path, device: torch.device, layers: 
         stored = lambda name: name.replace("trunk.", prefix, 1)  # noqa: E731
         model = _divided(config, described, partial(RewardModel, described), folder, device, stored, cut is None)
         if model is not None:
-            model.head = ScalarHead(described.trunk.hidden_size).initialise()
+            model.head = ScalarHead(width_of(described.trunk)).initialise()
             model.mix = LayerMix(described.trunk.num_hidden_layers + 1) if described.mix else None
             return model
     return RewardModel.from_causal_lm(str(folder), layers)

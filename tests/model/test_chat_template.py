@@ -3,6 +3,8 @@
 import copy
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.data.chat_template import (
     decode_response,
@@ -131,6 +133,21 @@ def completion(request):
     found = copy.deepcopy(OWN if request.param == "own" else make_tokenizer(request.param))
     use_completion(found)
     return found
+
+
+def test_a_completion_keeps_its_first_space_where_texts_begin_with_one():
+    """As with SentencePiece in Llama 2: "cat" is the token "▁cat" at the beginning of a text, and "cat" within a word."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    alphabet = [*map(chr, range(33, 127)), "▁", "\n"]
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<s>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["the", "cat", "sat", "on"] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<s>", unk_token="<unk>")
+    use_completion(tokenizer)
+    for text, tokens in ((" sat on", ["▁sat", "▁on"]), ("s on", ["s", "▁on"])):
+        ids = encode_response(tokenizer, text)
+        assert tokenizer.convert_ids_to_tokens(ids) == tokens and response_text(tokenizer, ids) == text
 
 
 def test_a_completion_is_the_text_alone_and_its_form_survives_saving(completion, tmp_path):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
@@ -194,3 +194,12 @@ def test_a_mix_of_joined_rows_is_that_of_single_ones():
     with torch.no_grad():
         alone = torch.cat([mixed(row[None], length[None]) for row, length in zip(rows, lengths, strict=True)])
         torch.testing.assert_close(mixed(rows, lengths), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_is_as_wide_as_the_last_hidden_states():
+    """OPT of 350 M parameters projects them to the width of its embeddings."""
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = OPTConfig(hidden_size=WIDTH, ffn_dim=WIDTH, word_embed_proj_dim=WIDTH // 2, **sizes)
+    model = RewardModel.from_causal_lm(OPTForCausalLM(config).eval())
+    assert model.head.weight.shape == (1, WIDTH // 2)
+    assert model(torch.ones(2, 5, dtype=torch.long), torch.tensor([5, 3])).shape == (2,)

@@ -180,6 +180,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     refuse("weights are not in the model of config.json", num_hidden_layers=1)
     refuse("its logits are not finite", rms_norm_eps=float("nan"))
     refuse("quantised", quantization_config={"quant_method": "gptq", "bits": 4})
+    refuse(
+        "reads more than text", model_type="gemma3", text_config={"hidden_size": 32}, vision_config={"hidden_size": 32}
+    )
     refuse("code of its own", model_type="new", auto_map={"AutoConfig": "new.NewConfig"})
     refuse("no readable configuration", model_type="unheard-of")
     for source, said in (

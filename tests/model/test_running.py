@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from transformers import BambaConfig, BambaForCausalLM
 
 from rlhf.cpu import kernels, products
 from rlhf.engines.choosing import Choice
@@ -63,3 +64,33 @@ def test_packed_weights_and_many_sequences(monkeypatch):
     with packed(model, 13):
         assert drawn_by_batch(model, asked, 13, 0.8) == expected
     assert sample(model, asked, **settings, batch_size=7).responses == expected
+
+
+@torch.no_grad()
+def test_a_class_that_counts_positions_in_each_call_is_told_where_its_token_stands():
+    torch.manual_seed(0)
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+    }
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "attn_layer_indices": [1],
+    }
+    model = BambaForCausalLM(BambaConfig(**sizes, **heads, mamba_n_groups=1)).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    one = Response([3, 4, 5, 6, 7, 8], Choice(greedy=True), 0, 0, 6, frozenset())
+    batch = RunningBatch(model, 1)
+    batch.advance([one])
+    while not one.finished:
+        batch.advance([])
+    text = torch.tensor([one.prompt + one.tokens])
+    expected = model(text, use_cache=False).logits[0, 5:-1].log_softmax(-1)[range(6), one.tokens]
+    torch.testing.assert_close(torch.tensor(one.logprobs), expected, atol=1e-5, rtol=0)
