@@ -141,6 +141,9 @@ def test_the_second_command_needs_only_what_changes_in_python_too(call):
     assert code == 2 and "as run=x was given: model=tiny data.corpus=books.jsonl" in out and "want a multiple" in out
     assert recall(Path("runs/x")) == kept  # what was refused is not remembered
     assert rlhf.Run("x").config().tokenizer.vocab_size == 300
+    for tracking in ("tracking.kind=jsonl", "tracking=off"):
+        assert call("tokenizer", "run=x", tracking, "overwrite=true")[0] == 0
+    assert "tracking.kind" not in recall(Path("runs/x"))
     other = rlhf.Run("z", corpus="books.jsonl", tokenizer_vocab_size=290, tracking_kind="off", model_context_length=64)
     other.tokenizer()
     assert composed(call, "pretrain", "run=z")["tokenizer"]["vocab_size"] == 290
