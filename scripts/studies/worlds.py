@@ -117,11 +117,11 @@ def main() -> None:
     if asked.against:
         other = read(asked.against / "methods.json")
         figure = correlation(found, other)
-        print(
-            f"rank correlation over {len(found)} methods: {show(figure)}; as a sample of methods {figure['other_methods']}"
-        )
+        low, high = figure["other_methods"]
+        print(f"rank correlation over {len(found)} methods: {show(figure)}; for others [{low:.3f}, {high:.3f}]")
         points = {spaced(n): [(mean_of(other[n], "win_rate"), win_rate(found[n]))] for n in ordered if n in other}
-        draw(asked.picture, points, "true win rate in the first world", "true win rate in the second", line=False)
+        x, y = (f"true win rate over SFT, {folder.name}" for folder in (asked.against, asked.out))
+        draw(asked.picture, points, x, y, line=False)
 
 
 if __name__ == "__main__":
