@@ -30,7 +30,7 @@ def ranked_items(true: Tensor, noise: float) -> list[Item]:
         order = sorted(range(len(scores)), key=lambda k: -scores[k])
         ranks = {place: rank for rank, place in enumerate(order)}
         pairs = [(a, b) for a in ranks for b in ranks if ranks[a] < ranks[b]]
-        judgements = [Judgement("x", pairs, None, ranks=ranks)]
+        judgements = [Judgement("x", pairs, None)]
         items.append(Item(str(n), [[0]] * len(scores), [1] * len(scores), judgements=judgements))
     return items
 
