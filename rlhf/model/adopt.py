@@ -172,13 +172,10 @@ def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
     with reading(
         f"model.pretrained={checkpoint.adapters}: not readable adapters", f"give those of {checkpoint.source}"
     ):
-        stored, embedding = stored_tensors([checkpoint.adapters / ADAPTED]), model.get_input_embeddings()
-        whole = [
-            count for name, (_, count, _) in stored.items() if re.search(r"(embed_tokens|embed_in|wte)\.weight$", name)
-        ]
-        if (
-            whole and (rows := whole[0] // embedding.embedding_dim) > embedding.num_embeddings
-        ):  # with tokens of their own
+        stored, embedding = stored_tensors([Path(str(checkpoint.adapters), ADAPTED)]), model.get_input_embeddings()
+        found = (name for name in stored if re.search(r"(embed_tokens|embed_in|wte)\.weight$", name))
+        rows = stored[name][1] // embedding.embedding_dim if (name := next(found, None)) else 0
+        if rows > embedding.num_embeddings:  # the adapters have tokens of their own
             model.resize_token_embeddings(rows)
         model = peft.PeftModel.from_pretrained(model, str(checkpoint.adapters)).merge_and_unload()
     check_finite(dict(model.named_parameters()), str(checkpoint.adapters))

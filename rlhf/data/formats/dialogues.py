@@ -205,8 +205,8 @@ def from_trl(row: Values) -> Made:
         if any(isinstance(row.get(key), str) for key in _JUDGED):
             both = [require_text(row, key) for key in _JUDGED]
             if prompt is None:
-                asked = next((key for key in row if _ASKED.search(key) and is_text(row[key])), None)
-                require(asked is None, "prompt", asked, "the key prompt: rename this column, or set format=table")
+                other = next((key for key in row if _ASKED.search(key) and is_text(row[key])), None)
+                require(other is None, "prompt", other, "the key prompt: rename this column, or set format=table")
                 prompt, both = _split_strings(*both)
             answers: Any = [{"content": text} for text in both]
         else:
@@ -216,13 +216,15 @@ def from_trl(row: Values) -> Made:
             shared = len(common_beginning(said))
             answers = [one_answer(chat[shared:], key) for key, chat in turns.items()]
             # Some sets give the prompt, or its last turns, before both answers again; in others the turns go on from it.
-            both = turns["chosen"][:shared]
-            asked = [{"role": "user", "content": prompt}] if is_text(prompt) else prompt_turns(prompt)
-            if both and is_chat(asked):
-                known, first = [turn["content"] for turn in asked], both[0]
+            start = turns["chosen"][:shared]
+            asked: Turns = [{"role": "user", "content": prompt}]
+            if not is_text(prompt):
+                asked = prompt_turns(prompt) if is_chat(prompt) else []
+            if start and asked:
+                known, first = [turn["content"] for turn in asked], start[0]
                 go_on = len(known) if first["role"] == "assistant" else 0
-                both = asked[: known.index(first["content"]) if first["content"] in known else go_on] + both
-            prompt = both if both or prompt is None else prompt
+                start = asked[: known.index(first["content"]) if first["content"] in known else go_on] + start
+            prompt = start if start or prompt is None else prompt
         prompt = with_system(row.get("system"), prompt_turns(prompt))
         yield preference(prompt, answers, other_keys(row, "prompt", "system", *_JUDGED))
     elif "completion" in row:
