@@ -80,9 +80,8 @@ def _mark(key: str, text: str) -> Path:
 def remember(run: Path) -> None:
     before = recall(run)
     given = by_key(text for text in GIVEN.get() if not text.startswith("++"))  # `++key=value` is for one command
-    now = {
-        key: text for key, text in before.items() if key.partition(".")[0] not in given
-    }  # a group replaces its members
+    # a group that is given replaces its members
+    now = {key: text for key, text in before.items() if key.partition(".")[0] not in given}
     now |= {key: text for key, text in given.items() if is_kept(key)}
     for mark in (_mark(key, text) for key, text in now.items() if key in given and not _is_plain(key, text)):
         with contextlib.suppress(OSError):  # then it must be given each time
