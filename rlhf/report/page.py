@@ -80,7 +80,7 @@ def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
 
 
 def outdated(run: RunFiles) -> list[str]:
-    """The stages that were made again after their evaluation."""
+    """The stages that were run again after the evaluation that is stored."""
     built = entries(run.stages["evaluate"].record, "parents")
     return [name for name, digest in built if name in run.stages and run.stages[name].record.get("hash") != digest]
 

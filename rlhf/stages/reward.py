@@ -98,7 +98,7 @@ def train_reward_model(config: Config, name: str) -> None:
         settings = config.reward
         if name == "reward" and start is None and config.rounds > 1 and config.round.later_reward_epochs:
             stage.say(
-                "round.later_reward_epochs: not used with lora.rank or reward.model: this round's model starts anew"
+                "round.later_reward_epochs: not used with lora.rank or reward.model: its reward model is trained from the start"
             )
         engine = make_engine(config, model, settings, device)
         later = config.round.later_reward_epochs

@@ -128,7 +128,7 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
     ends = [name_end(path) for path in answers]
     if "winner" in mapped and not outcomes and ends != sorted(ends) and sorted(ends) in (["a", "b"], ["1", "2"]):
         problems.append(
-            f"columns.responses: want the order {', '.join(sorted(answers))}: a or 1 as a winner means the first"
+            f"columns.responses: want the order {', '.join(sorted(answers, key=name_end))}: a or 1 as a winner means the first"
         )
     if outcomes and ("winner" not in mapped or len(answers) > 2):
         problems.append("words.* need columns.winner and two columns.responses")
