@@ -87,15 +87,16 @@ def kl(logp, logp_ref, kind):
     return {"k1": -log_r, "k2": log_r**2 / 2, "k3": (np.exp(log_r) - 1) - log_r}[kind]
 
 
-def gae(rewards, values, mask, gamma, lam):
+def gae(rewards, values, mask, gamma, lam, last_values=None):
     """Schulman et al. 2016, eq. 16 as the sum that it is: A_t = sum_l (gamma lam)^l delta_{t+l}."""
     B, T = np.shape(mask)
     advantages, returns = np.zeros((B, T)), np.zeros((B, T))
     for b in range(B):
         steps = [t for t in range(T) if mask[b][t]]
         deltas = []
+        at_end = 0.0 if last_values is None else np.float64(last_values[b])
         for n, t in enumerate(steps):
-            after = np.float64(values[b][steps[n + 1]]) if n + 1 < len(steps) else 0.0
+            after = np.float64(values[b][steps[n + 1]]) if n + 1 < len(steps) else at_end
             deltas.append(np.float64(rewards[b][t]) + gamma * after - np.float64(values[b][t]))
         for n, t in enumerate(steps):
             advantages[b, t] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[n:]))

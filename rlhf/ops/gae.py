@@ -10,13 +10,20 @@ OF_GROUPS = ("rloo", "grpo")  # they compare responses to one prompt
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns of each response token.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t
 
-    V_t is the value before token t is chosen. After a row's last masked token A and V are 0: a response without an end token is
-    over too.
+    V_t is the value before token t is chosen. After a row's last masked token A is 0, and V is 0 (a response without an end token
+    is over too) unless last_values (B,) gives it.
 
     rewards, values (B, T) float; mask (B, T) bool, one unbroken run of True per row, anywhere, or none. Returns
     advantages and returns (B, T), at least float32, 0 where mask is False, without a graph. Raises ValueError for a hole in mask.
@@ -32,6 +39,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
     rewards = torch.where(mask, upcast(rewards), 0.0)
     values = torch.where(mask, upcast(values), 0.0)
     next_values = torch.cat([values[:, 1:], values.new_zeros(B, 1)], dim=1)  # (B, T)
+    if last_values is not None:
+        is_last = mask & ~torch.cat([mask[:, 1:], mask.new_zeros(B, 1)], dim=1)
+        next_values = torch.where(is_last, upcast(last_values)[:, None], next_values)
     deltas = torch.where(mask, rewards + gamma * next_values - values, 0.0)
 
     advantage = values.new_zeros(B)

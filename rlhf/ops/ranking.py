@@ -1,10 +1,24 @@
-"""The reward model's loss on ranked answers."""
+"""The reward model's loss on ranked answers, and the pair weights of a ranking."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf.ops.masked import resolve_denominator, upcast
+
+
+def pair_weights(ranks: Tensor) -> Tensor:
+    """The weights of "i beats j" by the ranks of K answers: all pairs of one ranking.
+
+    pair_weights[..., i, j] = 1 where 0 <= ranks[..., i] < ranks[..., j], else 0
+
+    ranks (…, K) integer: 0 best, equal is a tie (no pair), -1 absent or unranked (no pair). Returns (…, K, K) float32.
+    The reward stage adds these up per labeler, see `Item.weights`; a loop of your own can pass them to `ranking_loss`.
+    Source: Ouyang et al. 2022, section 3.5.
+    Differs: ties are dropped; the paper does not say how it treats them.
+    """
+    better, worse = ranks[..., :, None], ranks[..., None, :]  # (…, K, 1), (…, 1, K)
+    return ((better >= 0) & (better < worse)).float()
 
 
 def ranking_loss(

@@ -26,14 +26,25 @@ def test_by_hand():
     assert returns.tolist() == [[0.0, 1.9375, 1.75, 4.0, 0.0]]
 
 
+def test_an_episode_that_was_cut_off_goes_on_at_its_last_value():
+    # the same with V = 2 after the last token: delta_2 = 4 + 0.5*2 - 3 = 2, A_1 = -0.5 + 0.25*2 = 0
+    # A_0 = 1 + 0.25*0 = 1; the second row is over: as above
+    rewards, values = torch.tensor([[1.0, 0.0, 4.0, 9.0]] * 2), torch.tensor([[1.0, 2.0, 3.0, 9.0]] * 2)
+    mask = torch.tensor([[True, True, True, False]] * 2)
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5, last_values=torch.tensor([2.0, 0.0]))
+    assert advantages.tolist() == [[1.0, 0.0, 2.0, 0.0], [0.9375, -0.25, 1.0, 0.0]]
+    assert returns.tolist() == [[2.0, 2.0, 5.0, 0.0], [1.9375, 1.75, 4.0, 0.0]]
+
+
 factors = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(min_length=0), factors, factors)
-def test_agrees_with_the_sum_of_the_paper(batch, gamma, lam):
-    got = gae(batch.b, batch.c, batch.mask, gamma=gamma, lam=lam)
-    expected = oracles.gae(batch.b.numpy(), batch.c.numpy(), batch.mask.numpy(), gamma, lam)
+@given(batches(min_length=0), factors, factors, st.booleans())
+def test_agrees_with_the_sum_of_the_paper(batch, gamma, lam, cut_off):
+    last = batch.a[:, 0] if cut_off else None
+    got = gae(batch.b, batch.c, batch.mask, gamma=gamma, lam=lam, last_values=last)
+    expected = oracles.gae(batch.b.numpy(), batch.c.numpy(), batch.mask.numpy(), gamma, lam, last)
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-5, rtol=1e-5)
         assert (ours[~batch.mask] == 0).all()
@@ -44,11 +55,13 @@ def test_agrees_with_the_sum_of_the_paper(batch, gamma, lam):
 def test_padding_and_order_change_nothing(batch, left, right, random):
     order = list(range(len(batch.mask)))
     random.shuffle(order)
-    whole = gae(batch.b, batch.c, batch.mask)
+    last = batch.a[:, 0]
+    whole = gae(batch.b, batch.c, batch.mask, last_values=last)
     padded = gae(
         pad(batch.b, left, right, NAN)[order],
         pad(batch.c, left, right, 1e30)[order],
         pad(batch.mask, left, right, False)[order],
+        last_values=last[order],
     )
     T = batch.mask.shape[1]
     for ours, again in zip(whole, padded, strict=True):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.data.encoding import Item, Judgement
-from rlhf.ops.ranking import ranking_loss
+from rlhf.ops.ranking import pair_weights, ranking_loss
 from tests import oracles
 
 NAN = float("nan")
@@ -17,10 +17,19 @@ def softplus(x: float) -> float:
     return math.log(1.0 + math.exp(x))
 
 
-def pair_weights(ranks: torch.Tensor) -> torch.Tensor:
-    """[..., i, j] = 1 where 0 <= ranks[..., i] < ranks[..., j], else 0: all pairs of one ranking, -1 is unranked."""
-    better, worse = ranks[..., :, None], ranks[..., None, :]
-    return ((better >= 0) & (better < worse)).float()
+def test_pair_weights_by_hand():
+    # answer 1 is best, 0 and 3 tie behind it, 2 is absent: 1 > 0 and 1 > 3
+    weights = pair_weights(torch.tensor([1, 0, -1, 1]))
+    assert weights.tolist() == [[0, 0, 0, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert weights.dtype == torch.float32
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-1, 4), min_size=1, max_size=9))
+def test_pair_weights_are_all_ordered_pairs(ranks):
+    weights = pair_weights(torch.tensor(ranks))
+    assert [tuple(pair) for pair in weights.nonzero().tolist()] == sorted(oracles.pairs_of(ranks))
+    assert ((weights == 0) | (weights == 1)).all()
 
 
 def test_labelers_add_up():
