@@ -71,11 +71,7 @@ def recognise(row: Values) -> str | None:
     match row:
         case {"kind": str(), "prompt": _}:
             return "native"
-        case {"data": dict(), "annotations": list()} | {"annotation_id": _, "annotator": _, "lead_time": _}:
-            return "label_studio"
-        case {"data": dict()} if row.keys() <= {"data", "id", "meta", "predictions"}:
-            return "label_studio"
-        case {"prompt": _, "answer1": _, "answer2": _} if len(row) == 3 + ("id" in row):  # its pairwise template
+        case {"data": dict()} if "annotations" in row or row.keys() <= {"data", "id", "meta", "predictions"}:
             return "label_studio"
         case {"fields": dict(), "responses": dict()}:
             return "argilla"

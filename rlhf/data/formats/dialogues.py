@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any
 
 from rlhf.data.formats.shapes import (
-    RATINGS,
     ROLES,
     BadRow,
     Turns,
@@ -307,4 +306,4 @@ def from_kto(row: Values) -> Made:
         answer = one_answer(completion, "completion") if isinstance(completion, list) else {"content": completion}
     used = ("messages", "conversations", "instruction", "input", "context", "output", "prompt", "completion", "system")
     about = with_system(row.get("system"), prompt), [response_of("a", answer)], other_keys(row, *used)
-    yield judged_record(*about, ratings={"a": RATINGS[label]})
+    yield judged_record(*about, ratings={"a": 7 if label else 1})

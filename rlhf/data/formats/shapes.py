@@ -15,7 +15,6 @@ from rlhf.system.terminal import one_line
 
 ROLES = dict.fromkeys(("user", "human", "prompter"), "user") | {"system": "system"}
 ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant")
-RATINGS = {True: 7, False: 1}  # of an answer that is only good or bad: the ends of the scale
 TIE = -1
 _WEIGHTS = ("loss_weight", "weight")  # of a turn; 0: context, not to be learned
 _NUMBER = re.compile(r"[+-]?(?:\d{1,15}(?:\.\d{1,20})?|\.\d{1,20})(?:[eE][+-]?\d{1,2})?")
@@ -70,11 +69,6 @@ def require_text(row: Values, key: str) -> str:
 def other_keys(row: Values, *used: str) -> dict[str, Any]:
     """The keys that a format does not use, for `metadata`, so that nothing is dropped."""
     return {key: value for key, value in row.items() if key not in used}
-
-
-def without_empty(values: Values) -> dict[str, Any]:
-    """The entries that are not null or empty."""
-    return {key: value for key, value in values.items() if value is not None and value not in ([], {}, "")}
 
 
 def is_list(value: Any, of: type = object) -> bool:
@@ -208,11 +202,6 @@ def ranking_of(scores: Mapping[str, float], *, best: str) -> list[list[str]]:
     return [[name for name, score in scores.items() if score == level] for level in order]
 
 
-def fits_scale(ratings: Mapping[str, float]) -> bool:
-    """Whether all ratings are on the scale of a record's `ratings`, 1 to 7."""
-    return all(1 <= rating <= 7 for rating in ratings.values())
-
-
 def preference(prompt: Any, answers: Iterable[Values], metadata: dict[str, Any]) -> dict[str, Any]:
     """A ranking of two answers, each given as its turn: "a" is the better one, unless the row states a tie or equal scores."""
     responses = [response_of(name, turn) for name, turn in zip("ab", answers, strict=True)]
@@ -235,21 +224,6 @@ def name_end(name: str) -> str:
     """The number or letter at the end of a name; empty without one."""
     match = re.search(r"(?:^|[-_ .])?(\d+|(?<![a-z])[a-z])$", name.strip(), re.I)
     return match[1].lower() if match else ""
-
-
-def response_named(text: Any, names: Sequence[str]) -> int | None:
-    """Which response a control, a question or an option means: by its name, else by the number or letter at its end."""
-    low = str(text).strip().lower()
-    end, places = name_end(low), letters(len(names))
-    every = list(enumerate(names))
-    ways = (
-        [i for i, name in every if name.lower() == low],
-        [i for i, name in every if len(name) > 1 and name.lower() in low],
-        [i for i, name in every if end and name_end(name) == end],
-        [i for i, _ in every if end in (str(i + 1), places[i])],
-    )
-    found = next(filter(None, ways), [])
-    return found[0] if len(found) == 1 else None
 
 
 # --- words of a verdict ----------------------------------------------------------------------------------------------
