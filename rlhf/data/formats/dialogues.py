@@ -21,7 +21,6 @@ from rlhf.data.formats.shapes import (
     is_list,
     is_text,
     judged_record,
-    last_answer,
     letters,
     number,
     one_answer,
@@ -80,19 +79,19 @@ def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, A
     return _demonstration(turns[:at], turns[at]["content"], metadata | {k: v for k, v in more.items() if v})
 
 
+def from_messages(row: Values, key: str = "messages") -> Made:
+    turns = with_system(row.get("system"), chat_turns(row.get(key), key))
+    yield _dialogue(turns, key, other_keys(row, key, "system"))
+
+
 def from_sharegpt(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or, without judgement, the dialogue's last answer."""
+    if row.keys().isdisjoint(_JUDGED):
+        yield from from_messages(row, "conversations")
+        return
     turns = with_system(row.get("system"), chat_turns(row.get("conversations"), "conversations"))
-    rest = other_keys(row, "system", "conversations", *_JUDGED)
-    if any(key in row for key in _JUDGED):
-        yield preference(turns, (one_answer(row.get(key), key) for key in _JUDGED), rest)
-    else:
-        yield _dialogue(turns, "conversations", rest)
-
-
-def from_messages(row: Values) -> Made:
-    turns = with_system(row.get("system"), chat_turns(row.get("messages"), "messages"))
-    yield _dialogue(turns, "messages", other_keys(row, "messages", "system"))
+    answers = (one_answer(row.get(key), key) for key in _JUDGED)
+    yield preference(turns, answers, other_keys(row, "system", "conversations", *_JUDGED))
 
 
 def from_self_instruct(row: Values) -> Made:
@@ -245,9 +244,8 @@ def from_trl(row: Values) -> Made:
 
 def pair_keys(row: Values) -> tuple[str, str, str] | None:
     """Which keys hold the prompt, the better and the worse answer."""
-    prompt = next(
-        (key for key in ("prompt", "question", "instruction", "input") if isinstance(row.get(key), str)), None
-    )
+    asked = ("prompt", "question", "instruction", "input")
+    prompt = next((key for key in asked if isinstance(row.get(key), str)), None)
     ways = (("chosen_response", "rejected_response"), ("response_j", "response_k"), _JUDGED)
     answers = next((pair for pair in ways if all(key in row for key in pair)), None)
     if prompt is None or answers is None or (prompt == "prompt" and answers == _JUDGED):
@@ -259,14 +257,11 @@ def from_pairs(row: Values) -> Made:
     """One ranking with K = 2: response "a" is the better one. Texts stay as they are, a maker's special tokens included."""
     keys = pair_keys(row)
     if keys is None:
-        raise BadRow(
-            "prompt", "missing: want prompt, question, instruction or input, and two answers as in the rows before"
-        )
-    used = [*keys, "system", *(["input"] if keys[0] == "instruction" else [])]
-    more = keys[0] == "instruction" and is_text(row.get("input"))
-    prompt = row[keys[0]] + (f"\n\n{row['input']}" if more else "")
+        raise BadRow("prompt", "missing: want prompt, question, instruction or input, and two answers")
+    more = ["input"] if keys[0] == "instruction" else []
+    prompt = "\n\n".join([row[keys[0]], *(row[key] for key in more if is_text(row.get(key)))])
     answers = ({"content": require_text(row, key)} for key in keys[1:])
-    yield preference(with_system(row.get("system"), prompt), answers, other_keys(row, *used))
+    yield preference(with_system(row.get("system"), prompt), answers, other_keys(row, *keys, "system", *more))
 
 
 def from_choices(row: Values) -> Made:
@@ -298,7 +293,8 @@ def from_kto(row: Values) -> Made:
     chat = next((key for key in ("messages", "conversations") if key in row), None)
     prompt: Any
     if chat is not None:
-        prompt, answer = last_answer(chat_turns(row[chat], chat), chat)
+        *prompt, answer = chat_turns(row[chat], chat)
+        require(answer["role"] == "assistant", chat, answer["role"], "a last turn that is the assistant's answer")
     elif "instruction" in row:
         prompt, answer = request(row), {"content": row["output"]}
     else:

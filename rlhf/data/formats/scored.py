@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
+from statistics import fmean
 from typing import Any
 
 from rlhf.data.formats.dialogues import Made, prompt_turns
@@ -35,46 +36,32 @@ def _answer(name: str, given: Any, text: str, policy: str, *used: str) -> dict[s
     return {"id": name, "text": require_text(given, text), "policy": given.get(policy), "metadata": more}
 
 
-_SCORES = ("fine-grained_score", "mean of the annotations' ratings", "overall_score")
-
-
-def _scores(completion: Values) -> dict[str, float | None]:
-    """A completion's scores by _SCORES."""
-    ratings = list(chain.from_iterable(_aspects(completion).values()))
-    mean = sum(ratings) / len(ratings) if ratings else None
-    return {by: as_number(completion.get(by)) for by in _SCORES} | {_SCORES[1]: mean}
-
-
-def _aspects(completion: Values) -> dict[str, list[float]]:
-    """A completion's ratings by aspect: helpfulness, honesty, …; those "N/A" are left out."""
-    found = {}
-    for aspect, given in (completion.get("annotations") or {}).items():
-        ratings = [as_number(one.get("Rating")) for one in (given if isinstance(given, list) else [given])]
-        if known := [rating for rating in ratings if rating is not None]:
-            found[aspect] = known
-    return found
-
-
 def from_ultrafeedback(row: Values) -> Made:
-    """One ranking by the first of _SCORES that every completion has. `overall_score` is last because the public set has 10
+    """One ranking by the first score that every completion has. `overall_score` is last because the public set has 10
     for some answers that its judge gave 1.
 
     The scales are not 1 to 7, so scores are no ratings; `metadata.ranked_by` says by which score. A response's `qualities` are its
-    mean ratings by aspect.
+    mean ratings by aspect; those "N/A" are left out.
     """
-    completions: Any = row["completions"]
-    names = letters(len(completions))
     responses = []
-    for name, one in zip(names, completions, strict=True):
+    ways: dict[str, dict[str, Any]] = {}  # scores by what they are, then by response
+    for name, one in zip(letters(len(row["completions"])), row["completions"], strict=True):
+        ratings: dict[str, list[float]] = {}
+        for aspect, given in (one.get("annotations") or {}).items():
+            numbers = [as_number(each.get("Rating")) for each in (given if isinstance(given, list) else [given])]
+            if known := [rating for rating in numbers if rating is not None]:
+                ratings[aspect] = known
         responses.append(_answer(name, one, "response", "model"))
-        if aspects := _aspects(one):
-            responses[-1]["metadata"]["qualities"] = {by: sum(given) / len(given) for by, given in aspects.items()}
-    scores_of = {name: _scores(one) for name, one in zip(names, completions, strict=True)}
-    ways = {by: {name: scores[by] for name, scores in scores_of.items()} for by in _SCORES}
-    ranked_by = next((by for by, scores in ways.items() if scores and None not in scores.values()), None)
+        if ratings:
+            responses[-1]["metadata"]["qualities"] = {aspect: fmean(known) for aspect, known in ratings.items()}
+        mean = fmean(chain(*ratings.values())) if ratings else None
+        scores = {"fine-grained_score": one.get("fine-grained_score"), "mean of the annotations' ratings": mean}
+        for by, score in (scores | {"overall_score": one.get("overall_score")}).items():
+            ways.setdefault(by, {})[name] = as_number(score)
+    ranked_by = next((by for by, scores in ways.items() if None not in scores.values()), None)
     if ranked_by is None:
         raise BadRow("completions", "some have no score, want fine-grained_score, ratings or overall_score in each")
-    ranking = ranking_of(ways[ranked_by], best="highest")  # type: ignore[arg-type]
+    ranking = ranking_of(ways[ranked_by], best="highest")
     rest = other_keys(row, "instruction", "completions") | {"ranked_by": ranked_by}
     yield judged_record(row["instruction"], responses, rest, ranking=ranking)
 
@@ -184,7 +171,7 @@ def _ranking_of_replies(path: Turns, node: Values) -> dict[str, Any] | None:
     if path[-1]["role"] != "user" or len(ranks) < 2:
         return None
     deleted = [reply.get("message_id") for reply in answers if as_flag(reply.get("deleted"))]
-    used = ("role", "replies", "message_id")
+    used = ("role", "replies", "message_id", *_OF_TREE)
     responses = [_answer(name, reply, "text", "model_name", *used) for name, reply in kept.items()]
     more = {"deleted_replies": deleted} if deleted else {}
     return judged_record(path, responses, more, id=node.get("message_id"), ranking=ranking_of(ranks, best="lowest"))
@@ -200,7 +187,8 @@ def from_oasst(row: Values) -> Made:
     left: list[tuple[Turns, Values]] = [([], root)]  # (turns above, message); a stack: trees may be deep
     while left:
         above, node = left.pop()
-        turn = {"role": node.get("role"), "content": node.get("text"), **other_keys(node, "role", "text", "replies")}
+        more = other_keys(node, "role", "text", "replies", *_OF_TREE)
+        turn = {"role": node.get("role"), "content": node.get("text"), **more}
         path = [*above, *chat_turns([turn], "message")]
         if (made := _ranking_of_replies(path, node)) is not None:
             ranked = True
@@ -236,12 +224,9 @@ def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
             # a row of a table has every key, many of them empty
             nodes[key] = {k: v for k, v in held.pop(key).value.items() if k == "text" or not is_empty(v)}
             waiting += below.get(key, [])
-        about = {key: nodes[root][key] for key in _OF_TREE if key in nodes[root]}
         for key, node in nodes.items():
-            for one in _OF_TREE:
-                node.pop(one, None)
             node["replies"] = [nodes[reply] for reply in below.get(key, [])]
-        yield Row(place.file, place.line, place.number, {**about, "prompt": nodes[root]})
+        yield Row(place.file, place.line, place.number, nodes[root])
     for row in held.values():
         parent = shown(row.value.get("parent_id"))
         problem = f"parent_id: got {parent}, whose tree has no first message: add it, or remove this one"

@@ -164,12 +164,6 @@ def is_learned(turn: Values) -> bool:
     return turn["role"] == "assistant" and all(turn.get(key) is None or turn[key] != 0 for key in _WEIGHTS)
 
 
-def last_answer(turns: Turns, field: str) -> tuple[Turns, dict[str, Any]]:
-    """A dialogue's prompt and its last turn, which is the judged answer. Raises: BadRow if the last turn is no answer."""
-    require(turns[-1]["role"] == "assistant", field, turns[-1]["role"], "a last turn that is the assistant's answer")
-    return turns[:-1], turns[-1]
-
-
 def one_answer(value: Any, field: str) -> dict[str, Any]:
     """The turn of a judged answer without a prompt, given alone or in a list of one. Raises: BadRow if it is something else."""
     turns = chat_turns(value if isinstance(value, list) else [value], field)
