@@ -51,11 +51,9 @@ def run(config: ImportConfig) -> None:
                 swap(target, folder)
     for line in describe(report):
         _say(line)
-    hidden = importer.reject_count
-    for reject, count in importer.first_rejects.values():
-        _say(f"reject: {reject}{f' (and {count - 1:,} more like it)' if count > 1 else ''}")
-        hidden -= count
-    if hidden:
+    for reject in importer.first_rejects:
+        _say(f"reject: {reject}")
+    if hidden := importer.reject_count - len(importer.first_rejects):
         _say(f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}")
     seconds = time.monotonic() - started
     _say(f"{size / 1e6:,.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s) -> {target}")
@@ -97,11 +95,10 @@ def describe(report: dict[str, Any]) -> list[str]:
             f"{report['unpaired']:,} unpaired; {len(report['labelers']):,} labelers"
         )
     for name, figures in report["lengths"].items():
-        if figures:
-            lines.append(
-                f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
-                f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
-            )
+        lines.append(
+            f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
+            f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
+        )
     lines += agreement.describe(report["agreement"]) if "ranking" in records else []
     for labeler, checks in report["checks"].items():
         shares = (

@@ -11,24 +11,23 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from rlhf.config.commands import ImportConfig
-from rlhf.config.setting import NOTHING, get, settings_in
 from rlhf.data.agreement import AgreementCounter
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.inputs import MAX_RECORD_BYTES, ROW_SUFFIXES, Row, Source, has_suffix, open_bytes
+from rlhf.data.inputs import ROW_SUFFIXES, Row, Source, has_suffix
 from rlhf.data.reading import read, read_rows
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
-from rlhf.runs.stage import package_versions
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
@@ -37,16 +36,10 @@ SHOWN_REJECTS = 20
 KEPT_BYTES = 1 << 20  # of a rejected row
 ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
 _Name = tuple[str, str | None]  # of a record: id and labeler
+_Items = dict[
+    tuple[str, str | None], list[tuple[int, Row, Ranking]]
+]  # by item and labeler: index of the row, row, judgement
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
-
-
-class _Judgement(NamedTuple):
-    """A record that waits for the other judgements of its item."""
-
-    at: int  # index of its row in the file
-    row: Row
-    record: Ranking
-    own_id: bool
 
 
 class Importer:
@@ -64,8 +57,7 @@ class Importer:
         self.careless: set[str] = set()  # labelers below min_gold_accuracy
         self.files: list[dict[str, Any]] = []  # per file: its format, why, and its counts
         self.reject_count = 0
-        # by file and message: the first reject, and their number
-        self.first_rejects: dict[tuple[str, str], tuple[Row, int]] = {}
+        self.first_rejects: list[Row] = []
         self._files: dict[str, TextIO] = {}  # of the kept records, by kind
         self._rejects = create(folder / "rejects.jsonl")
 
@@ -105,7 +97,7 @@ class Importer:
         source.encoding, source.sheet = self.config.encoding, self.config.sheet
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
-        pending: list[_Judgement] = []
+        items: _Items = {}
         for row, records, own_id in read(source, chosen, "format"):
             if source.path is None:
                 digest.update(row.original())
@@ -121,8 +113,9 @@ class Importer:
             except BadRow as error:
                 checked, row = [], row._replace(field=error.field, problem=error.message)
             for record, stored in checked:
-                if source.joins and isinstance(record, Ranking) and isinstance(record.metadata.get("item"), str):
-                    pending.append(_Judgement(len(results), row, record, own_id))
+                item = record.metadata.get("item") if source.joins else None
+                if isinstance(record, Ranking) and isinstance(item, str):
+                    items.setdefault((item, record.labeler), []).append((len(results), row, record))
                 else:
                     result = min(result, self._take(record, stored, own_id, source))
             if row.problem:
@@ -130,7 +123,7 @@ class Importer:
             results.append(result)
             if len(results) % 100 == 0:
                 self.progress(done + source.position())
-        self._join(pending, results, source)
+        self._join(items, results, source)
         counts = {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
         sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
         about = {"file": source.name, "format": source.format, "why": source.why, "counts": counts}
@@ -185,27 +178,22 @@ class Importer:
         line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
         self._rejects.write(line + "\n")
         self.reject_count += 1
-        key = row.file, row.problem
-        if key in self.first_rejects or len(self.first_rejects) < SHOWN_REJECTS:
-            first, count = self.first_rejects.get(key, (row, 0))
-            self.first_rejects[key] = first, count + 1
+        if len(self.first_rejects) < SHOWN_REJECTS:
+            self.first_rejects.append(row)
 
-    def _join(self, pending: list[_Judgement], results: bytearray, source: Source) -> None:
+    def _join(self, items: _Items, results: bytearray, source: Source) -> None:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
-        items: dict[tuple[str, str | None], list[_Judgement]] = {}
-        for one in pending:
-            items.setdefault((one.record.metadata["item"], one.record.labeler), []).append(one)
         for (item, labeler), members in items.items():
             try:
-                joined = join_rankings_of_item([one.record for one in members])
-                result = self._take(joined, to_line(joined), members[0].own_id, source)
-                for one in members:
-                    results[one.at] = min(results[one.at], result)
+                joined = join_rankings_of_item([record for _, _, record in members])
+                result = self._take(joined, to_line(joined), False, source)
+                for at, _, _ in members:
+                    results[at] = min(results[at], result)
             except BadRow as error:
                 by = f" by {one_line(labeler, 60)}" if labeler is not None else ""
                 message = error.message.removeprefix(f"{error.field}: ")
                 said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
-                for row in {one.at: one.row for one in members}.values():
+                for row in {at: row for at, row, _ in members}.values():
                     self._reject(row._replace(field=error.field, problem=said))
 
     def _divide(self, kind: str) -> dict[str, int]:
@@ -227,8 +215,8 @@ class Importer:
         prompts = Counter(self.assigner.splits.values())
         by_split, users = {split: prompts[i] for i, split in enumerate(SPLITS)}, {one.user for one in self.kept} - {0}
         found = {f"{name}_found": sum(name in one.pii for one in self.kept) for name in PII_KINDS}
-        # the folder does not affect the content
-        settings = [key for key, stated in settings_in(ImportConfig).items() if stated.changes != NOTHING]
+        settings = asdict(self.config)
+        del settings["out"], settings["overwrite"]  # the folder does not affect the content
         return {
             "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
@@ -239,8 +227,7 @@ class Importer:
             "checks": self.checks,
             "rejects": self.reject_count,
             "files": self.files,
-            "settings": {key: get(self.config, key) for key in settings},
-            "versions": package_versions(),
+            "settings": settings,
         }
 
 
@@ -250,15 +237,11 @@ def _names(record: Record) -> _Name:
 
 def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
     """What of a native file must be known before its first line: the records that later lines replace, and the checks of labelers that
-    count. Only a file that has such a key somewhere is parsed.
+    count.
     """
     replaced, checks = set[_Name](), list[Ranking]()
     if source.path is None or not has_suffix(source.path, ROW_SUFFIXES):
         return replaced, checks
-    with open_bytes(source.path) as file:
-        lines = iter(lambda: file.readline(MAX_RECORD_BYTES), b"")
-        if not any(b'"replaces"' in line or b'"labeler_check"' in line for line in lines):
-            return replaced, checks
     for one in read_rows(source):
         with suppress(ValueError, TypeError, AttributeError, RecursionError):
             metadata = one.value.get("metadata") or {}
@@ -315,25 +298,21 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
 def summarise(kept: Sequence[Facts]) -> dict[str, Any]:
     """The figures of the records that are kept."""
     rankings = [one for one in kept if one.kind == "ranking"]
-    judged = [one.labeler for one in kept if one.kind != "prompt"]
     sizes = Counter(len(one.response_words) for one in rankings)
-    named = Counter(name for name in judged if name is not None)
-    asked, answered = [one.prompt_words for one in kept], [words for one in kept for words in one.response_words]
+    named = Counter(one.labeler for one in kept if one.labeler is not None)
+    lengths = {"prompt_words": [one.prompt_words for one in kept]}
+    lengths["response_words"] = [words for one in kept for words in one.response_words]
     return {
         "ties": sum(one.ties for one in rankings),
         "pairs": sum(one.pairs for one in rankings),
         "unpaired": sum(one.pairs == 0 for one in rankings),
         "responses_a_ranking": {str(size): sizes[size] for size in sorted(sizes)},
         "labelers": dict(sorted(named.items())),
-        "records_without_labeler": judged.count(None),
-        "lengths": {"prompt_words": _quantiles(asked), "response_words": _quantiles(answered)},
+        "lengths": {name: _quantiles(words) for name, words in lengths.items() if words},
     }
 
 
-def _quantiles(lengths: list[int]) -> dict[str, Any] | None:
-    """Number, mean and quantiles; each quantile is one of the lengths."""
-    if not lengths:
-        return None
-    least, median, p95, most = np.quantile(lengths, (0, 0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
-    mean = round(sum(lengths) / len(lengths), 2)
-    return {"n": len(lengths), "mean": mean, "min": least, "median": median, "p95": p95, "max": most}
+def _quantiles(lengths: list[int]) -> dict[str, int]:
+    """Each is one of the lengths."""
+    found = np.quantile(lengths, (0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
+    return dict(zip(("median", "p95", "max"), found, strict=True))
