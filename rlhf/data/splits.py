@@ -159,8 +159,6 @@ def with_split(record: "Record", split: str) -> "Record":
 
 # --- the splits of an import -------------------------------------------------------------------------------------------
 
-_Node = tuple[str, Any]  # "key", "user" or "group", and its hash
-
 
 @dataclass(slots=True)
 class Assignments:
@@ -187,9 +185,11 @@ class Assigner:
     """
 
     def __init__(self, seed: int, fractions: Mapping[str, float], earlier: Assignments):
+        from scipy.cluster.hierarchy import DisjointSet
+
         self.seed, self.fractions, self.earlier = seed, fractions, earlier
         self.splits: dict[int, int] = {}  # by the key of each kept prompt; decided at the end
-        self._above: dict[_Node, _Node] = {}  # union-find over keys, users and groups
+        self._connected: Any = DisjointSet()  # of keys, users and groups, each as (what, its hash)
         self._given: dict[int, int] = {}  # by key: the first split that a record states
 
     def add(self, key: int, user: int, group: float, given: str | None, kept: bool) -> None:
@@ -198,17 +198,11 @@ class Assigner:
             self.splits[key] = -1
         for node in (("user", user), ("group", group)):
             if node[1]:
-                first, second = sorted((self._root(("key", key)), self._root(node)))
-                self._above[second] = first
+                self._connected.add(("key", key))
+                self._connected.add(node)
+                self._connected.merge(("key", key), node)
         if given in SPLITS:
             self._given.setdefault(key, SPLITS.index(given))
-
-    def _root(self, node: _Node) -> _Node:
-        above = self._above
-        above.setdefault(node, node)
-        while above[node] != node:
-            above[node] = node = above[above[node]]
-        return node
 
     def _choose(self, u: float) -> int:
         return SPLITS.index(choose(u, self.fractions))
@@ -218,9 +212,10 @@ class Assigner:
 
         Of prompts that users and groups connect, the best reason and the least hash decide, whatever the order of the rows.
         """
-        reasons: list[tuple[int, _Node, int | None]] = []  # rank of the reason, root, split
-        for what, value in sorted(self._above):
-            root = self._root((what, value))
+        reasons: list[tuple[int, Any, int | None]] = []  # rank of the reason, root, split
+        for node in sorted(self._connected):
+            what, value = node
+            root = self._connected[node]
             if what == "user":
                 reasons.append((0, root, self.earlier.users.get(value)))
                 reasons.append((3, root, self._choose(uniform(f"user {value:016x}", self.seed))))
@@ -229,17 +224,17 @@ class Assigner:
             else:
                 reasons.append((1, root, self.earlier.prompts.get(value)))
                 reasons.append((2, root, self._given.get(value)))
-        together: dict[_Node, int] = {}
+        together: dict[Any, int] = {}
         for _, root, split in sorted(reasons, key=itemgetter(0)):
             if split is not None:
                 together.setdefault(root, split)
 
         for key in self.splits:
             split = self.earlier.prompts.get(key, self._given.get(key))
-            if split is None and ("key", key) in self._above:
-                split = together[self._root(("key", key))]
+            if split is None and ("key", key) in self._connected:
+                split = together[self._connected["key", key]]
             self.splits[key] = self._choose(uniform(f"{key:016x}", self.seed)) if split is None else split
-        users = {node[1]: together[self._root(node)] for node in self._above if node[0] == "user"}
+        users = {node[1]: together[self._connected[node]] for node in self._connected if node[0] == "user"}
         decided = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
         decided.add(Assignments(self.splits, users))
         return decided
