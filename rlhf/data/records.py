@@ -18,7 +18,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    field_validator,
+    StrictFloat,
+    StrictInt,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -33,12 +34,8 @@ def _problem(field: str, message: str) -> PydanticCustomError:
 
 
 def _check_prompt(prompt: "list[Message]") -> "list[Message]":
-    if not prompt or prompt[-1].role != "user":
-        came = f'its last turn is "{prompt[-1].role}"' if prompt else "it has no turns"
-        raise _problem("prompt", f'prompt: {came}: want turns that end with role "user"')
-    if len(prompt) > _MOST_TURNS:
-        came = f"has {len(prompt):,} turns, want at most {_MOST_TURNS:,}"
-        raise _problem("prompt", f"prompt: {came}: split the dialogue")
+    if prompt[-1].role != "user":
+        raise _problem("prompt", f'prompt: its last turn is "{prompt[-1].role}": want turns that end with role "user"')
     if not any(message.content.strip() for message in prompt):
         raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
     return prompt
@@ -61,6 +58,7 @@ def _check_response(response: str) -> str:
 # The length constraint makes pydantic itself refuse lone surrogates, without a call of Python per text.
 Text = Annotated[str, Field(strict=True, min_length=0)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
+Rating = Annotated[StrictInt | StrictFloat, Field(ge=1, le=7)]
 
 
 class Message(BaseModel):
@@ -73,13 +71,24 @@ class Message(BaseModel):
 
 
 Prompt = Annotated[
-    list[Message],
+    Annotated[list[Message], Field(min_length=1, max_length=_MOST_TURNS)],
     BeforeValidator(lambda prompt: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt),
     AfterValidator(_check_prompt),
 ]
 
 
 class _Part(BaseModel):
+    _file: str = PrivateAttr("")
+
+    @property
+    def file(self) -> str:
+        """The file that the record was read from; a record made otherwise has none."""
+        return self._file
+
+    def read_from(self, file: str) -> Self:
+        self._file = file
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _keep_unknown_keys(cls, values: Any) -> Any:
@@ -97,20 +106,7 @@ class _Part(BaseModel):
         return values | {"metadata": metadata | {key: values.pop(key) for key in unknown}}
 
 
-class _FromFile(_Part):
-    _file: str = PrivateAttr("")
-
-    @property
-    def file(self) -> str:
-        """The file that the record was read from; a record made otherwise has none."""
-        return self._file
-
-    def read_from(self, file: str) -> Self:
-        self._file = file
-        return self
-
-
-class Demonstration(_FromFile):
+class Demonstration(_Part):
     """What a labeler wrote: trains SFT, and calibrates the reward model."""
 
     kind: Literal["demonstration"] = "demonstration"
@@ -123,7 +119,7 @@ class Demonstration(_FromFile):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class PromptRecord(_FromFile):
+class PromptRecord(_Part):
     """A prompt without a response: rollouts in PPO, and the next labelling round."""
 
     kind: Literal["prompt"] = "prompt"
@@ -142,7 +138,7 @@ class RankedResponse(_Part):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class Ranking(_FromFile):
+class Ranking(_Part):
     """One labeler's ranking of K responses to one prompt: trains the reward model.
 
     `ranking` names response ids, best first; an inner list is a tie; a response left out is unranked. `pairs`
@@ -152,51 +148,36 @@ class Ranking(_FromFile):
     kind: Literal["ranking"] = "ranking"
     id: Name
     prompt: Prompt
-    responses: list[RankedResponse]
-    ranking: list[list[Name]] | None = None
-    ratings: dict[str, int | float] = Field(default_factory=dict)
-    pairs: list[list[Name]] | None = None
+    responses: list[RankedResponse] = Field(min_length=1)
+    ranking: list[Annotated[list[Name], Field(min_length=1)]] | None = None
+    ratings: dict[str, Rating] = Field(default_factory=dict)
+    pairs: list[Annotated[list[Name], Field(min_length=2, max_length=2)]] | None = None
     flags: dict[str, list[Text]] = Field(default_factory=dict)
     labeler: Text | None = None
     seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
     created: Annotated[Text, AfterValidator(_check_time)] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
-    @field_validator("ratings", mode="before")
-    @classmethod
-    def _ratings_from_1_to_7(cls, ratings: Any) -> Any:
-        for name, value in ratings.items() if isinstance(ratings, dict) else ():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 7:
-                raise _problem("ratings", f'ratings gives "{name}" {value!r}, want a number from 1 to 7')
-        return ratings
-
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         ids = [response.id for response in self.responses]
-        known = set(ids)
-        if not ids:
-            raise _problem("responses", "responses: got none, want at least one")
-        if len(known) < len(ids):
-            twice = first_repeat(ids)
+        if (twice := first_repeat(ids)) is not None:
             raise _problem("responses", f'responses: id "{twice}" appears twice: give each response a separate id')
         if self.ranking is not None and self.pairs is not None:
             raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
         ranked = list(chain.from_iterable(self.ranking or ()))
         names = ", ".join(ids[:_SHOWN_NAMES]) + (", …" if len(ids) > _SHOWN_NAMES else "")
         once = f"responses are {names}: list each response at most once"
-        if len(set(ranked)) < len(ranked) or not all(self.ranking or ()):
-            came = f'"{first_repeat(ranked)}" twice' if all(self.ranking or ()) else "an empty list"
-            raise _problem("ranking", f"ranking names {came}, {once}")
+        if (twice := first_repeat(ranked)) is not None:
+            raise _problem("ranking", f'ranking names "{twice}" twice, {once}')
         named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags, "ranking": ranked}
         named["pairs"] = chain(*self.pairs or ())
+        known = set(ids)
         for field, given in named.items():
             stray = next((name for name in given if name not in known), None)
             if stray is not None:
                 wanted = once if field == "ranking" else f"responses are {names}: use these names"
                 raise _problem(field, f'{field} names "{stray}", {wanted}')
-        for pair in self.pairs or ():
-            if len(pair) != 2 or pair[0] == pair[1]:
-                raise _problem("pairs", f"pairs: got {pair}, want [better, worse], two different responses")
         cycle = find_cycle((better, worse) for better, worse in self.pairs or ())
         if cycle:
             raise _problem("pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")

@@ -30,7 +30,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     """The first problem that pydantic found: its field, and a message `got …, want …`."""
     detail: Any = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in detail["loc"])
-    wanted = detail["msg"].removeprefix("Input should be ")
+    wanted = detail["msg"].removeprefix("Input should be ").removeprefix("List should have ")
     if detail["type"] == "record":
         field, message = detail["ctx"]["field"], detail["msg"]
     elif detail["type"] == "missing":
