@@ -2,7 +2,6 @@
 hub; opens files; reads JSON. `tables.py` reads the other kinds of files, `reading.py` makes records from rows.
 """
 
-import codecs
 import io
 import json
 import os
@@ -203,21 +202,6 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def holds_lines(path: Path) -> bool:
-    """Whether a .json file has an object on its first line and more after it, so that it is read as JSON Lines."""
-    with open_bytes(path) as file:
-        line = b""
-        while not line.removeprefix(codecs.BOM_UTF8).strip() and (line := file.readline(MAX_RECORD_BYTES)):
-            pass
-        try:
-            begins = line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
-            return (
-                begins and bool(file.read(1 << 16).strip()) and isinstance(json.loads(line.decode("utf-8-sig")), dict)
-            )
-        except (ValueError, RecursionError):
-            return False
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -276,17 +260,19 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row]:
 
 
 def read_values(file: IO[bytes], name: str) -> Iterator[Row]:
-    """The items of a JSON array, or a single object. Raises: UserError if the file is damaged, or larger than MAX_ARRAY_BYTES."""
+    """The items of a JSON array, a single object, or JSON Lines. Raises: UserError for a damaged file, or above MAX_ARRAY_BYTES."""
     content = file.read(MAX_ARRAY_BYTES + 1)
     if len(content) > MAX_ARRAY_BYTES:
         raise UserError(f"{name}: above {MAX_ARRAY_BYTES >> 20} MB: write it as JSON Lines, one object per line")
     text = content.decode("utf-8", "surrogateescape")
-    del content
     try:
         items = _DECODER.decode(text) if text.strip() else []
         if is_deep(items):
             raise ValueError(_TOO_DEEP)
     except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("{") and str(error).startswith("Extra data"):
+            yield from read_lines(io.BytesIO(content), name)
+            return
         reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
         raise UserError(f"{name}: damaged JSON ({reason}): correct it or download it again") from error
     for number, value in enumerate(items if isinstance(items, list) else [items], start=1):

@@ -24,7 +24,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-_MOST_TURNS = 1000  # turns of a dialogue: encoding it takes time that grows with their square
 _SHOWN_NAMES = 30  # of responses, in a message
 
 
@@ -71,7 +70,9 @@ class Message(BaseModel):
 
 
 Prompt = Annotated[
-    Annotated[list[Message], Field(min_length=1, max_length=_MOST_TURNS)],
+    Annotated[
+        list[Message], Field(min_length=1, max_length=1000)
+    ],  # encoding takes time that grows with the square of turns
     BeforeValidator(lambda prompt: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt),
     AfterValidator(_check_prompt),
 ]
