@@ -72,19 +72,15 @@ def _example(row: Row, columns: Columns) -> Example:
     def text(setting: str, path: str) -> str:
         return _text(f"{where}: {path}", cell(setting, path))
 
-    label, first = text("label", columns.label), text("text", columns.text)
+    label, first = text("label", columns.label), (text("text", columns.text),)
     if columns.second is not None:
-        second = text("second", columns.second)
-        if not columns.choices:
-            orders = ((first, second), (second, first))
-            return Example(where, orders if columns.both_orders else orders[:1], label)
-        first = f"{first}\n{second}"
-    if not columns.choices:
-        return Example(where, ((first,),), label)
-    cells = [cell("choices", path) for path in columns.choices]
-    listed = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else cells
-    choices = [_text(f"{where}: {columns.choices[min(i, len(cells) - 1)]}", value) for i, value in enumerate(listed)]
-    return Example(where, tuple((first, choice) for choice in choices), label)
+        first = (*first, text("second", columns.second))
+    if columns.choices:
+        cells = [cell("choices", path) for path in columns.choices]
+        listed = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else cells
+        choices = [_text(f"{where}: choice {i}", value) for i, value in enumerate(listed, 1)]
+        return Example(where, tuple(("\n".join(first), choice) for choice in choices), label)
+    return Example(where, (first, first[::-1]) if columns.both_orders else (first,), label)
 
 
 def _placed(examples: list[Example], columns: Columns) -> list[Example]:
@@ -145,17 +141,8 @@ def divide(examples: list[Example], held_out: float, seed: int) -> tuple[list[Ex
     return parts["train"], parts["dev"]
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """The ids of the start, delimiter and extract tokens."""
-
-    start: int
-    delimiter: int
-    extract: int
-
-
-def find_marks(tokenizer: Any) -> tuple[Marks, list[str]]:
-    """The three tokens, and those that were added because the vocabulary lacks them.
+def find_marks(tokenizer: Any) -> tuple[tuple[int, int, int], list[str]]:
+    """The ids of the start, delimiter and extract tokens, and those that were added because the vocabulary lacks them.
 
     The start token is the separator between documents in pretraining. Of our own special tokens the end of a turn is the delimiter,
     and the assistant's role, after which an answer follows, is the extract token; after pretraining on plain text both embeddings
@@ -168,15 +155,15 @@ def find_marks(tokenizer: Any) -> tuple[Marks, list[str]]:
         added = [name for name in names if tokenizer.backend_tokenizer.token_to_id(name) is None]
         tokenizer.add_tokens(added, special_tokens=True)
     delimiter, extract = (tokenizer.backend_tokenizer.token_to_id(name) for name in names)
-    return Marks(separator_id(tokenizer), delimiter, extract), added
+    return (separator_id(tokenizer), delimiter, extract), added
 
 
 def encode_examples(
-    examples: list[Example], tokenizer: Any, marks: Marks, context: int
+    examples: list[Example], tokenizer: Any, marks: tuple[int, int, int], context: int
 ) -> tuple[list[list[list[int]]], int]:
     """The token rows of each example, and how many rows were cut to the context: the longest part from its end."""
     ids = iter(encode_texts(tokenizer, [part for example in examples for row in example.rows for part in row]))
-    encoded, cut = [], 0
+    encoded, cut, (start, delimiter, extract) = [], 0, marks
     for example in examples:
         rows = []
         for row in example.rows:
@@ -188,9 +175,9 @@ def encode_examples(
                 removed = min(over, len(longest) - max(len(second) - 1, 0))
                 del longest[len(longest) - removed :]
                 over -= removed
-            joined = [marks.start]
-            for i, piece in enumerate(pieces):
-                joined += ([marks.delimiter] if i else []) + piece
-            rows.append([*joined, marks.extract])
+            joined = pieces[0]
+            for piece in pieces[1:]:
+                joined = [*joined, delimiter, *piece]
+            rows.append([start, *joined, extract])
         encoded.append(rows)
     return encoded, cut
