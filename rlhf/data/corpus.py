@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -96,33 +96,28 @@ def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     Raises: UserError if a file is missing, empty or undecodable, or a row has no text.
     """
     for source in resolve_sources(sources, TEXT_SUFFIXES + ROW_SUFFIXES):
-        empty = True
-        path = source.path
+        empty, path = True, source.path
         is_text = path is not None and has_suffix(path, TEXT_SUFFIXES)
-        for document in _text_documents(path, encoding) if path and is_text else _row_documents(source):
-            if document.strip():
-                empty = False
-                yield from cut_text(document, MAX_DOCUMENT) if len(document) > MAX_DOCUMENT else (document,)
+        for document in filter(
+            str.strip, _text_documents(path, encoding) if path and is_text else _row_documents(source)
+        ):
+            empty = False
+            yield from cut_text(document, MAX_DOCUMENT)
         if empty:
             raise UserError(f"{source.name}: the file has no text: remove it from data.corpus, or fill it")
 
 
-class _Piece(NamedTuple):
-    """A unit of tokenisation and splitting: a document, or a part of a long one."""
-
-    document: int
-    part: int
-    bytes: int
+_Unit = tuple[int, int]  # of tokenisation and splitting: the number of a document, and of a part of it
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[tuple[_Piece, str]]]:
+def _batches(documents: Iterable[str]) -> Iterator[list[tuple[_Unit, str]]]:
     """The pieces of the documents with their texts, about _BATCH characters at a time."""
-    batch: list[tuple[_Piece, str]] = []
+    batch: list[tuple[_Unit, str]] = []
     size = 0
     for number, document in enumerate(documents):
         parts = cut_text(document, PIECE) if len(document) > 2 * PIECE else [document]
         for i, part in enumerate(parts if document.strip() else ()):
-            batch.append((_Piece(number, i, len(part.encode("utf-8"))), part))
+            batch.append(((number, i), part))
             size += len(part)
             if size >= _BATCH:
                 yield batch
@@ -146,25 +141,19 @@ def held_out_pieces(u: np.ndarray, tokens: np.ndarray, fraction: float, context:
     return u <= limit
 
 
-def _write_split(
-    path: Path, pieces: Sequence[_Piece], places: np.ndarray, tokens: np.ndarray, separator: int
-) -> dict[str, Any]:
+def _write_split(path: Path, pieces: Sequence[_Unit], places: np.ndarray, tokens: np.ndarray, separator: int) -> None:
     """Write the tokens of these pieces; a separator ends each document, and each run of adjacent pieces of a divided one."""
     end = np.asarray([separator], tokens.dtype).tobytes()
-    documents = 0
-    last: tuple[int, int] | None = None
+    last: _Unit | None = None
     with path.open("wb") as file:
-        for piece, (start, stop) in zip(pieces, places.tolist(), strict=True):
-            if last != (piece.document, piece.part - 1):
-                file.write(end if documents else b"")
-                documents += 1
+        for (document, part), (start, stop) in zip(pieces, places.tolist(), strict=True):
+            if last is not None and last != (document, part - 1):
+                file.write(end)
             file.write(tokens[start:stop].tobytes())
-            last = piece.document, piece.part
-        file.write(end if documents else b"")
+            last = document, part
+        file.write(end if pieces else b"")
         file.flush()
         os.fsync(file.fileno())
-    counts = {"tokens": path.stat().st_size // tokens.itemsize, "bytes": sum(piece.bytes for piece in pieces)}
-    return counts | {"documents": documents, "sha256": sha256_file(path)}
 
 
 def pack_corpus(
@@ -190,7 +179,7 @@ def pack_corpus(
     dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
     separator = separator_id(tokenizer)
     context = tokenizer.model_max_length if tokenizer.model_max_length < 10**6 else 1024
-    pieces: list[_Piece] = []
+    pieces: list[_Unit] = []
     sizes, hashes = array("Q"), array("d")
     packed = folder / "tokens.tmp"  # of all pieces in order
     try:
@@ -202,31 +191,32 @@ def pack_corpus(
                     sizes.append(len(ids))
                     hashes.append(uniform(text, seed))
                 if progress is not None:
-                    progress(batch[-1][0].document + 1, file.tell() // dtype.itemsize)
+                    progress(batch[-1][0][0] + 1, file.tell() // dtype.itemsize)
         count, ends = np.array(sizes, np.int64), np.cumsum(np.array(sizes, np.int64))
         if not count.any():
             raise UserError("the corpus has no text: give data.corpus a file, folder or hub id with documents")
         held_out = held_out_pieces(np.array(hashes), count, held_out_fraction, context)
         places, tokens = np.stack([ends - count, ends], 1), np.memmap(packed, dtype, mode="r")
-        splits = {}
         for split, chosen in (("train", ~held_out), ("heldout", held_out)):
             which = [pieces[i] for i in np.flatnonzero(chosen)]
-            splits[split] = _write_split(folder / f"{split}.bin.tmp", which, places[chosen], tokens, separator)
-        if not splits["train"]["tokens"] or not splits["heldout"]["tokens"]:
+            _write_split(folder / f"{split}.bin.tmp", which, places[chosen], tokens, separator)
+        if held_out.all() or not held_out.any():
             came = f"the corpus has {ends[-1]} tokens in {len(pieces)} documents, too few to hold a part out"
             raise UserError(f"{came}: want at least two documents, or one of 16,000 characters")
         meta = {"version": 1, "dtype": dtype.str, "separator": separator, "tokenizer": tokenizer_hash(tokenizer)}
-        return _finish(folder, meta | {"held_out_fraction": held_out_fraction, "seed": seed}, splits)
+        return _finish(folder, meta | {"held_out_fraction": held_out_fraction, "seed": seed})
     finally:
         for name in ("tokens.tmp", "train.bin.tmp", "heldout.bin.tmp"):
             (folder / name).unlink(missing_ok=True)
 
 
-def _finish(folder: Path, meta: dict[str, Any], splits: dict[str, Any]) -> "PackedCorpus":
+def _finish(folder: Path, meta: dict[str, Any]) -> "PackedCorpus":
     """Give the written token files their names, then write meta.json."""
+    meta = meta | {"splits": {}}
     for split in _SPLITS:
-        (folder / f"{split}.bin.tmp").replace(folder / f"{split}.bin")
-    meta = meta | {"splits": splits}
+        file = (folder / f"{split}.bin.tmp").replace(folder / f"{split}.bin")
+        tokens = file.stat().st_size // np.dtype(meta["dtype"]).itemsize
+        meta["splits"][split] = {"tokens": tokens, "sha256": sha256_file(file)}
     write_json(folder / "meta.json", meta)
     return PackedCorpus(folder, meta)
 
@@ -384,9 +374,9 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
     names, weights, corpora = zip(*parts, strict=True)
     served = [corpus.blocks("train", block) for corpus in corpora]
     texts = [corpus.tokens("train") for corpus in corpora]
-    given, count = [0] * len(parts), -(-tokens // block)
+    given = [0] * len(parts)
     with (out / "train.bin.tmp").open("wb") as file:
-        for s in draw_order(weights, count):
+        for s in draw_order(weights, -(-tokens // block)):
             begin = given[s] % len(served[s]) * block
             file.write(texts[s][begin : begin + block].tobytes())
             given[s] += 1
@@ -397,12 +387,7 @@ def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> Pa
     for name, weight, corpus, n, blocks in zip(names, weights, corpora, given, served, strict=True):
         about = {"name": name, "share": weight / sum(weights), "tokens": corpus.token_count("train")}
         sources.append(about | {"drawn": n * block, "epochs": n / len(blocks)})
-    held_out = [corpus.meta["splits"]["heldout"] for corpus in corpora]
-    counts = {key: sum(one[key] for one in held_out) for key in ("tokens", "bytes", "documents")}
-    splits: dict[str, Any] = {"train": {"tokens": count * block}, "heldout": counts}
-    for split in _SPLITS:
-        splits[split]["sha256"] = sha256_file(out / f"{split}.bin.tmp")
-    mixed = _finish(out, corpora[0].meta | {"sources": sources}, splits)
+    mixed = _finish(out, corpora[0].meta | {"sources": sources})
     for corpus in corpora:
         shutil.rmtree(corpus.path)
     return mixed

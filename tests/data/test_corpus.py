@@ -90,8 +90,6 @@ def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     assert train == [text for text in DOCUMENTS if text not in held_out] and len(train + held_out) == 400
     assert held_out == [text for text in DOCUMENTS if text in held_out]
     assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
-    assert packed.meta["splits"]["heldout"]["bytes"] == sum(len(text.encode()) for text in held_out)
-    assert packed.meta["splits"]["train"]["documents"] == len(train)
     assert packed.token_count("train") == sum(len(encode_texts(tokenizer, [text])[0]) + 1 for text in train)
     assert calls[-1] == (400, sum(len(encode_texts(tokenizer, [text])[0]) for text in DOCUMENTS))
     assert packed.tokenizer_hash == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
@@ -118,7 +116,7 @@ def test_held_out_is_never_empty_and_never_most_of_it(tokenizer, tmp_path, docum
     packed = pack(documents, tokenizer, tmp_path, held_out_fraction=1e-9, seed=seed)
     train, held_out = packed.token_count("train"), packed.token_count("heldout")
     total = train + held_out
-    separators = packed.meta["splits"]["heldout"]["documents"]
+    separators = (packed.tokens("heldout") == SEPARATOR).sum()
     assert held_out > 0 and train > 0
     # 8 contexts of 32, at most a twentieth; or one context, at most a quarter; and at most one piece more
     largest = max(len(encode_texts(tokenizer, [text[:8192]])[0]) for text in documents) + 2
