@@ -133,30 +133,33 @@ def _prepare(paths: dict[str, tuple[str, ...]], words: dict[str, int], name: str
         raise UserError("; ".join(missing))
     columns, winners, note = ColumnMap(paths, words), paths["winner"], ""
     if winners:
-        said = [value for row in rows for value in columns.verdicts(row).values()]
-        positions = {n for value in said if (n := as_number(value)) is not None} if not words else set()
-        k = 0  # the most responses of a row
+        columns.numbers, looked = True, []
         for row in rows:
             with suppress(BadRow):
-                k = max(k, len(columns.cells(row, "responses")))
-        columns.numbers = k in positions and min(positions) >= 0 and max(positions) <= k
-        unread = said if positions and not columns.numbers else [v for row in rows for v in columns.unread(row)]
+                looked.append(columns.judge(row))
+        said = [verdict for _, verdicts in looked for verdict in verdicts.values()]
+        positions = {n for value, _ in said if (n := as_number(value)) is not None} if not words else set()
+        k = max((len(responses) for responses, _ in looked), default=0)
+        clear = not positions or (k in positions and min(positions) >= 0 and max(positions) <= k)
+        columns.numbers = bool(positions)
+        unread = [value for value, winner in said if winner is None or not clear]
         if 2 * len(unread) > len(said) or any(name_end(str(v)) == "0" for v in unread):  # model_0: counted from 0
-            counts = Counter(normal(value) for value in unread).most_common()
-            shown_counts = [f"{one_line(word, 60)} ({count:,}x)" for word, count in counts[:8]] + ["…"] * (
-                len(counts) > 8
-            )
-            example = [f"words.{side}={word}" for side, (word, _) in zip(("first", "second"), counts, strict=False)]
-            remedy = f"say what each means, for example with {shlex.join(example)} (and words.tie=… for a tie)"
-            came = f"{name}, first {len(rows)} rows: got {', '.join(shown_counts)}"
-            raise UserError(
-                f"columns.winner={','.join(winners)}: {came}: {remedy if len(example) == 2 else _SAY_WORDS}"
-            )
+            where = f"columns.winner={','.join(winners)}: {name}, first {len(rows)} rows"
+            raise UserError(f"{where}: {_ask_for_words(unread)}")
         meaning = {0: "first", 1: "second", TIE: "tie"}
         note = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in words.items())
         note = note or ("numbers: 1 the first, 2 the second, 0 a tie" if columns.numbers else _IN_WORDS)
         note = f"{', '.join(winners)}: {note}"
     return Format("table", WANTS, columns.convert, note=note)
+
+
+def _ask_for_words(unread: list[Any]) -> str:
+    """The distinct words with their counts, and the settings to copy."""
+    counts = Counter(normal(value) for value in unread).most_common()
+    words = [f"{one_line(word, 60)} ({count:,}x)" for word, count in counts[:8]] + ["…"] * (len(counts) > 8)
+    example = shlex.join(f"words.{side}={word}" for side, (word, _) in zip(("first", "second"), counts, strict=False))
+    remedy = f"say what each means, for example with {example} (and words.tie=… for a tie)"
+    return f"got {', '.join(words)}: {remedy if len(counts) > 1 else _SAY_WORDS}"
 
 
 # --- a row -----------------------------------------------------------------------------------------------------------
@@ -185,10 +188,6 @@ class ColumnMap:
         items = as_json(value_at(row, paths[0]))
         require(isinstance(items, list | None), paths[0], items, "a list, or one column per response")
         return {f"{paths[0]}.{i}": item for i, item in enumerate(items or [])}
-
-    def verdicts(self, row: Values) -> dict[str, Any]:
-        """What a row says in each column of winners that is not empty."""
-        return {path: value for path in self.paths["winner"] if not is_empty(value := value_at(row, path))}
 
     def convert(self, row: Values) -> Iterator[dict[str, Any]]:
         """The records of one row, several if several labelers judged it. Raises: BadRow, also if nobody judged."""
@@ -234,39 +233,35 @@ class ColumnMap:
             ranking = [[one["id"]] for one in made] if name == "ranked" else None
             yield {"responses": made, "ranking": ranking, "metadata": {}}
 
-    def _judged(self, row: Values) -> Iterator[dict[str, Any]]:
-        winners, said = self.paths["winner"], self.verdicts(row)
+    def judge(self, row: Values) -> tuple[list[dict[str, Any]], dict[str, tuple[Any, int | None]]]:
+        """A row's responses, and by column of winners its verdict and the one that it means (or TIE); None if that is not clear."""
+        said = {path: value for path in self.paths["winner"] if not is_empty(value := value_at(row, path))}
         if not said:
-            raise BadRow(winners[0], f"got nothing, want a verdict: {_NOBODY}")
+            raise BadRow(self.paths["winner"][0], f"got nothing, want a verdict: {_NOBODY}")
         responses = _responses(cells := self.cells(row, "responses"))
         texts = [one["text"] for one in responses]
         require(any(texts), self.paths["responses"][0], None, "the responses that were judged")
-        for path, value in said.items():
-            winner = self._verdict(value, path, list(cells), texts)
-            in_words = as_number(value) is None and not self.words
-            labeler = {"labeler": path} if len(winners) > 1 else {}
-            metadata = {"preference_scale": value} if in_words else {}
-            yield {"responses": responses, **judged(winner, letters(len(cells))), "metadata": metadata, **labeler}
+        return responses, {path: (value, self._verdict(value, list(cells), texts)) for path, value in said.items()}
 
-    def unread(self, row: Values) -> list[Any]:
-        """The verdicts of a row that have no meaning."""
-        unread: list[Any] = []
-        with suppress(BadRow):  # of the responses
-            cells = self.cells(row, "responses")
-            texts = [one["text"] for one in _responses(cells)]
-            for path, value in self.verdicts(row).items():
-                try:
-                    self._verdict(value, path, list(cells), texts)
-                except BadRow:
-                    unread.append(value)
-        return unread
+    def _judged(self, row: Values) -> Iterator[dict[str, Any]]:
+        responses, verdicts = self.judge(row)
+        k, wanted = len(responses), _IN_WORDS
+        if self.words:
+            wanted = f"one of {', '.join(self.words)}"
+        elif self.numbers:
+            wanted = f"1 to {k}, 0 a tie"
+        for path, (value, winner) in verdicts.items():
+            if winner is None:
+                raise BadRow(path, f"got {shown(value)}, want {wanted}: {_SAY_WORDS}")
+            labeler = {"labeler": path} if len(self.paths["winner"]) > 1 else {}
+            metadata = {"preference_scale": value} if as_number(value) is None and not self.words else {}
+            yield {"responses": responses, **judged(winner, letters(k)), "metadata": metadata, **labeler}
 
-    def _verdict(self, value: Any, path: str, names: list[str], texts: list[str]) -> int:
+    def _verdict(self, value: Any, names: list[str], texts: list[str]) -> int | None:
         """What a cell says: one of `words`; else a column's name, a position, a known spelling or a response's text."""
         word, k, position = normal(value), len(names), as_number(value)
         if self.words:
-            require(word in self.words, path, value, f"one of {', '.join(self.words)}: add it to one of words.*")
-            return self.words[word]
+            return self.words.get(word)
         same = [i for i, text in enumerate(texts) if text.strip().casefold() == word]
         by_name = [i for i, name in enumerate(names) if normal(name) == word]
         verdict = read_phrase(value, k) if isinstance(value, str) else None
@@ -276,10 +271,7 @@ class ColumnMap:
             verdict = by_name[0]
         elif len(same) == 1 and verdict is None:
             verdict = same[0]
-        if verdict is None or (same and same != [verdict]):
-            wanted = f"1 to {k}, 0 a tie" if self.numbers else _IN_WORDS
-            raise BadRow(path, f"got {shown(value)}, want {wanted}{', not a text' if same else ''}: {_SAY_WORDS}")
-        return verdict
+        return None if same and same != [verdict] else verdict  # a text that means another one is not clear
 
     def _scored(self, row: Values) -> dict[str, Any]:
         answers, given = self.cells(row, "responses"), self.cells(row, "scores")
