@@ -196,47 +196,42 @@ def _split_strings(chosen: str, rejected: str) -> tuple[str, list[str]]:
 
 def from_trl(row: Values) -> Made:
     """One ranking with K = 2, response "a" the chosen one; or one demonstration of a completion; or one prompt."""
-    chats = {key: as_json(row[key]) for key in ("prompt", *_JUDGED, "completion") if key in row}  # as text, in a CSV
-    row = {**row, **{key: chat for key, chat in chats.items() if is_chat(chat)}}
-    prompt: Any = row.get("prompt")
-    if "chosen" in row or "rejected" in row:
-        if any(isinstance(row.get(key), str) for key in _JUDGED):
-            both = [require_text(row, key) for key in _JUDGED]
-            if prompt is None:
-                other = next((key for key in row if _ASKED.search(key) and is_text(row[key])), None)
-                require(other is None, "prompt", other, "the key prompt: rename this column, or set format=table")
-                prompt, both = _split_strings(*both)
-            answers: Any = [{"content": text} for text in both]
-        else:
-            turns = {key: chat_turns(row[key], key) for key in _JUDGED}
-            # an equal last turn is still an answer
-            said = [[(one["role"], one["content"]) for one in chat[:-1]] for chat in turns.values()]
-            shared = len(common_beginning(said))
-            answers = [one_answer(chat[shared:], key) for key, chat in turns.items()]
-            # Some sets give the prompt, or its last turns, before both answers again; in others the turns go on from it.
-            start = turns["chosen"][:shared]
-            asked: Turns = [{"role": "user", "content": prompt}]
-            if not is_text(prompt):
-                asked = prompt_turns(prompt) if is_chat(prompt) else []
-            if start and asked:
-                known, first = [turn["content"] for turn in asked], start[0]
-                go_on = len(known) if first["role"] == "assistant" else 0
-                start = asked[: known.index(first["content"]) if first["content"] in known else go_on] + start
-            prompt = start if start or prompt is None else prompt
-        prompt = with_system(row.get("system"), prompt_turns(prompt))
-        yield preference(prompt, answers, other_keys(row, "prompt", "system", *_JUDGED))
+    keys = ("prompt", *_JUDGED, "completion")
+    row = {**row, **{key: chat for key in keys if is_chat(chat := as_json(row.get(key)))}}  # as text, in a CSV
+    prompt, system = prompt_turns(row.get("prompt")), row.get("system")
+    rest = other_keys(row, "prompt", "system", *_JUDGED)
+    if any(isinstance(row.get(key), str) for key in _JUDGED):
+        both = [require_text(row, key) for key in _JUDGED]
+        if prompt is None:
+            other = next((key for key in row if _ASKED.search(key) and is_text(row[key])), None)
+            require(other is None, "prompt", other, "the key prompt: rename this column, or set format=table")
+            prompt, both = _split_strings(*both)
+        yield preference(with_system(system, prompt), ({"content": text} for text in both), rest)
+    elif "chosen" in row or "rejected" in row:
+        turns = {key: chat_turns(row[key], key) for key in _JUDGED}
+        # an equal last turn is still an answer
+        said = [[(one["role"], one["content"]) for one in chat[:-1]] for chat in turns.values()]
+        shared = len(common_beginning(said))
+        answers = [one_answer(chat[shared:], key) for key, chat in turns.items()]
+        # Some sets give the prompt, or its last turns, before both answers again; in others the turns go on from it.
+        start = turns["chosen"][:shared]
+        asked = [{"role": "user", "content": prompt}] if is_text(prompt) else prompt or []
+        known = [turn["content"] for turn in asked]
+        if start and start[0]["content"] in known:
+            start = asked[: known.index(start[0]["content"])] + start
+        elif not start or start[0]["role"] == "assistant":
+            start = asked + start
+        yield preference(with_system(system, start), answers, rest)
     elif "completion" in row:
-        answer, metadata = row["completion"], other_keys(row, "prompt", "completion", "system")
+        answer = rest.pop("completion")
         if isinstance(answer, list):
             turn = one_answer(answer, "completion")
             answer, more = turn["content"], other_keys(turn, "role", "content")
-            metadata |= {"answer": more} if more else {}
-        yield _demonstration(with_system(row.get("system"), prompt_turns(prompt)), answer, metadata)
+            rest |= {"answer": more} if more else {}
+        yield _demonstration(with_system(system, prompt), answer, rest)
     else:
-        rest = other_keys(row, "prompt", "user", "system")
-        inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
-        prompt = with_system(row.get("system"), prompt_turns(prompt))
-        yield {"kind": "prompt", "prompt": prompt, "user": row.get("user"), "metadata": inner | rest}
+        user, inner = rest.pop("user", None), rest.pop("metadata", None) or {}
+        yield {"kind": "prompt", "prompt": with_system(system, prompt), "user": user, "metadata": inner | rest}
 
 
 # --- pairs, choices --------------------------------------------------------------------------------------------------
