@@ -72,9 +72,9 @@ def _example(row: Row, columns: Columns) -> Example:
     def text(setting: str, path: str) -> str:
         return _text(f"{where}: {path}", cell(setting, path))
 
-    label, first = text("label", columns.label), (text("text", columns.text),)
-    if columns.second is not None:
-        first = (*first, text("second", columns.second))
+    label = text("label", columns.label)
+    named = {"text": columns.text, "second": columns.second}
+    first = tuple(text(setting, path) for setting, path in named.items() if path is not None)
     if columns.choices:
         cells = [cell("choices", path) for path in columns.choices]
         listed = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else cells

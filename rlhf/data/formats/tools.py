@@ -180,7 +180,7 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
     """
     task = _task(row["data"])
     ids = [response["id"] for response in task[1]]
-    judging, silent = [], list[tuple[Values, dict[str, Any]]]()
+    judging, silent = list[Any](), list[Any]()  # (annotation, what it says)
     for annotation in row.get("annotations") or [{"result": []}]:
         said = _read_annotation(annotation, ids)
         judges = said["order"] or said["scores"] or said["flags"] or not row.get("annotations")
