@@ -19,9 +19,8 @@ from rlhf.api import LoadedRun
 from rlhf.commands.pipeline import check_settings, ensure_stage, stages_to_run
 from rlhf.config import Config
 from rlhf.config.checks import check_config
-from rlhf.config.command_line import check_adopted
 from rlhf.config.commands import CONFIG_GROUPS
-from rlhf.config.compose import compose_config, nearest, unknown_setting
+from rlhf.config.compose import check_adopted, compose_config, nearest, unknown_setting
 from rlhf.config.setting import listed, settings_in
 from rlhf.data.tables import plain as json_values
 from rlhf.errors import UserError

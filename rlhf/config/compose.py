@@ -1,24 +1,45 @@
-"""Settings composed by Hydra: from overrides and YAML files to the schema's classes, with mistakes in one line.
+"""From the words of a command line to settings: flags and overrides, composed by Hydra, with mistakes in one line.
 
-Hydra is imported only when something is composed.
+Hydra is imported only when there are overrides.
 """
 
 import contextlib
 import difflib
 import functools
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.config import Config, PlanConfig
-from rlhf.config.commands import CorpusConfig, ImportConfig
+from rlhf.config.checks import check_config
+from rlhf.config.commands import (
+    COMMANDS,
+    CONFIG_GROUPS,
+    OF_SEVERAL,
+    SHARED_FLAG,
+    WITHOUT_GROUPS,
+    CorpusConfig,
+    ImportConfig,
+    uses,
+)
+from rlhf.config.model import shape_settings
 from rlhf.config.removed import EQUIVALENTS, replacement
 from rlhf.config.setting import FromEnvironment, flatten, get, settings_in
 from rlhf.errors import UserError
+from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
+from rlhf.system.files import check_regular
+from rlhf.system.terminal import say
 
 # Commands that have a schema of their own; all others share `Config`.
 SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "corpus": CorpusConfig, "plan": PlanConfig}
+FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
+# Settings that may be written without their group.
+SHORT = {"serve": ("labelers", "labels_per_prompt"), "clean": ("yes",)}
+TEXTS = {"chat": ("message", "system")}  # settings of free text; the first may follow `--`
+PLAIN = re.compile(r"[\w./:,@+%-]*|['\"].*|.*\$\{.*", re.ASCII | re.DOTALL)  # a value that needs no quotes
+MOST_LEVELS = 50  # of a YAML file
 
 
 def schema_of(command: str) -> Any:
@@ -37,6 +58,228 @@ def choices_of(group: str, *folders: Path) -> list[str]:
     return sorted(path.stem for folder in (conf_dir(), *folders) for path in (folder / group).glob("*.yaml"))
 
 
+# --- words --------------------------------------------------------------------------------------------------
+
+
+class Words(NamedTuple):
+    """A command line taken apart."""
+
+    overrides: list[str]
+    sweeps: bool = False  # -m: a job for each combination of values
+    shows: bool = False  # --cfg job: only print the configuration
+
+
+def read_words(arguments: list[str], command: str) -> Words:
+    """Take the words after the command apart. Raises: UserError for an unknown flag, a missing folder or a YAML file that grows."""
+    overrides: list[str] = []
+    words = list(arguments)
+    sweeps = shows = False
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if word == "--" and command in TEXTS:
+            overrides.append(f"{command}.{TEXTS[command][0]}={in_quotes(' '.join(words))}")
+            break
+        if not word.startswith("-"):
+            word = f"{command}.{word}" if flag in SHORT.get(command, ()) else word
+            # `+` adds a group to Hydra's list of defaults, which already contains ours
+            is_group = flag.startswith("+") and flag[1:] in CONFIG_GROUPS
+            overrides.append(word[1:] if is_group else quoted(word))
+            continue
+        if flag not in FLAGS:
+            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: write settings as key=value")
+        if flag in ("-m", "--multirun"):
+            sweeps = True
+            continue
+        value = value if equals or not words else words.pop(0)
+        if flag in ("-c", "--cfg"):
+            shows = True
+            if value != "job":
+                raise UserError(f"{flag} {value}: want {flag} job")
+        elif not Path(value).is_dir():
+            raise UserError(f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml")
+        else:
+            overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
+    for folder in searched_folders(overrides):
+        check_yaml(folder)
+    return Words(overrides, sweeps, shows)
+
+
+def searched_folders(overrides: list[str]) -> list[Path]:
+    """The user's folders of YAML files in hydra.searchpath."""
+    texts = [text for text in overrides if text.startswith("hydra.searchpath=")]
+    return [Path(path) for text in texts for path in re.findall(r"file://([^'\"\],]+)", text)]
+
+
+def check_yaml(folder: Path) -> None:
+    """Raises: UserError for a YAML file that grows when it is read, by an alias within what an anchor names, or is nested deeply."""
+    import yaml
+
+    for path in (*folder.glob("*.yaml"), *folder.glob("*/*.yaml")):
+        check_regular(path)
+        anchors: list[str | None] = []  # of the collections that are open
+        with contextlib.suppress(yaml.YAMLError):  # Hydra names the line, if it reads the file
+            for event in yaml.parse(path.read_bytes()):
+                if isinstance(event, yaml.CollectionStartEvent):
+                    anchors.append(event.anchor)
+                elif isinstance(event, yaml.CollectionEndEvent):
+                    anchors.pop()
+                if len(anchors) > MOST_LEVELS or (isinstance(event, yaml.AliasEvent) and any(anchors)):
+                    raise UserError(
+                        f"{path}: nested too deeply, or an alias within what its anchor names: write it out"
+                    )
+
+
+def quoted(word: str) -> str:
+    """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or `data.prompts=[a (1).csv,b.csv]`;
+    of a column, a verdict's word or free text with any signs, as `columns.prompt=Frage, Teil 1`.
+    """
+    key, _, value = word.partition("=")
+    group, _, name = key.partition(".")
+    if name in TEXTS.get(group, ()) and value != "null" and value.lstrip()[:1] not in ("", "'", '"', "$"):
+        return f"{key}={in_quotes(value)}"
+    is_name = key.startswith(("columns.", "words.")) and value[:1] not in ("[", "{")
+    if PLAIN.fullmatch(value) or (not is_name and is_override(word)):
+        return word
+    if value[0] == "[" and value[-1] == "]":
+        items = [item.strip() for item in value[1:-1].split(",")]
+        return f"{key}=[{','.join(item if PLAIN.fullmatch(item) else in_quotes(item) for item in items)}]"
+    return word if value[0] in "[{" else f"{key}={in_quotes(value)}"
+
+
+def is_override(word: str) -> bool:
+    """Whether Hydra can read it."""
+    with contextlib.suppress(UserError):
+        parse(word)
+        return True
+    return False
+
+
+def parse(text: str) -> Any:
+    """Hydra's override of a word. Raises: UserError."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError) as error:
+        raise UserError(
+            f"{text[:200]!r}: not an override ({first_line(error)}): write key=value, quote odd values"
+        ) from None
+
+
+def in_quotes(text: str, interpolate: bool = False) -> str:
+    """The text in Hydra's quotes. interpolate: whether ${…} in it is a reference to another setting or the environment."""
+    text = text if interpolate else re.sub(r"(\\*)\$\{", lambda at: at[1] * 2 + "\\${", text)
+    escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), text)
+    return f"'{escaped}'"
+
+
+# --- checks of overrides ------------------------------------------------------------------------------------
+
+
+def check_overrides(overrides: list[str], command: str = "") -> None:
+    """Raises: UserError for an override whose key the schema lacks, naming the nearest real one; and as `check_adopted`."""
+    settings = settings_in(schema_of(command))
+    groups = () if command in WITHOUT_GROUPS else CONFIG_GROUPS
+    given = {}
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{nearest(text, list(settings))}")
+        override = parse(text)
+        key, value = override.key_or_group, override.value()
+        given[key] = text.partition("=")[2]
+        if key in groups and not text.startswith("~"):
+            if isinstance(value, str):
+                check_choice(key, value, searched_folders(overrides))
+        elif any(setting.startswith(f"{key}.") for setting in settings):
+            if isinstance(value, str | int | float):
+                pretrained = "a pretrained tokenizer comes with its model, by model.pretrained=…"
+                hint = pretrained if key == "tokenizer" else f"write {key}.<setting>=…"
+                raise UserError(f"{key}={value}: {key} is a group of settings: {hint}")
+        elif key not in (*settings, "hydra.searchpath"):
+            raise UserError(unknown_setting(key, command, groups))
+    check_adopted(given)
+
+
+def check_adopted(given: Mapping[str, Any]) -> None:
+    """Refuse settings, by key, that have no meaning together with model.pretrained. Raises: UserError."""
+    if given.get("model.pretrained") in (None, "null"):
+        return
+    if shapes := [key for key in given if key in (*shape_settings(), "model")]:
+        own = "a pretrained model has a shape and a tokenizer of its own"
+        raise UserError(f"{', '.join(shapes)}: {own}: leave it out, or leave out model.pretrained")
+    tokens = given.get("pretrain.tokens")
+    if tokens not in (None, "null") and not {"data.corpus", "experiment"} & set(given):
+        raise UserError(
+            f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave it out"
+        )
+
+
+def check_choice(group: str, value: str, folders: list[Path]) -> None:
+    choices = choices_of(group, *folders)
+    if value in choices:
+        return
+    if group == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
+        raise UserError(f"model={value}: names a shape to pretrain, such as gpt2: give model.pretrained={value}")
+    own = f"a file of your own, <folder>/{group}/{value}.yaml, is found with --config-dir <folder>"
+    raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}; {own}")
+
+
+def check_used(overrides: list[str], command: str) -> None:
+    """Raises: UserError for a setting that the command does not read; a pipeline lists those that none of its stages reads."""
+    settings = settings_in(schema_of(command))
+    given = [key for key in (text.lstrip("+~").partition("=")[0] for text in overrides) if key in settings]
+    if command == "pipeline":
+        for key in given:  # the pipeline can run the baselines and the stages that evaluate builds on
+            if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
+                say(f"pipeline: {key}: no stage of the pipeline uses it")
+    unused = [] if command in OF_SEVERAL else [key for key in given if not uses(command, key)]
+    if unused[:1] == ["model.pretrained"]:
+        first = "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
+        raise UserError(
+            f"model.pretrained: `rlhf {command}` does not use it; earlier stages do: leave it out, or {first}"
+        )
+    if unused:
+        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])]
+        others = others or ["pipeline"]
+        more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
+        raise UserError(
+            f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "
+            f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
+        )
+
+
+def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[Any, list[str]]]:
+    """The checked configuration and the overrides of each job of a sweep, or of the one job. Raises: UserError, also if two jobs
+    would write one run.
+    """
+    jobs = [overrides]
+    if sweep:
+        parsed = [(text, parse(text)) for text in overrides]
+        choices = [
+            [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+            if one.is_sweep_override()
+            else [text]
+            for text, one in parsed
+        ]
+        jobs = [list(job) for job in itertools.product(*choices)]
+    configs, runs = [], set[str]()
+    for job in jobs:
+        config = compose_config(job, command)
+        check_config(config, command)
+        configs.append((config, job))
+        if command in STAGES or command == "pipeline":
+            if config.run in runs:
+                own = "give each a run of its own, such as 'run=x-${seed}' for seed=1,2"
+                raise UserError(f"--multirun: several jobs would write run={config.run}: {own}")
+            runs.add(config.run)
+    return configs
+
+
+# --- composing ----------------------------------------------------------------------------------------------
+
+
 def compose_config(overrides: list[str], command: str = "") -> Any:
     """The `Config` (or the command's own schema) that these overrides give. Raises: UserError if Hydra refuses them."""
     from hydra import compose, initialize_config_dir
@@ -49,7 +292,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     running = GlobalHydra.instance().hydra  # of a caller that is a Hydra application
     GlobalHydra.instance().hydra = None
     try:
-        with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"), without_hydras_groups():
+        with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(name, overrides=overrides)
         return to_settings(composed)
     except (HydraException, OmegaConfBaseException, OverflowError) as error:  # the last: a number of hundreds of digits
@@ -60,35 +303,16 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
         GlobalHydra.instance().hydra = running  # initialize_config_dir leaves another instance
 
 
-@contextlib.contextmanager
-def without_hydras_groups() -> Iterator[None]:
-    """Hydra's own groups (launcher, sweeper, logging, help), which no command uses, would take 40% of the time to compose."""
-    from hydra.core.config_store import ConfigStore
-
-    place = ConfigStore.instance().repo["hydra"]
-    usual = place["config.yaml"]  # which a caller that is a Hydra application needs
-    place["config.yaml"] = bare_hydra()
-    try:
-        yield
-    finally:
-        place["config.yaml"] = usual
-
-
-@functools.cache
-def bare_hydra() -> Any:
-    from hydra.conf import HydraConf
-    from hydra.core.config_store import ConfigNode
-    from omegaconf import OmegaConf
-
-    return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), None, "hydra", "rlhf")
-
-
 @functools.cache
 def register_schema(name: str) -> None:
     """Tell Hydra the schema of a primary configuration: "config", or a command that has its own."""
+    from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name=f"{name}_schema" if name in SCHEMAS else "schema", node=schema_of(name))
+    store = ConfigStore.instance().store
+    store(name=f"{name}_schema" if name in SCHEMAS else "schema", node=schema_of(name))
+    # Hydra's own groups (launcher, sweeper, logging, help), which no command uses, would double the time to compose
+    store(group="hydra", name="config", node=HydraConf(defaults=[]), package="hydra", provider="rlhf")
 
 
 def to_settings(composed: Any) -> Any:
@@ -111,12 +335,14 @@ def to_settings(composed: Any) -> Any:
             value.source = text
         return value
 
-    schema: Any = type(config)
-    for key in settings_in(schema):
+    for key in settings_in(type(config)):
         if isinstance(texts.get(key), str | list):
             group, _, name = key.rpartition(".")
             setattr(get(config, group) if group else config, name, mark(texts[key], get(config, key)))
     return config
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
 
 
 def first_line(error: BaseException) -> str:
@@ -144,20 +370,15 @@ def unknown_setting(key: str, command: str, more: tuple[str, ...] = ()) -> str:
     group = "ppo" if command in ("", "pipeline") else command
     own = [one for one in known if one.startswith(f"{group}.")]
     same_name = [last] if last in known else [one for one in (*own, *known) if one.rpartition(".")[2] == last]
-    hint = (
-        f" (did you mean {same_name[0]!r}?)"
-        if same_name
-        else nearest(f"{group}.{last}", own, 0.8) or nearest(key, known)
-    )
+    close = nearest(f"{group}.{last}", own, 0.8) or nearest(key, known)
+    hint = f" (did you mean {same_name[0]!r}?)" if same_name else close
     return f"unknown setting {key!r}{hint}: `rlhf <command> --cfg job` shows all"
 
 
 def unknown_key(error: BaseException, command: str) -> str | None:
     """The message for an unknown key in a YAML file, worded as on the command line."""
-    text = str(error)
-    full_key = re.search(r"full_key: (\S+)", text)
-    if full_key is None or "not in" not in text:
+    full_key, where = (re.search(pattern, str(error)) for pattern in (r"full_key: (\S+)", r"In '([^']+)'"))
+    if full_key is None or "not in" not in str(error):
         return None
-    where = re.search(r"In '([^']+)'", text)
     message = unknown_setting(full_key[1], command)
     return f"{where[1]}.yaml: {message}" if where else message

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.command_line import in_quotes
 from rlhf.config.commands import CONFIG_GROUPS, OF_SEVERAL, uses
+from rlhf.config.compose import in_quotes
 from rlhf.config.setting import NOTHING, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES

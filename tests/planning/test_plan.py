@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rlhf.commands import plan as stage
 from rlhf.commands.plan import plan_lines
 from rlhf.config import DEEPSPEED, PlanConfig, compose
-from rlhf.config import command_line as words
 from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
@@ -30,7 +29,7 @@ from rlhf.planning.formulas import make_shape
 
 
 def planned(*overrides: str) -> PlanConfig:
-    words.check_overrides(list(overrides), "plan")
+    compose.check_overrides(list(overrides), "plan")
     config = compose.compose_config(list(overrides), "plan")
     check_config(config, "plan")
     return config

@@ -215,8 +215,7 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("sft model={folder}", "model={folder}: model=… names a shape to pretrain, such as gpt2: a pretrained model is named "
-                               "with model.pretrained={folder}"),
+        ("sft model={folder}", "model={folder}: names a shape to pretrain, such as gpt2: give model.pretrained={folder}"),
         ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
         ("sft parents.pretrain={folder}", "neither a run nor a stage folder: give model.pretrained={folder} instead"),
         ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),
