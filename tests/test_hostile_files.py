@@ -19,7 +19,7 @@ from rlhf.config.commands import ServeConfig
 from rlhf.config.compose import compose_config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.reading import load_all
-from rlhf.data.storage import read_manifest
+from rlhf.data.storage import verify
 from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.shots import columns_of, load_task
@@ -173,7 +173,7 @@ READERS = {
     "adopted.json": lambda folder: model_card(Config(runs_dir=str(folder.parents[1]), run="x"), "sft", "", []),
     "labelers.json": lambda folder: Staff(folder, ["ann"], "http://x/", folder / "instructions.txt", ""),
     "label_head.json": lambda folder: LabelModel.with_head(None, folder),
-    "dataset.json": lambda folder: read_manifest(folder),
+    "dataset.json": lambda folder: verify(folder),
     "model.safetensors.index.json": lambda folder: adopt(folder, say=quiet),
 }
 

@@ -34,12 +34,12 @@ from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
 KEPT_BYTES = 1 << 20  # of a rejected row
-ROW_COUNTS = ("input", "accepted", "duplicates", "filtered", "rejected")
 _Name = tuple[str, str | None]  # of a record: id and labeler
 _Items = dict[
     tuple[str, str | None], list[tuple[int, Row, Ranking]]
 ]  # by item and labeler: index of the row, row, judgement
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
+ROW_COUNTS = ("input", *_RESULTS.values())
 
 
 class Importer:
@@ -58,8 +58,7 @@ class Importer:
         self.files: list[dict[str, Any]] = []  # per file: its format, why, and its counts
         self.reject_count = 0
         self.first_rejects: list[Row] = []
-        self._files: dict[str, TextIO] = {}  # of the kept records, by kind
-        self._rejects = create(folder / "rejects.jsonl")
+        self._unsplit, self._rejects = create(folder / "unsplit.jsonl"), create(folder / "rejects.jsonl")
 
     def run(self, sources: list[Source]) -> dict[str, Any]:
         """Import the sources; returns the report, which is written too.
@@ -82,13 +81,10 @@ class Importer:
             self._import_file(source, chosen, done, replaced)
             done += source.size
             self.progress(done)
-        for file in (self._rejects, *self._files.values()):
-            close(file)
+        self._unsplit.close()
+        close(self._rejects)
         write_assignments(self.folder, self.assigner.decide())
-        records = {kind: self._divide(kind) for kind in KINDS if kind in self._files}
-        if records:
-            (self.folder / "unsplit").rmdir()
-        report = self._report(records)
+        report = self._report(self._divide())
         write_json(self.folder / "report.json", report)
         return report
 
@@ -154,9 +150,7 @@ class Importer:
             return result
         if facts.pii and self.config.pii == "flag" and "pii" not in record.metadata:
             line = to_line(record.model_copy(update={"metadata": record.metadata | {"pii": list(facts.pii)}}))
-        if record.kind not in self._files:
-            self._files[record.kind] = create(self.folder / "unsplit" / f"{record.kind}.jsonl")
-        self._files[record.kind].write(line)
+        self._unsplit.write(line)
         self.kept.append(facts)
         source.records[record.kind] += 1
         if isinstance(record, Ranking):
@@ -196,19 +190,19 @@ class Importer:
                 for row in {at: row for at, row, _ in members}.values():
                     self._reject(row._replace(field=error.field, problem=said))
 
-    def _divide(self, kind: str) -> dict[str, int]:
-        """Move the records of a kind to one file per split; returns the number of each."""
-        source, files, counts = self.folder / "unsplit" / f"{kind}.jsonl", dict[str, TextIO](), dict.fromkeys(SPLITS, 0)
-        keys = (one.key for one in self.kept if one.kind == kind)
-        for key, line in zip(keys, read_lines(source), strict=True):
-            split = SPLITS[self.assigner.splits[key]]
-            if split not in files:
-                files[split] = create(self.folder / kind / f"{split}.jsonl")
-            files[split].write(line)
-            counts[split] += 1
+    def _divide(self) -> dict[str, dict[str, int]]:
+        """Move the records to one file per kind and split; returns the number in each."""
+        unsplit, files = self.folder / "unsplit.jsonl", dict[tuple[str, str], TextIO]()
+        counts = {kind: dict.fromkeys(SPLITS, 0) for kind in KINDS if any(one.kind == kind for one in self.kept)}
+        for one, line in zip(self.kept, read_lines(unsplit), strict=True):
+            split = SPLITS[self.assigner.splits[one.key]]
+            if (one.kind, split) not in files:
+                files[one.kind, split] = create(self.folder / one.kind / f"{split}.jsonl")
+            files[one.kind, split].write(line)
+            counts[one.kind][split] += 1
         for file in files.values():
             close(file)
-        source.unlink()
+        unsplit.unlink()
         return counts
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:

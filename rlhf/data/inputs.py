@@ -88,7 +88,7 @@ def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
 
 
 def is_import(folder: Path) -> bool:
-    """Whether a folder is marked as an import; `storage.read_manifest` checks whether it is complete."""
+    """Whether a folder is marked as an import; `storage.verify` checks whether it is complete."""
     path = folder / MANIFEST
     if not path.is_file():  # reading a pipe of that name would block
         return False

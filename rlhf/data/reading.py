@@ -40,7 +40,7 @@ from rlhf.data.records import (
     without_replaced,
 )
 from rlhf.data.splits import given_split, prompt_key
-from rlhf.data.storage import check_whole, read_records, verify
+from rlhf.data.storage import read_records, verify
 from rlhf.data.tables import read_columns, read_delimited, read_sheet
 from rlhf.errors import UserError, hub_remedy
 from rlhf.system.files import read_json
@@ -166,7 +166,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     for source in files:
         if source.imported:
             assert source.path is not None
-            check_whole(source.path, verify(source.path), allow_partial)
+            verify(source.path, allow_partial)
             source.format, source.why = "import", "written by rlhf import"
             made = list(read_records(source.path))
             source.rows = len(made)

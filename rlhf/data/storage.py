@@ -24,7 +24,6 @@ from rlhf.errors import UserError
 from rlhf.system.files import hash_files, sha256_file, sync_folder, write_json
 from rlhf.system.schemas import Digest, Inside, Schema, read_checked
 
-VERSION = 2
 ASSIGNMENTS = "assignments.jsonl"
 
 
@@ -58,35 +57,16 @@ def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     for inner in {path.parent for path in folder.rglob("*")}:
         sync_folder(inner)
     hashes = {name: {"sha256": digest} for name, digest in hash_files(folder, skip=(MANIFEST,)).items()}
-    write_json(folder / MANIFEST, {"rlhf_import": VERSION, "status": status, **about, "files": hashes})
+    write_json(folder / MANIFEST, {"rlhf_import": 2, "status": status, **about, "files": hashes})
     sync_folder(folder)
 
 
 class _Manifest(Schema):
     """dataset.json: which files belong to an import, and how it was made."""
 
-    rlhf_import: int  # the version
+    rlhf_import: Literal[2]  # the version
     status: Literal["complete", "partial"]
     files: Annotated[dict[Inside, dict[Literal["sha256"], Digest]], Field(min_length=1)]
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an import. Raises: UserError if it is none, or one that a later version wrote."""
-    again = "run `rlhf import` again"
-    path = folder / MANIFEST
-    manifest = read_checked(path, _Manifest, again) if is_import(folder) else None
-    if manifest is None:
-        raise UserError(f"{folder}: no finished import there (it has no {MANIFEST}): {again}")
-    if manifest["rlhf_import"] != VERSION:
-        raise UserError(f"{path}: got version {manifest['rlhf_import']}, want {VERSION}: {again} with this rlhf")
-    return manifest
-
-
-def check_whole(folder: Path, manifest: dict[str, Any], allow_partial: bool) -> None:
-    """Raises: UserError for an import that had too many rejects, unless that is allowed."""
-    if manifest["status"] == "partial" and not allow_partial:
-        remedy = "correct its rows and import again, or train on what was accepted with data.allow_partial=true"
-        raise UserError(f"{folder}: an import with more rejects than were allowed: {remedy}")
 
 
 @lru_cache(maxsize=1024)
@@ -95,20 +75,26 @@ def _sha256(path: Path, size: int, changed: int) -> str:
     return sha256_file(path)
 
 
-def verify(folder: Path, only: str | None = None) -> dict[str, Any]:
-    """The manifest of an import, after a check that all files, or the one named by `only`, are present and unchanged.
+def verify(folder: Path, allow_partial: bool = True) -> None:
+    """Check that all files of an import are present and unchanged.
 
-    Raises: UserError that names the first file that is missing or changed.
+    Raises: UserError that names the first file that is not; for a folder that is no import; and for an import that had too many
+    rejects, unless that is allowed.
     """
-    manifest = read_manifest(folder)
-    for name in manifest["files"] if only is None else [only]:
+    again = "run `rlhf import` again"
+    manifest = read_checked(folder / MANIFEST, _Manifest, again) if is_import(folder) else None
+    if manifest is None:
+        raise UserError(f"{folder}: no finished import there (it has no {MANIFEST}): {again}")
+    if manifest["status"] == "partial" and not allow_partial:
+        remedy = "correct its rows and import again, or train on what was accepted with data.allow_partial=true"
+        raise UserError(f"{folder}: an import with more rejects than were allowed: {remedy}")
+    for name, about in manifest["files"].items():
         path = folder / name
-        if name not in manifest["files"] or not path.exists():
-            raise UserError(f"{path}: missing from the import: run `rlhf import` again")
+        if not path.exists():
+            raise UserError(f"{path}: missing from the import: {again}")
         state = path.stat()
-        if _sha256(path.resolve(), state.st_size, state.st_mtime_ns) != manifest["files"][name]["sha256"]:
-            raise UserError(f"{path}: changed since it was imported: run `rlhf import` again")
-    return manifest
+        if _sha256(path.resolve(), state.st_size, state.st_mtime_ns) != about["sha256"]:
+            raise UserError(f"{path}: changed since it was imported: {again}")
 
 
 def read_records(folder: Path) -> Iterator[Record]:
@@ -128,7 +114,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 def read_assignments(folder: Path) -> Assignments:
     """What an import decided. Raises: UserError if the folder is no import."""
-    verify(folder, only=ASSIGNMENTS)
+    verify(folder)
     assignments = Assignments()
     for row in map(json.loads, read_lines(folder / ASSIGNMENTS)):
         (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])

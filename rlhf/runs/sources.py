@@ -16,7 +16,7 @@ from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, TEXT_SUFFIXES, resol
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.records import PromptRecord, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
-from rlhf.data.storage import MANIFEST, check_whole, verify
+from rlhf.data.storage import MANIFEST, verify
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, REWARD_SOURCES, STAGES, gold_file
 from rlhf.runs.folders import check_output, is_complete, policy_folder, rates, stage_folder
@@ -246,7 +246,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                     name += f"#{len(hashes)}"
                 raw |= labels and not source.imported
                 if source.imported:
-                    check_whole(source.path, verify(source.path), config.data.allow_partial)
+                    verify(source.path, config.data.allow_partial)
                 # an import's manifest names the hash of every file
                 hashes[name] = sha256_file(source.path / MANIFEST if source.imported else source.path)
     if raw and (shared := given_beginnings(config)):  # on which the splits of all files depend

@@ -112,7 +112,7 @@ def test_a_damaged_import_is_refused(folder):
         load_all(str(folder))
     manifest = folder / "dataset.json"
     manifest.write_text(manifest.read_text().replace('"rlhf_import": 2', '"rlhf_import": 1'))
-    with pytest.raises(UserError, match="got version 1, want 2"):
+    with pytest.raises(UserError, match=r"rlhf_import: got 1, want 2\): run `rlhf import` again"):
         load_all(str(folder))
 
 

@@ -40,7 +40,7 @@ def test_what_an_import_writes(tmp_path, capsys):
     assert report["agreement"]["items_shared"] == 1 and report["agreement"]["labelers"] == 3
     # prompts: 3 words (Name a town.), 1 (Who?) three times, 5
     assert report["lengths"]["prompt_words"] == {"median": 1, "p95": 5, "max": 5}
-    assert not (tmp_path / "out" / "unsplit").exists()
+    assert not (tmp_path / "out" / "unsplit.jsonl").exists()
     text = (tmp_path / "out" / "report.json").read_text() + (tmp_path / "out" / "dataset.json").read_text()
     assert "MB/s" not in text and str(tmp_path / "out") not in text
     found, _ = load_all(str(tmp_path / "out"))
