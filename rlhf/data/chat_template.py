@@ -86,14 +86,6 @@ def _piecewise(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
     return ids
 
 
-def _turns(prompt: Any) -> list[Turn]:
-    """Messages with keys or attributes `role` and `content`; a string is one user turn."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    pairs = ((m["role"], m["content"]) if isinstance(m, Mapping) else (m.role, m.content) for m in prompt)
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
 def _call(tokenizer: Any, turns: list[Turn], generate: bool = False) -> str:
     """The text of a dialogue. Raises: UserError if the template refuses it."""
     if not tokenizer.chat_template:
@@ -123,9 +115,14 @@ def _render(tokenizer: Any, turns: list[Turn], generate: bool) -> tuple[str, lis
     return _call(tokenizer, joined, generate), joined
 
 
-def _marked(tokenizer: Any, chats: list[list[Turn]]) -> tuple[list[list[Turn]], _Marks]:
-    marks = _make_marks(tokenizer, [turn["content"] for chat in chats for turn in chat])
-    return [[{**turn, "content": marks.put(turn["content"])} for turn in chat] for chat in chats], marks
+def _marked(tokenizer: Any, dialogues: Sequence[Any]) -> tuple[list[list[Turn]], _Marks]:
+    """Turns with marks: of messages with keys or attributes `role` and `content`, or of a string, which is one user turn."""
+    chats = []
+    for messages in dialogues:
+        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        chats.append([(m["role"], m["content"]) if isinstance(m, Mapping) else (m.role, m.content) for m in given])
+    marks = _make_marks(tokenizer, [text for chat in chats for _, text in chat])
+    return [[{"role": role, "content": marks.put(text)} for role, text in chat] for chat in chats], marks
 
 
 def end_ids(tokenizer: Any, base: bool = False) -> list[int]:
@@ -170,7 +167,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str | Sequence[Any]]) -> li
 
     Raises: UserError if the tokenizer has no template, or its template refuses a dialogue.
     """
-    chats, marks = _marked(tokenizer, [_turns(prompt) for prompt in prompts])
+    chats, marks = _marked(tokenizer, prompts)
     return _encode_rendered(tokenizer, [_render(tokenizer, c, True)[0] for c in chats], marks)
 
 
@@ -190,7 +187,7 @@ def encode_dialogue(
 
     Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
     """
-    [turns], marks = _marked(tokenizer, [_turns(messages)])
+    [turns], marks = _marked(tokenizer, [messages])
     for place in context:
         turns[place][CONTEXT] = True
     text, turns = _render(tokenizer, turns, False)
@@ -219,7 +216,7 @@ def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[
 
     Raises: UserError as `encode_prompts`.
     """
-    [turns], marks = _marked(tokenizer, [_turns(messages)])
+    [turns], marks = _marked(tokenizer, [messages])
     if ended:
         return _encode_rendered(tokenizer, [_render(tokenizer, turns, False)[0]], marks)[0]
     last = {**turns[-1], "content": turns[-1]["content"].rstrip() + marks.probe}

@@ -81,8 +81,8 @@ def _row_documents(source: Source) -> Iterator[str]:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):
-            came = f"the keys are {', '.join(one_line(key, 60) for key in list(row.value)[:8])}"
-            came = f"text: got {shown(text)}" if "text" in row.value else came
+            keys = ", ".join(one_line(key, 60) for key in list(row.value)[:8])
+            came = f"text: got {shown(text)}" if "text" in row.value else f"the keys are {keys}"
             raise UserError(f'{source.name}:{row.line}: {came}: want {{"text": "…"}} in each row of a corpus')
         yield text
 

@@ -27,7 +27,7 @@ from rlhf.data.inputs import ROW_SUFFIXES, Row, Source, has_suffix
 from rlhf.data.reading import read, read_rows
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
-from rlhf.data.storage import close, create, read_lines, to_line, write_assignments
+from rlhf.data.storage import create, read_lines, to_line, write_assignments
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
@@ -82,7 +82,7 @@ class Importer:
             done += source.size
             self.progress(done)
         self._unsplit.close()
-        close(self._rejects)
+        self._rejects.close()
         write_assignments(self.folder, self.assigner.decide())
         report = self._report(self._divide())
         write_json(self.folder / "report.json", report)
@@ -201,7 +201,7 @@ class Importer:
             files[one.kind, split].write(line)
             counts[one.kind][split] += 1
         for file in files.values():
-            close(file)
+            file.close()
         unsplit.unlink()
         return counts
 

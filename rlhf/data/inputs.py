@@ -22,15 +22,13 @@ from rlhf.system.terminal import one_line
 
 TEXT_SUFFIXES = (".txt",)
 ROW_SUFFIXES = (".jsonl", ".json")
-TABLE_SUFFIXES = (".csv", ".tsv", ".xlsx", ".parquet")
-RECORD_SUFFIXES = ROW_SUFFIXES + TABLE_SUFFIXES  # of files whose rows can be records
+RECORD_SUFFIXES = (*ROW_SUFFIXES, ".csv", ".tsv", ".xlsx", ".parquet")  # of files whose rows can be records
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
 MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held in memory
 MAX_DEPTH = 200  # levels of lists and objects; pydantic writes no record that nests more than 255
 MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
 _TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_PACKED = ("", *_CODECS)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
 
@@ -71,20 +69,15 @@ class Source:
         return f"{self.name}: {self.format} ({self.why}), {self.rows} rows: {made}"
 
 
-def is_deep(value: Any) -> bool:
-    """Whether lists and objects nest more than MAX_DEPTH levels."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inside = [one for one in level if isinstance(one, dict | list)]
-        if not inside:
-            return False
-        level = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
-    return True
+def is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects nest more than so many levels."""
+    inside = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(inside, list) and (not levels or any(is_deep(one, levels - 1) for one in inside))
 
 
 def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
     """Whether a file has one of these suffixes, packed or not."""
-    return path.name.lower().endswith(tuple(s + packed for s in suffixes for packed in _PACKED))
+    return path.name.lower().endswith(tuple(s + packed for s in suffixes for packed in ("", *_CODECS)))
 
 
 def is_import(folder: Path) -> bool:

@@ -9,7 +9,6 @@
 """
 
 import json
-import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from rlhf.data.inputs import MANIFEST, is_import
 from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
-from rlhf.system.files import hash_files, sha256_file, sync_folder, write_json
+from rlhf.system.files import hash_files, sha256_file, sync_folder, write_json, write_jsonl
 from rlhf.system.schemas import Digest, Inside, Schema, read_checked
 
 ASSIGNMENTS = "assignments.jsonl"
@@ -45,17 +44,10 @@ def create(path: Path) -> TextIO:
     return path.open("w", encoding="utf-8", newline="\n")
 
 
-def close(file: TextIO) -> None:
-    """Finish a file, and make sure that it is on disk."""
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
-    """Write the manifest of a folder whose files are all there; `status` is complete or partial."""
-    for inner in {path.parent for path in folder.rglob("*")}:
-        sync_folder(inner)
+    """Sync a folder whose files are all there to the disk, and write its manifest; `status` is complete or partial."""
+    for path in (folder, *folder.rglob("*")):
+        sync_folder(path)
     hashes = {name: {"sha256": digest} for name, digest in hash_files(folder, skip=(MANIFEST,)).items()}
     write_json(folder / MANIFEST, {"rlhf_import": 2, "status": status, **about, "files": hashes})
     sync_folder(folder)
@@ -123,8 +115,6 @@ def read_assignments(folder: Path) -> Assignments:
 
 def write_assignments(folder: Path, assignments: Assignments) -> None:
     """Every prompt and user with its split, sorted, so that the order of the rows that were read does not matter."""
-    file = create(folder / ASSIGNMENTS)
-    for what, known in (("prompt", assignments.prompts), ("user", assignments.users)):
-        for key in sorted(known):
-            file.write(json.dumps({"what": what, "key": key, "split": SPLITS[known[key]]}) + "\n")
-    close(file)
+    both = (("prompt", assignments.prompts), ("user", assignments.users))
+    rows = ({"what": what, "key": key, "split": SPLITS[known[key]]} for what, known in both for key in sorted(known))
+    write_jsonl(folder / ASSIGNMENTS, rows)

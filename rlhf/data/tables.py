@@ -74,8 +74,8 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iter
 
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] = []
-    number, more = 0, True
-    while more:
+    number = 0
+    while True:
         record.clear()
         line, problem, cells = reader.line_num + 1, "", []
         try:
@@ -86,7 +86,8 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iter
                 raise UserError(f"{name}:{line}: damaged CSV: {what}") from error
             problem = f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
         whole = "".join(record)
-        more = bool(whole)
+        if not whole:
+            return
         if not whole.strip("\r\n"):
             continue  # an empty line is no row
         if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):

@@ -99,9 +99,10 @@ def recognise(row: Values) -> str | None:
             return "kto"
         case _ if dialogues.pair_keys(row):
             return "pairs"
-        case {"chosen": str() | [{"role": _}, *_], "rejected": str() | [{"role": _}, *_]}:
-            return "trl"
-        case {"prompt": _, "completion": _}:
+        case {"chosen": str() | [{"role": _}, *_], "rejected": str() | [{"role": _}, *_]} | {
+            "prompt": _,
+            "completion": _,
+        }:
             return "trl"
         case {"conversations": [{}, *_]} if ("chosen" in row) == ("rejected" in row):
             return "sharegpt"

@@ -4,6 +4,7 @@ judgements of their last answers: hh, trl, pairs, choices (several chosen and se
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -103,13 +104,12 @@ def from_self_instruct(row: Values) -> Made:
         yield _demonstration(prompt, instance["output"], rest | other_keys(instance, "input", "output"))
 
 
-def from_question_answer(row: Values) -> Made:
-    yield _demonstration(row["question"], row["answer"], other_keys(row, "question", "answer"))
+def from_question_answer(row: Values, asked: str = "question", answered: str = "answer") -> Made:
+    yield _demonstration(row[asked], row[answered], other_keys(row, asked, answered))
 
 
-def from_decoded(row: Values) -> Made:
-    """The person's answer; nobody compared it with the model's (`decoded`), which stays in the metadata."""
-    yield _demonstration(row["instruction"], row["text"], other_keys(row, "instruction", "text"))
+# The person's answer; nobody compared it with the model's (`decoded`), which stays in the metadata.
+from_decoded = partial(from_question_answer, asked="instruction", answered="text")
 
 
 def from_mt_bench(row: Values) -> Made:
