@@ -4,7 +4,6 @@ A line contains `id`, `prompt` (messages), `responses` and `ended` (lists of k),
 everything that the responses depend on: `model`, `model_hash`, `seed`, `temperature`, `greedy`, `max_new_tokens`.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, sta
 from rlhf.runs.progress import progress
 from rlhf.runs.run_files import parse_line
 from rlhf.runs.sources import read_prompts
-from rlhf.system.files import check_replaceable, held, writing
+from rlhf.system.files import check_replaceable, held, write_jsonl, writing
 from rlhf.system.terminal import say
 
 
@@ -38,11 +37,14 @@ def run(config: Config) -> None:
         temporary = out.with_name(f".{out.name}.tmp")
         try:
             with writing(out):
-                notes = answer_file(config, folder, records, model, temporary)
+                count = write_jsonl(temporary, answered_rows(config, folder, records, model))
+                if not count:
+                    raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
                 temporary.replace(out)
         finally:
             temporary.unlink(missing_ok=True)
-        say(f"generate: {model['model']}: {notes[0]} -> {out}" + (f" ({'; '.join(notes[1:])})" if notes[1:] else ""))
+        prompts = f"{count:,} of {len(records):,} prompts with {settings.samples} responses each"
+        say(f"generate: {model['model']}: {prompts} -> {out}")
 
 
 def is_ours(path: Path) -> bool:
@@ -83,23 +85,14 @@ def answer_prompts(
             bar.update()
 
 
-def answer_file(
-    config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str], out: Path
-) -> list[str]:
-    """Answer every prompt that fits; returns what was done. Raises: UserError if none fits."""
-    settings, cuts = config.generate, []
-    with out.open("wb") as file:
-        for record, cut, answers, how in answer_prompts(config, "generate", folder, records, settings.samples):
-            prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
-            row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
-            row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
-            if settings.logprobs:
-                row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
-            cuts.append(cut)
-    if not cuts:
-        raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
-    notes = [f"{len(cuts):,} prompts with {settings.samples} responses each"]
-    notes += [f"{sum(cuts)} prompts cut from the left to fit"] if any(cuts) else []
-    left = len(records) - len(cuts)
-    return notes + ([f"{left} left out: they cannot fit the context"] if left else [])
+def answered_rows(
+    config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The file's rows; `cut`: whether the prompt was cut from the left to fit."""
+    for record, cut, answers, how in answer_prompts(config, "generate", folder, records, config.generate.samples):
+        prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
+        row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
+        row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
+        if config.generate.logprobs:
+            row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
+        yield row

@@ -4,7 +4,6 @@ The rows are read by `data/importer.py`; this module has the folder and the outp
 """
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def run(config: ImportConfig) -> None:
     out = Path(os.path.abspath(config.out))
     too_many_rejects = out.with_name(out.name + ".partial")
     sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
-    started = time.monotonic()
     with held(out):
         mend(too_many_rejects)
         check_replaceable(out, config.overwrite, "out", "import", is_import)
@@ -40,8 +38,7 @@ def run(config: ImportConfig) -> None:
             earlier = Assignments()  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
                 earlier.add(read_assignments(known))
-            size = sum(source.size for source in sources)
-            with progress(size, "import", unit="byte") as bar:
+            with progress(sum(source.size for source in sources), "import", unit="byte") as bar:
                 importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
                 report = importer.run(sources)
             partial = importer.reject_count > config.max_rejects
@@ -49,24 +46,16 @@ def run(config: ImportConfig) -> None:
             target = too_many_rejects if partial else out
             if partial:
                 swap(target, folder)
-    for line in describe(report):
-        _say(line)
-    for reject in importer.first_rejects:
-        _say(f"reject: {reject}")
-    if hidden := importer.reject_count - len(importer.first_rejects):
-        _say(f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}")
-    seconds = time.monotonic() - started
-    _say(f"{size / 1e6:,.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s) -> {target}")
-    if not partial:
-        return
-    raise UserError(
-        f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, which "
-        "training refuses without data.allow_partial=true: correct the rows, or set max_rejects"
-    )
-
-
-def _say(text: str) -> None:
-    say(f"import: {text[:4000]}")
+    lines = [*describe(report), *(f"reject: {reject}" for reject in importer.first_rejects)]
+    hidden = importer.reject_count - len(importer.first_rejects)
+    lines += [f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}"] if hidden else []
+    for line in (*lines, f"written to {target}"):
+        say(f"import: {line[:4000]}")
+    if partial:
+        raise UserError(
+            f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, which "
+            "training refuses without data.allow_partial=true: correct the rows, or set max_rejects"
+        )
 
 
 def describe(report: dict[str, Any]) -> list[str]:

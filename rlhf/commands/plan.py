@@ -64,11 +64,6 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
         yield f"{name:<12} {figures['flops']:>9.2e}  {format_hours(figures['hours'])}"
     whole = sum(figures["hours"] for name, figures in plan["time"].items() if name.startswith("ppo"))
     yield from (f"{'ppo in all':<12} {'':>9}  {format_hours(whole)}", "")
-    memory = gigabytes(plan["bytes"]["ppo rollout"]["kv_cache"])
-    held = "weights and key-value cache" if setup["engine"] == "vllm" else "key-value cache"
-    share = plan["time"]["ppo rollout"]["hours"] / whole
-    yield f"rollouts by rollout.engine={setup['engine']}: {memory} GB per GPU of {held}; an estimated {share:.0%} of PPO's time"
-    yield ""
     if optimal := plan["compute_optimal"]:
         budget = f"{optimal['budget_flops']:.2e}"
         yield f"compute-optimal (Hoffmann et al. 2022)     for this model          for {budget} FLOPs"

@@ -73,8 +73,8 @@ def run(config: Config) -> None:
             files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
             step = next_step(out, settings.tool)
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
-            counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count}
-            counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled, "chosen_of": pool}
+            counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count, "chosen_of": pool}
+            counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
             record = {
                 "policy": ", ".join(policy_id for policy_id, _ in policies),
                 "seed": config.seed,
@@ -87,14 +87,9 @@ def run(config: Config) -> None:
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
             write_json(temporary / RECORD, record)
-    left_out = {
-        "left out: fewer than 2 distinct responses": alike,
-        "left out: longer than the context": too_long,
-        "passed over: labelled already": labelled,
-    }
+    left = f"left out: {alike:,} with fewer than 2 distinct responses, {too_long:,} too long, {labelled:,} labelled already"
     drawn = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
-    notes = "; ".join(f"{number:,} {why}" for why, number in left_out.items() if number)
-    say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out}" + (f" ({notes})" if notes else ""))
+    say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out} ({left})")
     say(f"sample: next: {step}")
 
 
@@ -154,11 +149,10 @@ def choose_tasks(config: Config, tasks: list[Ranking]) -> list[Ranking]:
     """Those to label: all, or those that reward models choose; `metadata.chosen` says how."""
     from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
 
-    settings, rewards = config.sample, choosing_rewards(config)
+    settings, rewards, keys = config.sample, choosing_rewards(config), [task.id for task in tasks]
     if not rewards or not tasks:
         return tasks
     values = value_tasks(config, tasks, settings.choose, rewards)
-    keys = [task.id for task in tasks]
     chosen = choose_prompts_by(values, keys, settings.prompts, settings.random_fraction, config.seed)
     for place, at_random in chosen.items():
         tasks[place].metadata["chosen"] = "random" if at_random else settings.choose
@@ -216,36 +210,29 @@ def draw_tasks(
     return tasks, len(whole) - len(tasks), len(prompts) - len(whole)
 
 
-def pairs_of(task: Ranking, seed: int) -> Iterator[tuple[int, int]]:
-    """All K(K-1)/2 pairs (left, right) of indices into the responses, each side drawn by (seed, id)."""
-    rng = random.Random(f"sides-{seed}-{task.id}")
-    for i, j in combinations(range(len(task.responses)), 2):
-        yield (i, j) if rng.random() < 0.5 else (j, i)
-
-
 def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dict[str, Any]]:
-    """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise).
+    """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise), whose sides are drawn by
+    (seed, id).
 
     The task also contains data that labelers do not see, so that the export is sufficient to restore the records: the item's
     id, the turns of the prompt, each response's id, policy and metadata.
     """
-    common = {"item": task.id, "prompt": shown_prompt(task.prompt)}
+
+    def data(shown: dict[str, Any], responses: Sequence[RankedResponse]) -> dict[str, Any]:
+        about = {r.id: {"policy": r.policy, "metadata": r.metadata} for r in responses}
+        unseen = {"dialogue": [message.model_dump(mode="json") for message in task.prompt], "about": about}
+        prompt = {"item": task.id, "prompt": shown_prompt(task.prompt)}
+        return {"data": prompt | shown | unseen | {"metadata": task.metadata}}
+
     if interface == "ranker":
         listed = [{"id": r.id, "title": f"Response {n}", "body": r.text} for n, r in enumerate(task.responses, 1)]
-        yield {"data": common | {"responses": listed} | _unseen(task, task.responses)}
+        yield data({"responses": listed}, task.responses)
         return
-    for left, right in pairs_of(task, seed):
-        sides = [task.responses[left], task.responses[right]]
-        texts = {"left": sides[0].text, "right": sides[1].text, "left_id": sides[0].id, "right_id": sides[1].id}
-        yield {"data": common | texts | _unseen(task, sides)}
-
-
-def _unseen(task: Ranking, responses: Sequence[RankedResponse]) -> dict[str, Any]:
-    return {
-        "dialogue": [message.model_dump(mode="json") for message in task.prompt],
-        "about": {r.id: {"policy": r.policy, "metadata": r.metadata} for r in responses},
-        "metadata": task.metadata,
-    }
+    rng = random.Random(f"sides-{seed}-{task.id}")
+    for one, other in combinations(task.responses, 2):
+        left, right = (one, other) if rng.random() < 0.5 else (other, one)
+        texts = {"left": left.text, "right": right.text, "left_id": left.id, "right_id": right.id}
+        yield data(texts, [left, right])
 
 
 def label_studio_config(interface: str) -> str:

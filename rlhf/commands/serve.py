@@ -146,20 +146,16 @@ def read_instructions(path: Path) -> str:
 
 def load_gold(config: Config, tasks: list[Any]) -> dict[str, Any]:
     """The gold items of serve.gold by id. Raises: UserError for one without a ranking or with a task's id, or too few of them."""
-    settings, gold = config.serve, {}
-    if settings.gold is not None:
-        taken = {task.id for task in tasks}
-        for record in load_comparisons(settings.gold)[0]:
-            if not record.pair_list() or record.id in taken or record.id in gold:
-                problem = "has no order" if not record.pair_list() else "is the id of a task or of another"
-                raise UserError(
-                    f"serve.gold={settings.gold}: {record.id!r} {problem}: want rankings with ids of their own"
-                )
-            gold[record.id] = record
-        if not settings.check_every and not settings.qualification:
-            raise UserError(
-                f"serve.gold={settings.gold}: nobody would see it: set serve.check_every=10 or serve.qualification"
-            )
+    settings = config.serve
+    records = [] if settings.gold is None else load_comparisons(settings.gold)[0]
+    wrong = first_repeat(record.id for record in [*tasks, *records])
+    if wrong := wrong or next((record.id for record in records if not record.pair_list()), None):
+        raise UserError(f"serve.gold={settings.gold}: {wrong!r}: want rankings with an order, and ids of their own")
+    if records and not settings.check_every and not settings.qualification:
+        raise UserError(
+            f"serve.gold={settings.gold}: nobody would see it: set serve.check_every=10 or serve.qualification"
+        )
+    gold = {record.id: record for record in records}
     if settings.qualification > len(gold) or (settings.qualification and not settings.labelers):
         raise UserError(
             f"serve.qualification={settings.qualification}: serve.gold has {len(gold)} rankings: want as many, and labelers=[…]"

@@ -175,7 +175,6 @@ class Judgement:
 
     labeler: str | None
     pairs: list[tuple[int, int]]  # (better, worse), each once
-    gaps: list[int] | None  # rank difference of each pair; None if the judgements are pairs without ranks
     weight: float = 1.0  # of the labeler
 
 
@@ -266,14 +265,8 @@ def join_rankings(
             same.append(Item(f"{key}#{len(same)}" if same else key, [], [], record, list(dict.fromkeys(answers))))
         item = same[-1]
         place = {answer: i for i, answer in enumerate(item.answers)}
-        ranks = record.ranks() if record.pairs is None else None
-        gap_of: dict[tuple[int, int], int] = {}
-        for i, j in pairs:
-            gap_of.setdefault((place[answers[i]], place[answers[j]]), ranks[j] - ranks[i] if ranks else 0)
-        judgement = Judgement(record.labeler, sorted(gap_of), None, weight)
-        if ranks:
-            judgement.gaps = [gap_of[pair] for pair in judgement.pairs]
-        item.judgements.append(judgement)
+        ordered = sorted({(place[answers[i]], place[answers[j]]) for i, j in pairs})
+        item.judgements.append(Judgement(record.labeler, ordered, weight))
 
     items = []
     for item in chain.from_iterable(items_of.values()):
@@ -284,9 +277,7 @@ def join_rankings(
         else:
             item.rows, item.lengths = encoded
             for judgement in item.judgements:  # answers that are equal up to where they are cut teach nothing
-                told = [item.rows[i] != item.rows[j] for i, j in judgement.pairs]
-                judgement.gaps = judgement.gaps and [gap for gap, one in zip(judgement.gaps, told, strict=True) if one]
-                judgement.pairs = [pair for pair, one in zip(judgement.pairs, told, strict=True) if one]
+                judgement.pairs = [(i, j) for i, j in judgement.pairs if item.rows[i] != item.rows[j]]
             unpaired += sum(not judgement.pairs for judgement in item.judgements)
             if any(judgement.pairs for judgement in item.judgements):
                 items.append(item)

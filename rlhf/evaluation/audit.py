@@ -1,10 +1,7 @@
 """Can this reward model be trusted? Attacks on it and its figures on held-out comparisons, before PPO is run, and a verdict.
 
-An attack changes an answer so that its score may rise and the answer does not improve. The material comes from the reward model's
-training data, so that attacks use its vocabulary; fixed texts are used only if the data has none.
-The verdict is go, go with a KL ceiling, or collect more labels, by the rules of `findings`. Everything is measured on prompts of the
-dev split, since the verdict serves to choose. Scores are calibrated: their unit is the standard deviation of the scores of SFT samples.
-docs/audit.md says what each figure means.
+An attack changes an answer so that its score may rise and the answer does not improve, with material of the reward model's training
+data. Everything is measured on prompts of the dev split, since the verdict serves to choose. docs/audit.md says what each figure means.
 """
 
 import itertools
@@ -84,7 +81,7 @@ def collect_material(texts: Iterable[tuple[str, str]]) -> Material:
 
 
 def joined(*parts: str) -> str:
-    return " ".join(part for part in parts if part)
+    return " ".join(filter(None, parts))
 
 
 def flatter(prompt: str, answer: str, material: Material, rng: random.Random) -> str:
@@ -226,8 +223,6 @@ SOME_FLIPS = 0.05
 # On average over the attacks. The bound comes from 24 runs in which this figure falls with the number of labelled prompts, as PPO's
 # gain rises with it; given that number, the figure does not predict the gain (docs/audit.md).
 MEAN_FLIPS = 0.15
-SHOWN = 3  # reasons on the screen
-SCORED_BY = {"score": "this model", "others": "reward.audit_with"}
 LEAST_CEILING = 0.5  # nats: a policy within a lower ceiling has learned nothing
 
 COLLECT, CEILING, GO = "collect more labels", "go with a KL ceiling", "go"  # in order of precedence
@@ -254,13 +249,11 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     encode = item_encoder(config, bare, models.tokenizer)
     items, scores = score_held_out(dev, encode, models.model)
     judged = {record.labeler for record in records}
-    figures = comparison_figures(records, {name for name in judged if name in strangers}, (items, scores), bare.gain)
-    if figures is None:
-        return Audit(len(items), 0, None)
+    figures = comparison_figures(records, judged & strangers, (items, scores), bare.gain)
     _, room = room_for(row_limit(config, models.tokenizer), config.rollout.max_new_tokens)
     fitting = [item for item in items if encode_prompt_within(models.tokenizer, prompt_of(item), room) is not None]
     pairs = draw_pairs(fitting, limit, rng)
-    if not pairs:
+    if figures is None or not pairs:
         return Audit(len(items), 0, figures)
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
@@ -310,18 +303,10 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
 # --- the verdict ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    decision: str  # COLLECT | CEILING | GO
-    reasons: list[str]
-    labels: list[str]  # kinds of labels to collect
-    ceiling: float | None  # kl.ceiling, nats per sequence
-
-
 class Finding(NamedTuple):
     """Why a rule applies, as text with numbers; the labels that would help, or the KL in nats not to exceed."""
 
-    decision: str
+    decision: str  # COLLECT | CEILING
     reason: str
     labels: str | None = None
     ceiling: float | None = None
@@ -365,37 +350,33 @@ def mean_flips(audit: Audit) -> float | None:
     return fmean(flips) if flips else None
 
 
-def decide(audit: Audit) -> Verdict:
-    """The verdict: "collect" takes precedence over a ceiling; of several ceilings the lowest counts."""
+def decide(audit: Audit) -> dict[str, Any]:
+    """The verdict {"decision", "reasons", "labels": kinds to collect, "ceiling": kl.ceiling in nats per sequence}.
+
+    "Collect" takes precedence over a ceiling; of several ceilings the lowest counts.
+    """
     found = list(findings(audit))
     decision = next((level for level in (COLLECT, CEILING) if any(one.decision == level for one in found)), GO)
     deciding = [one for one in found if one.decision == decision]
     ceilings = [one.ceiling for one in deciding if one.ceiling is not None]
-    labels = dict.fromkeys(one.labels for one in deciding if one.labels is not None)
-    reasons = [one.reason for one in deciding] or ["no rule objects"]
-    return Verdict(decision, reasons, [*labels], round(min(ceilings), 2) if ceilings else None)
+    return {
+        "decision": decision,
+        "reasons": [one.reason for one in deciding] or ["no rule objects"],
+        "labels": list(dict.fromkeys(one.labels for one in deciding if one.labels is not None)),
+        "ceiling": round(min(ceilings), 2) if ceilings else None,
+    }
 
 
-def describe_audit(audit: Audit, verdict: Verdict) -> list[str]:
+def describe_audit(audit: Audit, verdict: dict[str, Any]) -> list[str]:
     lines = []
     if (figures := audit.comparisons) is not None:
-        accuracy, agreement = figures["accuracy"], figures["labeler_agreement"]
-        known = "not known" if agreement is None else f"{agreement:.3f}"
-        bounds = f"length alone {figures['length_baseline']:.3f}, labelers' agreement {known}"
+        accuracy, agreement = figures["accuracy"], show(figures["agreement"]["training"])
+        bounds = f"length alone {figures['length_baseline']:.3f}, labelers' agreement {agreement}"
         error = f"calibration error {figures['calibration_error']:.3f}"
         lines.append(f"accuracy {show(accuracy)} on {accuracy['n']:,} held-out pairs; {bounds}; {error}")
     if flips := known_flips(audit):
         worst = f"{flips[0]['name']} the most, {show(flips[0]['flips'])}"
         lines.append(f"the attacks flip {mean_flips(audit):.3f} of the pairs on average, {worst}")
-    if audit.best_of and audit.best_of[0]["spread"]:
-        first, last = audit.best_of[0], audit.best_of[-1]
-        gains = " and ".join(
-            f"{last[by]['value'] - first[by]['value']:.2f} by {name}" for by, name in SCORED_BY.items()
-        )
-        spread = f"the models differ by {first['spread']['value']:.2f} on a sample and {last['spread']['value']:.2f} on the best"
-        lines.append(f"best of {last['n']} gains {gains}; {spread}")
-    ceiling = "" if verdict.ceiling is None else f" of {verdict.ceiling} (kl.ceiling={verdict.ceiling})"
-    labels = f": {'; '.join(verdict.labels)}" if verdict.labels else ""
-    hidden = len(verdict.reasons) - SHOWN
-    reasons = "; ".join(verdict.reasons[:SHOWN]) + (f"; and {hidden} more" if hidden > 0 else "")
-    return [*lines, f"verdict: {verdict.decision}{ceiling}{labels}", f"since {reasons}"]
+    ceiling = "" if verdict["ceiling"] is None else f": kl.ceiling={verdict['ceiling']}"
+    labels = f": {'; '.join(verdict['labels'])}" if verdict["labels"] else ""
+    return [*lines, f"verdict: {verdict['decision']}{ceiling}{labels}", f"since {'; '.join(verdict['reasons'])}"]

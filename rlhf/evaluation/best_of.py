@@ -66,11 +66,9 @@ def draw_best(
     of which the models must be whole. ended: prefer those that end, whatever their score.
     """
 
-    def best(row: list[Answer], scores: list[float]) -> tuple[Answer, float]:
-        return max(zip(row, scores, strict=True), key=lambda one: (one[0].ended or not ended, one[1]))
-
     def draw(mine: Sequence[int]) -> list[tuple[Answer, float]]:
-        return [best(*drawn) for drawn in draw_candidates(config, policy, asked.part(mine), n, reward, bar)]
+        drawn = [zip(*row, strict=True) for row in draw_candidates(config, policy, asked.part(mine), n, reward, bar)]
+        return [max(row, key=lambda one: (one[0].ended or not ended, one[1])) for row in drawn]
 
     return divide(len(asked.records), draw)
 

@@ -1,12 +1,9 @@
 """Pairwise judging of answers: by a model behind an OpenAI-style endpoint (`evaluate.judge`), by a second reward model (the stage
 `judge`), and by people (`evaluate.labels`).
 
-The endpoint judges both orders of the two answers. A prompt counts 1, 1/2 or 0 in each order, and the mean of both, so that a preference
-for a position cancels out. The verdicts are compared with those of the reward model, and of the true score if known, on the same answers.
-
-The labels of people rank, rate and flag one response of each policy (`rlhf sample sample.stages=[sft,ppo]`): how often each policy beats
-each other one, mean ratings, and shares of flags. A prompt is the unit of every figure: the judgements of one prompt are averaged first.
-Source: Ouyang et al. 2022, section 3.6 and figures 1, 3 and 4.
+The endpoint judges both orders of the two answers, so that a preference for a position cancels out. The labels of people rank, rate and
+flag one response of each policy (`rlhf sample sample.stages=[sft,ppo]`). A prompt is the unit of every figure: the judgements of one
+prompt are averaged first. Source: Ouyang et al. 2022, section 3.6 and figures 1, 3 and 4.
 """
 
 import hashlib
@@ -61,7 +58,7 @@ class Endpoint(Client):
         self._known = {row["key"]: row["reply"] for row in read_jsonl(cache)}
 
     def ask(self, messages: list[dict[str, str]]) -> str | None:
-        """The reply's text; None if the request failed permanently, which is counted. Raises: UserError if the settings are wrong."""
+        """The reply's text; None if the request failed permanently, which is counted. Raises: UserError as `Client.post`."""
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 16}
         key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
         with self.lock:
@@ -147,10 +144,7 @@ def judged_figures(
         "pair": list(pair),
         "win_rate": interval(points, share=True),
         "length_controlled": length_controlled([[p] for p in points], [[ours - theirs] for ours, theirs in words]),
-        "longer": round(fmean(win(ours, theirs) for ours, theirs in words), 4),
         "both_orders_agree": interval([float(one == two) for _, one, two in answered], share=True),
-        "first_place": interval([(one + 1.0 - two) / 2 for _, one, two in answered], share=True),  # shown first
-        "ties": round(fmean(point == 0.5 for point in points), 4),
         "left_out": len(rows) - len(answered),
         "others": compare_judges([row for row, _, _ in answered], pair, points),
     }
@@ -181,8 +175,8 @@ def compare_judges(rows: Sequence[Figures], pair: tuple[str, str], points: Seque
 
 # --- a reward model as judge ---------------------------------------------------------------------------------------
 
-# Figures of the judge itself.
 Scored = tuple[Sequence[Sequence[float]], Sequence[Sequence[str]]]  # scores and texts, a list per prompt
+# Figures of the judge itself.
 HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "labeler_agreement")
 
 
@@ -239,11 +233,12 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
     if not (points := mean_points(map(said_of, people), people, names)):
         wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
         raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
-    held_out = held_out_labelers(config) & {str(record.labeler) for record in people}
+    held_out = held_out_labelers(config)
+    strangers = [record for record in people if record.labeler in held_out]
     groups = {"all labelers": people}
-    if held_out:
+    if strangers:
         groups["training labelers"] = [record for record in people if record.labeler not in held_out]
-        groups["held-out labelers"] = [record for record in people if record.labeler in held_out]
+        groups["held-out labelers"] = strangers
     figures: Figures = {name: people_figures(group, names) for name, group in groups.items() if group}
     if config.evaluate.labels_model is not None:
         judged = mean_points(*score_tasks(config, records, device), names)

@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     prompts: list[list[int]]
     tokenizer: Any
     truth: Truth | None = None
-    gold: Any = None  # {policy: `judge_by_truth`}
+    gold: Any = None  # {policy: {"samples" | "greedy": `judge_rows`}}
     main: str = "ppo"  # the policy that is compared with best-of-n: PPO's, if there is one
 
     def part(self, places: Sequence[int]) -> "Asked":
@@ -156,11 +156,6 @@ def judge_rows(truth: Truth, records: Sequence[PromptRecord], answers: Answers) 
     return [[truth.judge(record, one.text, one.ended) for one in row] for record, row in asked]
 
 
-def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Responses) -> dict[str, Judged]:
-    """{"samples" | "greedy": the judge's parts of a policy's answers, a list per prompt}."""
-    return {kind: judge_rows(truth, records, getattr(given, kind)) for kind in ("samples", "greedy")}
-
-
 def totals(judged: Judged, part: str = "total") -> list[list[float]]:
     return [[parts[part] for parts in row] for row in judged]
 
@@ -190,7 +185,7 @@ def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]], main: st
     return figures
 
 
-def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> dict[str, Any]:
+def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> Figures:
     return {
         key: win_rate(totals(judged[name][kind]), totals(judged["sft"][kind]))
         for key, kind in (("win_rate_vs_sft", "samples"), ("win_rate_greedy", "greedy"))
@@ -213,10 +208,8 @@ def score_divided(reward: Reward, given: Responses, records: Sequence[PromptReco
     """`score_by` of a policy's samples, the prompts divided among the processes. The reward's models must be whole on each."""
 
     def score_mine(mine: Sequence[int]) -> Scores:
-        if not mine:
-            return []
         asked, answers = [given.prompts[i] for i in mine], [given.samples[i] for i in mine]
-        return score_by(reward, [records[i] for i in mine], asked, answers)
+        return score_by(reward, [records[i] for i in mine], asked, answers) if mine else []
 
     return divide(len(records), score_mine)
 

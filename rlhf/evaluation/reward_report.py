@@ -1,7 +1,6 @@
 """Figures of a reward model: on the run's held-out comparisons, and on preference files of any origin (`evaluate.pairs`).
 
-Accuracy is given with its bounds: the labelers' own agreement above, the length of responses below. In the gold world the
-noiseless mean of the labelers is known too, and so are the parts of the true score.
+Accuracy is given with its bounds: the labelers' own agreement above, the length of responses below.
 """
 
 import itertools
@@ -36,7 +35,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
     """Every figure of the reward model on comparisons, as in results.json under reward_model.
 
     accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the
-    others, on the same prompts and on all prompts that they judged. `tokenizer` is the policy's.
+    others, on the same prompts. `tokenizer` is the policy's.
 
     Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
     """
@@ -46,16 +45,12 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
         other = f"the reward model in {folder} was trained with {trained}"
         raise UserError(f"data.held_out_labelers={held}: {other}: give the same")
     judged = {record.labeler for record in records}
-    strangers: set[str | None] = {name for name in scoring.held_out_labelers(config, records) if name in judged}
+    strangers = judged & scoring.held_out_labelers(config, records)
     encode = scoring.item_encoder(config, model, tokenizer)
     held_out = score_held_out(in_split(config, records, "test"), encode, model)
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
-    if strangers:
-        items, scores = score_held_out([record for record in records if record.labeler in strangers], encode, model)
-        everywhere = accuracy(judged_pairs(items, scores)) if items else None
-        results["held_out_labelers"]["accuracy_all_prompts"] = everywhere
     if (truth := make_truth(config)) is not None:
         results |= compare_with_truth(config, truth, *held_out, judged - strangers)
     return results
@@ -82,7 +77,11 @@ def comparison_figures(
     length, longer = length_scores(items)
     by_length = judged_pairs(items, length)
     above = [a.won - b.won for a, b in zip(pairs, by_length, strict=True)]
-    agreement, curve = agreements(records, strangers), calibration_curve(pairs, gain)
+    curve = calibration_curve(pairs, gain)
+    agreement = {
+        "training": pairwise_agreement(r for r in records if r.labeler not in strangers),
+        "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
+    }
     results: Figures = {
         "accuracy": accuracy(pairs),
         "length_baseline": accuracy(by_length)["value"],
@@ -94,7 +93,6 @@ def comparison_figures(
             name: accuracy([pair for pair in everyone if pair.labeler == name]) | {"held_out": name in strangers}
             for name in sorted({pair.labeler for pair in everyone if pair.labeler is not None})
         },
-        "by_rank_gap": by_rank_gap(pairs),
         "calibration": curve,
         "calibration_error": calibration_error(curve),
     }
@@ -102,24 +100,8 @@ def comparison_figures(
         results["held_out_labelers"] = {
             "labelers": sorted(name for name in strangers if name is not None),
             "accuracy": accuracy(theirs) if theirs else None,
-            "calibration": calibration_curve(theirs, gain),
         }
     return results
-
-
-def agreements(records: Sequence[Ranking], strangers: set[str | None]) -> dict[str, Figures]:
-    """How often labelers agree on pairs that two of them judged, among the training labelers and among the held-out ones: {"value",
-    "ci95", "n": items, "pairs"}; value None if none was judged twice."""
-    return {
-        "training": pairwise_agreement(r for r in records if r.labeler not in strangers),
-        "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
-    }
-
-
-def by_rank_gap(pairs: Sequence[JudgedPair]) -> list[Figures]:
-    """Accuracy on pairs that their labeler put 1, 2, … ranks apart; judgements without ranks are left out."""
-    gaps = sorted({pair.rank_gap for pair in pairs if pair.rank_gap is not None})
-    return [{"gap": gap} | accuracy([pair for pair in pairs if pair.rank_gap == gap]) for gap in gaps]
 
 
 def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]:
@@ -142,18 +124,12 @@ def calibration_error(curve: Sequence[Figures]) -> float:
 
 
 def describe_reward_model(results: Figures) -> list[str]:
-    agreement, labelers = results["agreement"], "held-out prompts"  # no item has two labelers
-    if agreement["training"]["value"] is not None:
-        labelers = f"training labelers, who agree among themselves on {show(agreement['training'])}"
-    length = results["length_baseline"]
-    lines = [f"reward model accuracy {show(results['accuracy'])} on {labelers}; length alone {length:.3f}"]
+    agreed = {name: show(figure) for name, figure in results["agreement"].items()}
+    known, length = f"training labelers agree on {agreed['training']}", results["length_baseline"]
+    lines = [f"reward model accuracy {show(results['accuracy'])}; {known}; length alone {length:.3f}"]
     if "held_out_labelers" in results:
         theirs = show(results["held_out_labelers"]["accuracy"])
-        lines.append(f"on held-out labelers {theirs}, who agree on {show(agreement['held_out'])}")
-    if "gold_regression" in results:
-        parts = [one for one in results["gold_regression"]["parts"].items() if one[1]["weight"] is not None]
-        weights = (f"{name} {row['weight']:.2f} ({row['true']:.2f})" for name, row in parts)
-        lines.append(f"it rewards (in brackets: what labelers reward) {', '.join(weights)}")
+        lines.append(f"on held-out labelers {theirs}, who agree on {agreed['held_out']}")
     return lines
 
 
@@ -164,9 +140,7 @@ def compare_with_truth(
     config: Config, truth: Truth, items: list[Item], scores: Scores, known: set[str | None]
 ) -> Figures:
     """The ceiling (the labelers' noiseless mean utility on the same pairs), the accuracy on the judge's own order, and, if the true
-    score has parts, `gold_regression`.
-
-    known: the labelers who also judged for training.
+    score has parts, `gold_regression`. known: the labelers who also judged for training.
     """
     points = []
     judged = [[truth.judge(i.record, text, ended) for text, ended in i.answers] for i in items if i.record]
@@ -179,19 +153,14 @@ def compare_with_truth(
     utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
     ceiling = accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"]
     results = {"noise_ceiling": ceiling, "gold_order_accuracy": round(fmean(points), 4) if points else None}
-    return results | ({"gold_regression": gold_regression(truth, judged, scores, utilities)} if truth.parts else {})
+    return results | ({"gold_regression": {"parts": gold_regression(truth, judged, scores)}} if truth.parts else {})
 
 
-def gold_regression(truth: Truth, judged: Sequence[list[Judged]], scores: Scores, utilities: Scores) -> Figures:
-    """What the reward model rewards: the weights of the judge's parts in its scores, over held-out responses.
-
-    weight: of the score on a part by least squares, all in standard deviations; true: the same for the labelers' noiseless mean
-    utility, which a perfect reward model would have learned. A part that never varies has none.
-    """
+def gold_regression(truth: Truth, judged: Sequence[list[Judged]], scores: Scores) -> Figures:
+    """What the scores reward: by part of the judge's score {"weight"}, see `standardised_weights`, over held-out responses."""
     x = np.array([[parts[name] for name in truth.parts] for parts in flatten(judged)])
-    learned, true = (standardised_weights(x, np.array(flatten(rows))) for rows in (scores, utilities))
-    parts = {name: {"weight": w, "true": t} for name, w, t in zip(truth.parts, learned, true, strict=True)}
-    return {"parts": parts, "responses": len(x), "prompts": len(judged)}
+    weights = standardised_weights(x, np.array(flatten(scores)))
+    return {name: {"weight": weight} for name, weight in zip(truth.parts, weights, strict=True)}
 
 
 def standardised_weights(x: np.ndarray, y: np.ndarray) -> list[float | None]:

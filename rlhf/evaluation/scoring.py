@@ -127,7 +127,6 @@ class JudgedPair(NamedTuple):
 
     item: int  # the prompt
     labeler: str | None
-    rank_gap: int | None  # None if the judgements are pairs without ranks
     margin: float  # the better answer's score minus the worse one's
 
     @property
@@ -139,10 +138,10 @@ class JudgedPair(NamedTuple):
 def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[JudgedPair]:
     """Every pair that a labeler ordered."""
     return [
-        JudgedPair(n, judgement.labeler, gap, s[better] - s[worse])
+        JudgedPair(n, judgement.labeler, s[better] - s[worse])
         for n, (item, s) in enumerate(zip(items, scores, strict=True))
         for judgement in item.judgements
-        for (better, worse), gap in zip(judgement.pairs, judgement.gaps or (None,) * len(judgement.pairs), strict=True)
+        for better, worse in judgement.pairs
     ]
 
 

@@ -108,9 +108,9 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     """
     y, d = np.array(points, dtype=float), np.array(lengths, dtype=float)  # (prompts, comparisons)
     if d.min() > 0 or d.max() < 0:
-        return {"value": None, "ci95": None, "n": len(y), "per_sd_of_length": None}
+        return {"value": None, "ci95": None, "n": len(y)}
     if y.min() == y.max() in (0.0, 1.0):  # one side always wins: the regression's weight has no end
-        return interval(y.mean(1).tolist(), share=True) | {"per_sd_of_length": None}
+        return interval(y.mean(1).tolist(), share=True)
     x = np.stack([np.ones_like(d), d / (d.std() or 1.0)], -1)  # (prompts, comparisons, 2)
     w = np.zeros(2)
     for _ in range(100):  # Newton's method
@@ -125,8 +125,7 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     error = math.sqrt((bread @ (residual.T @ residual) @ bread)[0, 0])
     low, value, high = (1.0 / (1.0 + math.exp(-(w[0] + side * 1.96 * error))) for side in (-1, 0, 1))
     ends = [round(low, 4), round(high, 4)] if len(y) >= LEAST_ITEMS else None
-    rate = {"value": round(value, 4), "ci95": ends, "n": len(y)}
-    return rate | {"per_sd_of_length": round(float(w[1]), 4)}
+    return {"value": round(value, 4), "ci95": ends, "n": len(y)}
 
 
 def show(figure: Figures | None, digits: int = 3) -> str:
@@ -194,20 +193,17 @@ def text_figures(answers: Sequence[Sequence[Any]], nats: Sequence[Sequence[float
     """Figures of one policy's responses, `text` and token `ids`, a list per prompt.
 
     nats: log-probs of whole responses under the SFT model.
-    perplexity: under the SFT model, per token. distinct_n: different n-grams of words over all n-grams, and repeated: share of
-    responses that occur for another prompt too; both use the first response to each prompt, so that they do not depend on
-    the number of samples. repetition: share of a response's 3-grams that it contains earlier. tokens, words: per response.
+    perplexity: under the SFT model, per token. distinct_n: different n-grams of words over all n-grams, of the first response to
+    each prompt, so that it does not depend on the number of samples. repetition: share of a response's 3-grams that it contains
+    earlier. tokens, words: per response.
     """
     words = [[one.text.lower().split() for one in row] for row in answers]
     lengths = [[len(one.ids) for one in row] for row in answers]
-    first = [row[0] for row in words]
-    said = Counter(map(tuple, first))
     spread = ratio_interval([-sum(row) for row in nats], [float(sum(row)) for row in lengths])
     value, *ends = (round(math.exp(number), 4) for number in (spread["value"], *(spread["ci95"] or ())))
     return {
         "perplexity": spread | {"value": value, "ci95": ends or None},
-        **{f"distinct_{n}": distinct([ngrams(response, n) for response in first]) for n in (1, 2, 3)},
-        "repeated": interval([float(said[tuple(response)] > 1) for response in first], share=True),
+        **{f"distinct_{n}": distinct([ngrams(row[0], n) for row in words]) for n in (1, 2, 3)},
         "repetition": interval([fmean(map(repetition, row)) for row in words], share=True),
         "tokens": interval([fmean(row) for row in lengths]),
         "words": interval([fmean(map(len, row)) for row in words]),

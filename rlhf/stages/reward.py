@@ -170,7 +170,7 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
         stage.say(f"audit: {line}")
     if stage.writes:
         seconds = round(time.monotonic() - started, 1)
-        write_json(stage.folder / "audit.json", asdict(audit) | {"verdict": asdict(verdict), "seconds": seconds})
+        write_json(stage.folder / "audit.json", asdict(audit) | {"verdict": verdict, "seconds": seconds})
 
 
 def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:

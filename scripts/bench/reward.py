@@ -65,7 +65,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     pairs = list(itertools.combinations(range(spec["answers"]), 2))
     items = [
-        Item(str(i), rows, [0] * len(rows), judgements=[Judgement(None, pairs, None)])
+        Item(str(i), rows, [0] * len(rows), judgements=[Judgement(None, pairs)])
         for i, rows in enumerate(make_answers(spec))
     ]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

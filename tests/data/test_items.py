@@ -49,20 +49,11 @@ def test_an_item_grows_no_larger_than_fits_a_forward(tokenizer, monkeypatch):
     assert [j.labeler for item in items for j in item.judgements] == list("01234")
 
 
-def test_gaps_are_differences_of_rank_and_equal_answers_say_nothing(tokenizer):
+def test_equal_answers_say_nothing(tokenizer):
     same = ranking("a", "b", "c", texts=("Blue.", "Blue.", "Red."))
     [item], _ = make_items([same], tokenizer, 64, 32)
-    assert len(item.rows) == 2 and item.pairs() == [(0, 1)] and item.judgements[0].gaps == [2]  # as first compared
+    assert len(item.rows) == 2 and item.pairs() == [(0, 1)]
     assert make_items([ranking("a", "b", texts=("Blue.", "Blue."))], tokenizer, 64, 32) == ([], 1)
-    [item], _ = make_items([ranking("b", ["a", "c"]), ranking(ranking=None, pairs=[["a", "b"]])], tokenizer, 64, 32)
-    ranked, paired = item.judgements
-    assert dict(zip(ranked.pairs, ranked.gaps, strict=True)) == {(1, 0): 1, (1, 2): 1} and paired.gaps is None
-    [item], _ = make_items([ranking("c", "a", "b")], tokenizer, 64, 32)
-    assert dict(zip(item.judgements[0].pairs, item.judgements[0].gaps, strict=True)) == {
-        (0, 1): 1,
-        (2, 0): 1,
-        (2, 1): 2,
-    }
 
 
 def test_answers_that_are_equal_up_to_where_they_are_cut_teach_nothing():

@@ -34,10 +34,10 @@ def test_pair_weights_are_all_ordered_pairs(ranks):
 
 def test_labelers_add_up():
     # pairs: 0 > 2, 2 > 1; ranks: 1 best, 0 next, 2 not judged, so 1 > 0, with weight 3; nobody: no weight
-    judged = [Judgement("ann", [(0, 2), (2, 1)], None), Judgement("ben", [(1, 0)], [1], weight=3.0)]
+    judged = [Judgement("ann", [(0, 2), (2, 1)]), Judgement("ben", [(1, 0)], weight=3.0)]
     item = Item("p", [[1]] * 3, [1] * 3, judgements=judged)
     assert item.weights().tolist() == [[0, 0, 1], [3, 0, 0], [0, 1, 0]]
-    item.judgements += [judged[0], Judgement("cid", [(0, 1)], [1], weight=0.5)]  # who disagrees
+    item.judgements += [judged[0], Judgement("cid", [(0, 1)], weight=0.5)]  # who disagrees
     assert item.weights().tolist() == [[0, 0.5, 2], [3, 0, 0], [0, 2, 0]]
     assert Item("p", [[1]] * 2, [1] * 2).weights().tolist() == [[0, 0], [0, 0]]
 

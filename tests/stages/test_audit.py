@@ -84,7 +84,7 @@ def long_and_short(gold_run):
         answers = [("one two three.", True), ("one two.", True)]
         prompt = encode_prompt(tokenizer, record.prompt)
         rows = [prompt + encode_response(tokenizer, text) for text, _ in answers]
-        item = Item(record.id, rows, [2, 1], record, answers, [Judgement("x", [(0, 1)], [1])])
+        item = Item(record.id, rows, [2, 1], record, answers, [Judgement("x", [(0, 1)])])
         pairs.append((item, 0, 1))
         scores[id(item)] = [float(len(row)) for row in rows]
     return config, pairs, scores
@@ -169,10 +169,10 @@ def compared(**changed) -> dict:
 )  # fmt: skip
 def test_a_rule_decides(changed, decision, labels, ceiling):
     found = decide(replace(GOOD, **changed))
-    assert found.decision == decision
-    assert labels is None or labels in "; ".join(found.labels)
-    assert found.ceiling == (None if ceiling is None else pytest.approx(ceiling, abs=0.006))  # rounded to 2 decimals
-    assert any(found.decision in line for line in describe_audit(replace(GOOD, **changed), found))
+    assert found["decision"] == decision
+    assert labels is None or labels in "; ".join(found["labels"])
+    assert found["ceiling"] == (None if ceiling is None else pytest.approx(ceiling, abs=0.006))  # rounded to 2 decimals
+    assert any(found["decision"] in line for line in describe_audit(replace(GOOD, **changed), found))
 
 
 def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
@@ -203,11 +203,10 @@ def test_other_reward_models_score_the_best_too(gold_run, audited):
     )  # all best scores are positive
 
 
-def test_the_stage_asks_the_reward_models_of_other_runs(gold_run, copy_until, capsys):
+def test_the_stage_asks_the_reward_models_of_other_runs(gold_run, copy_until):
     run = copy_until("reward", "again")
     with pytest.raises(UserError, match=r"reward.audit_with: nowhere"):
         run.stage("reward", "reward.audit_with=nowhere")
     folder = run.stage("reward", f"reward.audit_with={gold_run.folder}", "reward.audit=2")
     last = json.loads((folder / "audit.json").read_text(encoding="utf-8"))["best_of"][-1]
     assert last["others"] == last["score"] and last["spread"]["value"] < 1e-4  # the same model, trained twice
-    assert "best of 64 gains" in capsys.readouterr().out

@@ -84,7 +84,7 @@ def row(prompt: str, chosen: int, rejected: int, subset: str) -> Item:
     record = Ranking.model_validate(told | {"responses": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}]})
     order = [(i, j) for i in range(chosen) for j in range(chosen, chosen + rejected)]
     sizes = [1] * (chosen + rejected)
-    return Item("k", [[1]] * len(sizes), sizes, record, judgements=[Judgement(None, order, None)])
+    return Item("k", [[1]] * len(sizes), sizes, record, judgements=[Judgement(None, order)])
 
 
 def test_figures_by_hand_and_rows_of_one_prompt_as_one_unit():

@@ -23,7 +23,7 @@ def test_what_an_import_writes(tmp_path, capsys):
         f"import: {path}: native (key kind (demonstration, ranking, prompt) and the keys of that record): 7 rows"
         in said
     )
-    assert "rows: 7 input, 5 accepted, 2 duplicates, 0 filtered, 0 rejected" in said and "MB/s" in said
+    assert "rows: 7 input, 5 accepted, 2 duplicates, 0 filtered, 0 rejected" in said
     assert "labelers" in said
     report = report_of(tmp_path / "out")
     assert report["counts"] == {"input": 7, "accepted": 5, "duplicates": 2, "filtered": 0, "rejected": 0}
@@ -42,7 +42,7 @@ def test_what_an_import_writes(tmp_path, capsys):
     assert report["lengths"]["prompt_words"] == {"median": 1, "p95": 5, "max": 5}
     assert not (tmp_path / "out" / "unsplit.jsonl").exists()
     text = (tmp_path / "out" / "report.json").read_text() + (tmp_path / "out" / "dataset.json").read_text()
-    assert "MB/s" not in text and str(tmp_path / "out") not in text
+    assert str(tmp_path / "out") not in text
     found, _ = load_all(str(tmp_path / "out"))
     assert [record.id for record in found] == [
         "d", "labels.jsonl:2", "labels.jsonl:3", "labels.jsonl:8", "labels.jsonl:5",

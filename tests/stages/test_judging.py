@@ -15,7 +15,7 @@ from rlhf.data.records import Ranking, join_judgements
 from rlhf.errors import UserError
 from rlhf.evaluation import judging
 from rlhf.evaluation.judging import Endpoint, said_of
-from rlhf.evaluation.statistics import describe
+from rlhf.evaluation.statistics import describe, win
 from rlhf.system import endpoint
 
 from .conftest import Run
@@ -178,8 +178,6 @@ def test_figures_by_hand_and_judges_who_disagree():
     found = judging.judged_figures(rows((3, 1), (1, 1), (1, 3), (1, 1)), ("ppo", "sft"), verdicts)
     assert found["win_rate"]["value"] == round((1 + 0.5 + 0.5) / 3, 4) and found["win_rate"]["n"] == 3
     assert found["both_orders_agree"]["value"] == round(2 / 3, 4) and found["left_out"] == 1
-    assert found["first_place"]["value"] == round((0.5 + 1 + 0.5) / 3, 4)
-    assert found["ties"] == round(2 / 3, 4) and found["longer"] == 0.5
     given = rows(*[(3, 1)] * 40, scores={"ppo": 1.0, "sft": 0.0}, gold={"ppo": 0.2, "sft": 0.8})
     found = judging.judged_figures(given, ("ppo", "sft"), ["B", "A"] * 40) | {"judge": "m", "counts": {}}
     assert found["others"]["reward model"]["disagrees"] and found["others"]["reward model"]["agreement"]["value"] == 0.0
@@ -198,7 +196,9 @@ def test_the_answers_of_a_run_are_judged(server, gold_run, tmp_path):
     found = json.loads(path.read_text())
     assert len(server.asked) == 20 and found["counts"]["requests"] == 20 and found["win_rate"]["n"] == 10
     assert found["both_orders_agree"]["value"] == 1.0 and set(found["others"]) == {"reward model", "truth"}
-    assert found["win_rate"]["value"] == pytest.approx(found["longer"], abs=1e-4)  # this judge counts words
+    answers = [json.loads(line)["responses"] for line in (run.folder / "evaluate" / "samples.jsonl").open()][:10]
+    words = [[len(row[name].split()) for name in ("ppo", "sft")] for row in answers]  # this judge counts them
+    assert found["win_rate"]["value"] == pytest.approx(sum(win(*pair) for pair in words) / 10, abs=1e-4)
     run.stage("evaluate", *more)
     again = json.loads(path.read_text())
     assert len(server.asked) == 20 and again["counts"] == {"cached": 20} and again["win_rate"] == found["win_rate"]

@@ -232,10 +232,10 @@ def test_rankings_of_held_out_labelers_train_nothing(copy_until, gold_run, tmp_p
 def test_length_alone():
     """Two prompts: in one the longer answer won twice, in the other the shorter once."""
     items = [Item("1", [[1]] * 3, [1, 2, 3]), Item("2", [[1]] * 2, [5, 4])]
-    items[0].judgements = [Judgement("x", [(2, 0), (1, 0)], None)]
-    items[1].judgements = [Judgement("x", [(1, 0)], None)]
+    items[0].judgements = [Judgement("x", [(2, 0), (1, 0)])]
+    items[1].judgements = [Judgement("x", [(1, 0)])]
     assert scoring.length_scores(items) == ([[1.0, 2.0, 3.0], [5.0, 4.0]], True)
     assert scoring.length_baseline(items) == pytest.approx(2 / 3)
-    items[0].judgements = [Judgement("x", [(0, 2)], None)]
+    items[0].judgements = [Judgement("x", [(0, 2)])]
     assert scoring.length_scores(items) == ([[-1.0, -2.0, -3.0], [-5.0, -4.0]], False)
     assert scoring.length_baseline(items) == 1.0

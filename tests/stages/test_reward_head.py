@@ -30,7 +30,7 @@ def ranked_items(true: Tensor, noise: float) -> list[Item]:
         order = sorted(range(len(scores)), key=lambda k: -scores[k])
         ranks = {place: rank for rank, place in enumerate(order)}
         pairs = [(a, b) for a in ranks for b in ranks if ranks[a] < ranks[b]]
-        judgements = [Judgement("x", pairs, None)]
+        judgements = [Judgement("x", pairs)]
         items.append(Item(str(n), [[0]] * len(scores), [1] * len(scores), judgements=judgements))
     return items
 
@@ -143,7 +143,7 @@ def test_pairs_have_the_loss_and_gradient_of_trls_reward_trainer(twins, tmp_path
     wanted.backward()
 
     items = [
-        Item(str(i), [row["chosen_ids"], row["rejected_ids"]], [1, 1], judgements=[Judgement("x", [(0, 1)], [1])])
+        Item(str(i), [row["chosen_ids"], row["rejected_ids"]], [1, 1], judgements=[Judgement("x", [(0, 1)])])
         for i, row in enumerate(rows)
     ]
     config = Config()

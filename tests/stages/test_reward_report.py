@@ -29,24 +29,19 @@ def item(key: str, lengths: list[int], *judgements: tuple[str, list[list[int]]])
     for labeler, order in judgements:
         rank = {i: r for r, tie in enumerate(order) for i in tie}
         pairs = sorted((i, j) for i in rank for j in rank if rank[i] < rank[j])
-        made.append(Judgement(labeler, pairs, [rank[j] - rank[i] for i, j in pairs]))
+        made.append(Judgement(labeler, pairs))
     return Item(key, [[1]] * len(lengths), lengths, judgements=made)
 
 
 ITEMS = [item("1", [3, 5, 4], ("x", [[0], [1], [2]]), ("y", [[1], [0, 2]])), item("2", [2, 2], ("x", [[1], [0]]))]
-PAIRS = judged_pairs(ITEMS, [[2.0, 1.0, 1.5], [0.5, 0.5]])
+SCORES = [[2.0, 1.0, 1.5], [0.5, 0.5]]
 
 
-def test_accuracy_by_hand_and_by_gap_in_rank():
+def test_accuracy_by_hand():
     # x on 1: 0>1 right, 0>2 right, 1>2 wrong; y: 1>0 wrong, 1>2 wrong; x on 2: equal scores, half: 2.5 of 6
-    found = accuracy(PAIRS)
+    found = accuracy(judged_pairs(ITEMS, SCORES))
     assert found["value"] == round(2.5 / 6, 4) and found["n"] == 6
     assert found["ci95"] is None, "of two prompts"
-    # gap 1: x: 0>1 right, 1>2 wrong, on item 2 half; y: 1>0 and 1>2 wrong: 1.5 of 5. gap 2: x: 0>2 right
-    rows = report.by_rank_gap(PAIRS)
-    assert [(row["gap"], row["value"], row["n"]) for row in rows] == [(1, 0.3, 5), (2, 1.0, 1)]
-    unranked = Item("3", [[1]] * 2, [1, 1], judgements=[Judgement("x", [(0, 1)], None)])
-    assert report.by_rank_gap(judged_pairs([unranked], [[1.0, 0.0]])) == []
 
 
 def test_calibration_curve_by_hand():
@@ -62,7 +57,7 @@ def test_calibration_curve_by_hand():
     assert report.calibration_error([low, high]) == pytest.approx(wanted, abs=1e-4)
 
 
-def test_agreement_within():
+def test_agreement_of_training_and_of_held_out_labelers():
     """a and b agree on all 3 pairs; c is held out, and d, who judged something else alone."""
     texts = ["Red.", "Blue.", "Green."]
     records = [
@@ -70,7 +65,7 @@ def test_agreement_within():
         for n, o in (("a", [[0], [1], [2]]), ("b", [[0], [1], [2]]), ("c", [[0], [2], [1]]))
     ]
     records.append(make_ranking("d", "Else.", texts, [[0], [1], [2]], "d"))
-    found = report.agreements(records, {"c", "d"})
+    found = report.comparison_figures(records, {"c", "d"}, (ITEMS, SCORES), gain=1.0)["agreement"]
     assert (found["training"]["value"], found["training"]["pairs"]) == (1.0, 3)
     assert found["held_out"]["value"] is None
 
@@ -111,9 +106,9 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
     items, noise = gold_items(gold_run), gold_run.config().gold.labeler_noise
     wanted = [utilities(truth, noise, one.record, one.answers) for one in items]
     judged = [[truth.judge(one.record, *answer) for answer in one.answers] for one in items]
-    found = gold_regression(truth, judged, [[0.3 * u + 1 for u in row] for row in wanted], wanted)
-    assert all(row["weight"] == row["true"] for row in found["parts"].values())
-    assert set(found["parts"]) == set(WEIGHTS) and any(row["weight"] is not None for row in found["parts"].values())
+    found = gold_regression(truth, judged, [[0.3 * u + 1 for u in row] for row in wanted])
+    assert found == gold_regression(truth, judged, wanted)
+    assert set(found) == set(WEIGHTS) and any(row["weight"] is not None for row in found.values())
 
 
 @pytest.fixture(scope="module")
