@@ -129,6 +129,14 @@ def test_relations(settings, said):
     [
         ("judge", {"judge__model": "bert", "deepspeed": "zero3", "data__half": 1}, "judge.model=bert: a text classifier does not go with"),
         ("pipeline", {"rounds": 2, "ppo__policy": "dpo"}, "ppo.policy=dpo: an earlier round has no dpo of its own: give parents.dpo"),
+        ("sample", {"sample__stages": ["sft"]}, "sample.stages=sft: want two or more, without sample.stage and sample.responses"),
+        ("sample", {"sample__stages": ["sft", "ppo"], "sample__responses": 3}, "without sample.stage and sample.responses"),
+        ("sample", {"sample__stages": ["sft", "ppo"], "sample__choose": "uncertain"}, "sample.choose=uncertain: sample.stages compares"),
+        ("sample", {"sample__choose": "disagreement", "sample__rewards": ["x"]}, "want two reward models or more"),
+        ("generate", {"generate__greedy": True, "generate__samples": 2}, "generate.samples=2: greedy responses are all alike: want 1"),
+        ("export", {"export__stage": "reward", "export__form": "llama"}, "export.form=llama: a reward model is written"),
+        ("classify", {"classify__from_scratch": True, "classify__layers": 1}, "give one of the two"),
+        ("classify", {"classify__both_orders": True}, "name the second one with classify.second"),
     ],
 )  # fmt: skip
 def test_what_would_fail_late_is_refused_first(command, settings, said):

@@ -33,7 +33,7 @@ def run(config: Config) -> None:
             if config.clean.yes:
                 remove(path)
     kept = size_of(folder) - (0 if config.clean.yes else freed)
-    can_go = "is deleted" if config.clean.yes else "can go: add yes=true to delete it" if found else "can go"
+    can_go = "is deleted" if config.clean.yes else "can go" + (": add yes=true to delete it" if found else "")
     say(f"{memory(freed / 1e6):>9}  {can_go}")
     say(f"{memory(kept / 1e6):>9}  stays: the stages' models, which later stages and export read, curves and reports")
 
@@ -50,10 +50,7 @@ def removable(folder: Path, stages: dict[str, Path]) -> Iterator[tuple[Path, str
             continue
         for path in checkpoints(stage / "checkpoints"):
             if finished:
-                yield (
-                    path,
-                    f"kept by checkpoints.keep_best or keep_every; {name} is complete, so nothing resumes from it",
-                )
+                yield path, f"kept by checkpoints.keep_best or keep_every; {name} is complete: nothing resumes from it"
             elif not is_whole(path):
                 yield path, "incomplete or damaged, so nothing resumes from it"
         unfinished = [] if has_begun(beside(stage), name) else [beside(stage)]

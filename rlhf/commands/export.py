@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.errors import UserError
 from rlhf.recipe import STAGES, ancestors
 from rlhf.runs import folders
 from rlhf.runs.folders import is_complete, read_record, read_stage, stage_folder
+from rlhf.runs.run_files import entries, with_interval
 from rlhf.system.files import check_replaceable, held, replaced, share, writing
 from rlhf.system.terminal import one_line, say
 
@@ -81,8 +81,6 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     from rlhf.model.convert import export_reward
     from rlhf.training.setup import be_quiet
 
-    if config.export.form != "auto":
-        raise UserError(f"export.form={config.export.form}: a reward model is written in its trunk's form: want auto")
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
     exported = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
@@ -153,17 +151,14 @@ def result_lines(config: Config, stage: str, records: dict[str, dict[str, Any]])
     return ["| figure | value | 95% interval |", "| --- | --- | --- |", *rows]
 
 
-def figures(prefix: str, results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def figures(prefix: str, results: Any) -> Iterator[tuple[str, str, str]]:
     """(name, value, interval) of each figure in results.json that is a number."""
-    for name, value in results.items():
-        key = cell(f"{prefix}{name}")
-        if isinstance(value, dict) and "value" in value:
-            low, high = value.get("ci95") or ("", "")
-            yield key, str(value["value"]), f"{low} to {high}" if low != "" else ""
-        elif isinstance(value, dict) and name not in ("seconds", "peak_rss_mb", "scores"):
+    for name, value in entries(results):
+        number, low, high = with_interval(value)
+        if number is not None and name != "seed":
+            yield cell(f"{prefix}{name}"), str(number), "" if low is None else f"{low} to {high}"
+        elif number is None and name not in ("seconds", "peak_rss_mb", "scores"):
             yield from figures(f"{prefix}{name}.", value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and name != "seed":
-            yield key, str(value), ""
 
 
 def shown_name(value: Any) -> Any:

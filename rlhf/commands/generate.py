@@ -15,7 +15,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.progress import progress
-from rlhf.runs.run_files import parse_line
+from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import read_prompts
 from rlhf.system.files import check_replaceable, held, write_jsonl, writing
 from rlhf.system.terminal import say
@@ -24,8 +24,6 @@ from rlhf.system.terminal import say
 def run(config: Config) -> None:
     """Write the responses to `generate.out`. Raises: UserError if it exists, the model is missing or no prompt fits."""
     settings = config.generate
-    if settings.greedy and settings.samples > 1:
-        raise UserError(f"generate.samples={settings.samples}: greedy responses are all alike: want 1")
     out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
     refuse_inside_stage(out, "generate.out")
     with held(out):
@@ -48,20 +46,15 @@ def run(config: Config) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the first line of a file is one that this command writes."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return {"responses", "model_hash"} <= (parse_line(file.readline()) or {}).keys()
+    """Whether the first row of a file is one that this command writes."""
+    return {"responses", "model_hash"} <= next(read_jsonl(path), {}).keys()
 
 
 def answer_prompts(
     config: Config, command: str, folder: Path, records: list[PromptRecord], count: int, key: tuple[str, ...] = ()
 ) -> Iterator[tuple[PromptRecord, bool, list[Any], dict[str, Any]]]:
     """Each prompt that fits a policy's context, whether it was cut, `count` answers by the command's settings, and how they were drawn.
-
-    key: makes policies independent. `rlhf sample` leaves out prompts that were cut: a labeler would judge an answer to what the model
-    had seen only in part.
+    key: makes policies independent. `rlhf sample` leaves out prompts that were cut, which the model would see only in part.
     """
     from rlhf.data.chat_template import end_ids
     from rlhf.data.encoding import fitting_prompts

@@ -1,7 +1,4 @@
-"""`rlhf import`: foreign files -> records, in a folder that is written completely or not at all.
-
-The rows are read by `data/importer.py`; this module has the folder and the output on the screen.
-"""
+"""`rlhf import`: foreign files -> records, in a folder that is written completely or not at all. `data/importer.py` reads the rows."""
 
 import os
 from pathlib import Path

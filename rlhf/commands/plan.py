@@ -1,7 +1,4 @@
-"""`rlhf plan`: what a configuration needs on a cluster, as a table, and as plan.json with out=….
-
-Nothing is run or loaded: the numbers are closed formulas (`rlhf.planning`), explained in docs/planning.md.
-"""
+"""`rlhf plan`: what a configuration needs on a cluster, by closed formulas (docs/planning.md), as a table, and as plan.json with out=…."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""`rlhf sample`: draw K responses per prompt from a model of the run, and write the tasks of a labelling round.
-
-`rlhf import` reads the export of the labelers' tool.
-"""
+"""`rlhf sample`: draw K responses per prompt from a model of the run, and write the tasks of a labelling round."""
 
 import hashlib
 import json
@@ -13,7 +10,7 @@ from typing import Any
 
 from rlhf.commands.generate import answer_prompts
 from rlhf.config import Config
-from rlhf.config.commands import SampleConfig
+from rlhf.config.checks import BY_REWARD
 from rlhf.config.setting import listed
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking, first_repeat, shown_prompt
 from rlhf.data.splits import prompt_key, uniform
@@ -26,7 +23,6 @@ from rlhf.system.terminal import say
 
 RECORD = "sample.json"
 SPARE = 3  # draws beyond K, to replace duplicates
-BY_REWARD = ("uncertain", "disagreement")  # of sample.choose: among the answers to several times as many prompts
 
 
 def run(config: Config) -> None:
@@ -34,21 +30,7 @@ def run(config: Config) -> None:
 
     Raises: UserError if the output exists, the model is missing, or no prompt is left to label.
     """
-    settings = config.sample
-    stages = listed(settings.stages)
-    one = SampleConfig(stage=settings.stage, responses=settings.responses)
-    if stages and (len(stages) < 2 or one != SampleConfig()):
-        raise UserError(
-            f"sample.stages={','.join(stages)}: want two or more, without sample.stage and sample.responses"
-        )
-    if settings.choose == "disagreement" and len(listed(settings.rewards)) < 2:
-        raise UserError(
-            "sample.choose=disagreement: want two reward models or more: name their runs with sample.rewards=[…]"
-        )
-    if stages and settings.choose in BY_REWARD:
-        raise UserError(
-            f"sample.choose={settings.choose}: sample.stages compares policies, on prompts that no reward model chose"
-        )
+    settings, stages = config.sample, listed(config.sample.stages)
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
     refuse_inside_stage(out, "sample.out")
     with held(out):
@@ -107,10 +89,8 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
-    """Up to `sample.prompts` prompts of the split in the order of sample.choose, and how many were skipped as labelled; more if reward
-    models choose among them.
-
-    A prompt is labelled if the run's comparisons rank responses to it. To judge policies (sample.stages), such a prompt will do.
+    """Up to `sample.prompts` prompts of the split in the order of sample.choose (more if reward models choose among them), and how many
+    were skipped, since the run's comparisons rank responses to them; to judge policies (sample.stages) those will do.
 
     Raises: UserError if none is left.
     """
@@ -236,10 +216,7 @@ def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dic
 
 
 def label_studio_config(interface: str) -> str:
-    """The labelling configuration to paste into a project: what a labeler sees and clicks.
-
-    Prompts and responses are in <Text> and in the `body` of a <List>, which show markup as plain characters.
-    """
+    """What a labeler sees and clicks. <Text> and the `body` of a <List> show markup as plain characters."""
     text = '<Text name="{0}" value="${0}" valueType="text" selectionEnabled="false"/>'.format
     if interface == "ranker":
         body = """  <Header value="Sort the responses: the best one on top"/>

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlhf.config import Config, PlanConfig
-from rlhf.config.commands import CorpusConfig, ImportConfig
+from rlhf.config.commands import CorpusConfig, ImportConfig, SampleConfig
 from rlhf.config.setting import get, listed, settings_in
 from rlhf.config.stages import FALLING, LoraConfig, RewardConfig
 from rlhf.errors import UserError
@@ -16,6 +16,7 @@ from rlhf.recipe import BASELINES, POLICY_STAGES, STAGES, ancestors
 from rlhf.system.processes import process_count
 
 Row = tuple[object, str]
+BY_REWARD = ("uncertain", "disagreement")  # of sample.choose: among the answers to several times as many prompts
 # Settings of `reward` that a classifier, which has a head of its own, cannot use.
 FOR_OUR_HEAD = ("fit_head", "read_tokens", "layers")
 TRAINED = [name for name, item in Config.__dataclass_fields__.items() if hasattr(item.type, "schedule")]
@@ -96,6 +97,7 @@ def _relations(config: Config, command: str) -> Iterator[Row]:
         yield batch_relation(config, context, f"model.context_length={context}")
     yield from _encoder_relations(config, command)
     yield from _training_relations(config)
+    yield from _command_relations(config, command)
     yield from _ppo_relations(config, command)
     yield from _launch_relations(config, command)
     for name, given in (("reward", config.reward), ("judge", config.judge)):
@@ -142,6 +144,29 @@ def _training_relations(config: Config) -> Iterator[Row]:
     smoothing = config.dpo.label_smoothing
     none = f"dpo.label_smoothing={smoothing}: dpo.loss=ipo has none: want 0, or sigmoid"
     yield config.dpo.loss == "ipo" and smoothing, none
+
+
+def _command_relations(config: Config, command: str) -> list[Row]:
+    """Of commands that are not in every pipeline."""
+    sample, generate, classify, form = config.sample, config.generate, config.classify, config.export.form
+    stages, one = listed(sample.stages), SampleConfig(stage=sample.stage, responses=sample.responses)
+    by_reward, draws = sample.choose in BY_REWARD, command == "sample"
+    return [
+        (draws and stages and (len(stages) < 2 or one != SampleConfig()), f"sample.stages={','.join(stages)}: want two or more, "
+         "without sample.stage and sample.responses"),
+        (draws and stages and by_reward, f"sample.choose={sample.choose}: sample.stages compares policies, on prompts that no reward "
+         "model chose"),
+        (draws and sample.choose == "disagreement" and len(listed(sample.rewards)) < 2, "sample.choose=disagreement: want two reward "
+         "models or more: name their runs with sample.rewards=[…]"),
+        (command == "generate" and generate.greedy and generate.samples > 1, f"generate.samples={generate.samples}: greedy responses "
+         "are all alike: want 1"),
+        (command == "export" and config.export.stage == "reward" and form != "auto", f"export.form={form}: a reward model is written "
+         "in its trunk's form: want auto"),
+        (classify.from_scratch and classify.layers is not None, f"classify.layers={classify.layers} with classify.from_scratch=true: "
+         "give one of the two"),
+        (classify.both_orders and (classify.second is None or listed(classify.choices)), "classify.both_orders=true: is for two texts: "
+         "name the second one with classify.second"),
+    ]  # fmt: skip
 
 
 def _ppo_relations(config: Config, command: str) -> list[Row]:

@@ -151,10 +151,8 @@ def judged_figures(
 
 
 def compare_judges(rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[float]) -> dict[str, Figures]:
-    """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers.
-
-    agreement: the share of prompts, of those on which both prefer an answer, on which they prefer the same one. disagrees: the intervals
-    of the two win rates lie on different sides of 1/2.
+    """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers. agreement: of the prompts on which both prefer an answer,
+    the share on which it is the same one. disagrees: the intervals of the two win rates lie on different sides of 1/2.
     """
     judges, (our_low, our_high) = {}, ends(interval(points, share=True))
     for name, key in OTHER_JUDGES.items():
@@ -181,9 +179,8 @@ HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "la
 
 
 def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked, device: torch.device) -> Figures:
-    """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}.
-
-    Every policy is compared with SFT, the second of `answers` first, and that one with every other.
+    """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}: every policy is compared
+    with SFT, the second of `answers` first, and that one with every other.
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, asked.tokenizer), ModelReward(judge, device)
@@ -201,10 +198,7 @@ def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked
 
 
 def compare_scored(ours: Scored, theirs: Scored) -> Figures:
-    """How often our answers win over theirs, plainly and at equal length, by their scores: all pairs of answers to a prompt, ties half.
-
-    words: ours minus theirs.
-    """
+    """How often our answers win, by their scores: all pairs of answers to a prompt, ties half. words: ours minus theirs."""
     points = pair_points(ours[0], theirs[0])
     words = [
         [float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts]

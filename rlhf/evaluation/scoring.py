@@ -35,8 +35,9 @@ Scores = list[list[float]]  # a list per item or prompt
 
 RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs, or of features
 DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # lambda of `fit_head`
-# Of the mix's weights, which otherwise settle on one layer; chosen on one seed of docs/studies/sentiment.md
-MIX_DECAY = 0.01
+MIX_DECAY = (
+    0.01  # of the mix's weights, which otherwise settle on one layer; chosen on one seed of docs/studies/sentiment.md
+)
 FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the prompts
 
 
@@ -201,8 +202,7 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: Laye
     head is the minimum of a convex function.
 
     features: (L, R, D) float64, of every response of all items in turn; without a mix L is 1. With a mix the minimum is a local one,
-    from equal weights on. Returns the decay, and the cross-validated loss and
-    accuracy. Raises: UserError with fewer than two items.
+    from equal weights on. Returns the decay, and the cross-validated loss and accuracy. Raises: UserError with fewer than two items.
     Source: Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features" (linear probing, then fine-tuning).
     """
     if len(items) < 2:

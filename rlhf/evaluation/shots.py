@@ -32,11 +32,8 @@ BETWEEN = "\n\n"  # solved examples in a prompt
 def columns_of(config: Config) -> Columns:
     """The columns of the task. Raises: UserError for settings that are missing or contradictory."""
     given = config.classify
-    choices = listed(given.choices)
     if given.data is None:
         raise UserError(f"classify.data is not set: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
-    if given.from_scratch and given.layers is not None:
-        raise UserError(f"classify.layers={given.layers} with classify.from_scratch=true: give one of the two")
     if (name := gold_task(config)) is not None:
         if name not in TASKS:
             raise UserError(f"classify.data={given.data}: want one of {GOLD}{f', {GOLD}'.join(TASKS)}")
@@ -45,9 +42,7 @@ def columns_of(config: Config) -> Columns:
     if given.text is None or given.label is None:
         key = "text" if given.text is None else "label"
         raise UserError(f"classify.{key} is not set: want the column with the {key}")
-    if given.both_orders and (given.second is None or choices):
-        raise UserError("classify.both_orders=true: is for two texts: name the second one with classify.second")
-    return Columns(given.text, given.label, given.second, tuple(map(str, choices)), given.both_orders)
+    return Columns(given.text, given.label, given.second, tuple(map(str, listed(given.choices))), given.both_orders)
 
 
 def gold_task(config: Config) -> str | None:
@@ -68,9 +63,7 @@ def hash_task(config: Config) -> dict[str, str]:
 
 
 def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Example], list[Example], list[str]]:
-    """(examples to train on, held-out ones, classes); a task of the gold world is written to the folder first.
-
-    The classes are those of all examples, also of those that classify.examples leaves out.
+    """(examples to train on, held-out ones, classes of all); a task of the gold world is written to the folder first.
 
     Raises: UserError if either is empty, and as `classes_of`.
     """

@@ -90,7 +90,6 @@ def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
     for more, message in (
         ([f"generate.out='{prompts}'"], "exists: choose another"),
         ([f"generate.out='{prompts}'", "overwrite=true"], "is no file of `rlhf generate`, so it is not replaced"),
-        (["generate.samples=2", "generate.greedy=true"], "greedy responses are all alike"),
         ([f"generate.out='{gold_run.folder / 'ppo' / 'x.jsonl'}'"], "is inside the folder of a stage"),
         (["generate.stage=rejection"], "no finished rejection there"),
     ):

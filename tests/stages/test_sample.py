@@ -76,15 +76,10 @@ def test_a_turn_of_a_dialogue_is_drawn(gold_run, tmp_path):
     rows = [{"kind": "demonstration", "id": f"d{i}", "response": "red .", "split": "train",
              "prompt": [{"role": "user", "content": f"{i} ?"}, *turns[1:]]} for i in range(60)]  # fmt: skip
     (tmp_path / "saved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    saved = [
-        f"data.prompts='{tmp_path / 'saved.jsonl'}'",
-        "sample.prompts=60",
-        "sample.stages=[sft,ppo]",
-        "sample.responses=4",
-    ]
+    saved = [f"data.prompts='{tmp_path / 'saved.jsonl'}'", "sample.prompts=60", "sample.stages=[sft,ppo]"]
     lengths = {}
     for turn in ("last", "random"):
-        found = sampled(gold_run, tmp_path / turn, *saved, f"sample.turn={turn}", "sample.responses=4")
+        found = sampled(gold_run, tmp_path / turn, *saved, f"sample.turn={turn}")
         lengths[turn] = [sum(m.role == "user" for m in task.prompt) for task in found]
     assert set(lengths["last"]) == {3} and all(lengths["random"].count(n) > 8 for n in (1, 2, 3))
 
