@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     prompts: list[list[int]]
     tokenizer: Any
     truth: Truth | None = None
-    gold: Any = None  # {policy: {"samples" | "greedy": `judge_rows`}}
+    gold: Any = None  # {policy: `judge_by_truth`}
     main: str = "ppo"  # the policy that is compared with best-of-n: PPO's, if there is one
 
     def part(self, places: Sequence[int]) -> "Asked":
@@ -154,6 +154,11 @@ def text_after_name(tokenizer: Any, ids: list[int]) -> str:
 def judge_rows(truth: Truth, records: Sequence[PromptRecord], answers: Answers) -> Judged:
     asked = zip(records, answers, strict=True)
     return [[truth.judge(record, one.text, one.ended) for one in row] for record, row in asked]
+
+
+def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Responses) -> dict[str, Judged]:
+    """{"samples" | "greedy": the judge's parts of a policy's answers, a list per prompt}."""
+    return {kind: judge_rows(truth, records, getattr(given, kind)) for kind in ("samples", "greedy")}
 
 
 def totals(judged: Judged, part: str = "total") -> list[list[float]]:

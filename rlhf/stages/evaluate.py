@@ -131,12 +131,7 @@ def run_stage(config: Config) -> None:
             results["rm_win_rate_vs_sft"] = win_rate(optimised[main], optimised["sft"])
         gold = None
         if truth is not None:
-            gold = {
-                name: {
-                    kind: policies.judge_rows(truth, records, getattr(given, kind)) for kind in ("samples", "greedy")
-                }
-                for name, given in answers.items()
-            }
+            gold = {name: policies.judge_by_truth(truth, records, given) for name, given in answers.items()}
             results["gold"] = policies.summarize_truth(truth, gold, main)
         if baselines:
             results["baselines"] = policies.baseline_figures(baselines, kl, optimised, gold)
