@@ -7,16 +7,7 @@ import pytest
 import torch
 
 from rlhf.cpu import machine as threads
-from rlhf.cpu.machine import ThreadCount, adapting_threads, threads_for
-
-
-@pytest.mark.parametrize(
-    ("available", "most", "threads"),
-    [(2.0, 2, 2), (1.8, 2, 2), (1.33, 2, 1), (0.4, 2, 1), (7.5, 8, 7), (9.0, 8, 8), (0.0, 8, 1)],
-)
-def test_as_many_threads_as_there_are_whole_cores(available, most, threads):
-    assert threads_for(available, most) == threads
-
+from rlhf.cpu.machine import ThreadCount, adapting_threads
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's clocks")
 
@@ -48,6 +39,16 @@ def count(machine, monkeypatch) -> ThreadCount:
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: machine.time))
     monkeypatch.setattr(torch, "set_num_threads", machine.used.append)
     return ThreadCount(2)
+
+
+@pytest.mark.parametrize(
+    ("available", "most", "fitting"),
+    [(2.0, 2, 2), (1.8, 2, 2), (1.33, 2, 1), (0.4, 2, 1), (7.5, 8, 7), (9.0, 8, 8), (0.0, 8, 1)],
+)
+def test_as_many_threads_as_there_are_whole_cores(machine, count, available, most, fitting):
+    count.most = most
+    machine.run(count, 1, own=available, idle=0.0)
+    assert count.fitting == fitting
 
 
 def test_an_idle_machine_keeps_all_threads(machine, count):

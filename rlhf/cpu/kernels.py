@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,13 @@ COMPILE_SECONDS = 60
 _POINTER, _WHOLE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-def compiled() -> ctypes.CDLL | None:
+def compiled() -> Any:
     """The compiled functions; None without a compiler and within `by_torch_alone`."""
     return None if products.off else _load()
 
 
 @cache
-def _load() -> ctypes.CDLL | None:
+def _load() -> Any:
     for flags in FLAGS:
         try:
             return load_with(flags)
@@ -48,15 +49,9 @@ def _load() -> ctypes.CDLL | None:
 
 
 def load_with(flags: list[str]) -> ctypes.CDLL:
-    """The functions, compiled with these flags. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
-    loaded = ctypes.CDLL(str(_compile(flags)))
-    loaded.attend.argtypes = [*[_POINTER] * 7, *[_WHOLE] * 9, _REAL]
-    loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
-    return loaded
-
-
-def _compile(flags: list[str]) -> Path:
-    """The compiled library, kept for the next process. Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError."""
+    """The functions, compiled with these flags and kept for the next process.
+    Raises: OSError, RuntimeError, ValueError, subprocess.SubprocessError.
+    """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,17 +65,25 @@ def _compile(flags: list[str]) -> Path:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
             objects, shared = f"{work}/kernels.o", f"{work}/kernels.so"
-            _run([*compiler, *flags, *COMMON, "-c", str(SOURCE), "-o", objects])
-            _run([*compiler, "-shared", objects, "-lm", "-o", shared])
+            for options in (
+                [*flags, *COMMON, "-c", str(SOURCE), "-o", objects],
+                ["-shared", objects, "-lm", "-o", shared],
+            ):
+                subprocess.run(
+                    [*compiler, *options],
+                    check=True,
+                    capture_output=True,
+                    timeout=COMPILE_SECONDS,
+                    stdin=subprocess.DEVNULL,
+                )
             with open(shared, "rb") as file:
                 os.fchmod(file.fileno(), 0o700)  # whatever the umask
                 os.fsync(file.fileno())  # a process that loads a part of a library dies
             Path(shared).replace(path)
-    return path
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+    loaded = ctypes.CDLL(str(path))
+    loaded.attend.argtypes = [*[_POINTER] * 7, *[_WHOLE] * 9, _REAL]
+    loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]
+    return loaded
 
 
 def can_attend(cache: Tensor) -> bool:
@@ -95,8 +98,6 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], len
     qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first, to column
     lengths[n] of row n, up to which the token attends. cache: keys and values (N, KV, C, W) in float32. lengths: (N,) int64.
     """
-    functions = compiled()
-    assert functions is not None
     q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in map(Tensor.float, qkv))
     keys, values = cache
     (tokens, heads, width), key_heads = q.shape, k.shape[1]
@@ -104,7 +105,7 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], len
     pointers = (t.data_ptr() for t in (q, k, v, keys, values, y, lengths))
     sizes = (tokens, heads, key_heads, width)
     strides = (q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
-    functions.attend(*pointers, *sizes, *strides, width**-0.5)
+    compiled().attend(*pointers, *sizes, *strides, width**-0.5)
     return y
 
 
@@ -118,13 +119,11 @@ def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
 
     logits: (B, V) float32. uniforms: (B,) float32 in [0, 1).
     """
-    functions = compiled()
-    assert functions is not None
     rows, size = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64, device=logits.device), logits.new_empty(rows)
     block_sums, uniforms = logits.new_empty(rows, -(-size // BLOCK)), uniforms.contiguous()
     tensors = (logits, uniforms, tokens, logprobs, block_sums)
-    functions.invert(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature)
+    compiled().invert(*(t.data_ptr() for t in tensors), rows, size, logits.stride(0), temperature)
     return tokens, logprobs
 
 

@@ -2,29 +2,22 @@
 
 A step waits for its slowest thread, so fewer are used while other processes use the cores. With `threads=0` on Linux a loop
 measures, every second, the processor time of this process and the idle time of its cores, and uses that many whole cores as
-threads for the next steps. On an idle machine it always uses all cores.
+threads for the next steps.
 
 Freed memory stays in the process, because every training step allocates the same sizes again: by default glibc returns large
-blocks to the system at once and gets them again as pages that the kernel must clear first; on a CPU that takes a tenth of a
-small model's step or more.
+blocks to the system at once and gets them again as pages that the kernel must clear first.
 """
 
 import ctypes
 import os
 import sys
 import time
-from typing import Any
 
 import psutil
 import torch
 
 WINDOW = 1.0  # seconds between two measurements
 ROUNDED_UP = 0.25  # of a core: the load of an almost idle machine
-
-
-def threads_for(available: float, most: int) -> int:
-    """The number of threads that this many cores can run at once: 1 to `most`."""
-    return max(1, min(most, int(available + ROUNDED_UP)))
 
 
 def processor_seconds() -> tuple[float, float]:
@@ -47,7 +40,7 @@ class ThreadCount:
         if taken < WINDOW:
             return
         total = sum(processor_seconds())
-        fitting = threads_for((total - self.seen) / taken, self.most)
+        fitting = max(1, min(self.most, int((total - self.seen) / taken + ROUNDED_UP)))
         wanted = min(fitting, max(self.fitting, self.threads))
         if wanted != self.threads:
             torch.set_num_threads(wanted)
@@ -62,8 +55,7 @@ def adapting_threads(threads: int, device: torch.device, processes: int) -> Thre
     return ThreadCount(torch.get_num_threads())
 
 
-# Constants of glibc's malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 # Settings of the user take precedence.
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD")
 
@@ -73,20 +65,18 @@ def keep_freed_memory(largest: int = 2**30) -> bool:
 
     Does nothing with another C library or allocator, or if the environment sets the thresholds.
     """
-    mallopt = _of_glibc("mallopt")
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, largest)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    return _call_glibc("mallopt", _MMAP_THRESHOLD, largest) and _call_glibc("mallopt", _TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> bool:
     """Return all freed memory to the system, between phases that need blocks of other sizes; returns whether there was some."""
-    trim = _of_glibc("malloc_trim")
-    return trim is not None and bool(trim(0))
+    return _call_glibc("malloc_trim", 0)
 
 
-def _of_glibc(name: str) -> Any:
+def _call_glibc(function: str, *arguments: int) -> bool:
     if not sys.platform.startswith("linux") or any(os.environ.get(name) for name in _ENVIRONMENT):
-        return None
+        return False
     try:
-        return getattr(ctypes.CDLL(None), name)
+        return bool(getattr(ctypes.CDLL(None), function)(*arguments))
     except (OSError, AttributeError):
-        return None
+        return False

@@ -23,21 +23,11 @@ except ImportError:
             return a.t() @ b
         return total.addmm_(a.t(), b) if total.dtype == a.dtype else total.add_(a.t() @ b)
 
-    def can_attend(cache: Tensor) -> bool:
-        return False
-
-    can_invert, attend, invert = cast(Any, (can_attend, None, None))
-
+    can_attend = can_invert = keep_freed_memory = return_freed_memory = cast(Any, lambda *_: False)
+    attend = invert = cast(Any, None)
     packed_weights = cast(Any, lambda weights, rows: nullcontext(0))
     by_torch_alone = cast(Any, nullcontext)
-
-    def keep_freed_memory(largest: int = 0) -> bool:
-        return False
-
-    return_freed_memory = keep_freed_memory
-
     adapting_threads = cast(Any, lambda threads, device, processes: None)
-
 
 __all__ = [
     "adapting_threads", "attend", "by_torch_alone", "can_attend", "can_invert", "invert", "keep_freed_memory", "outer", "packed_weights",
