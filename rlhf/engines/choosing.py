@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.config.setting import LEAST_TEMPERATURE
+from rlhf.config.setting import LEAST_TEMPERATURE, listed
 from rlhf.engines.decoder import Prompts, cached_in
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
@@ -61,24 +61,20 @@ class Samples(NamedTuple):
     ended: Tensor  # (B,) bool, True if the response is complete: it has its end token, or the form has none
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(Choice):
     """How responses are drawn, token by token from softmax(logits / temperature)."""
 
     max_new_tokens: int
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    greedy: bool = False
     seed: int = 0
     batch_size: int | None = None  # most prompts decoded together; fewer if the key-value cache has no room for them
     cache_bytes: int | None = None  # most of that cache on a CPU; None: as in `default_batch`
 
     @property
     def ends(self) -> list[int]:
-        ids = [] if self.eos_token_id is None else self.eos_token_id
-        return [ids] if isinstance(ids, int) else list(ids)
+        return listed(self.eos_token_id)
 
 
 def make_uniforms(seed: int, keys: Sequence[Key], steps: int) -> Tensor:
@@ -168,7 +164,7 @@ class SamplingEngine:
         of range, and for keys that do not match the prompts.
         """
         how = replace(self.settings, **changes)
-        choice, keys = check_sampling(prompts, keys, how, lm(self.model).context)
+        keys = check_sampling(prompts, keys, how, lm(self.model).context)
         steps, lengths = how.max_new_tokens, [len(prompt) for prompt in prompts]
         device = next(self.model.parameters()).device
         eos = torch.tensor(how.ends, dtype=torch.int64, device=device)
@@ -180,11 +176,10 @@ class SamplingEngine:
         rows = min(size, len(prompts))
         with evaluating(self.model), torch.inference_mode(), self.prepared(rows, columns, steps):
             for part in by_length(lengths, size):
-                drawn = self.draw([prompts[i] for i in part], uniforms[part], eos, how.pad_token_id, choice)
-                tokens[part], logprobs[part] = drawn
+                tokens[part], logprobs[part] = self.draw([prompts[i] for i in part], uniforms[part], eos, how)
         return make_samples(tokens, logprobs, eos)
 
-    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
+    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
         """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
         raise NotImplementedError
 
@@ -207,25 +202,20 @@ class SamplingEngine:
         """Be ready to `load` and `sample` again."""
 
 
-def check_sampling(
-    prompts: Prompts, keys: Sequence[Key] | None, how: Sampling, context: int | None
-) -> tuple[Choice, Sequence[Key]]:
-    """How tokens are chosen, and one key per prompt. Raises: UserError for prompts, keys or settings that do not fit."""
-    choice, steps = Choice(how.temperature, how.top_p, how.greedy), how.max_new_tokens
+def check_sampling(prompts: Prompts, keys: Sequence[Key] | None, how: Sampling, context: int | None) -> Sequence[Key]:
+    """One key per prompt. Raises: UserError for prompts or keys that do not fit."""
+    steps = how.max_new_tokens
     if steps < 1:
         raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise UserError(f"sampling: prompt {index} has no tokens: give each prompt at least one")
-        total = len(prompt) + steps
-        if context is not None and total > context:
-            raise UserError(
-                f"sampling: prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, "
-                f"together {total}, the model's context is {context}: shorten the prompt or lower it"
-            )
+        if context is not None and len(prompt) + steps > context:
+            asked = f"prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, the context is {context}"
+            raise UserError(f"sampling: {asked}: shorten the prompt or lower it")
     if keys is not None and len(keys) != len(prompts):
         raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
-    return choice, range(len(prompts)) if keys is None else keys
+    return range(len(prompts)) if keys is None else keys
 
 
 def make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:

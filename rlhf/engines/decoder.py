@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.model.attention import Rope, narrow, rotary_factors
-from rlhf.model.batching import scoring_tokens
+from rlhf.model.attention import Rope, attend, narrow, rotary_factors
+from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.linear import merged, product_weights
@@ -21,8 +21,6 @@ from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
-QKV = tuple[Tensor, Tensor, Tensor]
-Attend = Callable[[QKV, tuple[Tensor, Tensor], int | None], Tensor]
 
 GROWTH = 64  # columns by which the cache grows
 COLUMN_BLOCK = 256  # a recorded step attends to at most so many columns more than needed; each block has a graph
@@ -58,17 +56,13 @@ class Decoder:
         self.own: set[str] = set()  # those that are not the model's tensors
         # by rows and columns; None: computed once, not yet recorded
         self.graphs: dict[tuple[int, int], Graph | None] = {}
-        self.model = self._read_weights(model)
-        self.trunk, head = self.model.model, self.model.lm_head
-        weight = self.trunk.embed_tokens.weight
-        self.kind, self.cache_kind = computed_in(weight), cached_in(self.model)
-        # logits are float32 in half precision too, as in training's log-probs of responses
-        wide_logits = self.kind.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False)
-        self.unembedding = unembedding_factor(head.weight.to(self.kind)) if wide_logits else None
+        self.unembedding: Tensor | None = None
+        self.load(model)
+        self.cache_kind = cached_in(self.model)
         self.rows = self.live = self.columns = self.column = 0  # column: that of the longest row's next token
         self.whole = torch.zeros(0)  # keys and values of every layer, (layers, 2, rows, heads, columns, D/H)
         self.cache: list[tuple[Tensor, ...]] = []  # those of the first rows, by layer
-        self.all_lengths = self.lengths = torch.zeros(0, dtype=torch.int64, device=weight.device)
+        self.all_lengths = self.lengths = torch.zeros(0, dtype=torch.int64, device=self.model.device)
         self.rope: Rope | None = None
 
     # ------------------------------------------------------------------------------------------- weights and room
@@ -76,15 +70,15 @@ class Decoder:
     def load(self, model: GPTForCausalLM) -> None:
         """Sample from this model's present weights."""
         self.model = self._read_weights(model)
-        self.trunk = self.model.model
-        if self.unembedding is None:
-            return
-        weight = self.model.lm_head.weight
-        factor = unembedding_factor(weight.to(self.kind))
-        if factor.data_ptr() == weight.data_ptr():
-            self.unembedding = factor
-        else:
-            self.unembedding.copy_(factor)
+        self.trunk, head = self.model.model, self.model.lm_head
+        self.kind = computed_in(self.trunk.embed_tokens.weight)
+        # logits are float32 in half precision too, as in training's log-probs of responses
+        if self.kind.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False):
+            factor = unembedding_factor(head.weight.to(self.kind))
+            if self.unembedding is None or factor.data_ptr() == head.weight.data_ptr():
+                self.unembedding = factor
+            else:
+                self.unembedding.copy_(factor)
 
     @torch.no_grad()
     def _read_weights(self, model: GPTForCausalLM) -> GPTForCausalLM:
@@ -197,21 +191,17 @@ class Decoder:
     def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> Tensor:
         """Logits (N, V) after N prompts, in passes of a bounded number of tokens."""
         self._view(self.live + len(prompts))
-        most, start, read = scoring_tokens(self.model), 0, []
-        while start < len(prompts):
-            end, width = start + 1, len(prompts[start])
-            while end < len(prompts) and max(width, len(prompts[end])) * (end + 1 - start) <= most:
-                width = max(width, len(prompts[end]))
-                end += 1
-            rows = [[*p, *[0] * (width - len(p))] for p in prompts[start:end]]
-            place = slice(self.live + start, self.live + end)
-            read.append(self._prefill_rows(place, torch.tensor(rows, device=lengths.device), lengths[start:end]))
-            start = end
-        x = torch.cat(read)
+        groups = by_length(list(map(len, prompts)), tokens=scoring_tokens(self.model))
+        order = torch.tensor([i for group in groups for i in group], device=lengths.device)
+        read = []
+        for group, rows in zip(groups, order.split(list(map(len, groups))), strict=True):
+            tokens = right_pad([prompts[i] for i in group], 0)[0].to(lengths.device)
+            read.append(self._prefill_rows(self.live + rows, tokens, lengths[rows]))
+        x = torch.cat(read)[order.argsort()]
         return self._logits(F.pad(x, (0, 0, 0, self.carried(len(x), self.rows) - len(x))))[: len(x)]
 
-    def _prefill_rows(self, part: slice, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Hidden states (rows, D) after prompts (rows, width); fills the cache's rows `part`."""
+    def _prefill_rows(self, place: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Hidden states (rows, D) after prompts (rows, width); fills the cache's rows `place`."""
         trunk, width = self.trunk, tokens.shape[1]
         x = trunk.place(trunk.embed_tokens(tokens), torch.arange(width, device=tokens.device))
         rope = None if self.rope is None else (self.rope[0][:width], self.rope[1][:width])
@@ -220,11 +210,8 @@ class Decoder:
         band: Any = None if window is None else narrow(None, window, width, 0, x.device)
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
             q, k, v = (t.transpose(1, 2) for t in layer.attention.project(layer.before_attention(x), rope))
-            for side, new in ((keys[part], k), (values[part], v)):
-                side[:, :, :width] = new
-            grouped = q.shape[1] != k.shape[1]
-            mask = None if layer.attention.window is None else band
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+            keys[place, :, :width], values[place, :, :width] = k.to(self.cache_kind), v.to(self.cache_kind)
+            y = attend(q, k, v, None if layer.attention.window is None else band, 0.0)
             y = y.transpose(1, 2).flatten(2)  # (rows, P, D)
             if layer is trunk.layers[-1]:  # only the last token's output is needed
                 x, y = x[rows, lengths - 1, None], y[rows, lengths - 1, None]  # (rows, 1, D)
@@ -251,12 +238,14 @@ class Decoder:
 
     def compute(self, tokens: Tensor) -> Tensor:
         """A step of the rows in view, (N,)."""
-        trunk, attend = self.trunk, self._make_attention()
+        trunk, attend_to_cache = self.trunk, self._make_attention()
         x = trunk.place(trunk.embed_tokens(tokens), self.lengths)
         rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
             qkv = layer.attention.project(layer.before_attention(x), rope)  # (N, H or KV, D/H) each
-            x = layer.after_attention(x, layer.attention.out(attend(qkv, (keys, values), layer.attention.window)))
+            x = layer.after_attention(
+                x, layer.attention.out(attend_to_cache(qkv, (keys, values), layer.attention.window))
+            )
         logits = self._logits(x)
         self.column += 1
         self.lengths += 1
@@ -267,7 +256,7 @@ class Decoder:
         block = COLUMN_BLOCK if self.records else 1
         return min(self.columns, -(-(self.column + 1) // block) * block)
 
-    def _make_attention(self) -> Attend:
+    def _make_attention(self) -> Callable[..., Tensor]:
         """A step's attention: f(q, k, v; keys and values; the layer's window) = y (N, D)."""
         if self.model.config.window is None and fast.can_attend(self.cache[0][0]):
             return lambda qkv, cache, _: fast.attend(qkv, cache, self.lengths)
@@ -279,7 +268,7 @@ class Decoder:
             before = torch.arange(columns, device=rows.device) <= (self.lengths - window)[:, None]
             banded = hidden.masked_fill(before[:, None, None], -torch.inf)
 
-        def attend(qkv: QKV, cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
+        def attend_to_cache(qkv: tuple[Tensor, ...], cache: tuple[Tensor, Tensor], window: int | None) -> Tensor:
             (q, k, v), (keys, values) = qkv, cache
             keys[place], values[place] = k.to(self.cache_kind), v.to(self.cache_kind)
             # queries that share a key head take the place of a sequence: (N, KV, H/KV, D/H)
@@ -287,7 +276,7 @@ class Decoder:
             mask = hidden if window is None else banded
             return _attend(q, keys[:, :, :columns], values[:, :, :columns], mask).reshape(len(q), -1)
 
-        return attend
+        return attend_to_cache
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.trunk.norm(x)

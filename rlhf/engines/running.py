@@ -34,6 +34,7 @@ class Response:
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    cache: Any = None  # of a model that is not ours
     hash: int = field(init=False)  # of seed and key, for its random numbers
 
     def __post_init__(self) -> None:
@@ -59,9 +60,7 @@ class RunningBatch:
     def __init__(self, model: Any, rows: int):
         self.model, self.rows = model.eval(), rows
         self.responses: list[Response] = []  # in the order of the rows
-        native = lm(model).native
-        self.decoder = Decoder(model) if native else None
-        self.caches: list[Any] = []  # caches of a model that is not ours, per response
+        self.decoder = Decoder(model) if lm(model).native else None
         self.device = next(model.parameters()).device
         self.most_rows = lru_cache(lambda blocks: default_batch(model, blocks * GROWTH))
 
@@ -83,16 +82,14 @@ class RunningBatch:
     @torch.inference_mode()
     def advance(self, new: Sequence[Response] = ()) -> None:
         """Draw one more token of every response, none of which may be finished, and the first one of new ones."""
-        last = [one.tokens[-1] for one in self.responses]
-        prompts = [one.prompt for one in new]
         if self.decoder is None:
-            each = enumerate([*([token] for token in last), *prompts])
-            logits = torch.cat([self._forward(row, tokens) for row, tokens in each])
+            logits = torch.cat([self._forward(one) for one in [*self.responses, *new]])
         else:
             if new:
                 rows = power_of_two(len(self) + len(new))
                 self.decoder.reserve(rows, max(one.columns for one in [*self.responses, *new]))
-            logits = self.decoder.advance(torch.tensor(last, dtype=torch.int64, device=self.device), prompts)
+            last = torch.tensor([one.tokens[-1] for one in self.responses], dtype=torch.int64, device=self.device)
+            logits = self.decoder.advance(last, [one.prompt for one in new])
         self.responses += new
         self._choose(logits, self.responses)
 
@@ -102,24 +99,21 @@ class RunningBatch:
         row = self.responses.index(response)
         if self.decoder is not None:
             self.decoder.drop(torch.arange(len(self.responses), device=self.device) == row)
-        for rows in (self.responses, self.caches):
-            if rows:
-                rows[row] = rows[-1]
-                rows.pop()
+        self.responses[row], response.cache = self.responses[-1], None
+        self.responses.pop()
 
-    def _forward(self, row: int, tokens: list[int]) -> Tensor:
-        """Logits (1, V) of a model that is not ours after more tokens of one response."""
-        if row == len(self.caches):
-            self.caches.append(None)
-        elif self.caches[row] is None:  # some classes have no cache: the whole text is read again
-            tokens = self.responses[row].prompt + self.responses[row].tokens
-        known, given = inspect.signature(self.model.forward).parameters, torch.tensor([tokens], device=self.device)
+    def _forward(self, one: Response) -> Tensor:
+        """Logits (1, V) of a model that is not ours after one more token of a response; without a cache its whole text is read."""
+        known = inspect.signature(self.model.forward).parameters
         more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        if self.caches[row] is not None and "position_ids" in known:  # some classes count from 0 in each call
-            one = self.responses[row]
-            more["position_ids"] = torch.tensor([[len(one.prompt) + len(one.tokens) - 1]], device=self.device)
-        output = self.model(given, past_key_values=self.caches[row], use_cache=True, **more)
-        self.caches[row] = getattr(output, "past_key_values", None)
+        text = one.prompt + one.tokens
+        if one.cache is not None:
+            if "position_ids" in known:  # some classes count from 0 in each call
+                more["position_ids"] = torch.tensor([[len(text) - 1]], device=self.device)
+            text = text[-1:]
+        given = torch.tensor([text], device=self.device)
+        output = self.model(given, past_key_values=one.cache, use_cache=True, **more)
+        one.cache = getattr(output, "past_key_values", None)  # some classes have none
         return output.logits[:, -1]
 
     def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:

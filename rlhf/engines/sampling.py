@@ -38,9 +38,9 @@ class NativeEngine(SamplingEngine):
         # most rows by columns, of a GPU: its cache stays, so later there is less memory free
         self.rows: dict[int, int] = {}
 
-    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
-        steps = uniforms.shape[1]
-        sampled = torch.full(uniforms.shape, pad, dtype=torch.int64, device=eos.device)
+    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
+        steps = how.max_new_tokens
+        sampled = torch.full(uniforms.shape, how.pad_token_id, dtype=torch.int64, device=eos.device)
         logprobs = torch.zeros(sampled.shape, device=eos.device)
         rows = torch.arange(len(uniforms), device=eos.device)  # the prompts that are still in the batch
         # Rows that have ended stay until the next check; their further tokens are ignored.
@@ -52,7 +52,7 @@ class NativeEngine(SamplingEngine):
             decoder.reserve(len(prompts), max(map(len, prompts)) + steps)
         every, logits = LOOK_EVERY if on_gpu(self.model) else 1, decoder.advance(rows, prompts)
         for step in range(steps):
-            tokens, logp = choose_tokens(logits, uniforms[:, step], choice)
+            tokens, logp = choose_tokens(logits, uniforms[:, step], how)
             ended = ended | torch.isin(tokens, eos)
             sampled[rows, step], logprobs[rows, step] = tokens, logp
             if step + 1 == steps:
@@ -122,12 +122,12 @@ class _ChooseByUniform(LogitsProcessor):
 class GenerateEngine(SamplingEngine):
     """Any of transformers' models, through its `generate`."""
 
-    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, pad: int, choice: Choice) -> tuple[Tensor, Tensor]:
-        model, steps = self.model, uniforms.shape[1]
+    def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
+        model, steps, pad = self.model, how.max_new_tokens, how.pad_token_id
         left, lengths = (x.to(eos.device) for x in right_pad(prompts, pad, "left"))  # (B, P), (B,)
         width = left.shape[1]
         mask = torch.arange(width, device=eos.device) >= (width - lengths)[:, None]
-        choose, generation_config = _ChooseByUniform(uniforms, width, choice), model.generation_config
+        choose, generation_config = _ChooseByUniform(uniforms, width, how), model.generation_config
         model.generation_config = GenerationConfig()  # its penalties and cuts would change the distribution
         try:
             out = model.generate(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,15 +42,7 @@ PROBE_ROWS, PROBE_TOKENS = 4, 24
 LOADED: dict[Any, VllmEngine] = {}
 
 
-class Probe(NamedTuple):
-    """Log-probs of the same tokens by both."""
-
-    trainer: Tensor
-    sampler: Tensor
-
-    @property
-    def gap(self) -> float:
-        return rms(self.sampler - self.trainer)
+Probe = tuple[Tensor, Tensor]  # log-probs of the same tokens by the trainer and by the sampler
 
 
 class VllmEngine(SamplingEngine):
@@ -95,7 +87,7 @@ class VllmEngine(SamplingEngine):
         from vllm import SamplingParams
 
         how = replace(self.settings, **changes)
-        _, keys = check_sampling(prompts, keys, how, self.context)
+        keys = check_sampling(prompts, keys, how, self.context)
         if LOADED.get(self.llm) is not self:
             self.load(self.model)
         asked = [
@@ -142,7 +134,7 @@ class VllmEngine(SamplingEngine):
         starts = torch.ones(len(rows), dtype=torch.int64, device=self.device)
         with evaluating(self.model):
             trainer, _ = response_logprobs(self.model, tokens, starts, everything)
-        return Probe(trainer.float().cpu(), torch.tensor(sampler))
+        return trainer.float().cpu(), torch.tensor(sampler)
 
 
 def stale(probe: Probe, before: Probe | None, most: float) -> str | None:
@@ -151,18 +143,18 @@ def stale(probe: Probe, before: Probe | None, most: float) -> str | None:
     The gap must be rounding, and if the trainer's log-probs moved by more than rounding since the last load, vLLM's must be
     nearer to the new ones than to the old ones.
     """
-    if not probe.gap <= most:  # NaN too
-        return f"its log-probs of a probe differ from the trainer's by {probe.gap:.1e} nats, want {most:.0e} or less"
-    if before is None:
-        return None
-    moved, to_old = rms(probe.trainer - before.trainer), rms(probe.sampler - before.trainer)
-    if moved > 4 * before.gap and to_old < probe.gap:
-        return f"it still has the weights of the last update: {to_old:.1e} nats from those, {probe.gap:.1e} from the new ones"
+    trainer, sampler = probe
+    old, old_sampler = before or probe
+    gap = rms(sampler, trainer)
+    if not gap <= most:  # NaN too
+        return f"its log-probs of a probe differ from the trainer's by {gap:.1e} nats, want {most:.0e} or less"
+    if rms(trainer, old) > 4 * rms(old_sampler, old) and (to_old := rms(sampler, old)) < gap:
+        return f"it still has the weights of the last update: {to_old:.1e} nats from those, {gap:.1e} from the new ones"
     return None
 
 
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
+def rms(a: Tensor, b: Tensor) -> float:
+    return (a - b).double().square().mean().sqrt().item()
 
 
 @functools.cache
@@ -176,10 +168,8 @@ def start_vllm(described: str, context: int | None, dtype: str, memory: float | 
     try:
         from vllm import LLM
     except ImportError as error:
-        raise UserError(
-            f"rollout.engine=vllm: vLLM cannot be imported ({str(error).splitlines()[0]}): install it as docs/vllm.md says, or set "
-            "rollout.engine=native"
-        ) from None
+        failed = f"vLLM cannot be imported ({str(error).splitlines()[0]})"
+        raise UserError(f"rollout.engine=vllm: {failed}: see docs/vllm.md, or set rollout.engine=native") from None
     if memory is not None:
         place: dict[str, Any] = {"gpu_memory_utilization": memory, "enable_sleep_mode": True}
     else:  # vLLM 0.32 on a CPU fails if it divides the prompt of a request with a seed
@@ -201,8 +191,6 @@ def start_vllm(described: str, context: int | None, dtype: str, memory: float | 
                 **external,
             )
         except (ValueError, NotImplementedError) as error:
-            raise UserError(
-                f"rollout.engine=vllm: vLLM does not run a {json.loads(described)['model_type']}: {str(error).splitlines()[0]}: set "
-                "rollout.engine=native"
-            ) from error
+            failed = f"vLLM does not run a {json.loads(described)['model_type']}: {str(error).splitlines()[0]}"
+            raise UserError(f"rollout.engine=vllm: {failed}: set rollout.engine=native") from error
     return llm

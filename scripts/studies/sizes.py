@@ -65,7 +65,8 @@ def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     prompts = few_shot_prompts(cell, records, loaded.tokenizer, length)
     keys = [("few_shot", i) for i in range(len(prompts))]
     tokenizer = loaded.tokenizer
-    settings = Sampling(length, end_ids(tokenizer, base=True), tokenizer.pad_token_id, seed=cell.seed)
+    ends = end_ids(tokenizer, base=True)
+    settings = Sampling(max_new_tokens=length, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, seed=cell.seed)
     drawn = draw_answers(sampler_for(loaded.policy("pretrain"), settings), tokenizer, prompts, keys)
     return found | {"few_shot": [first_answer(answer.text) for answer in drawn]}
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlhf.cpu.products import by_torch_alone
-from rlhf.engines.choosing import Choice, Sampling, make_uniforms
+from rlhf.engines.choosing import Sampling, make_uniforms
 from rlhf.engines.sampling import GenerateEngine, sample
 from rlhf.model import GPTForCausalLM
 from tests.presets import preset
@@ -77,12 +77,12 @@ def test_the_compiled_loops_beat_torch(model):
 
 def test_the_sampler_beats_generate(model):
     prompts = [list(range(2, 10 + i % 16)) for i in range(32)]
-    eos = torch.tensor([1])
+    eos, how = torch.tensor([1]), Sampling(max_new_tokens=24, eos_token_id=1)
     uniforms = make_uniforms(0, list(range(32)), 24)
 
     @torch.inference_mode()
     def plain() -> None:
-        GenerateEngine(model, Sampling(24, 1)).draw(prompts, uniforms, eos, 0, Choice())
+        GenerateEngine(model, how).draw(prompts, uniforms, eos, how)
 
     def fast() -> None:
         sample(model, prompts, max_new_tokens=24, eos_token_id=1, pad_token_id=0)

@@ -28,7 +28,7 @@ from rlhf.training.setup import load_policy
 from tests.stages.conftest import Run, stopped_in_second
 
 VLLM = "rollout.engine=vllm"
-END, NEW = 7, 12
+DRAWN = {"max_new_tokens": 12, "eos_token_id": 7}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def policy(gold_run: Run) -> Any:
 
 @pytest.fixture
 def engine(config: Config, policy: Any) -> VllmEngine:
-    return VllmEngine(config, policy, Sampling(NEW, END, seed=3))
+    return VllmEngine(config, policy, Sampling(**DRAWN, seed=3))
 
 
 def prompts(count: int = 6) -> list[list[int]]:
@@ -69,7 +69,7 @@ def test_its_log_probs_are_a_forwards(engine: VllmEngine, policy: Any) -> None:
 
 
 def test_greedy_responses_are_the_native_samplers(engine: VllmEngine, policy: Any) -> None:
-    native = sampler_for(policy, Sampling(NEW, END)).sample(prompts(), greedy=True)
+    native = sampler_for(policy, Sampling(**DRAWN)).sample(prompts(), greedy=True)
     assert engine.sample(prompts(), greedy=True).responses == native.responses
 
 
@@ -147,7 +147,7 @@ def test_adapters_are_merged_while_weights_are_sent(config: Config, policy: Any)
         for name, p in policy.named_parameters():
             if ".lora_" in name:
                 p.copy_(0.1 * torch.randn(p.shape, generator=generator))
-    engine = VllmEngine(config, policy, Sampling(NEW, END))
+    engine = VllmEngine(config, policy, Sampling(**DRAWN))
     assert worst_gap(policy, prompts(), engine.sample(prompts())) < 1e-5
 
 
@@ -250,6 +250,6 @@ def test_a_pretrained_model(smollm2: Path, config: Config) -> None:
 
     policy = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     policy.config.quantization_config = None
-    engine = VllmEngine(config, policy, Sampling(8, 2))
+    engine = VllmEngine(config, policy, Sampling(max_new_tokens=8, eos_token_id=2))
     samples = engine.sample(prompts(3))
     assert worst_gap(policy, prompts(3), samples) < 1e-3  # of logits up to 40; 2.7e-5 was measured
