@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import rlhf
 from rlhf.cli import main
@@ -24,7 +23,6 @@ from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.shots import columns_of, load_task
 from rlhf.model.adopt import adopt
-from rlhf.model.checkpoint import MOST_TENSORS
 from rlhf.model.classifier import TextRewardModel, load_reward_model
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.heads import LabelModel, RewardModel
@@ -129,13 +127,7 @@ def test_a_model_folders_pipes_and_devices_are_not_opened(tmp_path, name):
             raises(load, f"{name}: not a regular file|no config.json")
 
 
-def test_more_tensors_or_larger_sizes_than_any_file_holds_take_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf.model.checkpoint.MOST_TENSORS", 50)
-    save(tmp_path)
-    save_file({f"t{i}": torch.zeros(1) for i in range(51)}, tmp_path / "more.safetensors")
-    raises(lambda: adopt(tmp_path, say=quiet), "more.safetensors: has 51 tensors, want at most 50")
-    assert MOST_TENSORS >= 100_000  # mixtures of experts have as many
-    (tmp_path / "more.safetensors").unlink()
+def test_larger_sizes_than_any_file_holds_take_no_memory(tmp_path):
     # 9,999 layers and 2^31 tokens are refused before modules are built: within a gigabyte more than the imports take.
     for name, size in (("num_hidden_layers", 9_999), ("vocab_size", 2**31)):
         edit(save(tmp_path) / "config.json", **{name: size})

@@ -57,19 +57,16 @@ def use_lines(out: Path, stage: str, notes: list[str]) -> list[str]:
 
 
 def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """Write a causal language model; returns how to load it, and a note. Raises: UserError if the model lacks that form."""
+    """Write a causal language model; returns how to load it, and a note."""
     from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.model.convert import OWN, check_form, export, why_own
+    from rlhf.model.convert import OWN, export, why_own
     from rlhf.training.setup import load_policy
 
-    check_form(config.export.form)
-    policy = load_policy(model)
-    form = export(policy, load_tokenizer(model), folder, form=config.export.form)
-    loading = "AutoModelForCausalLM.from_pretrained('{}')"
-    if form != OWN:
-        return loading, []
-    because = f": {why}" if config.export.form == "auto" and (why := why_own(policy.config)) else ""
-    return loading, [f"It loads after `import rlhf.model`: no class of transformers expresses this model{because}."]
+    policy, notes = load_policy(model), []
+    if export(policy, load_tokenizer(model), folder) == OWN:
+        why = why_own(policy.config)
+        notes = [f"It loads after `import rlhf.model`: no class of transformers expresses this model: {why}."]
+    return "AutoModelForCausalLM.from_pretrained('{}')", notes
 
 
 def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:

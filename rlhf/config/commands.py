@@ -153,7 +153,6 @@ class ServeConfig:
 @dataclass(slots=True)
 class ExportConfig:
     stage: str = setting("ppo", "stage whose model is exported", choices=(*POLICY_STAGES, "reward"))
-    form: str = setting("auto", "architecture, such as llama; auto: that of the weights, or what fits; rlhf: ours")
     out: str | None = setting(None, "output folder; none: runs/<run>/export/<stage>")
 
 

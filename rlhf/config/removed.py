@@ -17,6 +17,7 @@ SETTINGS: dict[str, str] = {
     "evaluate.instructions": "run lm-eval's task ifeval of checked instructions on the folder of `rlhf export`",
     "evaluate.overlap": "`rlhf corpus path=<corpus> evaluation=<prompts> out=…` finds what they share, and cuts it out",
     "evaluate.judge_prices": "multiply the tokens in evaluations/judge.json by your prices",
+    "export.form": "leave it out: a model is written in the architecture of its weights, else the first that fits",
     "rate.safety": "use rate.least='{safe: 0.8}', which takes any quality",
     "reward.lm_coef": "leave it out; `rlhf sft` and `rlhf classify` have lm_coef",
     "reward.audit_check": "compare two reward models with evaluate.pairs",

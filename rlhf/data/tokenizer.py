@@ -147,6 +147,8 @@ def open_tokenizer(loader: Any, what: str, remedy: str, **source: Any) -> Any:
     with reading(what, remedy):
         tokenizer = loader.from_pretrained(trust_remote_code=False, **source)
         tokenizer("a word, and 1 more.\n", add_special_tokens=True)
+    if not tokenizer.is_fast:
+        raise UserError(f"{what} (it has no tokenizer.json): save it as a fast one")
     check_value({name: getattr(tokenizer, name, None) for name in Loaded.model_fields}, Loaded, what, remedy)
     tokenizer.model_max_length = int(tokenizer.model_max_length)
     return tokenizer

@@ -49,8 +49,7 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
     """Load a checkpoint's weights and tokenizer; `source` as of `read_checkpoint`.
 
     native: "auto" converts to our GPT if the architecture is covered and a probe batch has the same logits within
-    TOLERANCE, else says why not; True refuses instead; False keeps transformers' class.
-    Raises: UserError in one line.
+    TOLERANCE, else says why not; True refuses instead; False keeps transformers' class. Raises: UserError.
     """
     checkpoint = read_checkpoint(source)
     say(checkpoint.describe())
@@ -99,11 +98,6 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat", native: Native =
         folder, gguf = checkpoint.adapters, {}
     wanted = "give a checkpoint with its tokenizer"
     tokenizer = open_tokenizer(AutoTokenizer, what, wanted, pretrained_model_name_or_path=str(folder), **gguf)
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"model.pretrained={checkpoint.source}: its tokenizer has no tokenizer.json: save it with "
-            "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-        )
     notes = []
     if form == "completion":
         use_completion(tokenizer)
@@ -130,9 +124,7 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
     known, turn = checkpoint.stated_ends(), find_end_of_turn(tokenizer)
     if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:
         if turn is None and not known:
-            raise UserError(
-                f"model.pretrained={checkpoint.source}: it has no end token: set eos_token in its tokenizer"
-            )
+            raise UserError(f"model.pretrained={checkpoint.source}: no end token: set eos_token in its tokenizer")
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known[0] if turn is None else turn)
     ends = [turn, tokenizer.eos_token_id, *known]
     tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
@@ -142,18 +134,15 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
 
 
 def load_weights(checkpoint: Checkpoint) -> Any:
-    """transformers' causal language model in float32, in evaluation mode.
-    Raises: UserError if weights are unreadable or some are missing.
-    """
+    """transformers' causal language model in float32, in evaluation mode. Raises: UserError as `load_whole`."""
     for pattern in WEIGHTS if checkpoint.revision is not None else ():
         if not weight_files(checkpoint.folder):
             download("model.pretrained=", checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
     formats: dict[str, Any] = checkpoint.gguf or {"use_safetensors": safe}
-    with reading(f"model.pretrained={checkpoint.source}: not readable weights", "download them again"):
-        model: Any = load_whole(
-            AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
-        )
+    model: Any = load_whole(
+        AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
+    )
     if checkpoint.gguf:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config
@@ -183,14 +172,10 @@ def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
 
 
 def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any, str]:
-    """(our GPT, ""), or (transformers' class, the reason in one line).
-    Raises: UserError if logits are not finite, since every answer would then be the same token.
-    """
+    """(our GPT, ""), or (transformers' class, the reason in one line). Raises: UserError if logits are not finite."""
     with torch.no_grad():
         if not torch.isfinite(model(torch.tensor([[0, 1, 2]]), use_cache=False).logits).all():
-            raise UserError(
-                f"model.pretrained={checkpoint.source}: its logits are not finite: restore config.json and the weights"
-            )
+            raise UserError(f"model.pretrained={checkpoint.source}: its logits are not finite: restore its files")
     if native is False:
         return model, "model.native=false"
     reason = "; ".join(why_not_native(checkpoint.config))

@@ -21,8 +21,6 @@ Entry = tuple[str, tuple[str, ...], "Layout"]  # our name, their names, the layo
 
 
 class Layout(NamedTuple):
-    """The conversion of tensors in both directions."""
-
     join: Callable[[list[Tensor]], Tensor]
     split: Callable[[Tensor], list[Tensor]]
 
@@ -59,13 +57,11 @@ class Architecture:
     ropes: tuple[str, ...] = ("default",)
 
     def our_fields(self, config: Any) -> Fields:
-        """The fields of our configuration for theirs."""
         fixed = {name: value for name, value in self.shape.items() if not isinstance(value, tuple)}
         same = {ours: getattr(config, theirs) for ours, theirs in (COMMON | self.names).items()}
         return {**fixed, **same, **special_ids(config), **self.read(config)}
 
     def their_fields(self, c: GPTConfig) -> Fields:
-        """The fields of their configuration for ours."""
         known = self.config_class().to_dict()
         fixed = {name: values[0] for name, values in self.wanted.items() if name in known}
         same = {theirs: getattr(c, ours) for ours, theirs in (COMMON | self.names).items()}
@@ -76,10 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {}  # by transformers' model type; expo
 
 
 def register_architecture(model_type: str, architecture: Architecture) -> None:
-    """Add an architecture: checkpoints of this model type then run as our GPT, and export writes them back.
-
-    Call it from a function that `plugins` names (docs/extending.md).
-    """
+    """Checkpoints of this model type then run as our GPT, and export writes them back (docs/extending.md)."""
     ARCHITECTURES[model_type] = architecture
 
 
@@ -97,6 +90,7 @@ def why_not_native(config: Any) -> list[str]:
     return problems if rope in known else [*problems, f"rope_type is {rope!r}, wanted {' or '.join(map(repr, known))}"]
 
 
+BOTH = ("weight", "bias")
 COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
 
 
@@ -106,77 +100,59 @@ def special_ids(config: Any) -> Fields:
 
 
 def _square(c: GPTConfig) -> list[str]:
-    """Heads of width / n_head, as many keys as queries."""
     wrong = [f"n_kv_head is {c.n_kv_head}"] if c.n_kv_head != c.n_head else []
     return wrong + ([f"head_dim is {c.head_dim}"] if c.head_dim * c.n_head != c.width else [])
+
+
+def _entries(c: GPTConfig, outside: dict[str, str], layers: str, parts: list[Entry]) -> Iterator[Entry]:
+    """The tensors outside the layers, and the `parts` of each layer, whose names begin with `layers` there."""
+    for ours, theirs in outside.items():
+        yield ours, (theirs,), SAME
+    for layer in range(c.n_layer):
+        for ours, names, layout in parts:
+            yield f"model.layers.{layer}.{ours}", tuple(f"{layers}.{layer}.{name}" for name in names), layout
 
 
 # ---------------------------------------------------------------------------------------------- GPT and GPT-2
 
 
 _GPT_NAMES = {
-    "context_length": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "width": "n_embd",
-    "dropout": "resid_pdrop",
+    "context_length": "n_positions", "n_layer": "n_layer", "n_head": "n_head", "width": "n_embd", "dropout": "resid_pdrop",
     "norm_eps": "layer_norm_epsilon",
-}
+}  # fmt: skip
 _GPT_SHAPE = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "mlp": "gelu",
-    "bias": True,
-    "qkv_bias": True,
-    "qk_norm": False,
-}
-
-
-def _read_gpt(c: Any) -> Fields:
-    return {"mlp_width": getattr(c, "n_inner", None) or 4 * c.n_embd}
-
-
-def _write_gpt(c: GPTConfig) -> Fields:
-    return {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
-
-
-_GPT2_WANTED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-}
+    "positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "qkv_bias": True, "qk_norm": False,
+}  # fmt: skip
 
 
 def _gpt_entries(tokens: str, positions: str, last_norm: bool, c: GPTConfig) -> Iterator[Entry]:
-    """GPT's and GPT-2's tensors: matrices are stored transposed there."""
-    pairs = (
-        ("norm_1", "ln_1"),
-        ("attention.qkv", "attn.c_attn"),
-        ("attention.out", "attn.c_proj"),
-        ("norm_2", "ln_2"),
-        ("mlp.up", "mlp.c_fc"),
-        ("mlp.down", "mlp.c_proj"),
-    )
-    yield "model.embed_tokens.weight", (f"transformer.{tokens}.weight",), SAME
-    yield "model.embed_positions.weight", (f"transformer.{positions}.weight",), SAME
-    yield "lm_head.weight", ("lm_head.weight",), SAME
-    for kind in ("weight", "bias"):
-        if last_norm:
-            yield f"model.norm.{kind}", (f"transformer.ln_f.{kind}",), SAME
-        for layer in range(c.n_layer):
-            for ours, theirs in pairs:
-                layout = TRANSPOSED if kind == "weight" and not theirs.startswith("ln") else SAME
-                yield f"model.layers.{layer}.{ours}.{kind}", (f"transformer.h.{layer}.{theirs}.{kind}",), layout
+    """GPT's and GPT-2's tensors: matrices of the layers are stored transposed there, vectors are not changed by it."""
+    pairs = {
+        "norm_1": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "norm_2": "ln_2", "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }  # fmt: skip
+    outside = {"model.embed_tokens.weight": f"transformer.{tokens}.weight", "lm_head.weight": "lm_head.weight"}
+    outside |= {"model.embed_positions.weight": f"transformer.{positions}.weight"}
+    if last_norm:
+        outside |= {f"model.norm.{kind}": f"transformer.ln_f.{kind}" for kind in BOTH}
+    parts = [(f"{ours}.{kind}", (f"{theirs}.{kind}",), TRANSPOSED) for ours, theirs in pairs.items() for kind in BOTH]
+    return _entries(c, outside, "transformer.h", parts)
 
 
 register_architecture("gpt2", Architecture(
-    transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"}, _GPT2_WANTED, _GPT_NAMES, _read_gpt,
-    lambda c: {**_write_gpt(c), "n_inner": c.mlp_width}, partial(_gpt_entries, "wte", "wpe", True), _square,
+    transformers.GPT2Config, transformers.GPT2LMHeadModel, {**_GPT_SHAPE, "block": "pre"},
+    {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    },
+    _GPT_NAMES, lambda c: {"mlp_width": c.n_inner or 4 * c.n_embd},
+    lambda c: {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout, "n_inner": c.mlp_width},
+    partial(_gpt_entries, "wte", "wpe", True), _square,
 ))  # fmt: skip
 register_architecture("openai-gpt", Architecture(
-    transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"},
-    {"afn": ("gelu",)}, _GPT_NAMES, _read_gpt, _write_gpt, partial(_gpt_entries, "tokens_embed", "positions_embed", False),
+    transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, {"afn": ("gelu",)},
+    _GPT_NAMES, lambda c: {"mlp_width": 4 * c.n_embd}, lambda c: {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout},
+    partial(_gpt_entries, "tokens_embed", "positions_embed", False),
     lambda c: _square(c) + ([f"mlp_width is {c.mlp_width}, not 4 width"] if c.mlp_width != 4 * c.width else []),
 ))  # fmt: skip
 
@@ -184,15 +160,10 @@ register_architecture("openai-gpt", Architecture(
 
 
 _LLAMA_NAMES = {
-    "context_length": "max_position_embeddings",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "dropout": "attention_dropout",
+    "context_length": "max_position_embeddings", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads", "width": "hidden_size", "mlp_width": "intermediate_size", "dropout": "attention_dropout",
     "norm_eps": "rms_norm_eps",
-}
+}  # fmt: skip
 _LLAMA_WANTED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
 _LLAMA_SHAPE = {
     "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "block": "pre", "bias": False, "rotary_share": 1.0,
@@ -250,11 +221,8 @@ def llama_entries(c: GPTConfig) -> Iterator[Entry]:
         parts.append(("attention.qkv.bias", tuple(f"{name}.bias" for name in projections), qkv))
     if c.qk_norm:
         parts.append(("attention.qk_norm.weight", ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), STACKED))
-    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
-        yield name, (name,), SAME
-    for layer in range(c.n_layer):
-        for ours, theirs, layout in parts:
-            yield f"model.layers.{layer}.{ours}", tuple(f"model.layers.{layer}.{name}" for name in theirs), layout
+    outside = {name: name for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")}
+    return _entries(c, outside, "model.layers", parts)
 
 
 def llama_like(
@@ -308,10 +276,6 @@ register_architecture("cohere", Architecture(
 # --------------------------------------------------------------------------------------------------- GPT-NeoX
 
 
-_NEOX_NAMES = {**_LLAMA_NAMES, "dropout": "hidden_dropout", "norm_eps": "layer_norm_eps"}
-del _NEOX_NAMES["n_kv_head"]
-
-
 def _read_neox(c: Any) -> Fields:
     return {
         "mlp": "gelu_erf" if c.hidden_act == "gelu" else "gelu",
@@ -363,18 +327,18 @@ def _neox_entries(c: GPTConfig) -> Iterator[Entry]:
         "mlp.up": ("mlp.dense_h_to_4h", SAME),
         "mlp.down": ("mlp.dense_4h_to_h", SAME),
     }
-    yield "model.embed_tokens.weight", ("gpt_neox.embed_in.weight",), SAME
-    yield "lm_head.weight", ("lm_head.weight",), SAME
-    for kind in ("weight", "bias"):
-        yield f"model.norm.{kind}", (f"gpt_neox.final_layer_norm.{kind}",), SAME
-        for layer in range(c.n_layer):
-            for ours, (theirs, layout) in pairs.items():
-                yield f"model.layers.{layer}.{ours}.{kind}", (f"gpt_neox.layers.{layer}.{theirs}.{kind}",), layout
+    outside = {"model.embed_tokens.weight": "gpt_neox.embed_in.weight", "lm_head.weight": "lm_head.weight"}
+    outside |= {f"model.norm.{kind}": f"gpt_neox.final_layer_norm.{kind}" for kind in BOTH}
+    parts = [
+        (f"{ours}.{kind}", (f"{theirs}.{kind}",), layout) for ours, (theirs, layout) in pairs.items() for kind in BOTH
+    ]
+    return _entries(c, outside, "gpt_neox.layers", parts)
 
 
 register_architecture("gpt_neox", Architecture(
     transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
     {**_GPT_SHAPE, "positions": "rotary", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel")},
-    {"hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"), "attention_bias": (True,)}, _NEOX_NAMES, _read_neox, _write_neox,
-    _neox_entries, _square,
+    {"hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"), "attention_bias": (True,)},
+    {n: name for n, name in _LLAMA_NAMES.items() if n != "n_kv_head"} | {"dropout": "hidden_dropout", "norm_eps": "layer_norm_eps"},
+    _read_neox, _write_neox, _neox_entries, _square,
 ))  # fmt: skip

@@ -30,8 +30,7 @@ def rotary_factors(positions: Tensor, config: Any, dtype: torch.dtype) -> Rope:
     frequencies = 1.0 / config.rope_theta ** (half / turning)
     if config.rotary_scaling:
         frequencies = scale_frequencies(frequencies, config.rotary_scaling)
-    if turning < config.head_dim:
-        frequencies = F.pad(frequencies, (0, (config.head_dim - turning) // 2))
+    frequencies = F.pad(frequencies, (0, (config.head_dim - turning) // 2))
     angles = positions[..., None].float() * frequencies  # (…, head_dim/2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
@@ -226,8 +225,5 @@ def _segments(position_ids: Tensor | None) -> Tensor | None:
     """Number of the example (B or 1, T) that each token belongs to; None if every row has one example."""
     if position_ids is None:
         return None
-    starts = position_ids[:, 1:] < position_ids[:, :-1]
-    starts = starts | (position_ids[:, 1:] == 0)
-    if not bool(starts.any()):
-        return None
-    return F.pad(starts.long().cumsum(-1), (1, 0))
+    starts = (position_ids[:, 1:] < position_ids[:, :-1]) | (position_ids[:, 1:] == 0)
+    return F.pad(starts.long().cumsum(-1), (1, 0)) if bool(starts.any()) else None

@@ -50,9 +50,8 @@ def by_length(
 
 
 def scoring_tokens(model: Any) -> int:
-    """Most padded tokens of a forward without gradients: what its widest block computes at once then takes SCORING_BYTES.
-
-    More would not be faster. model: anything around a transformer.
+    """Most padded tokens of a forward without gradients: what its widest block computes at once then takes SCORING_BYTES; more would
+    not be faster. model: anything around a transformer.
     """
     config = next((part.config for part in model.modules() if hasattr(part, "config")), None)
     config = getattr(config, "trunk", None) or config  # of a reward model
@@ -96,7 +95,7 @@ class Joined:
 
 
 def shared_length(rows: Sequence[list[int]]) -> int:
-    """Length of the longest common prefix, shorter than the shortest row."""
+    """Of the longest common prefix, shorter than the shortest row."""
     return min(len(common_beginning(rows)), min(map(len, rows)) - 1)
 
 
@@ -106,8 +105,7 @@ def joined_length(rows: Sequence[list[int]]) -> int:
 
 
 def cost(tokens: int, width: int) -> int:
-    """A row of t tokens needs about t (6 width + t) multiplications per unit of width; joining long answers adds masked attention
-    between them."""
+    """Multiplications per unit of width, about; joining long answers adds masked attention between them."""
     return tokens * (6 * width + tokens)
 
 

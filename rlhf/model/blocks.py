@@ -63,26 +63,22 @@ class SwitchMLP(nn.Module):
         probs = self.router(x).softmax(-1)  # (…, E)
         gate, chosen = probs.max(-1)
         self.balance = None
+        count = len(self.experts)
         if self.limited:
             self.balance = compute_balance(probs, chosen)
-            chosen = self._drop(chosen)
+            room = math.ceil(self.capacity * x.shape[1] / count)
+            of_expert = F.one_hot(chosen, count)  # (B, T, E)
+            place = (of_expert.cumsum(1) * of_expert).sum(-1)  # 1 for the first token of its expert in the row
+            chosen = chosen.masked_fill(place > room, count)  # no expert
         flat, chosen = x.flatten(0, -2), chosen.flatten()
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=len(self.experts) + 1).tolist()
+        counts = chosen.bincount(minlength=count + 1).tolist()
         parts = flat[order].split(counts)
         # every expert is called, even with no token, so that each rank gathers each weight and has a gradient for it
         results = [expert(part) for expert, part in zip(self.experts, parts[:-1], strict=True)]
         results.append(torch.zeros_like(parts[-1], dtype=results[0].dtype))
         y = torch.cat(results)[order.argsort()] * gate.flatten()[:, None].to(results[0].dtype)
         return y.view_as(x)
-
-    def _drop(self, chosen: Tensor) -> Tensor:
-        """The expert (B, T) of each token; the value `experts` (no expert) for tokens beyond their expert's room."""
-        count = len(self.experts)
-        room = math.ceil(self.capacity * chosen.shape[1] / count)
-        chosen_expert = F.one_hot(chosen, count)  # (B, T, E)
-        place = (chosen_expert.cumsum(1) * chosen_expert).sum(-1)  # 1 for the first token of its expert in the row
-        return chosen.masked_fill(place > room, count)
 
 
 def compute_balance(probs: Tensor, chosen: Tensor) -> Tensor:
@@ -193,6 +189,13 @@ class OneNormBlock(ParallelBlock):
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         return x + self.dropout(attended) + self.dropout(self.mlp(self.norm_1(x)))
+
+
+def set_residual_dropout(model: nn.Module, share: float) -> None:
+    """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.dropout.p = share
 
 
 BLOCKS = {"pre": Block, "post": PostNormBlock, "parallel": ParallelBlock, "one_norm": OneNormBlock}

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from rlhf.config.setting import listed
 from rlhf.errors import UserError, optional, reading
 from rlhf.model.architectures import why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
@@ -21,7 +22,6 @@ from rlhf.system.schemas import INTEGERS, Finite, Schema, Size, check_value, rea
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 UNSTATED_CONTEXT = 2048  # tokens, of a model that does not state it
-MOST_TENSORS = 500_000
 # A configuration could name kernels of the hub here, which are code; every load and every construction passes these.
 CHOSEN_HERE = {"attn_implementation": None, "experts_implementation": None}
 LAYER = re.compile(r"\.\d+\.")  # in the name of a weight that belongs to a numbered layer
@@ -66,14 +66,14 @@ class Index(Schema):  # of weights in several files
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The result of `read_checkpoint`; nothing is loaded yet."""
+    """What is known before anything is loaded."""
 
     source: str
     folder: Path  # the folder of its files; for a hub id, the local copy
     gguf_file: str | None  # its name in the folder
     revision: str | None
     config: Any  # transformers' configuration, without quantization_config
-    parameters: int
+    parameters: int  # tied matrices counted once
     dtype: str  # of the stored weights
     licence: str | None
     adapters: Path | None = None  # the folder of PEFT's adapters that are merged into it
@@ -93,7 +93,7 @@ class Checkpoint:
         path = self.folder / "generation_config.json"
         generation = None if self.gguf_file else read_checked(path, Ids, RESTORE)
         stated = [(generation or {}).get("eos_token_id"), self.config.eos_token_id]
-        return [i for value in stated for i in (value if isinstance(value, list) else [value]) if i is not None]
+        return [i for value in stated for i in listed(value)]
 
     def weight_files(self) -> list[Path]:
         """The weight files. Raises: UserError if there are none in a format that is safe to read."""
@@ -118,9 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(source: str | Path) -> Checkpoint:
-    """Inspect a checkpoint: a hub id (optionally `name@revision`), a local folder, or a .gguf file.
-    Raises: UserError if it cannot be read or needs its own code.
-    """
+    """A hub id (optionally `name@revision`), a local folder, or a .gguf file. Raises: UserError if it cannot be read."""
     source = str(source)
     path = Path(source).expanduser()
     gguf = path.name if path.suffix == ".gguf" else None
@@ -144,6 +142,9 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     config = _read_config(source, folder, gguf)
     if gguf is None:
         check_weights(f"model.pretrained={source}", config, folder.glob("*.safetensors"))
+    what = f"model.pretrained={source}: no causal language model can be made of this {config.model_type}"
+    with reading(what, "give one that generates text"), torch.device("meta"):  # nothing is allocated
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **CHOSEN_HERE)
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return Checkpoint(
         source=source,
@@ -151,7 +152,7 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
         gguf_file=gguf,
         revision=revision,
         config=config,
-        parameters=count_parameters(source, config),
+        parameters=sum(p.numel() for p in model.parameters()),
         dtype=dtype if gguf is None else "GGUF",
         licence=_read_licence(folder, gguf),
     )
@@ -163,9 +164,8 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
     if revision is not None:
         download("model.pretrained=", source.partition("@")[0], revision, (ADAPTED,))
     if not isinstance(base, str) or not (folder / ADAPTED).is_file():
-        raise UserError(
-            f"model.pretrained={source}: adapters without {ADAPTED} or their model's name: save them with PEFT"
-        )
+        lacks = f"adapters without {ADAPTED} or their model's name"
+        raise UserError(f"model.pretrained={source}: {lacks}: save them with PEFT")
     try:
         checkpoint = read_checkpoint(base)
     except UserError as error:
@@ -174,26 +174,26 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
 
 
 def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
+    more = {}
     if gguf is not None:
         optional("gguf", f"model.pretrained={source}")
+        more = {"gguf_file": gguf}
     wanted = "give a checkpoint of an architecture that transformers knows"
-    more = {} if gguf is None else {"gguf_file": gguf}
     config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)
     classifier = next((kind for kind in config.architectures or [] if kind.endswith("Classification")), None)
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
-    if classifier or masked or is_encoder(config):
-        raise UserError(
-            f"model.pretrained={source}: a {classifier or config.model_type} writes no text: give a causal language model, or "
-            f"use this one as reward model: reward.model={source}"
-        )
-    if config.is_encoder_decoder:
-        raise UserError(f"model.pretrained={source}: a {config.model_type} has an encoder: give a decoder-only model")
-    if config.get_text_config() is not config:
-        raise UserError(
-            f"model.pretrained={source}: a {config.model_type} reads more than text: give a model of text alone"
-        )
-    if gguf is None and getattr(config, "quantization_config", None):
-        raise UserError(f"model.pretrained={source}: its weights are quantised: give the checkpoint in full precision")
+    writes_none = (
+        f"writes no text: give a causal language model, or use this one as reward model: reward.model={source}"
+    )
+    problems = {
+        writes_none: classifier or masked or is_encoder(config),
+        "has an encoder: give a decoder-only model": config.is_encoder_decoder,
+        "reads more than text: give a model of text alone": config.get_text_config() is not config,
+        "is quantised: give the checkpoint in full precision": not gguf
+        and getattr(config, "quantization_config", None),
+    }
+    if problem := next((problem for problem, found in problems.items() if found), None):
+        raise UserError(f"model.pretrained={source}: a {classifier or config.model_type} {problem}")
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -204,34 +204,24 @@ def is_encoder(config: Any) -> bool:
     return getattr(config, "attention", None) == "bidirectional"
 
 
-def count_parameters(source: str, config: Any) -> int:
-    """Number of parameters of the causal language model, tied matrices counted once; nothing is allocated."""
-    what = f"model.pretrained={source}: no causal language model can be made of this {config.model_type}"
-    with reading(what, "give one that generates text"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **CHOSEN_HERE)
-    return sum(p.numel() for p in model.parameters())
-
-
 def _read_licence(folder: Path, gguf: str | None) -> str | None:
     """The licence in the model card's header or the GGUF file."""
-    card = folder / "README.md"
-    if gguf is None and card.is_file():
-        header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-        stated = re.search(r"^license:\s*(\S+)", header[1], re.MULTILINE) if header else None
-        return stated[1].strip("'\"") if stated else None
     if gguf is not None:
         from gguf import GGUFReader
 
         field = GGUFReader(str(folder / gguf)).get_field("general.license")
         return str(field.contents()) if field is not None else None
-    return None
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    stated = re.match(r"---\n(?:(?!---).*\n)*?license:\s*(\S+)", text)
+    return stated[1].strip("'\"") if stated else None
 
 
 # ------------------------------------------------------------------------------------------------- loading
 
 
 def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool = False, **keywords: Any) -> Any:
-    """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other; no code of it is run.
+    """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other.
 
     new_head: weights outside the trunk's layers may be missing, since they will be trained; headless: a head in the file is ignored.
     Raises: UserError if weights are missing, left over, of another shape, or not finite, or if a file cannot be read.
@@ -255,10 +245,7 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
         left = [name for name in left if LAYER.search(name)]
     for names, what in ((missing, "missing from the file"), (left, "not in the model of config.json")):
         if names:
-            raise UserError(
-                f"{source}: {len(names)} weights are {what} ({', '.join(names[:2])}): the weights do not fit "
-                "config.json: restore both"
-            )
+            raise UserError(f"{source}: {len(names)} weights are {what} ({', '.join(names[:2])}): restore both")
     check_finite(dict(model.named_parameters()), source)
     return model
 
@@ -271,15 +258,12 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, tuple[str, int, str]]:
-    """{name: (dtype, numbers, file)} by the files' headers; nothing is allocated. Raises: UserError for more than MOST_TENSORS."""
+    """{name: (dtype, numbers, file)} by the files' headers; nothing is allocated."""
     tensors: dict[str, tuple[str, int, str]] = {}
     for path in files:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                names = list(file.keys())
-                if len(names) > MOST_TENSORS:
-                    raise UserError(f"{path}: has {len(names):,} tensors, want at most {MOST_TENSORS:,}: restore it")
-                slices = {name: file.get_slice(name) for name in names}
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             tensors |= {n: (x.get_dtype(), math.prod(x.get_shape()), path.name) for n, x in slices.items()}
         else:
             loaded = torch.load(path, map_location="meta", weights_only=True)
@@ -303,7 +287,7 @@ def read_config(source: str, what: str, remedy: str, **more: Any) -> Any:
 
 
 def check_weights(what: str, config: Any, files: Iterable[Path]) -> None:
-    """What can be known of the weights by their headers, before a model is built or anything is allocated.
+    """By the weights' headers, before anything is allocated.
     Raises: UserError for complex or integer weights, which a cast to float32 would change silently, and for files too small for
     the sizes in the configuration.
     """

@@ -5,7 +5,6 @@ It is an `AutoModelForSequenceClassification` with one label.
 
 import inspect
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from rlhf.model.batching import right_pad
 from rlhf.model.checkpoint import load_whole, read_config
 from rlhf.model.heads import RewardModel, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes
+from rlhf.system.files import write_json
 from rlhf.system.schemas import Finite, Schema, read_checked
 
 AGAIN = "run `rlhf reward overwrite=true` again"
@@ -68,8 +68,6 @@ class TextEncoder:
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
         form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
         self.form = "plain" if always_ends else form
-        if not tokenizer.is_fast:
-            raise UserError("reward.model: its tokenizer has no tokenizer.json: save it as a fast one")
         self._special_ids = set(tokenizer.all_special_ids)
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}
 
@@ -220,8 +218,7 @@ class TextRewardModel(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         self.network.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))
-        record = {"gain": self.gain, "shift": self.shift, "rendering": self.encoder.form}
-        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / RECORD, {"gain": self.gain, "shift": self.shift})
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "TextRewardModel":
@@ -231,10 +228,8 @@ class TextRewardModel(nn.Module):
         config, tokenizer = _read_config(str(source))
         calibration = read_checked(Path(source) / RECORD, Calibration, AGAIN)
         if calibration is None and config.num_labels != 1:
-            raise UserError(
-                f"{source}: a {config.model_type} with {config.num_labels} labels is no reward model: "
-                "train it with reward.model, or give a classifier with one label"
-            )
+            has = f"a {config.model_type} with {config.num_labels} labels is no reward model"
+            raise UserError(f"{source}: {has}: train it with reward.model, or give a classifier with one label")
         gain, shift = (calibration["gain"], calibration["shift"]) if calibration else (1.0, 0.0)
         return cls(_read_network(str(source), config, tokenizer), tokenizer, gain, shift).eval()
 
@@ -276,10 +271,8 @@ def _read_network(source: str, config: Any, tokenizer: Any, **keywords: Any) -> 
     if len(tokenizer) == rows + 1:  # the pad token that we gave it
         network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     elif len(tokenizer) > rows:
-        raise UserError(
-            f"{source}: its tokenizer has {len(tokenizer)} entries, its model embeds {rows}: "
-            "give a model and a tokenizer that belong together"
-        )
+        has = f"its tokenizer has {len(tokenizer)} entries, its model embeds {rows}"
+        raise UserError(f"{source}: {has}: give a model and a tokenizer that belong together")
     return network
 
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.config.setting import listed
 from rlhf.data.chat_template import end_ids
 from rlhf.data.tokenizer import PAD
 from rlhf.errors import UserError, reading
-from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
+from rlhf.model.architectures import ARCHITECTURES, special_ids
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.model.linear import merged
@@ -26,28 +27,14 @@ from rlhf.ops.fast import by_torch_alone
 OWN = "rlhf"  # the form of models that no public class can express: model type rlhf_gpt
 # Fields of a checkpoint's configuration that describe the file, not the model.
 PASSING = (
-    "model_type",
-    "architectures",
-    "dtype",
-    "transformers_version",
-    "quantization_config",
-    "auto_map",
-    "_name_or_path",
-)
+    "model_type", "architectures", "dtype", "transformers_version", "quantization_config", "auto_map", "_name_or_path",
+)  # fmt: skip
 TOLERANCE = 1e-4  # largest difference of a score between our model and transformers' class
 PROBED = 24  # tokens of the longest probe row
 
 
-def check_form(form: str) -> None:
-    """Raises: UserError if export.form names no architecture."""
-    if form not in ("auto", OWN, *ARCHITECTURES):
-        raise UserError(f"export.form={form}: unknown: choose auto, {', '.join(ARCHITECTURES)} or {OWN}")
-
-
 def misfits(config: Any, form: str) -> list[str]:
-    """Why our configuration cannot be written in a form, as texts; empty if it can."""
-    if form == OWN:
-        return []
+    """Why our configuration cannot be written in the form of an architecture, as texts; empty if it can."""
     architecture, wrong = ARCHITECTURES[form], []
     for name, wanted in {"attention": "causal", "window": None, "experts": 0, **architecture.shape}.items():
         value = getattr(config, name)
@@ -71,21 +58,15 @@ def why_own(config: Any) -> str:
 
 
 def make_native_config(config: Any) -> GPTConfig:
-    """A checkpoint's configuration as ours.
-    Raises: UserError for an architecture or a variant that ours does not express, and for values that make no sense.
-    """
+    """A checkpoint's configuration as ours, which expresses it (`why_not_native`). Raises: UserError for values that make no sense."""
     kind = config.model_type
-    if problems := why_not_native(config):
-        raise UserError(f"convert from {kind}: " + "; ".join(problems))
     kept = {name: value for name, value in config.to_dict().items() if name not in PASSING}
     with reading(f"convert from {kind}: config.json", "restore it"):
         return GPTConfig(**ARCHITECTURES[kind].our_fields(config), origin={"model_type": kind, **kept})
 
 
 def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
-    """Our GPT with the weights of one of transformers' causal language models, copied.
-    Raises: UserError for an architecture or a variant that ours does not express.
-    """
+    """Our GPT with the weights of one of transformers' causal language models, copied. Raises: UserError as `make_native_config`."""
     config, theirs = make_native_config(model.config), model.state_dict()
     with torch.device("meta"):  # memory never contains the weights a third time
         ours = GPTForCausalLM(config)
@@ -104,9 +85,7 @@ def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
 
 
 def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
-    """transformers' class of the architecture `form` with our weights, copied; `GPTConfig.origin` restores the rest of its fields.
-    Raises: UserError if the model does not fit the form.
-    """
+    """transformers' class of an architecture that fits, with our weights, copied; `GPTConfig.origin` restores the rest of its fields."""
     config: Any = model.config
     result = ARCHITECTURES[form].model_class(their_config(config, form))
     nn.Module.to(result, device=model.device, dtype=model.dtype)
@@ -123,9 +102,7 @@ def renamed(config: GPTConfig, form: str, ours: Iterable[tuple[str, Tensor]]) ->
 
 
 def their_config(config: GPTConfig, form: str) -> Any:
-    """The configuration of transformers' class for ours. Raises: UserError if the model does not fit the form."""
-    if problems := misfits(config, form):
-        raise UserError(f"convert to {form}: " + "; ".join(problems))
+    """The configuration of transformers' class for ours, which fits the form."""
     architecture = ARCHITECTURES[form]
     origin = dict(config.origin or {})
     kept = origin if origin.pop("model_type", None) == form else {}
@@ -163,23 +140,18 @@ def _finished(model: Any, like: PreTrainedModel) -> Any:
 # ---------------------------------------------------------------------------------------------------- policies
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike, form: str = "auto") -> str:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike) -> str:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with a generation configuration that has every end token.
 
-    form: one of `ARCHITECTURES`, which plain transformers loads; "rlhf", which loads after `import rlhf.model`; "auto": see
-    `find_form`. A generation configuration with every end token goes with it. Returns the form written.
-    Raises: UserError if the model does not fit the form.
+    Returns the form of a model of ours, see `find_form`, of which "rlhf" loads only after `import rlhf.model`; else the architecture.
     """
-    check_form(form)
-    kind = model.config.model_type
-    if not lm(model).native and form not in ("auto", kind):
-        raise UserError(f"export: a {kind} model is saved as it is, not as {form!r}: choose form auto")
-    written = kind if not lm(model).native else find_form(model.config) if form == "auto" else form
-    converted: Any = model if written in (OWN, kind) else to_transformers(model, written)  # type: ignore[arg-type]
+    converted: Any = model
+    form = find_form(model.config) if lm(model).native else model.config.model_type
+    if lm(model).native and form != OWN:
+        converted = to_transformers(converted, form)
     ids, generation_config = special_ids(tokenizer), converted.generation_config
     known = getattr(generation_config, "eos_token_id", None)
-    ends = [ids["eos_token_id"], *(known if isinstance(known, list) else [known])]  # the tokenizer's first
-    ends = list(dict.fromkeys(i for i in ends if i is not None))
+    ends = [*dict.fromkeys([*listed(ids["eos_token_id"]), *listed(known)])]  # the tokenizer's first
     end = ends if len(ends) > 1 else next(iter(ends), None)
     converted.generation_config = GenerationConfig(**{**ids, "eos_token_id": end})
     try:
@@ -190,15 +162,13 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
     path = Path(out) / "config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), **ids}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return written
+    return form
 
 
 # ----------------------------------------------------------------------------------------------- reward models
 
 
 class Exported(NamedTuple):
-    """The result of `export_reward`."""
-
     class_name: str
     offset: float  # score = logit + offset
 
@@ -207,29 +177,27 @@ def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
     """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer.
 
     Its head reads the last token that is not the pad token. Gain and shift go into the weights; if the head has no bias, the
-    constant goes into the bias of the last norm; if that has none either (RMSNorm), it is left out and stated.
+    constant is left out and stated.
 
     tokenizer: the policy's. Raises: UserError for a model that no public class expresses.
     """
     if model.reads_text:
         result: Any = copy.deepcopy(model.network)
         tokenizer = model.tokenizer
-        offset = fold(_head(result), model.gain, model.shift, None)
+        offset = fold(_head(result), model.gain, model.shift)
     elif model.config.read_tokens > 1:
-        raise UserError(
-            f"export: no class of transformers reads a score at {model.config.read_tokens} tokens (reward.read_tokens)"
-        )
+        raise UserError("export: no class of transformers reads a score at several tokens (reward.read_tokens)")
     elif model.mix is not None:
         raise UserError("export: no class of transformers reads a mix of all layers (reward.layers=mix)")
     else:
-        result, norm = _with_score_head(model)
+        result = _with_score_head(model)
         tokenizer = copy.deepcopy(tokenizer)
         _give_pad(result, tokenizer)
         end_at_end_token(tokenizer)
         head = _head(result)
         with torch.no_grad():
             head.weight.copy_(model.head.weight)
-        offset = fold(head, model.gain, model.shift - model.head.bias.item(), norm)
+        offset = fold(head, model.gain, model.shift - model.head.bias.item())
         _check(model, result, tokenizer, offset)
     result.config.score_offset = offset
     result.save_pretrained(out)
@@ -238,30 +206,20 @@ def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
 
 
 @torch.no_grad()
-def fold(head: nn.Linear, gain: float, shift: float, norm: nn.Module | None) -> float:
-    """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded.
-
-    norm: a layer whose output only the head reads.
-    """
+def fold(head: nn.Linear, gain: float, shift: float) -> float:
+    """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded without a bias."""
     head.weight.mul_(gain)
-    if head.bias is not None:
-        head.bias.sub_(shift).mul_(gain)
-        return 0.0
-    place = getattr(norm, "bias", None)
-    square = float(head.weight.double().square().sum())
-    if place is None or square == 0.0:
+    if head.bias is None:
         return -gain * shift
-    place.add_(head.weight[0] * (-gain * shift / square))  # w . (h + c w / |w|^2) = w . h + c
+    head.bias.sub_(shift).mul_(gain)
     return 0.0
 
 
-def _with_score_head(model: Any) -> tuple[Any, nn.Module | None]:
-    """transformers' class on a copy of the trunk, whose head is still random; and, of our GPT's architectures, the LayerNorm
-    whose output is the last hidden state.
-    """
-    trunk, native = model.trunk, lm(model.trunk).native
+def _with_score_head(model: Any) -> Any:
+    """transformers' class on a copy of the trunk, whose head is still random."""
+    trunk = model.trunk
     settings, weights = copy.deepcopy(trunk.config), trunk.state_dict()
-    if native:
+    if lm(trunk).native:
         form = find_form(trunk.config)
         if form == OWN:
             raise UserError(
@@ -278,8 +236,7 @@ def _with_score_head(model: Any) -> tuple[Any, nn.Module | None]:
         raise UserError(
             f"export: transformers has no sequence classifier of a {settings.model_type}: {str(error).splitlines()[0]}"
         ) from error
-    norms = [m for m in result.base_model.modules() if isinstance(m, nn.LayerNorm)]
-    return result.float().eval(), norms[-1] if native and norms else None
+    return result.float().eval()
 
 
 def _head(model: Any) -> nn.Linear:
@@ -290,7 +247,7 @@ def _head(model: Any) -> nn.Linear:
 
 
 def _give_pad(model: Any, tokenizer: Any) -> None:
-    """A pad token that is no end token: these classes read the last token that is not pad, which must be the end token."""
+    """A pad token that is no end token, since these classes read the last token that is not pad."""
     if tokenizer.pad_token_id in (end_ids(tokenizer) or [tokenizer.eos_token_id]):
         tokenizer.add_special_tokens({"pad_token": PAD})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -300,10 +257,7 @@ def _give_pad(model: Any, tokenizer: Any) -> None:
 
 
 def end_at_end_token(tokenizer: Any) -> None:
-    """Make a rendered dialogue end with the last turn's end token, at which the score is read.
-
-    Many templates write a newline after it (SmolLM2, Qwen), at which the logit has no meaning.
-    """
+    """Make a rendered dialogue end with the last turn's end token, at which the score is read: many templates write a newline after it."""
     template, ends = tokenizer.chat_template, [tokenizer.decode([i]) for i in end_ids(tokenizer)]
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     if not isinstance(template, str) or not ends:
@@ -327,7 +281,5 @@ def _check(model: Any, result: Any, tokenizer: Any, offset: float) -> None:
     theirs = result(input_ids=tokens.where(mask, tokenizer.pad_token_id), attention_mask=mask.long()).logits[:, 0]
     difference = float((ours - theirs - offset).abs().max() / ours.abs().max().clamp(min=1.0))
     if not difference <= TOLERANCE:
-        raise UserError(
-            f"export: scores of a probe batch differ by {difference:.1e} in {type(result).__name__}, more than "
-            f"{TOLERANCE}: it does not express this reward model"
-        )
+        found = f"scores of a probe batch differ by {difference:.1e} in {type(result).__name__}, more than {TOLERANCE}"
+        raise UserError(f"export: {found}: it does not express this reward model")

@@ -29,7 +29,7 @@ from rlhf.model.attention import (
     select,
 )
 from rlhf.model.batching import join_rows
-from rlhf.model.blocks import BLOCKS, Block, balance_loss, make_norm
+from rlhf.model.blocks import BLOCKS, balance_loss, make_norm
 from rlhf.model.fused_loss import IGNORED
 from rlhf.model.gpt_config import GPTConfig
 from rlhf.model.linear import Linear, ResidualLinear
@@ -71,11 +71,6 @@ class GPTPreTrainedModel(PreTrainedModel):
                 at = joined.places(rows, positions)
                 return trunk(input_ids=joined.tokens, use_cache=False, kept=at, **given, **more), at
         return trunk(input_ids=tokens, use_cache=False, kept=kept, **more), kept
-
-    def set_residual_dropout(self, share: float) -> None:
-        for module in self.modules():
-            if isinstance(module, Block):
-                module.dropout.p = share
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -146,8 +141,6 @@ class GPTModel(GPTPreTrainedModel):
         example begins, which does not see the earlier ones. Right padding needs no mask, since no real token comes after it; an encoder
         takes pad tokens as padding unless one of the two is given.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("GPTModel.forward: give exactly one of input_ids and inputs_embeds")
         causal, pad = self.config.causal, self.config.pad_token_id
         if not causal and attention_mask is None and position_ids is None and input_ids is not None and pad is not None:
             attention_mask = input_ids != pad

@@ -11,8 +11,9 @@ from rlhf.config.setting import Setting, settings_in
 from rlhf.system.schemas import first_problem
 
 MOST_LAYERS = 10_000
-# Of the fields that are no settings.
+# Of fields that are no settings, or have a wider range there.
 RANGES = {
+    "n_layer": Setting("", min=1, max=MOST_LAYERS),
     "vocab_size": Setting("", min=1, max=2**31), "norm_eps": Setting("", min=0), "rope_theta": Setting("", above=0),
     "rotary_share": Setting("", above=0, max=1),
 }  # fmt: skip
@@ -100,8 +101,6 @@ class GPTConfig(PreTrainedConfig):
 
     def _misfits(self) -> Iterator[str]:
         """Values that do not fit together."""
-        if self.n_layer > MOST_LAYERS:
-            yield f"n_layer={self.n_layer} must be from 1 to {MOST_LAYERS:,}"
         head_dim = self.head_dim or self.width // self.n_head
         if self.head_dim is None and self.width % self.n_head:
             yield f"width={self.width} must be a multiple of n_head={self.n_head}"

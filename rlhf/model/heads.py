@@ -57,12 +57,10 @@ class LayerMix(nn.Module):
         self.weight, self.gamma = nn.Parameter(torch.zeros(layers)), nn.Parameter(torch.ones(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(N, D) float32."""
         return upcast(self.gamma) * torch.einsum("l,l...->...", upcast(self.weight).softmax(0), self.normed(hidden))
 
     @staticmethod
     def normed(hidden: Tensor) -> Tensor:
-        """The states over the root of their mean square, in float32."""
         return nn.functional.rms_norm(upcast(hidden), hidden.shape[-1:], eps=1e-12)  # embeddings can be small
 
 
@@ -146,8 +144,7 @@ class RewardModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the head; the trunk initialises itself."""
-        if module is self.head:
+        if module is self.head:  # the trunk initialises itself
             self.head.initialise()
 
     @classmethod
@@ -217,14 +214,10 @@ class RewardModel(PreTrainedModel):
         return self.gain * (raw - self.shift) if calibrated else raw
 
     def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
-        """Makes rows of texts, of at most `limit` tokens; `tokenizer` is the policy's, `room` the tokens that are left for a response.
-
-        counts: increased, as by `rlhf.data.encoding.token_encoder`.
-        """
+        """Makes rows of texts, as `rlhf.data.encoding.token_encoder`; `tokenizer` is the policy's."""
         return token_encoder(tokenizer, limit, room, counts)
 
     def rows(self, episodes: Episodes) -> list[list[int]]:
-        """A row per sampled response."""
         return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
 
     def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[list[int]]:
@@ -245,7 +238,7 @@ class RewardModel(PreTrainedModel):
         return self.config.shift
 
     def calibrate(self, gain: float, shift: float) -> None:
-        """Set the calibration that the checkpoint carries: score = gain (raw - shift)."""
+        """Set the calibration, which the checkpoint carries."""
         self.config.gain, self.config.shift = float(gain), float(shift)
 
     @torch.no_grad()
@@ -340,15 +333,13 @@ def transfer(model: Any, layers: int | None, nothing: bool = False) -> Any:
 
 def keep_every(model: Any, every: int) -> Any:
     """Leave a causal language model of ours only its blocks 0, every, 2 every, …
-    Raises: UserError if it is none of ours, if its blocks are of several kinds, or if no block would go.
+    Raises: UserError if it is none of ours, or if its blocks are of several kinds.
     """
     config = model.config
     if not lm(model).native or config.window is not None or config.experts:
         which = "does not run natively" if not lm(model).native else "has banded layers or experts"
         raise UserError(f"distill.teacher: the {model.config.model_type} {which}: want a model of equal blocks")
     layers = model.model.layers[::every]
-    if every > 1 and len(layers) == config.n_layer:
-        raise UserError(f"distill.every={every}: the teacher has {config.n_layer} block: no smaller one can be made")
     for number, layer in enumerate(layers):
         layer.attention.layer = number
     model.model.layers, config.n_layer = layers, len(layers)

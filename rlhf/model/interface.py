@@ -104,9 +104,6 @@ class LanguageModel:
         product = self.model.get_output_embeddings()(self.hidden(tokens, kept))
         return product if self.logits_are == "product" else self.finish(product)
 
-    def set_residual_dropout(self, share: float) -> None:
-        """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
-
 
 # ------------------------------------------------------------------------------------------------ reward models
 

@@ -27,8 +27,8 @@ from rlhf.data.encoding import TokenRow, encode_demonstrations, labels_of, row_l
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
+from rlhf.model.blocks import set_residual_dropout
 from rlhf.model.fused_loss import IGNORED, NextToken
-from rlhf.model.interface import lm
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
@@ -96,7 +96,7 @@ def run(config: Config) -> None:
 def load_with_dropout(config: Config, folder: Path, device: torch.device) -> Any:
     """The model to fine-tune, with sft.dropout on each block's output to the residual stream."""
     model = load_lm(config, folder, device, dropout=0.0)  # none on attention and embeddings
-    lm(model).set_residual_dropout(config.sft.dropout)
+    set_residual_dropout(model, config.sft.dropout)
     return model
 
 

@@ -11,7 +11,7 @@ from rlhf.data.records import Message
 from rlhf.data.tokenizer import train_tokenizer
 from rlhf.errors import UserError
 from rlhf.model import GPTConfig, GPTForCausalLM, RewardModel
-from rlhf.model.architectures import ARCHITECTURES
+from rlhf.model.architectures import ARCHITECTURES, why_not_native
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.convert import (
     export,
@@ -89,8 +89,7 @@ def test_llama_3_positions_are_transformers_past_the_original_context():
     unscaled.config.rotary_scaling = None
     difference = (unscaled(tokens).logits - theirs(tokens).logits).abs().amax((0, 2))
     assert difference[16:].min() > 1e-3  # 16 tokens are the original context
-    with pytest.raises(UserError, match="rotary_scaling is set, unlike cohere"):
-        to_transformers(ours, "cohere")
+    assert "rotary_scaling is set, unlike cohere" in misfits(ours.config, "cohere")
 
 
 @torch.no_grad()
@@ -131,15 +130,14 @@ def test_what_has_no_form_is_refused():
             "rope_type is 'linear'",
         ),
     ):
-        with pytest.raises(UserError, match=said):
-            from_transformers(make_checkpoint(name, **overrides))
+        assert said in "; ".join(why_not_native(make_checkpoint(name, **overrides).config))
     for kind, form, said in (
-        (LLAMA_KIND, "gpt2", r"positions is 'rotary'.*bias is False"),
+        (LLAMA_KIND, "gpt2", "positions is 'rotary'"),
+        (LLAMA_KIND, "gpt2", "bias is False"),
         ({"n_kv_head": 2}, "gpt2", "n_kv_head is 2"),
         ({**LLAMA_KIND, "qk_norm": True}, "llama", "qk_norm is True"),
     ):
-        with pytest.raises(UserError, match=said):
-            to_transformers(make_ours(**kind), form)
+        assert said in "; ".join(misfits(make_ours(**kind).config, form))
     assert find_form(make_ours(**LLAMA_KIND, block="post").config) == "rlhf"
     for kind, why in (
         ({"window": 4}, "window is 4"),
@@ -147,7 +145,6 @@ def test_what_has_no_form_is_refused():
     ):
         config = GPTConfig(**{**OUR_SIZES, **kind})
         assert find_form(config) == "rlhf" and why in why_own(config)
-    assert misfits(make_ours().config, "rlhf") == []
 
 
 @pytest.fixture(scope="module")
@@ -155,21 +152,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(["what colour is the sky? blue, of course. " * 20], 290, context_length=64)
 
 
-def test_export_in_a_chosen_form_or_that_which_came_in(tokenizer, tmp_path):
+def test_export_in_the_form_that_came_in_or_our_own(tokenizer, tmp_path):
     assert export(from_transformers(make_checkpoint("mistral")), tokenizer, tmp_path / "in") == "mistral"
     assert json.loads((tmp_path / "in" / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
-    assert export(make_ours(), tokenizer, tmp_path / "own", form="rlhf") == "rlhf"
+    assert export(make_ours(window=4), tokenizer, tmp_path / "own") == "rlhf"
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     assert config["model_type"] == "rlhf_gpt" and "auto_map" not in config and not list(tmp_path.rglob("*.py"))
     assert config["eos_token_id"] == tokenizer.eos_token_id and (tmp_path / "own" / "chat_template.jinja").exists()
     assert export(make_checkpoint("gpt2"), tokenizer, tmp_path / "theirs") == "gpt2"
-    with pytest.raises(UserError, match="mlp is 'gelu'"):
-        export(make_ours(), tokenizer, tmp_path / "no", form="llama")
-    with pytest.raises(UserError, match=r"export\.form=onnx: unknown"):
-        export(make_ours(), tokenizer, tmp_path / "no", form="onnx")
-    with pytest.raises(UserError, match="saved as it is"):
-        export(make_checkpoint("gpt2"), tokenizer, tmp_path / "no", form="llama")
-    assert not (tmp_path / "no").exists()
 
 
 LLAMA_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -233,8 +223,7 @@ def test_plain_transformers_gives_the_same_scores(name, native, tokenizer, tmp_p
     expected = our_scores(model, tokenizer)
     assert expected.std() > 0.1
     assert torch.allclose(their_scores(str(tmp_path)) + told.offset, expected, atol=1e-4)
-    own_norm = native and name in ("gpt2", "openai-gpt", "gpt_neox")
-    assert told.offset == (0.0 if own_norm else pytest.approx(3.0 * (0.7 + 1.4), abs=1e-5))
+    assert told.offset == pytest.approx(3.0 * (0.7 + 1.4), abs=1e-5)
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path).config
     assert saved.score_offset == told.offset and told.class_name in saved.architectures
     assert model.gain == 3.0 and torch.allclose(our_scores(model, tokenizer), expected), "the model is left as it was"
