@@ -1,8 +1,8 @@
 """Two loops of sampling in C (`kernels.c`), compiled at first use by the machine's own compiler.
 
-They replace some dozens of small operations of torch per step: on a CPU these take more time than the arithmetic. The library is
+They replace some dozens of small operations of torch per step, which take more time than the arithmetic. The library is
 kept in the user's cache folder, one for each version of the source and each processor. Without a compiler, on other devices and
-in other precisions torch does the same, more slowly; nothing else changes.
+in other precisions torch does the same, more slowly.
 """
 
 import ctypes

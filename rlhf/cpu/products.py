@@ -2,11 +2,10 @@
 
 torch multiplies float32 on a CPU with MKL, which does not use AVX-512 on AMD's processors; oneDNN, which torch also contains, does,
 and is about twice as fast there. torch has no public name for this product: `onednn_product` is the operator that torch.compile
-emits, and could be removed from torch. Small products gain nothing and use torch's default.
+emits, and could be removed from torch.
 
-A product reorders its weight at each call, which costs much with few rows: with 32 rows and widths from 256 a product with a
-weight that is already in oneDNN's blocked layout takes half to two thirds of the time. Without AVX-512 torch's default is as fast
-from 32 rows on, and less is packed.
+A product reorders its weight at each call, which costs much with few rows, unless it is already in oneDNN's blocked layout.
+docs/PERFORMANCE.md has the measurements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ LEAST_WIDTH = 128  # of inputs and of outputs
 # From WIDE inputs and outputs on, few rows are enough; a narrower product needs this many multiplications, or a call costs
 # more than it saves.
 WIDE, LEAST_WORK = 256, 12_000_000
-# Numbers of rows per product; torch's default multiplies the rest. oneDNN compiles a product for each shape, about 1 MB each.
+# Numbers of rows per product, since oneDNN compiles one for each shape, about 1 MB each; torch's default multiplies the rest.
 PIECES = (2048, 1024, 256, 64)
 # Least inputs and outputs of a packed weight, and most rows of its products: a product is compiled for each number of rows, about
 # 2 MB each.
@@ -48,7 +47,7 @@ def processor() -> str:
 
 @cache
 def is_faster() -> bool:
-    """Whether oneDNN's products are faster: on AMD's processors with AVX-512."""
+    """On AMD's processors with AVX-512."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "AuthenticAMD" in processor()
 
 
@@ -173,7 +172,7 @@ class _Product(torch.autograd.Function):
 
 
 def _pieces(count: int) -> list[slice]:
-    """Parts of `count` rows, each of a size in PIECES, from the first row on."""
+    """Parts of `count` rows, each of a size in PIECES."""
     pieces, start = [], 0
     for size in PIECES:
         while count - start >= size:

@@ -1,7 +1,5 @@
-"""A running batch whose sequences join and leave between tokens, and the text of each meanwhile: the sampler for a server.
-
-`RunningBatch` samples as `sample` does: tokens depend only on (seed, key, step), the prompt and the model. Models that are not ours
-are stepped one sequence at a time, each with its own cache.
+"""A running batch whose sequences join and leave between tokens, and the text of each meanwhile: the sampler for a server. Models
+that are not ours are stepped one sequence at a time, each with its own cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Who samples: the native sampler of our GPT, transformers' `generate` for other classes, and `make_sampler`, which chooses.
-
-The native sampler takes the log-probs while it samples and drops finished sequences from the batch. Rollouts take most of PPO's time.
+"""Who samples: the native sampler of our GPT, which takes the log-probs on the way and drops finished sequences from the batch,
+transformers' `generate` for other classes, and `make_sampler`, which chooses.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
-from rlhf.engines.choosing import Choice, Key, Samples, Sampling, SamplingEngine, choose_tokens
+from rlhf.engines.choosing import Key, Samples, Sampling, SamplingEngine, choose_tokens
 from rlhf.engines.decoder import GROWTH, Decoder, Prompts, on_gpu, power_of_two
 from rlhf.model.batching import right_pad
 from rlhf.model.blocks import SwitchMLP
@@ -106,19 +105,6 @@ def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:
     return packed_weights([layer.weight for layer in layers], rows)
 
 
-class _ChooseByUniform(LogitsProcessor):
-    """Leaves only the token that inverse transform sampling picks, so that `generate` takes it by argmax; keeps its log-prob."""
-
-    def __init__(self, uniforms: Tensor, width: int, choice: Choice):
-        self.uniforms, self.width, self.choice = uniforms, width, choice
-        self.logprobs = torch.zeros_like(uniforms)  # (B, steps)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        step = input_ids.shape[1] - self.width
-        tokens, self.logprobs[:, step] = choose_tokens(scores, self.uniforms[:, step], self.choice)
-        return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
-
-
 class GenerateEngine(SamplingEngine):
     """Any of transformers' models, through its `generate`."""
 
@@ -127,7 +113,14 @@ class GenerateEngine(SamplingEngine):
         left, lengths = (x.to(eos.device) for x in right_pad(prompts, pad, "left"))  # (B, P), (B,)
         width = left.shape[1]
         mask = torch.arange(width, device=eos.device) >= (width - lengths)[:, None]
-        choose, generation_config = _ChooseByUniform(uniforms, width, how), model.generation_config
+        logprobs, generation_config = torch.zeros_like(uniforms), model.generation_config
+
+        def choose(tokens: Tensor, scores: Tensor) -> Tensor:
+            """Leaves only the token that inverse transform sampling picks, so that `generate` takes it by argmax."""
+            step = tokens.shape[1] - width
+            chosen, logprobs[:, step] = choose_tokens(scores, uniforms[:, step], how)
+            return torch.full_like(scores, -torch.inf).scatter(-1, chosen[:, None], 0.0)
+
         model.generation_config = GenerationConfig()  # its penalties and cuts would change the distribution
         try:
             out = model.generate(
@@ -142,7 +135,7 @@ class GenerateEngine(SamplingEngine):
             )
         finally:
             model.generation_config = generation_config
-        return F.pad(out[:, width:], (0, width + steps - out.shape[1]), value=pad), choose.logprobs
+        return F.pad(out[:, width:], (0, width + steps - out.shape[1]), value=pad), logprobs
 
 
 def make_sampler(config: Config, model: Any, tokenizer: Any, **changes: Any) -> SamplingEngine:

@@ -138,7 +138,7 @@ class VllmEngine(SamplingEngine):
 
 
 def stale(probe: Probe, before: Probe | None, most: float) -> str | None:
-    """Why a probe says that vLLM does not have the trainer's weights; None if it has them.
+    """Why a probe says that vLLM does not have the trainer's weights, or None.
 
     The gap must be rounding, and if the trainer's log-probs moved by more than rounding since the last load, vLLM's must be
     nearer to the new ones than to the old ones.

@@ -1,8 +1,4 @@
-"""The models: importing this package registers them with transformers' Auto classes.
-
-The sampler (`rlhf.engines.sampling`) and conversion (`rlhf.model.convert`) are imported by name where they are
-used.
-"""
+"""The models: importing this package registers them with transformers' Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

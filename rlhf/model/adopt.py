@@ -101,10 +101,10 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat", native: Native =
     notes = []
     if form == "completion":
         use_completion(tokenizer)
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     else:
         notes = add_chat_form(checkpoint, tokenizer)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     context = checkpoint.context or UNSTATED_CONTEXT
     # Our GPT has no window: its context is as long as the window masks nothing.
     if native is not False and not why_not_native(checkpoint.config):
@@ -128,8 +128,6 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known[0] if turn is None else turn)
     ends = [turn, tokenizer.eos_token_id, *known]
     tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return notes
 
 

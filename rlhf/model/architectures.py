@@ -171,21 +171,16 @@ _LLAMA_SHAPE = {
 }  # fmt: skip
 
 
-def window(c: Any) -> int | None:
-    """The largest distance of attention in any layer; None if unlimited."""
-    if getattr(c, "sliding_window", None) is None:
-        return None
-    kinds = getattr(c, "layer_types", None)
-    return c.sliding_window if kinds is None or "sliding_attention" in kinds else None
-
-
 def read_llama(c: Any) -> Fields:
-    """The context is as long as the window masks nothing."""
-    rope = {"original_max_position_embeddings": c.max_position_embeddings, **c.rope_parameters}
+    """The context is as long as the window of any layer masks nothing."""
+    context = c.max_position_embeddings
+    rope = {"original_max_position_embeddings": context, **c.rope_parameters}
     scaled = rope.get("rope_type") == "llama3"
+    slides = "sliding_attention" in (getattr(c, "layer_types", None) or ["sliding_attention"])
+    window = getattr(c, "sliding_window", None) if slides else None
     return {
         "rotary_scaling": {name: rope[name] for name in SCALING} if scaled else None,
-        "context_length": min(c.max_position_embeddings, window(c) or c.max_position_embeddings),
+        "context_length": min(context, window or context),
         "head_dim": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         "rope_theta": rope["rope_theta"],
     }

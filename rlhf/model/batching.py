@@ -1,8 +1,6 @@
 """Rows as batches with little padding: right-padded, grouped by length, and joined: rows with a common prefix as one row, the
-prefix once, then the rest of each row, which attends to the prefix and itself.
-
-For several answers to a prompt, the prompt is then computed once. Each token has the same position and attends to the same
-tokens as in a separate row, so the hidden states are the same up to rounding.
+prefix once, then the rest of each row, which attends to the prefix and itself. For several answers to a prompt, the prompt is then
+computed once; the hidden states are the same up to rounding.
 """
 
 from collections.abc import Sequence

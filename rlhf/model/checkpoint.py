@@ -70,7 +70,7 @@ class Checkpoint:
 
     source: str
     folder: Path  # the folder of its files; for a hub id, the local copy
-    gguf_file: str | None  # its name in the folder
+    gguf: dict[str, str]  # the argument of transformers' from_pretrained for a GGUF file
     revision: str | None
     config: Any  # transformers' configuration, without quantization_config
     parameters: int  # tied matrices counted once
@@ -83,21 +83,16 @@ class Checkpoint:
         stated = getattr(self.config, "max_position_embeddings", None)
         return None if stated == -1 else stated
 
-    @property
-    def gguf(self) -> dict[str, str]:
-        """The argument of transformers' from_pretrained for a GGUF file."""
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
-
     def stated_ends(self) -> list[int]:
         """What generation_config.json and config.json state as end tokens. Raises: UserError if it is no ids."""
         path = self.folder / "generation_config.json"
-        generation = None if self.gguf_file else read_checked(path, Ids, RESTORE)
+        generation = None if self.gguf else read_checked(path, Ids, RESTORE)
         stated = [(generation or {}).get("eos_token_id"), self.config.eos_token_id]
         return [i for value in stated for i in listed(value)]
 
     def weight_files(self) -> list[Path]:
         """The weight files. Raises: UserError if there are none in a format that is safe to read."""
-        files = [self.folder / self.gguf_file] if self.gguf_file else weight_files(self.folder)
+        files = [self.folder / name for name in self.gguf.values()] or weight_files(self.folder)
         if not files:
             wanted = "want *.safetensors, pytorch_model*.bin or a .gguf file in it"
             raise UserError(f"model.pretrained={self.source}: no weights: {wanted}")
@@ -121,10 +116,10 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     """A hub id (optionally `name@revision`), a local folder, or a .gguf file. Raises: UserError if it cannot be read."""
     source = str(source)
     path = Path(source).expanduser()
-    gguf = path.name if path.suffix == ".gguf" else None
+    gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     revision = None
     if path.is_dir() or (gguf and path.is_file()):
-        folder = path if gguf is None else path.parent
+        folder = path.parent if gguf else path
     elif path.is_file():
         raise UserError(f"model.pretrained={source}: is one file of a model: give its folder, {path.parent}")
     elif gguf or path.is_absolute() or source.startswith(".") or not HUB_ID.fullmatch(source):
@@ -133,14 +128,14 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
         name, _, named_revision = source.partition("@")
         folder = download("model.pretrained=", name, named_revision or None, DESCRIPTION)
         revision = folder.name  # the commit
-    if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file():
-        return _read_adapters(source, folder, revision)
-    if gguf is None and not (folder / "config.json").is_file():
+    if not gguf and not (folder / "config.json").is_file():
+        if (folder / ADAPTERS).is_file():
+            return _read_adapters(source, folder, revision)
         inside = folder / "model"
         instead = f"give {inside}" if (inside / "config.json").is_file() else "want a folder that save_pretrained wrote"
         raise UserError(f"model.pretrained={source}: no config.json in it: {instead}")
     config = _read_config(source, folder, gguf)
-    if gguf is None:
+    if not gguf:
         check_weights(f"model.pretrained={source}", config, folder.glob("*.safetensors"))
     what = f"model.pretrained={source}: no causal language model can be made of this {config.model_type}"
     with reading(what, "give one that generates text"), torch.device("meta"):  # nothing is allocated
@@ -149,11 +144,11 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     return Checkpoint(
         source=source,
         folder=folder,
-        gguf_file=gguf,
+        gguf=gguf,
         revision=revision,
         config=config,
         parameters=sum(p.numel() for p in model.parameters()),
-        dtype=dtype if gguf is None else "GGUF",
+        dtype="GGUF" if gguf else dtype,
         licence=_read_licence(folder, gguf),
     )
 
@@ -173,13 +168,11 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
     return replace(checkpoint, adapters=folder)
 
 
-def _read_config(source: str, folder: Path, gguf: str | None) -> Any:
-    more = {}
-    if gguf is not None:
+def _read_config(source: str, folder: Path, gguf: dict[str, str]) -> Any:
+    if gguf:
         optional("gguf", f"model.pretrained={source}")
-        more = {"gguf_file": gguf}
     wanted = "give a checkpoint of an architecture that transformers knows"
-    config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **more)
+    config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **gguf)
     classifier = next((kind for kind in config.architectures or [] if kind.endswith("Classification")), None)
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
     writes_none = (
@@ -204,12 +197,12 @@ def is_encoder(config: Any) -> bool:
     return getattr(config, "attention", None) == "bidirectional"
 
 
-def _read_licence(folder: Path, gguf: str | None) -> str | None:
+def _read_licence(folder: Path, gguf: dict[str, str]) -> str | None:
     """The licence in the model card's header or the GGUF file."""
-    if gguf is not None:
+    if gguf:
         from gguf import GGUFReader
 
-        field = GGUFReader(str(folder / gguf)).get_field("general.license")
+        field = GGUFReader(str(folder / gguf["gguf_file"])).get_field("general.license")
         return str(field.contents()) if field is not None else None
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""

@@ -72,13 +72,9 @@ def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
         ours = GPTForCausalLM(config)
     state: dict[str, Tensor] = {}
     for name, names, layout in ARCHITECTURES[model.config.model_type].entries(config):
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
         joined = layout.join([theirs[n] for n in names])
         shared = joined.untyped_storage().data_ptr() == theirs[names[0]].untyped_storage().data_ptr()
         state[name] = joined.clone(memory_format=torch.contiguous_format) if shared else joined
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
     ours.load_state_dict(state, assign=True)
     ours.tie_weights()
     return _finished(ours, model)

@@ -1,4 +1,4 @@
-"""The GPT, from scratch: configuration, trunk and causal language model, as transformers models.
+"""The GPT: trunk and causal language model, as transformers models.
 
 One model assembled from configuration: h_0 = W_e[u] (+ W_p[position]); h_l = block(h_{l-1}); P(u) =
 softmax(norm(h_n) W_e^T). Its parts: attention.py, blocks.py.
@@ -56,10 +56,8 @@ class GPTPreTrainedModel(PreTrainedModel):
         return torch.stack([*(select(x, at) for x in output.hidden_states[:-1]), output.last_hidden_state])
 
     def _read(self, tokens: Tensor, kept: Tensor, **more: Any) -> tuple[Any, Tensor]:
-        """The trunk's output, and the places of `kept` in its rows.
-
-        A common prefix of several rows is read only once on a CPU, if that saves time. On a GPU joining would wait for the tokens,
-        and its mask rules out flash attention.
+        """The trunk's output, and the places of `kept` in its rows, which are joined on a CPU if that saves time. On a GPU joining
+        would wait for the tokens, and its mask rules out flash attention.
         """
         trunk: Any = self.base_model
         # a window counts distances within the row

@@ -107,12 +107,8 @@ class RewardConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.trunk, dict):
-            self.trunk = AutoConfig.for_model(**self.trunk)
-        elif self.trunk is None:
-            self.trunk = AutoConfig.for_model("rlhf_gpt")
-        else:
-            self.trunk = copy.deepcopy(self.trunk)
+        trunk = self.trunk or {"model_type": "rlhf_gpt"}
+        self.trunk = AutoConfig.for_model(**trunk) if isinstance(trunk, dict) else copy.deepcopy(trunk)
         without_dropout(self.trunk)
         self.trunk.name_or_path = ""  # the path it was loaded from is not saved, so that equal models are equal files
         super().__post_init__(**kwargs)

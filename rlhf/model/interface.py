@@ -1,8 +1,5 @@
 """What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and of a reward model
-the methods that `RewardModel` describes.
-
-Our GPT and RewardModel implement it themselves; TextRewardModel gives it to any of transformers' classifiers. Nothing else depends
-on the class of a model.
+the methods of `RewardModel`, which TextRewardModel gives to any of transformers' classifiers.
 """
 
 from __future__ import annotations

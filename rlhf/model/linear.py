@@ -35,10 +35,8 @@ class Float32Linear(nn.Linear):
 
 
 def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
-    """A model that is not trained, on its device; for `inference` in bfloat16 with the weights of its linear layers in it.
-
-    No result changes: embeddings, norms and scalar heads keep their precision, and so does an unembedding that is tied to
-    an embedding.
+    """A model that is not trained, on its device; for `inference` in bfloat16 with the weights of its linear layers in it. No result
+    changes: embeddings, norms and scalar heads keep their precision.
     """
     model.requires_grad_(False).to(device)
     if wants_bfloat16(config, device):

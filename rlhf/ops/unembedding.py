@@ -51,17 +51,16 @@ def unembedded_logprobs(
         logp, entropies = _Unembedding.apply(hidden, weight, tokens, with_entropy)
         return logp, entropies if with_entropy else None
     h, w = _as_multiplied(hidden, weight)
+
+    def measure(h: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(h.device.type, enabled=False):
+            logits = upcast(h) @ upcast(w).t()
+            return token_logprobs(logits, tokens), entropy(logits)
+
     chunks = _chunks(len(h), w) or [slice(0, 0)]  # a rank may have no token that counts
-    parts = [checkpoint(_measure, h[rows], w, tokens[rows], use_reentrant=False) for rows in chunks]
-    logp, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+    parts = [checkpoint(measure, h[rows], tokens[rows], use_reentrant=False) for rows in chunks]
+    logp, entropies = map(torch.cat, zip(*parts, strict=True))
     return logp, entropies
-
-
-def _measure(h: Tensor, w: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of a chunk, by torch's own gradients."""
-    with torch.autocast(h.device.type, enabled=False):
-        logits = upcast(h) @ upcast(w).t()
-        return token_logprobs(logits, tokens), entropy(logits)
 
 
 class _Unembedding(torch.autograd.Function):
@@ -87,7 +86,7 @@ class _Unembedding(torch.autograd.Function):
                 log_sum = -p.amax(-1).log()  # the largest probability is one over the sum, and never 0
                 logp[rows] = logits.gather(-1, tokens[rows, None])[:, 0] - log_sum
                 if kept is not None:
-                    _store(kept[rows], p, tokens[rows])
+                    kept[rows] = _less_tokens(p, h.dtype, tokens[rows])
                 if with_entropy:
                     entropies[rows] = log_sum - p.mul_(logits).sum(-1)
         ctx.save_for_backward(h, w, tokens, kept)
@@ -107,8 +106,7 @@ class _Unembedding(torch.autograd.Function):
             for rows in [slice(0, len(h))] if kept is not None else _chunks(len(h), w):
                 p = kept
                 if p is None:
-                    exact = torch.softmax(unembed(h[rows], factor), -1)
-                    p = _store(exact.to(h.dtype), exact, tokens[rows])
+                    p = _less_tokens(torch.softmax(unembed(h[rows], factor), -1), h.dtype, tokens[rows])
                 if d_hidden is not None:
                     d_hidden[rows] = ((w[tokens[rows]] if _is_exact(h) else 0) - plain_product(p, w.t())) * d[rows]
                 if d_weight is not None:
@@ -174,10 +172,9 @@ def _is_exact(x: Tensor) -> bool:
     return x.dtype.itemsize >= 4
 
 
-def _store(kept: Tensor, p: Tensor, tokens: Tensor) -> Tensor:
-    """Write p (N, V) into `kept`; in half precision p - onehot(tokens (N,))."""
-    kept.copy_(p)
-    return kept if _is_exact(kept) else _less_one_hot(kept, tokens)
+def _less_tokens(p: Tensor, kind: torch.dtype, tokens: Tensor) -> Tensor:
+    """p (N, V) in a precision, in half precision less onehot(tokens (N,))."""
+    return p.to(kind) if kind.itemsize >= 4 else _less_one_hot(p.to(kind), tokens)
 
 
 def _less_one_hot(p: Tensor, tokens: Tensor) -> Tensor:
