@@ -76,26 +76,20 @@ class NativeEngine(SamplingEngine):
 
     @contextmanager
     def prepared(self, rows: int, columns: int, steps: int) -> Iterator[None]:
-        if on_gpu(self.model):
-            self._refresh(rows, columns)
-            yield
-        else:
+        if not on_gpu(self.model):
             with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
                 self.lasting = Decoder(self.model)
                 yield
                 self.lasting = None
-
-    def _refresh(self, rows: int, columns: int) -> None:
-        """Present weights, and room for `rows` of `columns` tokens and for what earlier calls needed, so that recorded steps stay valid."""
-        if self.lasting is None:
-            self.lasting = Decoder(self.model)
-        else:
-            self.lasting.load(self.model)
-        self.lasting.clear()
-        wide = max(columns, self.lasting.columns)
+            return
+        decoder = self.lasting = self.lasting or Decoder(self.model)
+        decoder.load(self.model)
+        decoder.clear()
+        # room for what earlier calls needed too, so that recorded steps stay valid
+        wide = max(columns, decoder.columns)
         columns = wide if self.most_rows(wide) >= rows else columns
-        rows = min(self.most_rows(columns), max(rows, self.lasting.rows))
-        self.lasting.reserve(power_of_two(rows), columns)
+        decoder.reserve(power_of_two(min(self.most_rows(columns), max(rows, decoder.rows))), columns)
+        yield
 
 
 def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:

@@ -74,14 +74,11 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
     record = {
         "source": checkpoint.source,
         "revision": checkpoint.revision,
-        "architecture": checkpoint.config.model_type,
         "parameters": checkpoint.parameters,
         "dtype": checkpoint.dtype,
         "licence": checkpoint.licence,
         "sha256": {path.name: sha256_file(path) for path in files},
         "native": not reason,
-        "logits": lm(model).logits_are,
-        "end_token_ids": ends,
         "context": lm(model).context,
         "notes": notes,
     }

@@ -168,7 +168,7 @@ def make_attention_mask(
     position_ids: Tensor | None,
     cache: Cache | None,
     past: int,
-    causal: bool = True,
+    causal: bool,
 ) -> Tensor | None:
     """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain kernel, causal or not, is enough."""
     if attention_mask is not None and attention_mask.dim() == 4:
@@ -182,7 +182,10 @@ def make_attention_mask(
         later, earlier = attention_mask[:, 1:], attention_mask[:, :-1]
         if bool((later <= earlier).all() if hides_later else attention_mask.all()):
             attention_mask = None
-    segments = _segments(position_ids) if fresh and length > 1 else None
+    segments = None  # the number of the example (B or 1, T) that each token belongs to, if there are several
+    if fresh and length > 1 and position_ids is not None:
+        starts = (position_ids[:, 1:] < position_ids[:, :-1]) | (position_ids[:, 1:] == 0)
+        segments = F.pad(starts.long().cumsum(-1), (1, 0)) if bool(starts.any()) else None
     if attention_mask is None and segments is None and keys == past + length and (fresh or length == 1):
         return None
     query = torch.arange(length, device=x.device)[:, None] + past  # (T, 1)
@@ -219,11 +222,3 @@ def narrow(mask: Tensor | None, window: int, queries: int, past: int, device: to
     key = torch.arange(keys, device=device)
     near = key > query - window
     return (near & (key <= query))[None, None] if mask is None else mask & near
-
-
-def _segments(position_ids: Tensor | None) -> Tensor | None:
-    """Number of the example (B or 1, T) that each token belongs to; None if every row has one example."""
-    if position_ids is None:
-        return None
-    starts = (position_ids[:, 1:] < position_ids[:, :-1]) | (position_ids[:, 1:] == 0)
-    return F.pad(starts.long().cumsum(-1), (1, 0)) if bool(starts.any()) else None

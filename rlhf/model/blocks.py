@@ -134,7 +134,8 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.norm_1, self.attention = make_norm(config), Attention(config, layer)
         self.norm_2: nn.Module = make_norm(config)
-        self.mlp = SwitchMLP(config) if config.has_experts(layer) else MLP(config)
+        routed = config.experts and (layer + 1) % config.expert_every == 0  # Fedus et al. 2021, table 1
+        self.mlp = SwitchMLP(config) if routed else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

@@ -126,10 +126,6 @@ class GPTConfig(PreTrainedConfig):
         """
         return self.window if (layer + 1) % self.window_every == 0 else None
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer has several MLPs (Fedus et al. 2021, table 1: every other layer)."""
-        return self.experts > 0 and (layer + 1) % self.expert_every == 0
-
 
 FIELDS: dict[str, Any] = {
     name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)

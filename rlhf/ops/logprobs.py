@@ -22,8 +22,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     if tokens.shape != logits.shape[:-1]:
         raise ValueError(
-            f"token_logprobs: logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} are not aligned: "
-            "give (…, V) and (…)"
+            f"token_logprobs: logits {tuple(logits.shape)}, tokens {tuple(tokens.shape)}: give (…, V), (…)"
         )
     wide = upcast(logits)  # so that the gradient onehot - p is rounded only once, at the end
     return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)

@@ -81,9 +81,7 @@ def check_mask(where: str, mask: Tensor, **tensors: Tensor) -> None:
         raise ValueError(f"{where}: mask is {mask.dtype}, want torch.bool: build masks from lengths")
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
-            raise ValueError(
-                f"{where}: {name} has shape {tuple(tensor.shape)}, mask {tuple(mask.shape)}: give one shape"
-            )
+            raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, mask {tuple(mask.shape)}: give one shape")
 
 
 def resolve_denominator(where: str, count: Tensor, denominator: float | Tensor | None, counted: str) -> float | Tensor:
