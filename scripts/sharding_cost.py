@@ -21,7 +21,7 @@ from rlhf.config import Config
 from rlhf.model.fused_loss import NextToken
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.system.exits import leave
-from rlhf.system.processes import disconnect, process_count, rank, wait_for_all
+from rlhf.system.processes import disconnect, process_count, rank
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import set_up
 
@@ -62,10 +62,11 @@ def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[floa
     alone = NextToken(GPTForCausalLM(GPTConfig(**shape))).to(device)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     mine = tokens[rank() :: process_count()]
+    wait = torch.distributed.barrier if process_count() > 1 else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in ("one process", *WAYS)}
     for turn in range(rounds + 1):
         for way in seconds:
-            wait_for_all()
+            wait()
             began = time.perf_counter()
             if way != "one process":
                 step(engines[way], mine, denominator)
@@ -75,7 +76,7 @@ def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[floa
                 optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            wait_for_all()
+            wait()
             if turn:
                 seconds[way].append(time.perf_counter() - began)
     return seconds

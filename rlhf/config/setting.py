@@ -45,10 +45,8 @@ def _is_name(value: Any) -> bool:
 
 def _is_encoding(value: Any) -> bool:
     try:
-        return isinstance(value, str) and bool(
-            "\n".encode(value)
-        )  # refuses codecs that are not of text, such as base64
-    except (LookupError, ValueError):
+        return bool("\n".encode(value))  # refuses codecs that are not of text, such as base64
+    except (LookupError, ValueError, TypeError):
         return False
 
 
@@ -97,13 +95,6 @@ KINDS: dict[str, tuple[str, Test]] = {
 }  # fmt: skip
 
 
-def _has_nul(value: Any) -> bool:
-    """Whether a text, or one in a list or mapping, has a NUL character, which YAML can write as "\\0"."""
-    if isinstance(value, dict):
-        return any(map(_has_nul, (*value, *value.values())))
-    return any(map(_has_nul, value)) if isinstance(value, list | tuple) else isinstance(value, str) and "\0" in value
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a field states of its setting."""
@@ -147,7 +138,7 @@ class Setting:
 
     def problem(self, key: str, value: Any) -> str | None:
         """What is wrong with a value, in words, or None."""
-        if _has_nul(value):
+        if "\\x00" in repr(value):  # which YAML can write as "\\0", also in a list
             return f"{key}: contains a NUL character, which no path can contain: leave it out"
         if self.fits(value):
             return None
@@ -195,11 +186,12 @@ def get(config: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"sft.lr": …} of nested settings."""
+def flatten(tree: Any, mark: str = ".", prefix: str = "") -> dict[str, Any]:
+    """{"sft.lr": …} of nested settings; `mark` joins the names."""
     flat: dict[str, Any] = {}
     for key, value in tree.items() if isinstance(tree, dict) else ():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        flat |= flatten(value, mark, name + mark) if isinstance(value, dict) else {name: value}
     return flat
 
 

@@ -20,7 +20,7 @@ from rlhf.data.inputs import MANIFEST, is_import
 from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
-from rlhf.system.files import hash_files, sha256_file, sync_folder, write_json, write_jsonl
+from rlhf.system.files import hash_files, sha256_file, sync, write_json, write_jsonl
 from rlhf.system.schemas import Digest, Inside, Schema, read_checked
 
 ASSIGNMENTS = "assignments.jsonl"
@@ -47,10 +47,10 @@ def create(path: Path) -> TextIO:
 def seal(folder: Path, status: str, about: dict[str, Any]) -> None:
     """Sync a folder whose files are all there to the disk, and write its manifest; `status` is complete or partial."""
     for path in (folder, *folder.rglob("*")):
-        sync_folder(path)
+        sync(path)
     hashes = {name: {"sha256": digest} for name, digest in hash_files(folder, skip=(MANIFEST,)).items()}
     write_json(folder / MANIFEST, {"rlhf_import": 2, "status": status, **about, "files": hashes})
-    sync_folder(folder)
+    sync(folder)
 
 
 class _Manifest(Schema):

@@ -31,7 +31,7 @@ from rlhf.ops.ppo import sampler_weights
 from rlhf.ppo.rewards import Reward, score_by_token
 from rlhf.runs.folders import read_stage, stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.sources import count_files, in_split, read_comparisons, read_prompts, sample_prompts
+from rlhf.runs.sources import in_split, read_comparisons, read_prompts, sample_prompts
 from rlhf.system.plugins import load_named
 from rlhf.system.processes import Ranks
 from rlhf.training.engine import Engine, check_finite
@@ -249,7 +249,7 @@ def fit_prompts(
     left_out = len(records) - len(fitting)
     if count is not None:
         fitting = sample_prompts(config, fitting, count, of=itemgetter(0))
-    said = f"{len(fitting):,} prompts" + count_files([record for record, _, _ in fitting])
+    said = f"{len(fitting):,} prompts"
     if cut := sum(was_cut for _, _, was_cut in fitting):
         said += f", {cut:,} of them cut from the left to fit"
     said += f", {left_out:,} left out, too long" if left_out else ""

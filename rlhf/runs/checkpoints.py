@@ -1,7 +1,6 @@
 """Checkpoints: a manifest of hashes is written last, so a checkpoint is whole or ignored; and which checkpoints are kept."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,24 +9,20 @@ from typing import Any
 from rlhf.config import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_record
-from rlhf.system.files import hash_files, share, sync_folder, write_json, writing
+from rlhf.system.files import hash_files, share, sync, write_json, writing
 from rlhf.system.terminal import say
 
 MANIFEST = "manifest.json"
 
 
 def seal(folder: Path, figure: float | None = None) -> None:
-    """Mark a checkpoint folder as whole: sync its files, then write the manifest of their hashes.
-
-    figure: the stage's held-out figure at this step, higher is better; used by `checkpoints.keep_best`.
-    """
+    """Sync a checkpoint's files, then write the manifest of their hashes. figure: for checkpoints.keep_best, higher is better."""
     share(folder)
     for path in filter(Path.is_file, folder.rglob("*")):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
     write_json(folder / MANIFEST, {"files": hash_files(folder, skip=(MANIFEST,)), "figure": figure})
-    for path in (folder, folder.parent):  # sync the names too, before older checkpoints are removed
-        sync_folder(path)
+    for path in (folder, folder.parent):  # before older checkpoints are removed
+        sync(path)
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -67,9 +62,9 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None] = say) -> Path | 
 def save_checkpoint(
     folder: Path, step: int, write: Callable[[Path], None], keep: CheckpointConfig, figure: float | None = None
 ) -> Path:
-    """Write `folder/step-<step>` through `write`, seal it, then remove checkpoints as in `prune_checkpoints`.
+    """Write `folder/step-<step>` through `write`, seal it, then `prune_checkpoints`.
 
-    figure: as in `seal`. Raises: UserError if the disk is full or not writable; earlier checkpoints stay.
+    Raises: UserError if the disk is full or not writable; earlier checkpoints stay.
     """
     target = folder / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)
@@ -86,17 +81,13 @@ def save_checkpoint(
 
 
 def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
-    """Remove all checkpoints except the `keep.keep` newest, the `keep.keep_best` best and those of every `keep.keep_every`-th step.
-
-    Call it after a whole checkpoint of `step` was written. Incomplete checkpoints are removed, and so are those of later
-    steps: training has resumed from an earlier step because they were damaged.
-    """
+    """Remove all checkpoints but those that `keep` names, also of later steps: training has resumed before them as they were damaged."""
     newest_first = [p for p in checkpoints(folder)[::-1] if checkpoint_step(p) <= step and (p / MANIFEST).exists()]
     figures: dict[Path, Any] = {path: (read_manifest(path) or {}).get("figure") for path in newest_first}
-    known = (path for path in newest_first if figures[path] is not None)
-    best_first = sorted(known, key=figures.__getitem__, reverse=True)  # of equal ones the later first
-    kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best]}
-    kept |= {path for path in newest_first if keep.keep_every and checkpoint_step(path) % keep.keep_every == 0}
+    known = {path: figure for path, figure in figures.items() if figure is not None}
+    best_first = sorted(known, key=known.__getitem__, reverse=True)  # of equal ones the later first
+    of_step = [path for path in newest_first if keep.keep_every and checkpoint_step(path) % keep.keep_every == 0]
+    kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best], *of_step}
     for path in checkpoints(folder):
         if path not in kept:
             remove_checkpoint(path)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,8 +24,8 @@ from rlhf.system.plugins import is_address, is_function, source_sha256
 
 T = TypeVar("T", bound=Record)
 P = TypeVar("P")
-LABELS = ("demonstrations", "comparisons", "prompts")  # the kinds of data with prompts
 FEW_PROMPTS = 10  # a split with fewer gives no figures
+LABELS = ("demonstrations", "comparisons", "prompts")  # the kinds of data with prompts
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # on the hub: owner/name, optionally @revision
 CLASSIFIER_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
@@ -43,17 +42,12 @@ def in_split(config: Config, records: Sequence[T], *splits: str) -> list[T]:
     return [record for record in records if record_split(record, seed, shares, shared) in splits]
 
 
-def beginnings(config: Config, records: Sequence[Record]) -> tuple[str, ...]:
-    """What `shared_beginnings` finds in all prompts of the run, whichever stage reads `records`: a prompt has one split in all
-    stages. Empty if every one of the records states its split or group.
+def beginnings(config: Config, records: Sequence[Record] | None = None) -> tuple[str, ...]:
+    """`shared_beginnings` of the files that the user named, whichever stage reads `records`: a prompt has one split in all stages.
+    Empty if every one of the records states its split or group.
     """
-    if all(given_split(record) or "group" in record.metadata for record in records):
+    if records is not None and all(given_split(record) or "group" in record.metadata for record in records):
         return ()
-    return given_beginnings(config)
-
-
-def given_beginnings(config: Config) -> tuple[str, ...]:
-    """`shared_beginnings` of the files that the user named, whatever stages have written since."""
     sources = tuple(tuple(map(str, listed(getattr(config.data, kind)))) for kind in LABELS)
     return beginnings_in(sources, config.data.format, config.data.allow_partial)
 
@@ -79,18 +73,8 @@ def sample_prompts(
     return [items[i] for i in sorted(order[:count])]
 
 
-def count_files(records: Sequence[PromptRecord]) -> str:
-    """ ", 3 of a.jsonl, 5 of b.jsonl": how many prompts of each file; empty if there is one."""
-    counts = Counter(record.file for record in records)
-    named = [f", {count:,} of {Path(name).name}" for name, count in counts.most_common(6)]
-    return "".join(named) + (", …" if len(counts) > 6 else "") if len(counts) > 1 else ""
-
-
 def data_source(config: Config, kind: str) -> Any:
-    """The sources of one kind of data, or None if none are given and the gold world writes none.
-
-    If no prompts are given, those of the demonstrations and comparisons are used.
-    """
+    """The sources of one kind of data (for prompts also those of the others), or None if none are given and no stage writes them."""
     given = getattr(config.data, kind)
     if kind == "comparisons" and config.rounds > 1 and not config.gold.enabled:  # those given, and of the rounds
         return str(stage_folder(config, "label") / "comparisons.jsonl")
@@ -144,9 +128,7 @@ def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
 
 def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards") -> Path:
     """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no stage.json. PPO also
-    takes a rate stage: `rate` of this run, or run/rate.
-
-    Raises: UserError.
+    takes a rate stage: `rate` of this run, or run/rate. Raises: UserError.
     """
     if name is None:
         return stage_folder(config, "reward")
@@ -198,12 +180,9 @@ def reward_model_folder(folder: Path) -> Path:
     return folder / "model" if (folder / "stage.json").exists() else folder
 
 
-def hash_rewards(config: Config) -> dict[str, str]:
-    """Hashes of the reward sources except the run's own reward model: other runs' models, files of classifiers and functions.
-
-    What a server scores with cannot be hashed.
-    """
-    hashes: dict[str, str] = {}
+def hash_rewards(config: Config) -> dict[str, Any]:
+    """Hashes of the reward sources except the run's own reward model and servers: models, files of classifiers and functions."""
+    hashes: dict[str, Any] = {}
     for name in filter(None, reward_sources(config)[0]):
         if is_address(name):
             continue
@@ -211,18 +190,12 @@ def hash_rewards(config: Config) -> dict[str, str]:
             key = f"reward:{name}"
             if key in hashes:  # functions given from Python may share a name, such as <lambda>
                 key += f"#{len(hashes)}"
-            hashes |= hash_function(key, "reward function", name)
+            hashes[key] = source_sha256("reward function", name)
         elif ((folder := reward_folder(config, name)) / "stage.json").exists():
             hashes[f"reward:{name}"] = check_output(folder, "rate" if folder.name == "rate" else "reward")["hash"]
         else:
             hashes |= hash_model(str(folder), f"reward:{name}/")
     return hashes
-
-
-def hash_function(key: str, kind: str, name: str) -> dict[str, str]:
-    """{key: sha256} of the file that a function `module:name` is in, if it has one."""
-    found = source_sha256(kind, name)
-    return {} if found is None else {key: found}
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
@@ -233,7 +206,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
 
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
-    hashes: dict[str, str] = {}
+    hashes: dict[str, Any] = {}
     raw = False  # whether splits are drawn here
     for kind in kinds_read(config, stage):
         labels = kind != "corpus"
@@ -249,7 +222,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
                     verify(source.path, config.data.allow_partial)
                 # an import's manifest names the hash of every file
                 hashes[name] = sha256_file(source.path / MANIFEST if source.imported else source.path)
-    if raw and (shared := given_beginnings(config)):  # on which the splits of all files depend
+    if raw and (shared := beginnings(config)):  # on which the splits of all files depend
         hashes["shared beginnings"] = hashlib.sha256("\n".join(shared).encode()).hexdigest()
     if stage in ("tokenizer", "pretrain") or (stage == "world" and config.gold.truth == "vader"):
         hashes |= hash_model(config.model.pretrained, "model.pretrained:")  # of a hub id the record holds the commit
@@ -260,7 +233,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         hashes |= hash_rewards(config)
     estimator = config.ppo.advantages
     if stage == "ppo" and is_function(estimator):
-        hashes |= hash_function(f"advantages:{estimator}", "advantage estimator", estimator)
+        hashes[f"advantages:{estimator}"] = source_sha256("advantage estimator", estimator)
     # stages that these read with some settings only (of SFT pretraining is a parent)
     replays = {"ppo": config.ppo.ptx_coef, "rejection": config.sft.pretrain_fraction, "distill": 0.0}
     reads = {"pretrain": replays.get(stage), "label": stage in replays and config.ppo.prompts != "all"}
@@ -269,7 +242,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
             hashes[name] = check_output(folder, name)["hash"]
     for folder in compared_folders(config) if stage == "evaluate" else ():
         hashes[f"{folder.parent.name}/{folder.name}"] = check_output(folder, folder.name)["hash"]
-    return hashes
+    return {name: digest for name, digest in hashes.items() if digest is not None}  # a built-in function has no file
 
 
 def compared_folders(config: Config) -> list[Path]:
@@ -278,38 +251,27 @@ def compared_folders(config: Config) -> list[Path]:
     return [*own, *(policy_folder(config, name, "evaluate.compare") for name in listed(config.evaluate.compare))]
 
 
-Say = Callable[[str], None]  # prints what was read
-
-
-def _read(kind: str, load: Callable[..., Any], config: Config, say: Say | None = None) -> Any:
+def _read(kind: str, load: Callable[..., Any], config: Config, say: Callable[[str], None] | None = None) -> Any:
+    """say: prints what was read."""
     records, files = load(need_source(config, kind), config.data.format, config.data.allow_partial)
-    if say is not None:
-        for file in files:
-            say(str(file))
+    said = [str(file) for file in files]
     if (limit := config.data.limit) is not None:
         keys = {prompt_key(record.prompt) for record in records}
         chosen = set(sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())[:limit])
         records = [record for record in records if prompt_key(record.prompt) in chosen]
-        if say is not None:
-            say(f"data.limit={limit}: {len(chosen):,} of {len(keys):,} prompts of data.{kind}")
+        said.append(f"data.limit={limit}: {len(chosen):,} of {len(keys):,} prompts of data.{kind}")
     if say is not None:
-        say_small_splits(config, kind, records, say)
+        wanted = [split for split, share in fractions(config).items() if share > 0]
+        counts = {split: len({prompt_key(r.prompt) for r in in_split(config, records, split)}) for split in wanted}
+        if few := [f"{count} {split}" for split, count in counts.items() if count < FEW_PROMPTS]:
+            said.append(
+                f"warning: data.{kind} has {' and '.join(few)} prompts: too few for figures to mean much: add prompts"
+            )
+        for text in said:
+            say(text)
     return records
 
 
 read_comparisons = functools.partial(_read, "comparisons", load_comparisons)
 read_demonstrations = functools.partial(_read, "demonstrations", load_demonstrations)
 read_prompts = functools.partial(_read, "prompts", load_prompts)
-
-
-def say_small_splits(config: Config, kind: str, records: Sequence[Record], say: Say) -> None:
-    """A warning if the dev or the test split has few prompts, with the number of each."""
-    shares = fractions(config)
-    counts = {split: len({prompt_key(one.prompt) for one in in_split(config, records, split)}) for split in shares}
-    few = [split for split, share in shares.items() if share > 0 and counts[split] < FEW_PROMPTS]
-    if few:
-        numbers = ", ".join(f"{count:,} {split}" for split, count in counts.items())
-        raised = "" if "train" in few else f"raise {' and '.join(f'data.{split}' for split in few)}, or "
-        say(
-            f"warning: data.{kind} has {numbers} prompts: too few in {' and '.join(few)} for figures to mean much: {raised}add prompts"
-        )

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -15,19 +16,12 @@ from typing import Any
 
 from rlhf import __version__
 from rlhf.config import Config
-from rlhf.config.setting import ROUNDING, flatten, get, settings_in, stored
+from rlhf.config.setting import ROUNDING, flatten, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
+from rlhf.runs import folders
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, prune_checkpoints
-from rlhf.runs.folders import (
-    changed_settings,
-    collect_parents,
-    hash_of,
-    identity_of,
-    read_stage,
-    run_folder,
-    stage_folder,
-)
+from rlhf.runs.folders import identity_of, run_folder, stage_folder
 from rlhf.runs.remembered import remember
 from rlhf.system.files import beside, hash_files, locked, set_aside, share, swap, write_json, writing
 from rlhf.system.memory import peak_rss_mb
@@ -36,8 +30,6 @@ from rlhf.system.terminal import say
 
 # Files of a stage's folder that are not its output: they tell how it was run.
 RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock")
-
-
 # Whose versions a record names.
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy", "pyarrow", "pydantic")
 
@@ -62,10 +54,8 @@ def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
         status = call(["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    lines = status.splitlines()
-    state = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
-    changed = any(not line.startswith("# ") for line in lines)
-    return {"commit": state["branch.oid"], "branch": state["branch.head"], "dirty": changed}
+    state, changed = (re.findall(pattern, status, re.M) for pattern in (r"^# branch\.(?:oid|head) (.*)", r"^[^#]"))
+    return {"commit": state[0], "branch": state[1], "dirty": bool(changed)}
 
 
 @dataclass(slots=True)
@@ -81,8 +71,7 @@ class Stage:
     seconds_before: float = 0.0  # seconds of earlier, interrupted attempts
     started: float = field(default_factory=time.monotonic)
     steps: int | None = None  # total number of steps, once it is known
-    # Its memory budget and tokens per forward, which a resumed stage keeps.
-    memory: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)  # budget, tokens per forward: a resumed stage keeps them
     writes: bool = True  # only on rank 0, which prints and writes for all ranks
     counts: dict[str, int] = field(default_factory=dict)  # of data that were kept, cut and left out
     replaces: Path | None = None  # with overwrite=true the folder that this one replaces when it is complete
@@ -141,7 +130,7 @@ class Stage:
         share(self.folder)
         files = hash_files(self.folder, skip=(*RECORDS, "checkpoints", "audit.json", "wandb"))
         record = self.record("complete") | {"summary": summary or {}, "files": files}
-        record["hash"] = hash_of(record)
+        record["hash"] = folders.hash_of(record)
         write_json(self.folder / "stage.json", record)
         if self.replaces is not None:
             swap(self.replaces)
@@ -157,10 +146,8 @@ class Stage:
 
 @contextlib.contextmanager
 def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
-    """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs.
-
-    With overwrite=true the stage is written to a folder next to the existing one, which stays until the new one is
-    complete.
+    """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs. With overwrite=true it is written
+    next to the existing one, which stays until the new one is complete.
 
     Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
     by another process, if the folder contains other files, if the disk is full, or if a parent does not match.
@@ -168,7 +155,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     import yaml
 
     folder = run_folder(config) / name
-    parents = collect_parents(config, name)
+    parents = folders.collect_parents(config, name)
     written_to, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
     stage = Stage(config, name, written_to, parents, data or {}, writes=is_first(), replaces=replaces)
     if not stage.writes:
@@ -182,8 +169,8 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
                 (new if (new / "stage.json").exists() else old).rename(folder)
             shutil.rmtree(old, ignore_errors=True)
         recorded = _begin_or_resume(stage)
-        folders = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
-        built_on = ", ".join(f"{folders[p]} ({h[:8]})" for p, h in parents.items())
+        places = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
+        built_on = ", ".join(f"{places[p]} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
         if recorded is not None:
             _say_other_rounding(stage, recorded)
@@ -208,14 +195,11 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _begin_or_resume(stage: Stage) -> dict | None:
-    """Prepare the stage's folder: keep it to resume an interrupted attempt, whose record is returned, or empty it.
-
-    Raises: UserError if the folder may not be replaced.
-    """
+    """Keep the folder to resume an interrupted attempt, whose record is returned, or empty it. Raises: UserError if it may not be."""
     replaces = stage.replaces is not None
     recorded = None
     with contextlib.suppress(UserError) if replaces else contextlib.nullcontext():
-        recorded = read_stage(stage.folder)
+        recorded = folders.read_stage(stage.folder)
     complete = recorded is not None and recorded["status"] == "complete"
     reason = recorded and misfit(stage.config, stage.name, recorded, stage.parents, stage.data)
     if complete and not replaces:
@@ -239,7 +223,7 @@ def _begin_or_resume(stage: Stage) -> dict | None:
 
 def misfit(config: Config, name: str, recorded: dict, parents: dict[str, str], data: dict[str, str]) -> str | None:
     """Why a recorded stage, complete or not, is not the requested one, or None."""
-    if changed := changed_settings(recorded["settings"], identity_of(config, name)):
+    if changed := folders.changed_settings(recorded["settings"], identity_of(config, name)):
         return f"{name} was run with other settings ({changed})"
     if others := [parent for parent in parents if recorded["parents"].get(parent) != parents[parent]]:
         return f"{name} was built on another {' and '.join(others)} than the present one"
@@ -253,14 +237,12 @@ def has_begun(folder: Path, name: str) -> bool:
 
 
 def _say_other_rounding(stage: Stage, recorded: dict) -> None:
-    before = flatten(recorded.get("config"))
+    before, now = flatten(recorded.get("config")), flatten(stored(asdict(stage.config)))
     groups = (*STAGES[stage.name].groups, "", "sharding", "memory", "launcher")
-    changed = []
-    for key, setting in settings_in(Config).items():
-        value = stored(get(stage.config, key))
-        if setting.changes == ROUNDING and key.rpartition(".")[0] in groups and before.get(key, value) != value:
-            changed.append(f"{key}={value}, was {before[key]}")
-    if changed:
+    rounding = [
+        key for key, one in settings_in(Config).items() if one.changes == ROUNDING and key.rpartition(".")[0] in groups
+    ]
+    if changed := [f"{key}={now[key]}, was {before[key]}" for key in rounding if before.get(key, now[key]) != now[key]]:
         stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
 
 

@@ -1,8 +1,7 @@
 """Writes a stage's metrics and samples: JSON Lines in its folder, and optionally a W&B run.
 
-The files are the record: the report, the tests and a resume read them. W&B shows the same numbers from a thread of its own, and may
-fail at any time without affecting training. A resumed stage keeps its W&B run id: online it continues the run, offline it begins a
-second folder of the same run. Make one tracker per stage, on the main process only, and one of kind "silent" on every other process.
+The files are the record. W&B shows the same numbers from a thread of its own, and may fail at any time without affecting training. A
+resumed stage keeps its W&B run id: online it continues the run, offline it begins a second folder of the same run.
 """
 
 import logging
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO
 
+from rlhf.config.setting import flatten
 from rlhf.runs.metric_table import SAMPLE_COLUMNS, X_AXES, check_names
 from rlhf.runs.run_files import encode_line, truncate_jsonl
 
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 TrackerKind = Literal["wandb", "jsonl", "off", "silent"]
 SampleRows = list[dict[str, Any]]
-INIT_SECONDS, FINISH_SECONDS = 20.0, 30.0  # after which the stage continues without W&B
 FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own limits
 
 
@@ -31,12 +30,9 @@ class Tracker:
     """Writes one stage's metrics and samples. A context manager; made by `make_tracker`."""
 
     def __init__(self, folder: Path | None, resume_step: int = 0, with_samples: bool = True) -> None:
-        """with_samples: false keeps no generated text."""
         self.view: Background | None = None
         self._folder, self._with_samples, self._resume_step = folder, with_samples, resume_step
-        self._warned: set[str] = set()
-        self._files: dict[str, TextIO] = {}
-        self._started = time.monotonic()
+        self._warned, self._files, self._started = set[str](), dict[str, TextIO](), time.monotonic()
         self._axes: dict[str, float] = {}  # of the last line: another one of its step has the same
         # What the files have of the step to resume from: a stage killed after its checkpoint logs some of it again.
         self._kept, self._kept_samples = set[str](), set[str]()
@@ -62,18 +58,13 @@ class Tracker:
         self._files[name].writelines(encode_line(row) for row in rows)
         self._files[name].flush()
 
-    def _show(self, call: str, *arguments: Any) -> None:
-        if self.view is not None:
-            self.view.call(call, *arguments)
-
     def log(
         self, metrics: Mapping[str, float], *, step: int, episodes: int | None = None, tokens: int | None = None
     ) -> None:
-        """Writes one line. Several lines may share a step; log a step before its checkpoint is saved.
+        """Writes one line, before its step's checkpoint is saved. Several lines may share a step.
 
-        Values are numbers or one-element tensors. `time/elapsed_s` is added, and `objective/sqrt_kl` to `objective/kl`. A value
-        that is not finite is written as null, with one warning per name.
-        Raises: ValueError if the table of metrics lacks a name.
+        Values are numbers or one-element tensors; one that is not finite is written as null, with one warning per name.
+        `objective/sqrt_kl` is added to `objective/kl`. Raises: ValueError if the table of metrics lacks a name.
         """
         check_names(metrics)
         values = {name: float(value) for name, value in metrics.items()}
@@ -92,21 +83,20 @@ class Tracker:
             self._warned.add(name)
             logger.warning("%s is %s: written as null (only one warning per name)", name, row[name])
         self._write("metrics.jsonl", [{name: shown.get(name) for name in row}])
-        self._show("log", shown, step)
+        if self.view is not None:
+            self.view.call("log", shown, step)
 
     def samples(self, step: int, rows: SampleRows) -> None:
-        """Writes generated text, one row per response: the table that grows while the policy changes.
-
-        Give the same held-out prompts each time, by `id`. Keys: id, prompt, response; score; kl, nats of the whole
-        response; length, response tokens; parts, {name: number} that the score is made of; gold, the judge's own
-        parts. All except the first three may be missing.
+        """Writes generated text, one row per response to the same held-out prompts each time. Keys: id, prompt, response; and if known
+        score; kl, nats of the whole response; length, response tokens; parts, {name: number} of the score; gold, the judge's own parts.
         """
         if step == self._resume_step:
             rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
         full = [finite({"step": int(step), "score": None, "kl": None} | row) for row in rows]
         if self._with_samples:
             self._write("samples.jsonl", full)
-        self._show("samples", full, step)
+        if self.view is not None:
+            self.view.call("samples", full, step)
 
     def finish(self, failed: bool = False) -> None:
         """Closes everything; a second call does nothing."""
@@ -143,18 +133,14 @@ def make_tracker(
     project: str | None = None,
     labels: Mapping[str, Any] | None = None,
 ) -> Tracker:
-    """Opens the records of one stage.
+    """Opens metrics.jsonl, samples.jsonl and wandb/ in a stage's folder; "off" writes metrics.jsonl alone, "silent" nothing.
 
-    folder: of the stage; metrics.jsonl, samples.jsonl and wandb/ are written to it. "off" writes metrics.jsonl alone, "silent" nothing.
-    resume_step: the step of the checkpoint from which training continues. Lines after it are dropped, since
-        they will be written again; 0 empties the files.
+    resume_step: of the checkpoint from which training continues: later lines are dropped, since they will be written again; 0: all.
     labels: arguments of `wandb.init` in place of the name and the group that the run gives.
-    W&B is offline unless WANDB_API_KEY is set or WANDB_MODE says otherwise, groups the stages of a run, and
-    keeps its run id over a resume. Its failures give one warning and stop nothing.
     """
     tracker = Tracker(None if kind == "silent" else folder, resume_step, with_samples=kind != "off")
     if kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
-        limit = seconds_allowed("INIT", INIT_SECONDS) + seconds_allowed("FINISH", FINISH_SECONDS) + FINISH_MARGIN
+        limit = seconds_allowed("INIT") + seconds_allowed("FINISH") + FINISH_MARGIN
         tracker.view = Background(lambda: WandbRun(folder, run, stage, config, project, labels or {}), limit)
     return tracker
 
@@ -250,7 +236,7 @@ class WandbRun:
 
         if step < self._first_step:
             return
-        flat = [flatten_sample(row) for row in rows]
+        flat = [flatten(row, "/") for row in rows]  # the parts of scores as columns
         if self._table is None:
             self._columns = list(dict.fromkeys([*SAMPLE_COLUMNS, *(name for row in flat for name in row)]))
             self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
@@ -262,9 +248,9 @@ class WandbRun:
         self._run.finish(exit_code=int(failed))
 
 
-def seconds_allowed(what: str, default: float) -> float:
-    """A limit in seconds that the environment may change: RLHF_WANDB_INIT_SECONDS and RLHF_WANDB_FINISH_SECONDS."""
-    return float(os.environ.get(f"RLHF_WANDB_{what}_SECONDS", default))
+def seconds_allowed(what: str) -> float:
+    """How long W&B may take, after which the stage continues without it; the variables RLHF_WANDB_<what>_SECONDS change it."""
+    return float(os.environ.get(f"RLHF_WANDB_{what}_SECONDS", {"INIT": 20.0, "FINISH": 30.0}[what]))
 
 
 def project_of(given: str | None) -> str:
@@ -278,20 +264,17 @@ def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str | 
 
     place = {"project": project_of(project), "dir": str(folder), "id": run_id}
     options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
-    options["settings"] = wandb.Settings(
-        silent=True,
-        console="off",
-        save_code=False,
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        x_disable_stats=True,
-        x_disable_meta=True,
-        x_disable_machine_info=True,
-        x_save_requirements=False,
-        init_timeout=seconds_allowed("INIT", INIT_SECONDS),
-        finish_timeout=seconds_allowed("FINISH", FINISH_SECONDS),
-    )
+    disabled = [
+        "disable_code",
+        "disable_git",
+        "disable_job_creation",
+        "x_disable_stats",
+        "x_disable_meta",
+        "x_disable_machine_info",
+    ]
+    kept = {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
+    limits = {"init_timeout": seconds_allowed("INIT"), "finish_timeout": seconds_allowed("FINISH")}
+    options["settings"] = wandb.Settings(**dict.fromkeys(disabled, True), **kept, **limits)
     mode = choose_mode()
     try:
         return wandb.init(**options, mode=mode)
@@ -315,10 +298,3 @@ def choose_mode() -> Literal["online", "offline"] | None:
     if chosen in ("offline", "disabled", "dryrun") or (chosen and wandb.login(prompt=False, verify=False)):
         return None
     return "offline"
-
-
-def flatten_sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample row with the parts of its scores as columns."""
-    parts = {name: value for name, value in row.items() if isinstance(value, Mapping)}
-    flat = {f"{name}/{part}": number for name, value in parts.items() for part, number in value.items()}
-    return {name: value for name, value in row.items() if name not in parts} | flat

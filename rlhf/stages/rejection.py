@@ -22,7 +22,7 @@ from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.progress import progress
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import count_files, hash_sources, sample_prompts
+from rlhf.runs.sources import hash_sources, sample_prompts
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.system.files import write_text
@@ -58,7 +58,7 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     """The best of n samples of each prompt, of those that end. Raises: UserError if no sample ends."""
     prompts, _ = load_ppo_prompts(config, tokenizer, stage.say)
     prompts = sample_prompts(config, prompts, config.rejection.prompts, of=itemgetter(0))
-    stage.say(f"{len(prompts):,} prompts are answered" + count_files([record for record, _ in prompts]))
+    stage.say(f"{len(prompts):,} prompts are answered")
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     asked = Asked([record for record, _ in prompts], [ids for _, ids in prompts], tokenizer)
     n = config.rejection.samples

@@ -19,16 +19,14 @@ from typing import Any, NoReturn
 
 from rlhf.errors import UserError
 from rlhf.system.processes import is_first, lost_another, process_count, rank
-from rlhf.system.terminal import one_line, say
+from rlhf.system.terminal import one_line, say, write
 
 MISTAKE, INTERRUPTED, NO_READER = 2, 130, 141
 REPORT_SECONDS = 5.0  # seconds in which rank 0 alone reports an error that every rank has
+_RIGHT = "give this user the right to read and write it, or name another place"
 REMEDIES = {
-    **dict.fromkeys(
-        (errno.EACCES, errno.EPERM), "give this user the right to read and write it, or name another place"
-    ),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHT),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space, or write elsewhere"),
-    errno.EROFS: "name a place that can be written",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed, or its connection lost
 # Seconds within which two signals are one: Ctrl-C reaches a stage from the terminal and from what started the stage.
@@ -55,8 +53,7 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
         if lost_another(error):
             time.sleep(REPORT_SECONDS)  # so that the launcher can name it and stop this process
             fail("another process of this launch has ended: see its own message or the launcher's")
-        message = None if os.environ.get("HYDRA_FULL_ERROR") not in (None, "", "0") else describe(error)
-        if message is not None:
+        if os.environ.get("HYDRA_FULL_ERROR") in (None, "", "0") and (message := describe(error)) is not None:
             fail(message)
         let_first_rank_report()
         raise
@@ -65,19 +62,14 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
 def end_interrupted(message: str) -> NoReturn:
     if is_first():
         with contextlib.suppress(OSError):
-            say("", sys.stderr)
-            say(f"rlhf: {message}", sys.stderr)
+            write(f"\nrlhf: {message}\n", sys.stderr)
     end(INTERRUPTED)
 
 
 def describe(error: Exception) -> str | None:
     """One line for an error of the system that says what to do; None for any other error, which is a bug."""
-    if isinstance(error, UnicodeDecodeError):
-        byte = f"byte 0x{error.object[error.start]:02x} at {error.start:,}"
-        return f"text that is not {error.encoding} ({byte}): convert it to UTF-8; if it is, set a UTF-8 locale (LC_ALL=C.UTF-8)"
-    if isinstance(error, UnicodeEncodeError):
-        character = f"U+{ord(error.object[error.start]):04X}"
-        return f"cannot write {character} as {error.encoding}: set a UTF-8 locale (LC_ALL=C.UTF-8)"
+    if isinstance(error, UnicodeError):
+        return f"{one_line(str(error), 200)}: convert the text to UTF-8; if it is, set a UTF-8 locale (LC_ALL=C.UTF-8)"
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error):
         reason = one_line(str(error), 200) or "the system gave no more"
@@ -86,9 +78,8 @@ def describe(error: Exception) -> str | None:
         return f"{one_line(str(error), 500)}: correct this YAML file"
     if not isinstance(error, OSError):
         return None
-    where = f"{error.filename}: " if error.filename else ""
     remedy = REMEDIES.get(error.errno or 0, "check it, then run the same command again")
-    return f"{where}{error.strerror or error}: {remedy}"
+    return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}: {remedy}"
 
 
 def fail(message: str) -> NoReturn:
@@ -135,8 +126,7 @@ def _flush() -> None:
 def interrupt_on_signals(message: str = "interrupted") -> None:
     """From here on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at once.
 
-    It ends at once, as by a kill, where Python or C++ would drop, replace or not survive the exception: within an import, a
-    destructor or a callback. Signals that the process ignores already (nohup, a job in the background) stay ignored.
+    So does the first within an import, a destructor or a callback, where Python or C++ would drop or replace the exception.
     """
     global _signalled_at
     _signalled_at = None
@@ -171,8 +161,7 @@ def tell(text: str) -> None:
 def finish_step(name: str) -> Iterator[None]:
     """Within it, the first signal makes `stop_requested()` true and is reported in one line; a second ends the process.
 
-    name: the stage's name, with which the line begins. Signals that are ignored stay so; other threads change nothing.
-    Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
+    name: the stage's. Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
     """
     global _signalled_at, _in_loop
     _signalled_at, _in_loop = None, True
@@ -197,7 +186,10 @@ def stop_requested() -> bool:
 
 
 def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, Any]:
-    """Have the first signal call `first`, and one SAME_SECONDS later call `later` and end the process; returns the handlers before."""
+    """Have the first signal call `first`, and one SAME_SECONDS later call `later` and end the process; returns the handlers before.
+
+    Signals that the process ignores already (nohup, a job in the background) stay ignored.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         global _signalled_at
@@ -211,11 +203,8 @@ def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, A
 
     if threading.current_thread() is not threading.main_thread():
         return {}
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, handle)
-    return before
+    listened = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handle) for number in listened}
 
 
 def drop_lost_terminal() -> None:

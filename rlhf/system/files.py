@@ -36,9 +36,8 @@ def sha256_file(path: Path) -> str:
 
 def hash_files(folder: Path, skip: tuple[str, ...] = ()) -> dict[str, str]:
     """{relative path: sha256} of every file below a folder, sorted; top-level names in `skip` are left out."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    names = ((p, p.relative_to(folder)) for p in files)
-    return {str(name): sha256_file(p) for p, name in names if name.parts[0] not in skip}
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(name): sha256_file(folder / name) for name in names if name.parts[0] not in skip}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -97,7 +96,7 @@ def swap(out: Path, new: Path | None = None) -> None:
         if old.exists() and not out.exists():
             old.rename(out)
         raise disk_error(error, out) from error
-    sync_folder(out.parent)
+    sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -169,9 +168,9 @@ def replaced(out: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -179,10 +178,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_replaceable(out: Path, overwrite: bool, setting: str, what: str, is_ours: Callable[[Path], bool]) -> None:
-    """Check that nothing, an empty folder, or with overwrite=true only what a command wrote itself lies at `out`.
-
-    setting: the setting that names the place. what: in words, what `is_ours` recognises. Raises: UserError otherwise.
-    """
+    """Raises: UserError unless nothing, an empty folder, or with overwrite=true what `is_ours` recognises, in words `what`, is at `out`."""
     if not (out.exists() or out.is_symlink()) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -190,16 +186,11 @@ def check_replaceable(out: Path, overwrite: bool, setting: str, what: str, is_ou
     if out.is_symlink():  # its target may be someone else's
         raise UserError(f"{out}: is a link, so it is not replaced: give the folder that it points to")
     if not is_ours(out):
-        raise UserError(
-            f"{out}: is no {what}, so it is not replaced: choose another {setting}=…, or remove it yourself"
-        )
+        raise UserError(f"{out}: is no {what}, so it is not replaced: choose another {setting}=…, or remove it")
 
 
 def share(folder: Path) -> None:
-    """Give every file below a folder the mode that the umask gives new files.
-
-    safetensors writes through a temporary file, whose mode is 0600 whatever the umask.
-    """
+    """Give files below a folder the mode of the umask: safetensors writes through a temporary file, whose mode is 0600."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
@@ -242,8 +233,7 @@ def writing(path: Path, setting: str = "runs_dir", only_full: bool = False) -> I
 def disk_error(error: OSError, path: Path, setting: str = "runs_dir") -> UserError:
     """One line for an error while writing that says what to do. setting: the setting that names the place."""
     full = f"free space or choose another disk with {setting}=…; a run resumes from its last checkpoint"
-    remedies = {errno.ENOSPC: full, errno.EDQUOT: full}
-    remedies[errno.EFBIG] = f"raise the limit on the size of files (ulimit -f), or {full}"
+    remedies = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EFBIG: f"raise the limit on files (ulimit -f), or {full}"}
     refused = f"make the folder writable or choose another with {setting}=…"
     remedies |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), refused)
     remedy = remedies.get(error.errno or 0, f"check the disk and {setting}=…, then run the same command again")

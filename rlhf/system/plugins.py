@@ -50,11 +50,7 @@ def is_address(name: str) -> bool:
 
 
 def source_file(what: str, name: str) -> Path | None:
-    """The file of the function `module:name` or `file.py:name`; None for a built-in module.
-
-    what: for messages, such as "reward function". Modules of the working directory are found too. Raises: UserError if
-    there is no such module or file.
-    """
+    """The file of `module:name` or `file.py:name`, also of the working directory; None for a built-in module. Raises: UserError."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{what} {name!r}: want module:name or file.py:name")
@@ -97,7 +93,7 @@ def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence
             function = getattr(importlib.import_module(place), attribute)
     except (Exception, SystemExit) as error:  # a module's code can raise anything
         raise UserError(
-            f"{what} {name}: cannot be imported ({type(error).__name__}: {error}): check module and name"
+            f"{what} {name}: cannot be imported ({type(error).__name__}: {error}): check the name"
         ) from error
     if not callable(function):
         raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
@@ -111,9 +107,8 @@ def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence
     except ValueError:  # a built-in function has no signature
         pass
     except TypeError as error:
-        raise UserError(
-            f"{what} {name}: takes {signature} ({error}), is called as f({', '.join(given)}): give it these arguments"
-        ) from None
+        called = f"is called as f({', '.join(given)})"
+        raise UserError(f"{what} {name}: takes {signature} ({error}), {called}: give it these arguments") from None
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -121,10 +116,8 @@ def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence
             return function(*arguments, **keywords)
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"{what} {name}: raised {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno}): "
-                "correct the function"
-            ) from error
+            place = f"{Path(last.filename).name}:{last.lineno}"
+            raise UserError(f"{what} {name}: raised {type(error).__name__}: {error} ({place}): correct it") from error
 
     setattr(call, "takes", takes)  # noqa: B010 (a function's attribute has no type)
     return call

@@ -1,8 +1,7 @@
 """Ranks: the processes of one launch, their connection, and the values that they exchange.
 
-A launch is started by torchrun, accelerate, deepspeed or `rlhf pipeline`. Each of its processes has a rank; rank 0 prints and
-writes for all. A process that runs alone is rank 0, and everything here then costs nothing. It is outside `rlhf.training` because the
-command line and the run folders need ranks too; torch is imported only inside the functions that communicate.
+Rank 0 prints and writes for all. A process that runs alone is rank 0, and everything here then costs nothing: torch is imported
+only inside the functions that communicate.
 """
 
 import ipaddress
@@ -86,9 +85,7 @@ def connect(device: "torch.device", alone: bool = False) -> None:
         local = int(os.environ.get("LOCAL_RANK", "0"))  # the number of its GPU
         count = torch.cuda.device_count()
         if local >= count:
-            raise UserError(
-                f"process {local + 1} of this machine: it has {count} GPUs: start one process per GPU at most"
-            )
+            raise UserError(f"process {local + 1} of this machine: it has {count} GPUs: start one process per GPU")
         torch.cuda.set_device(local)
     store = meet()
     store.set_timeout(LONGEST_WAIT)
@@ -96,20 +93,17 @@ def connect(device: "torch.device", alone: bool = False) -> None:
 
 
 def meet() -> "Store":
-    """The store of this launch: rank 0 opens it, the others connect; rank 0 waits until all are there.
+    """The store of this launch: rank 0 opens it, the others connect; each waits until all are there.
 
-    On one node everything listens on the loopback interface only, because neither the store nor the connections of gloo and NCCL
-    authenticate the caller.
+    On one node everything listens on the loopback interface only, since neither the store nor gloo and NCCL authenticate the caller.
     Raises: UserError if a process is missing, the port is taken, or the launcher's variables are incomplete.
     """
     from torch.distributed import PrefixStore, TCPStore
 
     count, mine = process_count(), rank()
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise UserError(
-            f"WORLD_SIZE={count} without {' and '.join(missing)}: start the processes with torchrun or "
-            "launcher.processes, or unset WORLD_SIZE to run as one"
-        )
+        how = "start the processes with torchrun or launcher.processes, or unset WORLD_SIZE"
+        raise UserError(f"WORLD_SIZE={count} without {' and '.join(missing)}: {how}")
     if mine >= count:
         raise UserError(f"RANK={mine}: want 0 to {count - 1}, since WORLD_SIZE={count}")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -140,10 +134,9 @@ def meet() -> "Store":
                 raise TimeoutError(f"{came} came")
             time.sleep(0.05)
     except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"{address}:{port}: the {count} processes of this launch did not meet there ({one_line(error, 200)}): start all of "
-            f"them within {WAIT_SECONDS:.0f} s, choose another MASTER_PORT, or unset WORLD_SIZE to run as one"
-        ) from error
+        how = f"start all of them within {WAIT_SECONDS:.0f} s, choose another MASTER_PORT, or unset WORLD_SIZE to run as one"
+        missed = f"the {count} processes of this launch did not meet there ({one_line(error, 200)})"
+        raise UserError(f"{address}:{port}: {missed}: {how}") from error
     return store
 
 
@@ -158,9 +151,8 @@ def is_loopback(address: str) -> bool:
 def disconnect() -> bool:
     """Close the connection after all processes have reached this point; returns whether there was one.
 
-    A process that was connected should then `leave()`: threads of the connection release their last tensors late, and abort the
-    process if the interpreter is already shutting down, in a few percent of launches. The launcher would report a failure
-    and stop the other processes, which may still be writing.
+    A process that was connected should then `leave()`: threads of the connection release their last tensors late, and in a few percent
+    of launches abort an interpreter that is shutting down.
     """
     if "torch" not in sys.modules:  # no connection was opened
         return False
@@ -168,17 +160,9 @@ def disconnect() -> bool:
 
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    wait_for_all()
+    dist.barrier()
     dist.destroy_process_group()
     return True
-
-
-def wait_for_all() -> None:
-    """Wait until all processes have reached this point."""
-    if process_count() > 1:
-        import torch.distributed as dist
-
-        dist.barrier()
 
 
 def share(value: T) -> T:
@@ -216,16 +200,16 @@ def on_first_rank(action: Callable[[], T]) -> T:
     """
     if process_count() == 1:
         return action()
-    outcome: tuple[Any, str | None] = (None, None)
+    outcome: Any = None
     if is_first():
         try:
-            outcome = (action(), None)
+            outcome = action()
         except UserError as error:
-            outcome = (None, str(error))
-    value, problem = share(outcome)
-    if problem is not None:
-        raise UserError(problem)
-    return value
+            outcome = error
+    outcome = share(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
 
 
 class Ranks:
