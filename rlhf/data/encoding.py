@@ -78,21 +78,18 @@ def encode_demonstrations(
     context_length: int,
     *,
     turns: str = "last",
-    min_response: int | None = None,
     counts: Counter[str] | None = None,
 ) -> list[TokenRow]:
     """Encode demonstrations as {"prompt": ids, "response": ids}, together at most `context_length` tokens.
 
     A response that fits ends with its end token. One that does not is truncated and has no end token, because the
-    author did not end it there. A prompt that leaves a response fewer than `min_response` tokens (a quarter of
-    the context by default; all of a shorter response) is cut from the left, see `encode_prompt_within`; if that
-    is not enough, the demonstration is skipped. `counts`, if given, is increased: kept,
-    truncated_responses, cut_prompts, skipped; earlier_turns and further_rows of turns="all".
+    author did not end it there. A prompt that leaves a response less than a quarter of the context (all of a shorter
+    response) is cut from the left, see `encode_prompt_within`; if that is not enough, the demonstration is skipped.
+    `counts`, if given, is increased: kept, truncated_responses, cut_prompts, skipped; earlier_turns and further_rows of turns="all".
 
     turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`.
     """
-    least = context_length // 4 if min_response is None else min_response
-    counts = Counter() if counts is None else counts
+    least, counts = context_length // 4, Counter() if counts is None else counts
     prompts = encode_prompts(tokenizer, [record.prompt for record in records])
     responses = encode_responses(tokenizer, [record.response for record in records])
     encoded = []
@@ -129,7 +126,7 @@ def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: 
     prompt that is learned. Empty if no earlier turn is to be learned, or if one turn alone is too long for the context.
 
     If the dialogue does not fit, its oldest turns are learned in further rows, each turn once; a response may still reach
-    past the context. `least`: as `min_response`.
+    past the context. least: tokens that a prompt leaves a response.
     """
     if not any(map(_is_learned, record.prompt)):
         return []

@@ -73,23 +73,14 @@ def test_demonstrations_fit_the_context(tokenizer):
     record = Demonstration(id="d", prompt="cat", response="The dog sat")
     full = len(prompt) + len(text) + 1
 
-    def encoded(context, **options):
+    def encoded(context):
         counts = Counter()
-        return encode_demonstrations([record], tokenizer, context, counts=counts, **options), dict(counts)
+        return encode_demonstrations([record], tokenizer, context, counts=counts), dict(counts)
 
     assert encoded(full) == ([{"prompt": prompt, "response": [*text, END]}], {"kept": 1})
     # one token short: the text is whole, but its end is not shown
-    assert encoded(full - 1, min_response=1) == (
-        [{"prompt": prompt, "response": text}],
-        {"kept": 1, "truncated_responses": 1},
-    )
-    # all of the response is wanted, so the prompt gives up the beginning of its text
-    rows, counts = encoded(full - 1, min_response=99)
-    assert rows == [
-        {"prompt": [USER, *encode_texts(tokenizer, ["cat"])[0][1:], END, ASSISTANT], "response": [*text, END]}
-    ]
-    assert counts == {"kept": 1, "cut_prompts": 1}
-    assert encoded(4, min_response=2) == ([], {"skipped": 1})
+    assert encoded(full - 1) == ([{"prompt": prompt, "response": text}], {"kept": 1, "truncated_responses": 1})
+    assert encoded(4) == ([], {"skipped": 1})
 
 
 def test_cut_prompts_leave_a_quarter_of_the_context(tokenizer):
