@@ -189,38 +189,6 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     return records, files
 
 
-def load_kind(
-    wanted: type[RecordType], sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[RecordType], list[Source]]:
-    """The records of one kind in order, and what each file was, with the number of records of other kinds.
-
-    Raises: UserError as `load_all`, and if there is no record of that kind.
-    """
-    records, files = load_all(sources, format, allow_partial)
-    chosen: list[RecordType] = [record for record in records if isinstance(record, wanted)]
-    if not chosen:
-        read = "; ".join(map(str, files))
-        raise UserError(f"no {wanted.model_fields['kind'].default} record in the data: want at least one. Read: {read}")
-    return chosen, files
-
-
-load_comparisons = partial(load_kind, Ranking)  # those without an ordered pair (one response, all ties) included
-load_demonstrations = partial(load_kind, Demonstration)
-
-
-def load_prompts(
-    sources: Any, format: str = "auto", allow_partial: bool = False
-) -> tuple[list[PromptRecord], list[Source]]:
-    """The distinct prompts of the sources, whose records may be of any kind.
-
-    Raises: UserError if a source cannot be read, a row is bad or there is no record.
-    """
-    records, files = load_all(sources, format, allow_partial)
-    if not records:
-        raise UserError(f"no prompt in the data: want at least one record. Read: {'; '.join(map(str, files))}")
-    return prompts_of(records), files
-
-
 def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
     """The prompts of records of any kind, in order, each once; the first record with a prompt names it.
 
@@ -241,6 +209,26 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
         made = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
         prompt_of[key] = made.read_from(record.file)
     return list(prompt_of.values())
+
+
+def load_kind(
+    wanted: type[RecordType], sources: Any, format: str = "auto", allow_partial: bool = False
+) -> tuple[list[RecordType], list[Source]]:
+    """The records of one kind in order, or the distinct prompts of records of any kind; and what each file was.
+
+    Raises: UserError as `load_all`, and if there is none.
+    """
+    records, files = load_all(sources, format, allow_partial)
+    chosen: list[Any] = prompts_of(records) if wanted is PromptRecord else [r for r in records if isinstance(r, wanted)]
+    if not chosen:
+        read = "; ".join(map(str, files))
+        raise UserError(f"no {wanted.model_fields['kind'].default} record in the data: want at least one. Read: {read}")
+    return chosen, files
+
+
+load_comparisons = partial(load_kind, Ranking)  # those without an ordered pair (one response, all ties) included
+load_demonstrations = partial(load_kind, Demonstration)
+load_prompts = partial(load_kind, PromptRecord)
 
 
 RULE = re.compile(r"[a-z0-9_]{1,40}")  # a rule's name
