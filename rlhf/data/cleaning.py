@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from math import comb
 from typing import Any, NamedTuple
 
 from rlhf.config.commands import ImportConfig
@@ -38,11 +37,6 @@ class Facts(NamedTuple):
     group: float = 0.0  # its hash with the seed, in [0, 1)
     given: str | None = None  # the split that the record states
     pii: tuple[str, ...] = ()
-    pairs: int = 0  # strictly ordered
-    ties: int = 0
-    labeler: str | None = None
-    prompt_words: int = 0
-    response_words: tuple[int, ...] = ()
 
 
 def _is_card(digits: str) -> bool:
@@ -93,31 +87,16 @@ def facts_of(record: Record, own_id: bool, seed: int) -> Facts:
     turns, metadata = record.prompt, record.metadata
     user = (record.user if record.kind == "prompt" else None) or metadata.get("user")
     group = metadata.get("group")
-    prefix = pairs = ties = 0
-    texts: list[str] = []
-    if record.kind == "prompt":
-        prefix = hash64(prompt_key(conversation(turns)[: 2 * PREFIX_CHARACTERS])[:PREFIX_CHARACTERS])
-    elif record.kind == "demonstration":
-        texts = [record.response]
-    else:
-        texts = [response.text for response in record.responses]
-        pairs, ties = len(record.pair_list()), sum(comb(len(tie), 2) for tie in record.ranking or ())
-        if record.pairs is not None and isinstance(beside := metadata.get("ties"), list):
-            ties = len(beside)  # those judged equal, of judgements that form no order
+    beginning = prompt_key(conversation(turns)[: 2 * PREFIX_CHARACTERS])[:PREFIX_CHARACTERS]
     return Facts(
         record.kind,
         identity_of(record, own_id),
         hash64(split_key(turns)),
-        prefix,
+        hash64(beginning) if record.kind == "prompt" else 0,
         0 if user is None else hash64("user", str(user)),
         0.0 if group is None else uniform(prompt_key(str(group)), seed),
         given_split(record),
         tuple(sorted({kind for message in turns for kind in find_pii(message.content)})),
-        pairs,
-        ties,
-        None if record.kind == "prompt" else record.labeler,
-        sum(len(message.content.split()) for message in turns),
-        tuple(len(text.split()) for text in texts),
     )
 
 

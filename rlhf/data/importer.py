@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import combinations
@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from rlhf.config.commands import ImportConfig
-from rlhf.data.agreement import AgreementCounter
+from rlhf.data.agreement import AgreementCounter, verdicts
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats import BadRow, Format, find_format
 from rlhf.data.formats.table import make_table_format
@@ -52,6 +52,7 @@ class Importer:
         shares = {"train": 1.0 - config.dev - config.test, "dev": config.dev, "test": config.test}
         self.assigner = Assigner(config.seed, shares, earlier)
         self.kept: list[Facts] = []
+        self.summary = Summary()
         self.agreement = AgreementCounter()
         self.checks: dict[str, dict[str, dict[str, float]]] = {}  # by labeler, see `sum_checks`
         self.careless: set[str] = set()  # labelers below min_gold_accuracy
@@ -152,6 +153,7 @@ class Importer:
             line = to_line(record.model_copy(update={"metadata": record.metadata | {"pii": list(facts.pii)}}))
         self._unsplit.write(line)
         self.kept.append(facts)
+        self.summary.add(record)
         source.records[record.kind] += 1
         if isinstance(record, Ranking):
             self.agreement.add(record)
@@ -214,7 +216,7 @@ class Importer:
         return {
             "counts": {name: sum(file["counts"][name] for file in self.files) for name in ROW_COUNTS},
             "records": records,
-            **summarise(self.kept),
+            **self.summary.report(),
             "cleaning": self.cleaner.counts | found,
             "splits": {"prompts": by_split, "users": len(users)},
             "agreement": self.agreement.report(),
@@ -254,8 +256,7 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     if len(records) == 1:
         return records[0]
     first = records[0]
-    turns = [(m.role, m.content) for m in first.prompt]
-    if any([(m.role, m.content) for m in record.prompt] != turns for record in records):
+    if any(record.prompt != first.prompt for record in records):
         raise BadRow("prompt", "come with two prompts, want one")
     responses: dict[str, RankedResponse] = {}
     for response in (response for record in records for response in record.responses):
@@ -289,24 +290,33 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     )
 
 
-def summarise(kept: Sequence[Facts]) -> dict[str, Any]:
-    """The figures of the records that are kept."""
-    rankings = [one for one in kept if one.kind == "ranking"]
-    sizes = Counter(len(one.response_words) for one in rankings)
-    named = Counter(one.labeler for one in kept if one.labeler is not None)
-    lengths = {"prompt_words": [one.prompt_words for one in kept]}
-    lengths["response_words"] = [words for one in kept for words in one.response_words]
-    return {
-        "ties": sum(one.ties for one in rankings),
-        "pairs": sum(one.pairs for one in rankings),
-        "unpaired": sum(one.pairs == 0 for one in rankings),
-        "responses_a_ranking": {str(size): sizes[size] for size in sorted(sizes)},
-        "labelers": dict(sorted(named.items())),
-        "lengths": {name: _quantiles(words) for name, words in lengths.items() if words},
-    }
+class Summary:
+    """The figures of records: ties, ordered pairs, K, labelers and lengths."""
 
+    def __init__(self) -> None:
+        self.counts = Counter(dict.fromkeys(("ties", "pairs", "unpaired"), 0))
+        self.sizes, self.labelers = Counter[int](), Counter[str]()
+        self.words = {"prompt_words": list[int](), "response_words": list[int]()}
 
-def _quantiles(lengths: list[int]) -> dict[str, int]:
-    """Each is one of the lengths."""
-    found = np.quantile(lengths, (0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
-    return dict(zip(("median", "p95", "max"), found, strict=True))
+    def add(self, record: Record) -> None:
+        texts = [record.response] if record.kind == "demonstration" else []
+        if record.kind == "ranking":
+            texts = [response.text for response in record.responses]
+            said = [verdict for *_, verdict in verdicts(record)]
+            ties = said.count(0)
+            self.counts.update(ties=ties, pairs=len(said) - ties, unpaired=int(len(said) == ties))
+            self.sizes[len(texts)] += 1
+        if record.kind != "prompt" and record.labeler is not None:
+            self.labelers[record.labeler] += 1
+        self.words["prompt_words"].append(sum(len(message.content.split()) for message in record.prompt))
+        self.words["response_words"] += [len(text.split()) for text in texts]
+
+    def report(self) -> dict[str, Any]:
+        lengths = {}
+        for name, words in self.words.items():
+            if words:  # each quantile is one of the lengths
+                found = np.quantile(words, (0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
+                lengths[name] = dict(zip(("median", "p95", "max"), found, strict=True))
+        sizes = {str(size): count for size, count in sorted(self.sizes.items())}
+        of_kept = {"responses_a_ranking": sizes, "labelers": dict(sorted(self.labelers.items())), "lengths": lengths}
+        return self.counts | of_kept
