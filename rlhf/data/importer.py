@@ -34,10 +34,8 @@ from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
 KEPT_BYTES = 1 << 20  # of a rejected row
-_Name = tuple[str, str | None]  # of a record: id and labeler
-_Items = dict[
-    tuple[str, str | None], list[tuple[int, Row, Ranking]]
-]  # by item and labeler: index of the row, row, judgement
+_Name = tuple[str, str | None]  # of a record, or of an item: its id and the labeler
+_Items = dict[_Name, list[tuple[int, Row, Ranking]]]  # the index of a row, the row, and its judgement
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 ROW_COUNTS = ("input", *_RESULTS.values())
 

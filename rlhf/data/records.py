@@ -274,6 +274,8 @@ def join_judgements(
 
     Raises: ValueError that spells out the circle if the strict judgements go in one.
     """
+    from scipy.cluster.hierarchy import DisjointSet
+
     place = {name: i for i, name in enumerate(names)}
     strict = sorted(set(better), key=lambda pair: (place[pair[0]], place[pair[1]]))
     ties = [sorted(pair, key=place.__getitem__) for pair in equal]
@@ -281,22 +283,18 @@ def join_judgements(
     if cycle := find_cycle(strict):
         raise ValueError(" over ".join(map(str, cycle)))
 
-    group = {name: name for name in names}  # the first member of each response's tie
+    judged = sorted({name for pair in (*strict, *ties) for name in pair}, key=place.__getitem__)
+    tied: Any = DisjointSet(judged)
     for a, b in ties:
-        low, high = sorted((group[a], group[b]), key=place.__getitem__)
-        group = {name: low if one == high else one for name, one in group.items()}
-    tied: dict[Node, list[Node]] = {}  # the judged responses by group
-    judged = {name for pair in (*strict, *ties) for name in pair}
-    for name in names:
-        if name in judged:
-            tied.setdefault(group[name], []).append(name)
-    sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter({first: () for first in tied})
-    levels = {(group[one], group[other]) for one, other in strict}
+        tied.merge(a, b)
+    levels = {(tied[one], tied[other]) for one, other in strict}
+    sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter({tied[name]: () for name in judged})
     for one, other in levels:
         sorter.add(other, one)
     with suppress(graphlib.CycleError):  # ties and orders contradict each other
         order = list(sorter.static_order())
         if all(pair in levels for pair in pairwise(order)):  # else the order of two was not judged
-            return {"ranking": [tied[first] for first in order], "pairs": None}, {}
+            ranking = [[name for name in judged if tied[name] == root] for root in order]
+            return {"ranking": ranking, "pairs": None}, {}
     unordered = {"ranking": None, "pairs": [list(pair) for pair in strict]}
     return unordered, {"ties": [list(pair) for pair in ties]} if ties else {}

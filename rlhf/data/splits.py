@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import UserError
@@ -212,29 +211,18 @@ class Assigner:
 
         Of prompts that users and groups connect, the best reason and the least hash decide, whatever the order of the rows.
         """
-        reasons: list[tuple[int, Any, int | None]] = []  # rank of the reason, root, split
-        for node in sorted(self._connected):
-            what, value = node
-            root = self._connected[node]
-            if what == "user":
-                reasons.append((0, root, self.earlier.users.get(value)))
-                reasons.append((3, root, self._choose(uniform(f"user {value:016x}", self.seed))))
-            elif what == "group":
-                reasons.append((4, root, self._choose(value)))
-            else:
-                reasons.append((1, root, self.earlier.prompts.get(value)))
-                reasons.append((2, root, self._given.get(value)))
-        together: dict[Any, int] = {}
-        for _, root, split in sorted(reasons, key=itemgetter(0)):
-            if split is not None:
-                together.setdefault(root, split)
-
+        together: dict[tuple[str, Any], int] = {}
+        for members in self._connected.subsets():
+            kinds = ("user", "key", "group")
+            users, keys, groups = (sorted(value for what, value in members if what == kind) for kind in kinds)
+            reasons = [self.earlier.users.get(user) for user in users]
+            reasons += [self.earlier.prompts.get(key) for key in keys]
+            reasons += [self._given.get(key) for key in keys]
+            reasons += [self._choose(uniform(f"user {user:016x}", self.seed)) for user in users]
+            reasons += map(self._choose, groups)
+            together |= dict.fromkeys(members, next(split for split in reasons if split is not None))
         for key in self.splits:
-            split = self.earlier.prompts.get(key, self._given.get(key))
-            if split is None and ("key", key) in self._connected:
-                split = together[self._connected["key", key]]
+            split = self.earlier.prompts.get(key, self._given.get(key, together.get(("key", key))))
             self.splits[key] = self._choose(uniform(f"{key:016x}", self.seed)) if split is None else split
-        users = {node[1]: together[self._connected[node]] for node in self._connected if node[0] == "user"}
-        decided = Assignments(dict(self.earlier.prompts), dict(self.earlier.users))
-        decided.add(Assignments(self.splits, users))
-        return decided
+        users = {value: split for (what, value), split in together.items() if what == "user"}
+        return Assignments(self.splits | self.earlier.prompts, users | self.earlier.users)
