@@ -11,8 +11,8 @@ token ends a response. The stages therefore need no special case.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from rlhf.data.splits import common_beginning
@@ -26,14 +26,16 @@ ENDS = "end_token_ids"  # the field of tokenizer_config.json that lists the end 
 COMPLETION = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-@dataclass(slots=True)
 class _Marks:
     """Two characters that no message contains: `mark` breaks spellings of special tokens, `probe` stands for a text."""
 
-    mark: str
-    probe: str
-    special: re.Pattern[str]
-    ids: dict[str, int]
+    def __init__(self, tokenizer: Any, texts: Sequence[str] = ()):
+        self.ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        spellings = sorted((s for s in self.ids if len(s) > 1), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        used = set().union(*map(set, texts))
+        self.mark, self.probe = islice((chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used), 2)
 
     def put(self, text: str) -> str:
         return self.special.sub(lambda m: f"{m[0][0]}{self.mark}{m[0][1:]}", text)
@@ -45,15 +47,6 @@ class _Marks:
             came = "the chat template does not write the assistant's text once, as it is"
             raise UserError(f"{came}: use another tokenizer")
         return before, after
-
-
-def _make_marks(tokenizer: Any, texts: Sequence[str] = ()) -> _Marks:
-    ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    spellings = sorted((s for s in ids if len(s) > 1), key=len, reverse=True)
-    used = set().union(*map(set, texts))
-    unused = (chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
-    return _Marks(next(unused), next(unused), re.compile("|".join(map(re.escape, spellings)) or r"(?!)"), ids)
 
 
 def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
@@ -121,7 +114,7 @@ def _marked(tokenizer: Any, dialogues: Sequence[Any]) -> tuple[list[list[Turn]],
     for messages in dialogues:
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         chats.append([(m["role"], m["content"]) if isinstance(m, Mapping) else (m.role, m.content) for m in given])
-    marks = _make_marks(tokenizer, [text for chat in chats for _, text in chat])
+    marks = _Marks(tokenizer, [text for chat in chats for _, text in chat])
     return [[{"role": role, "content": marks.put(text)} for role, text in chat] for chat in chats], marks
 
 
@@ -137,7 +130,7 @@ def end_ids(tokenizer: Any, base: bool = False) -> list[int]:
 
 def find_end_of_turn(tokenizer: Any) -> int | None:
     """The special token that the template writes after the assistant's text, or None."""
-    marks = _make_marks(tokenizer)
+    marks = _Marks(tokenizer)
     _, after = marks.around(_call(tokenizer, [*PROBE, {"role": "assistant", "content": marks.probe}]))
     end = marks.special.search(after)
     return marks.ids[end[0]] if end else None
@@ -247,7 +240,7 @@ def _frame(tokenizer: Any, _: str) -> tuple[str, str, str, bool]:
     """What the template writes around a response: the prompt (empty if a response encodes alone as it does after its prompt), the text
     before, that after up to and including the end token (empty without one), and whether it strips responses.
     """
-    marks = _make_marks(tokenizer)
+    marks = _Marks(tokenizer)
     prompt = _call(tokenizer, PROBE, True)
     turns = ({"role": "assistant", "content": text} for text in (marks.probe, f"\n{marks.probe}\n"))
     plain, spaced = (_call(tokenizer, [*PROBE, turn]) for turn in turns)
@@ -265,7 +258,7 @@ def _frame(tokenizer: Any, _: str) -> tuple[str, str, str, bool]:
 def encode_responses(tokenizer: Any, texts: Sequence[str], ended: bool = True) -> list[list[int]]:
     """Responses as the template writes them after a prompt, with the end token unless they were cut off."""
     prompt, before, after, strips = _frame(tokenizer, str(tokenizer.chat_template))
-    marks = _make_marks(tokenizer, texts)
+    marks = _Marks(tokenizer, texts)
     said = [marks.put(text.strip() if strips else text) for text in texts]
     # Some write an empty thought, <think></think>, before the text: one with a thought of its own needs none.
     tag = re.match(r"\s*(<[^<>\s]+>)", before)
