@@ -19,7 +19,6 @@ def run(config: ImportConfig) -> None:
     """
     from rlhf.data.importer import Importer
     from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
-    from rlhf.data.splits import Assignments
     from rlhf.data.storage import read_assignments, seal
     from rlhf.runs.progress import progress
 
@@ -32,9 +31,9 @@ def run(config: ImportConfig) -> None:
         check_replaceable(out, config.overwrite, "out", "import", is_import)
         check_replaceable(too_many_rejects, True, "out", "import", is_import)
         with replaced(out) as folder:
-            earlier = Assignments()  # of the import that is replaced too
+            earlier: dict[tuple[str, int], int] = {}  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
-                earlier.add(read_assignments(known))
+                earlier = read_assignments(known) | earlier
             with progress(sum(source.size for source in sources), "import", unit="byte") as bar:
                 importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
                 report = importer.run(sources)

@@ -7,7 +7,6 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -159,16 +158,8 @@ def with_split(record: "Record", split: str) -> "Record":
 # --- the splits of an import -------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Assignments:
-    """The split (an index into SPLITS) of each prompt and user that was ever imported, by their hashes."""
-
-    prompts: dict[int, int] = field(default_factory=dict)
-    users: dict[int, int] = field(default_factory=dict)
-
-    def add(self, other: "Assignments") -> None:
-        """Add another import's, which give way where the two differ."""
-        self.prompts, self.users = other.prompts | self.prompts, other.users | self.users
+# The split (an index into SPLITS) of each prompt and user that was ever imported: by "prompt" or "user", and its hash.
+Assignments = dict[tuple[str, int], int]
 
 
 class Assigner:
@@ -188,7 +179,7 @@ class Assigner:
 
         self.seed, self.fractions, self.earlier = seed, fractions, earlier
         self.splits: dict[int, int] = {}  # by the key of each kept prompt; decided at the end
-        self._connected: Any = DisjointSet()  # of keys, users and groups, each as (what, its hash)
+        self._connected: Any = DisjointSet()  # of prompts, users and groups, each as (what, its hash)
         self._given: dict[int, int] = {}  # by key: the first split that a record states
 
     def add(self, key: int, user: int, group: float, given: str | None, kept: bool) -> None:
@@ -197,9 +188,9 @@ class Assigner:
             self.splits[key] = -1
         for node in (("user", user), ("group", group)):
             if node[1]:
-                self._connected.add(("key", key))
+                self._connected.add(("prompt", key))
                 self._connected.add(node)
-                self._connected.merge(("key", key), node)
+                self._connected.merge(("prompt", key), node)
         if given in SPLITS:
             self._given.setdefault(key, SPLITS.index(given))
 
@@ -211,18 +202,17 @@ class Assigner:
 
         Of prompts that users and groups connect, the best reason and the least hash decide, whatever the order of the rows.
         """
-        together: dict[tuple[str, Any], int] = {}
+        together: Assignments = {}
         for members in self._connected.subsets():
-            kinds = ("user", "key", "group")
-            users, keys, groups = (sorted(value for what, value in members if what == kind) for kind in kinds)
-            reasons = [self.earlier.users.get(user) for user in users]
-            reasons += [self.earlier.prompts.get(key) for key in keys]
-            reasons += [self._given.get(key) for key in keys]
-            reasons += [self._choose(uniform(f"user {user:016x}", self.seed)) for user in users]
-            reasons += map(self._choose, groups)
+            kinds = ("user", "prompt", "group")
+            users, prompts, groups = (sorted(node for node in members if node[0] == kind) for kind in kinds)
+            reasons = [self.earlier.get(node) for node in (*users, *prompts)]
+            reasons += [self._given.get(key) for _, key in prompts]
+            reasons += [self._choose(uniform(f"user {user:016x}", self.seed)) for _, user in users]
+            reasons += [self._choose(u) for _, u in groups]
             together |= dict.fromkeys(members, next(split for split in reasons if split is not None))
         for key in self.splits:
-            split = self.earlier.prompts.get(key, self._given.get(key, together.get(("key", key))))
+            split = self.earlier.get(("prompt", key), self._given.get(key, together.get(("prompt", key))))
             self.splits[key] = self._choose(uniform(f"{key:016x}", self.seed)) if split is None else split
-        users = {value: split for (what, value), split in together.items() if what == "user"}
-        return Assignments(self.splits | self.earlier.prompts, users | self.earlier.users)
+        users_of = {node: split for node, split in together.items() if node[0] == "user"}
+        return users_of | {("prompt", key): split for key, split in self.splits.items()} | self.earlier

@@ -107,14 +107,11 @@ def read_lines(path: Path) -> Iterator[str]:
 def read_assignments(folder: Path) -> Assignments:
     """What an import decided. Raises: UserError if the folder is no import."""
     verify(folder)
-    assignments = Assignments()
-    for row in map(json.loads, read_lines(folder / ASSIGNMENTS)):
-        (assignments.prompts if row["what"] == "prompt" else assignments.users)[row["key"]] = SPLITS.index(row["split"])
-    return assignments
+    rows = map(json.loads, read_lines(folder / ASSIGNMENTS))
+    return {(row["what"], row["key"]): SPLITS.index(row["split"]) for row in rows}
 
 
 def write_assignments(folder: Path, assignments: Assignments) -> None:
     """Every prompt and user with its split, sorted, so that the order of the rows that were read does not matter."""
-    both = (("prompt", assignments.prompts), ("user", assignments.users))
-    rows = ({"what": what, "key": key, "split": SPLITS[known[key]]} for what, known in both for key in sorted(known))
-    write_jsonl(folder / ASSIGNMENTS, rows)
+    known = sorted(assignments.items())
+    write_jsonl(folder / ASSIGNMENTS, ({"what": what, "key": key, "split": SPLITS[i]} for (what, key), i in known))

@@ -11,7 +11,7 @@ from rlhf.config.commands import ImportConfig
 from rlhf.data.importer import Importer
 from rlhf.data.inputs import resolve_sources
 from rlhf.data.records import PromptRecord
-from rlhf.data.splits import SPLITS, Assignments, hash64, record_split, split_key
+from rlhf.data.splits import SPLITS, hash64, record_split, split_key
 from rlhf.data.storage import read_assignments, read_records, seal
 
 SHARES = {"train": 0.4, "dev": 0.3, "test": 0.3}
@@ -30,9 +30,9 @@ def run_import(folder: Path, files: list[list[dict]], earlier=(), **settings) ->
         filter_prefixes=False,
         **settings,
     )
-    known = Assignments()
+    known = {}
     for one in earlier:
-        known.add(read_assignments(one))
+        known = read_assignments(one) | known
     importer = Importer(config, folder / "out", known, lambda done: None)
     report = importer.run(resolve_sources(config.path, (".jsonl",)))
     assert importer.reject_count == 0, importer.first_rejects
@@ -157,9 +157,9 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
         [two],
     )
     assert {split for _, _, split in splits_in(three)} == {kept}
-    assert read_assignments(three).prompts[hash64(split_key("Hi"))] == SPLITS.index(kept)
+    key = "prompt", hash64(split_key("Hi"))
+    assert read_assignments(three)[key] == SPLITS.index(kept)
     # of two earlier imports that differ, the first one counts
-    four = run_import(tmp_path / "four", [[{"kind": "prompt", "prompt": "Hi", "metadata": {"split": moved}}]])
-    known = read_assignments(four)
-    known.add(read_assignments(three))
-    assert known.prompts[hash64(split_key("Hi"))] == SPLITS.index(moved)
+    rows = [{"kind": "prompt", "prompt": "Hi", "metadata": {"split": moved}}]
+    four = run_import(tmp_path / "four", [rows])
+    assert read_assignments(run_import(tmp_path / "five", [rows], [four, three]))[key] == SPLITS.index(moved)
