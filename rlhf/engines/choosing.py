@@ -4,8 +4,6 @@ inverse transform sampling).
 Tokens depend only on (seed, key, step), the prompt and the model, never on the other prompts of the batch.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 between steps. On a GPU a step is a recorded CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

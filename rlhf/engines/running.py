@@ -2,8 +2,6 @@
 that are not ours are stepped one sequence at a time, each with its own cache.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 transformers' `generate` for other classes, and `make_sampler`, which chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

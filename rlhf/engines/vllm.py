@@ -4,8 +4,6 @@ vLLM computes with other kernels than the trainer, so the trainer recomputes the
 load a probe compares the log-probs of both (`VllmEngine.load`). Our GPT runs under the architecture that `rlhf export` writes.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -39,7 +37,7 @@ ENVIRONMENT = {
 MOST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
 PROBE_ROWS, PROBE_TOKENS = 4, 24
 # By `vllm.LLM`, which engines of one configuration share: the engine that loaded its weights.
-LOADED: dict[Any, VllmEngine] = {}
+LOADED: dict[Any, "VllmEngine"] = {}
 
 
 Probe = tuple[Tensor, Tensor]  # log-probs of the same tokens by the trainer and by the sampler

@@ -3,8 +3,6 @@
 Numbers never change, only names and layouts. `register_architecture` adds a row from outside the package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

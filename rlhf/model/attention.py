@@ -2,8 +2,6 @@
 parameters: rotary, which rotates queries and keys, and sinusoids, which are added.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

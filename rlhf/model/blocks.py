@@ -2,8 +2,6 @@
 2021, Switch Transformer).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

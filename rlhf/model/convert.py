@@ -1,8 +1,6 @@
 """Models leave: weights to and from transformers' architectures, and folders that plain transformers loads, of policies and of
 reward models."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterable, Iterator

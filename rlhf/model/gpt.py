@@ -5,8 +5,6 @@ softmax(norm(h_n) W_e^T). Its parts: attention.py, blocks.py.
 Source: Radford et al. 2018, equation 2, and 2019, section 2.3 (pre-norm, scaled init); Zhang and Sennrich 2019 (RMSNorm).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reward model, which is also the critic, and the label model: a trunk with a head, and the transfer of pretrained blocks."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ class ScalarHead(Float32Linear):
         super().__init__(width, 1, bias)
 
     @torch.no_grad()
-    def initialise(self) -> ScalarHead:
+    def initialise(self) -> "ScalarHead":
         """Weight N(0, 1/sqrt(D + 1)), bias 0."""
         nn.init.normal_(self.weight, 0.0, (self.in_features + 1) ** -0.5)
         nn.init.zeros_(self.bias)
@@ -144,7 +142,7 @@ class RewardModel(PreTrainedModel):
             self.head.initialise()
 
     @classmethod
-    def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | str | None = None) -> RewardModel:
+    def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | str | None = None) -> "RewardModel":
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
         source: a folder or hub name, or a loaded model. layers: how many of the trunk's first blocks are kept, or "mix", whose
@@ -159,7 +157,7 @@ class RewardModel(PreTrainedModel):
         return model.eval()
 
     @classmethod
-    def on_trunk(cls, config: RewardConfig, trunk: Any) -> RewardModel:
+    def on_trunk(cls, config: RewardConfig, trunk: Any) -> "RewardModel":
         """A reward model on the trunk itself, not a copy, with a fresh head; on its first blocks if `config` has fewer."""
         with torch.device("meta"):
             model = cls(config)
@@ -238,7 +236,7 @@ class RewardModel(PreTrainedModel):
         self.config.gain, self.config.shift = float(gain), float(shift)
 
     @torch.no_grad()
-    def fold_calibration(self) -> RewardModel:
+    def fold_calibration(self) -> "RewardModel":
         """Move gain and shift into the head, so that they train with it; the scores stay."""
         self.head.weight.mul_(self.gain)
         self.head.bias.sub_(self.shift).mul_(self.gain)
@@ -294,7 +292,7 @@ class LabelModel(nn.Module):
         write_json(folder / RECORD, {"classes": self.classes, "choices": self.choices})
 
     @classmethod
-    def with_head(cls, lm: Any, folder: Path) -> LabelModel:
+    def with_head(cls, lm: Any, folder: Path) -> "LabelModel":
         """A language model with the head that `save_head` wrote."""
         record = read_checked(folder / RECORD, HeadRecord, "run `rlhf classify overwrite=true` again")
         if record is None:

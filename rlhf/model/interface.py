@@ -2,20 +2,16 @@
 the methods of `RewardModel`, which TextRewardModel gives to any of transformers' classifiers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rlhf.data.records import PromptRecord
 from rlhf.model.batching import by_length, scoring_tokens
 from rlhf.system.processes import gather
-
-if TYPE_CHECKING:
-    from rlhf.data.records import PromptRecord
 
 
 def unwrapped(model: Any) -> Any:
@@ -35,7 +31,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def lm(model: Any) -> LanguageModel:
+def lm(model: Any) -> "LanguageModel":
     """The interface of a causal language model or of a trunk, bare or inside an engine."""
     bare = unwrapped(model)
     return bare if hasattr(bare, "native") else LanguageModel(bare)
