@@ -148,7 +148,7 @@ def _training_relations(config: Config) -> Iterator[Row]:
 
 def _command_relations(config: Config, command: str) -> list[Row]:
     """Of commands that are not in every pipeline."""
-    sample, generate, classify, form = config.sample, config.generate, config.classify, config.export.form
+    sample, generate, classify = config.sample, config.generate, config.classify
     stages, one = listed(sample.stages), SampleConfig(stage=sample.stage, responses=sample.responses)
     by_reward, draws = sample.choose in BY_REWARD, command == "sample"
     return [
@@ -160,8 +160,6 @@ def _command_relations(config: Config, command: str) -> list[Row]:
          "models or more: name their runs with sample.rewards=[…]"),
         (command == "generate" and generate.greedy and generate.samples > 1, f"generate.samples={generate.samples}: greedy responses "
          "are all alike: want 1"),
-        (command == "export" and config.export.stage == "reward" and form != "auto", f"export.form={form}: a reward model is written "
-         "in its trunk's form: want auto"),
         (classify.from_scratch and classify.layers is not None, f"classify.layers={classify.layers} with classify.from_scratch=true: "
          "give one of the two"),
         (classify.both_orders and (classify.second is None or listed(classify.choices)), "classify.both_orders=true: is for two texts: "
