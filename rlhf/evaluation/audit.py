@@ -8,7 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,19 +18,18 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_response
-from rlhf.data.encoding import Encode, Item, encode_prompt_within, fitting_prompts, row_limit
+from rlhf.data.encoding import Encode, Item, encode_prompt_within, fitting_prompts, join_rankings, row_limit
 from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
 from rlhf.evaluation.policies import Asked, adjusted, judge_rows, room_for, score_by, totals
-from rlhf.evaluation.reward_report import comparison_figures, score_held_out
-from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats
+from rlhf.evaluation.reward_report import comparison_figures
+from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats, score_each
 from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, show
 from rlhf.gold.truth import make_truth
 from rlhf.model.interface import score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ppo.rewards import ModelReward, Reward
-from rlhf.runs.progress import Progress, progress
 from rlhf.runs.sources import in_split
 
 PRAISE = {"good", "great", "kind", "thank", "thanks", "hope", "happy", "glad", "love", "nice", "pleasure", "best"}
@@ -154,7 +153,6 @@ def attack_pairs(
     pairs: Sequence[Pair],
     scores: dict[int, list[float]],
     material: Material,
-    bar: Progress,
 ) -> list[Figures]:
     """Each attack on both answers of each pair: {"name", "flips", "gain", "gain_better", "gain_worse", "nats"}.
 
@@ -188,7 +186,6 @@ def attack_pairs(
         flips = mean_by([keys[i] for i in right], flipped.astype(float).tolist(), share=True) if len(right) else None
         intervals: Figures = {key: mean_by(keys, values.tolist()) for key, values in changes.items()}
         return_freed_memory()  # of forwards of other sizes
-        bar.update(1)
         figures.append(intervals | {"name": name, "flips": flips})
     return figures
 
@@ -228,15 +225,14 @@ LEAST_CEILING = 0.5  # nats: a policy within a lower ceiling has learned nothing
 COLLECT, CEILING, GO = "collect more labels", "go with a KL ceiling", "go"  # in order of precedence
 
 
-@dataclass(frozen=True, slots=True)
-class Audit:
+class Audit(NamedTuple):
     """All figures that the verdict can use."""
 
     prompts: int
     pairs: int  # attacked
     comparisons: Figures | None  # `comparison_figures`; None without held-out comparisons
-    attacks: list[Figures] = field(default_factory=list)  # `attack_pairs`
-    best_of: list[Figures] = field(default_factory=list)  # `best_of_samples`
+    attacks: Sequence[Figures] = ()  # `attack_pairs`
+    best_of: Sequence[Figures] = ()  # `best_of_samples`
 
 
 def audit_reward_model(config: Config, models: Audited, records: Sequence[Ranking], strangers: set[str]) -> Audit:
@@ -247,7 +243,8 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     chosen = set(rng.sample(keys, min(limit * PROMPTS_PER_PAIR, len(keys))))
     dev = [record for record in dev if prompt_key(record.prompt) in chosen]
     encode = item_encoder(config, bare, models.tokenizer)
-    items, scores = score_held_out(dev, encode, models.model)
+    items, _ = join_rankings(dev, encode)
+    scores = score_each(models.model, items)
     judged = {record.labeler for record in records}
     figures = comparison_figures(records, judged & strangers, (items, scores), bare.gain)
     _, room = room_for(row_limit(config, models.tokenizer), config.rollout.max_new_tokens)
@@ -258,14 +255,12 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}
-    sampled = max(1, limit // PAIRS_PER_SAMPLED)
-    with progress(len(ATTACKS) + min(sampled, len(items)), "audit", unit="part") as bar:
-        attacks = attack_pairs(config, models, encode, pairs, by_item, material, bar)
-        best_of = best_of_samples(config, models, dev, sampled, bar)
+    attacks = attack_pairs(config, models, encode, pairs, by_item, material)
+    best_of = best_of_samples(config, models, dev, max(1, limit // PAIRS_PER_SAMPLED))
     return Audit(len(items), len(pairs), figures, attacks, best_of)
 
 
-def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: int, bar: Progress) -> list[Figures]:
+def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: int) -> list[Figures]:
     """{"n", "kl", "score", "others", "spread", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
 
     kl: `best_of_n_kl`, nats. others: the mean score by the other reward models; spread: the standard deviation over all of them, of one
@@ -279,7 +274,7 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
     fitting = list(itertools.islice(fitting_prompts(tokenizer, asked, room), limit))
     records, prompts = [record for record, _, _ in fitting], [ids for _, ids, _ in fitting]
     own = ModelReward(models.model, models.device)
-    drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, bar)
+    drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, "audit")
     answers, scores = [row for row, _ in drawn], [of_prompt for _, of_prompt in drawn]
     values: dict[str, Scores | None] = {"score": scores, "others": None, "spread": None, "truth": None}
     if models.others:

@@ -22,7 +22,7 @@ from rlhf.evaluation import policies
 from rlhf.evaluation.policies import Answer, Asked, Responses
 from rlhf.evaluation.statistics import Figures, flatten, interval, ratio_interval, split_like, text_figures, win_rate
 from rlhf.ppo.rewards import Rater, Reward, make_reward
-from rlhf.runs.progress import Progress, progress
+from rlhf.runs.progress import progress
 from rlhf.system.processes import divide, gather
 from rlhf.training.setup import load_frozen
 
@@ -44,31 +44,32 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
 
 
 def draw_candidates(
-    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Progress
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, label: str = "best of n"
 ) -> list[tuple[list[Answer], list[float]]]:
-    """n samples of each prompt at temperature 1, and their scores as PPO would use them."""
+    """n samples of each prompt at temperature 1, and their scores as PPO would use them. label: of the progress that is shown."""
     if not asked.prompts:
         return []
     engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
     keyed = [(ids, ("best_of", record.id)) for record, ids in zip(asked.records, asked.prompts, strict=True)]
     answers = []
-    for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, n, together):
-        answers.append(row)
-        bar.update(1)
+    with progress(len(keyed), label, unit="prompt") as bar:
+        for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, n, together):
+            answers.append(row)
+            bar.update(1)
     scores = policies.adjusted(config, answers, policies.score_by(reward, asked.records, asked.prompts, answers))
     return list(zip(answers, scores, strict=True))
 
 
 def draw_best(
-    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, bar: Progress, ended: bool = False
+    config: Config, policy: Any, asked: Asked, n: int, reward: Reward, label: str, ended: bool = False
 ) -> list[tuple[Answer, float]]:
     """The best of n samples of each prompt and its score; the first of several. The prompts are divided among the processes, on each
     of which the models must be whole. ended: prefer those that end, whatever their score.
     """
 
     def draw(mine: Sequence[int]) -> list[tuple[Answer, float]]:
-        drawn = [zip(*row, strict=True) for row in draw_candidates(config, policy, asked.part(mine), n, reward, bar)]
-        return [max(row, key=lambda one: (one[0].ended or not ended, one[1])) for row in drawn]
+        drawn = draw_candidates(config, policy, asked.part(mine), n, reward, label)
+        return [max(zip(*row, strict=True), key=lambda one: (one[0].ended or not ended, one[1])) for row in drawn]
 
     return divide(len(asked.records), draw)
 
@@ -79,8 +80,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     kl_bound_nats bounds the KL to the policy; ppo_above is PPO's true score minus that of the pick, prompt by prompt.
     """
     n, truth = config.evaluate.best_of, asked.truth
-    with progress(len(asked.records), f"evaluate: best of {n}", unit="prompt") as bar:
-        best = draw_best(config, policy, asked, n, reward, bar)
+    best = draw_best(config, policy, asked, n, reward, f"evaluate: best of {n}")
     picked = [[one] for one, _ in best]
     results: Figures = {
         "n": n,

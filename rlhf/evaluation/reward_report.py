@@ -13,7 +13,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement
-from rlhf.data.encoding import Encode, Item, join_rankings, names_of
+from rlhf.data.encoding import Item, join_rankings, names_of
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
@@ -47,19 +47,14 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
     judged = {record.labeler for record in records}
     strangers = judged & scoring.held_out_labelers(config, records)
     encode = scoring.item_encoder(config, model, tokenizer)
-    held_out = score_held_out(in_split(config, records, "test"), encode, model)
+    items, _ = join_rankings(in_split(config, records, "test"), encode)
+    held_out = items, scoring.score_each(model, items)
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
     if (truth := make_truth(config)) is not None:
         results |= compare_with_truth(config, truth, *held_out, judged - strangers)
     return results
-
-
-def score_held_out(records: Sequence[Ranking], encode: Encode, model: Any) -> tuple[list[Item], Scores]:
-    """Every labeler's items of these rankings, with calibrated scores."""
-    joined, _ = join_rankings(records, encode)
-    return joined, scoring.score_each(model, joined)
 
 
 def comparison_figures(

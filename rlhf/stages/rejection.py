@@ -20,7 +20,6 @@ from rlhf.evaluation.policies import Asked
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
 from rlhf.runs.folders import stage_folder
-from rlhf.runs.progress import progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources, sample_prompts
 from rlhf.runs.stage import Stage, open_stage
@@ -62,8 +61,8 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     asked = Asked([record for record, _ in prompts], [ids for _, ids in prompts], tokenizer)
     n = config.rejection.samples
-    with progress(len(prompts), "rejection: sampling", unit="prompt") as bar, inference(config, device):
-        drawn = draw_best(config, policy, asked, n, reward, bar, ended=True)
+    with inference(config, device):
+        drawn = draw_best(config, policy, asked, n, reward, "rejection: sampling", ended=True)
     best = [(record, *picked) for record, picked in zip(asked.records, drawn, strict=True)]
     demonstrations = [
         Demonstration(

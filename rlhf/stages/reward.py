@@ -7,7 +7,6 @@ deviation 1. The model is the SFT trunk with a scalar head, or any text classifi
 
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +169,7 @@ def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out:
         stage.say(f"audit: {line}")
     if stage.writes:
         seconds = round(time.monotonic() - started, 1)
-        write_json(stage.folder / "audit.json", asdict(audit) | {"verdict": verdict, "seconds": seconds})
+        write_json(stage.folder / "audit.json", audit._asdict() | {"verdict": verdict, "seconds": seconds})
 
 
 def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:

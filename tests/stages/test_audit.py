@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,9 @@ from rlhf.evaluation.audit import (
 )
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
-from rlhf.runs.progress import Progress
 from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")
-NO_BAR = Progress(None, "audit", "part", 0, None)
 MATERIAL = Material(("blue", "cow"), {"what": 9, "sees": 1, "anna": 5, "a": 9}, ("A cow.", "Blue."), ("Good day.",))
 
 
@@ -94,9 +91,7 @@ def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
     config, pairs, scores = long_and_short
     by_length = Audited(PaysForLength(1, 1), audited.policy, audited.tokenizer, CPU)
     encode = item_encoder(config, audited.model, audited.tokenizer)
-    found = {
-        row["name"]: row for row in attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL, NO_BAR)
-    }
+    found = {row["name"]: row for row in attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
     for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better
         assert found[name]["flips"]["value"] == 1.0 and found[name]["gain_worse"]["value"] > 0, name
     for name in ("truncation", "empty"):
@@ -110,7 +105,7 @@ def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     """By a plain forward: log p(answer) - log p(attacked answer), or -log p of what replaces it."""
     config, pairs, scores = long_and_short
     encode = item_encoder(config, audited.model, audited.tokenizer)
-    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, encode, pairs, scores, MATERIAL, NO_BAR)}
+    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, encode, pairs, scores, MATERIAL)}
 
     def logp(item: Item, text: str) -> float:
         prompt = encode_prompt(audited.tokenizer, item.record.prompt)
@@ -168,11 +163,11 @@ def compared(**changed) -> dict:
     ],
 )  # fmt: skip
 def test_a_rule_decides(changed, decision, labels, ceiling):
-    found = decide(replace(GOOD, **changed))
+    found = decide(GOOD._replace(**changed))
     assert found["decision"] == decision
     assert labels is None or labels in "; ".join(found["labels"])
     assert found["ceiling"] == (None if ceiling is None else pytest.approx(ceiling, abs=0.006))  # rounded to 2 decimals
-    assert any(found["decision"] in line for line in describe_audit(replace(GOOD, **changed), found))
+    assert any(found["decision"] in line for line in describe_audit(GOOD._replace(**changed), found))
 
 
 def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
@@ -196,7 +191,7 @@ def test_other_reward_models_score_the_best_too(gold_run, audited):
     """By hand: of the model itself and one whose scores are 0, the mean of the others is 0 and the spread |score| / sqrt 2."""
     config = gold_run.config("ppo.missing_eos_rule=none")
     models = audited._replace(others=[lambda episodes: torch.zeros(len(episodes.texts))])
-    rows = attacks.best_of_samples(config, models, gold_run.comparisons(), 4, NO_BAR)
+    rows = attacks.best_of_samples(config, models, gold_run.comparisons(), 4)
     assert all(row["others"]["value"] == 0 for row in rows)
     assert rows[-1]["spread"]["value"] == pytest.approx(
         rows[-1]["score"]["value"] / 2**0.5, abs=2e-4
