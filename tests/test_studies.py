@@ -138,6 +138,11 @@ def test_an_outlier_does_not_move_the_fit_and_the_bootstrap_covers_the_truth():
     assert S["fitting"].fit_parabola([1e3, 1e4, 1e5], [1.0, 2.0, 1.0]).minimum is None
 
 
+def test_candidates_of_a_run_have_learned_and_true_scores(gold_run):  # noqa: F811
+    scores, judged = S["frontier"].draw_candidates_of(gold_run.config("evaluate.prompts=3"), 2)
+    assert [len(row) for row in scores] == [len(row) for row in judged] == [2, 2, 2]
+
+
 def test_best_of_two_the_optimum_onset_and_alarm_by_hand():
     """The higher of two samples wins unless both draws are the lower one: 3/4, and the KL is 1/4 ln(1/2) + 3/4 ln(3/2)."""
     optimum, nats = S["sentiment_optimum"], 0.25 * math.log(0.5) + 0.75 * math.log(1.5)

@@ -181,12 +181,12 @@ def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
 def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]], main: str) -> dict[str, Any]:
     """The `gold` entry of results.json. main: the policy whose win rates it states."""
     figures: dict[str, Any] = truth_win_rates(judged, main) | {"truth": truth.name}
-    for kind, suffix in (("samples", ""), ("greedy", "_greedy")):
-        figures[f"mean_score{suffix}"] = {name: mean_of(totals(given[kind])) for name, given in judged.items()}
-        figures[f"parts{suffix}"] = {name: part_means(truth, given[kind]) for name, given in judged.items()}
-    figures["score"] = {name: interval_of(totals(given["samples"])) for name, given in judged.items()}
+    sampled = {name: given["samples"] for name, given in judged.items()}
+    figures["mean_score"] = {name: mean_of(totals(rows)) for name, rows in sampled.items()}
+    figures["parts"] = {name: part_means(truth, rows) for name, rows in sampled.items()}
+    figures["score"] = {name: interval_of(totals(rows)) for name, rows in sampled.items()}
     if "correct" in truth.parts:
-        figures["correct"] = {name: interval_of(totals(row["samples"], "correct")) for name, row in judged.items()}
+        figures["correct"] = {name: interval_of(totals(rows, "correct")) for name, rows in sampled.items()}
     return figures
 
 
