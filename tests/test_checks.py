@@ -134,7 +134,6 @@ def test_relations(settings, said):
         ("sample", {"sample__stages": ["sft", "ppo"], "sample__choose": "uncertain"}, "sample.choose=uncertain: sample.stages compares"),
         ("sample", {"sample__choose": "disagreement", "sample__rewards": ["x"]}, "want two reward models or more"),
         ("generate", {"generate__greedy": True, "generate__samples": 2}, "generate.samples=2: greedy responses are all alike: want 1"),
-        ("export", {"export__stage": "reward", "export__form": "llama"}, "export.form=llama: a reward model is written"),
         ("classify", {"classify__from_scratch": True, "classify__layers": 1}, "give one of the two"),
         ("classify", {"classify__both_orders": True}, "name the second one with classify.second"),
     ],
