@@ -29,8 +29,6 @@ def load(run: str | Path, device: str = "auto", precision: str = "auto") -> "Loa
 
     Raises: UserError if no stage of the recipe is finished there.
     """
-    if not isinstance(run, str | Path):
-        raise UserError(f"run={run!r}: want the folder of a run, such as runs/demo")
     return LoadedRun(Path(run), device, precision)
 
 
@@ -124,12 +122,10 @@ class LoadedRun:
         policy, tokenizer = self.policy(stage), self.tokenizer
         length, room = room_for(tokenizer.model_max_length, length)
         fitted = [encode_prompt_within(tokenizer, dialogue, room) for dialogue in dialogues]
-        missing = [i for i, fit in enumerate(fitted) if fit is None]
-        if missing:
+        if None in fitted:
             context = f"the context of {tokenizer.model_max_length} tokens"
-            raise UserError(f"prompt {missing[0]}: does not fit {context}: shorten it")
-        prompt_ids = [fit[0] for fit in fitted if fit is not None]
-        keys = [("api", i) for i in range(len(prompt_ids))]
+            raise UserError(f"prompt {fitted.index(None)}: does not fit {context}: shorten it")
+        prompt_ids, keys = [fit[0] for fit in fitted if fit], [("api", i) for i in range(len(fitted))]
         with inference(self._config, self.device):
             how = {"seed": seed, "max_new_tokens": length, "temperature": temperature, "greedy": greedy}
             ends = end_ids(tokenizer, base=stage == "pretrain")
@@ -137,10 +133,8 @@ class LoadedRun:
             answers = draw_answers(engine, tokenizer, prompt_ids, keys)
         return [answer.text for answer in answers]
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], ended: Sequence[bool] = ()) -> list[float]:
-        """The reward model's calibrated score of each response to the prompt at the same position.
-
-        ended: whether each has its end token, as all have unless it is given.
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """The reward model's calibrated score of each response, with its end token, to the prompt at the same position.
 
         Raises: UserError if the lengths differ, or a prompt does not fit the context.
         """
@@ -160,7 +154,7 @@ class LoadedRun:
         self._config.data.max_tokens = recorded.get("max_tokens", self._config.data.max_tokens)
         encode = item_encoder(self._config, model, self.tokenizer, counts)
         for i, (prompt, response) in enumerate(zip(dialogues, responses, strict=True)):
-            encoded = encode(prompt, [(response, i >= len(ended) or ended[i])])
+            encoded = encode(prompt, [(response, True)])
             if encoded is None:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += encoded[0]

@@ -31,7 +31,7 @@ import httpx
 from rlhf.gold.truth import Labeler, make_labelers
 from rlhf.gold.truth import judge as true_parts
 from rlhf.gold.world import Task
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 
 INTERFACES = ("pairwise", "ranker")
 RANK, BETTER, EQUAL, EQUALLY_GOOD = "rank", "better", "equal", "equally good"  # names in the interfaces of rlhf sample
@@ -191,7 +191,7 @@ def annotate(people: dict[str, Client], tasks: list[dict[str, Any]], seed: int) 
     """Every annotator judges every task, but the last one skips the first task; returns the judgements in order."""
     intended = []
     labelers = make_labelers()
-    with progress(len(people) * len(tasks), "annotate", unit="annotation") as bar:
+    with Progress(len(people) * len(tasks), "annotate", unit="annotation") as bar:
         for number, (email, person) in enumerate(people.items()):
             labeler = labelers[number % len(labelers)]
             for task in tasks:

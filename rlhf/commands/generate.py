@@ -14,7 +14,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, stage_folder
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import read_prompts
 from rlhf.system.files import check_replaceable, held, write_jsonl, writing
@@ -72,7 +72,7 @@ def answer_prompts(
     ends = end_ids(tokenizer, base=folder.name == "pretrain")
     engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, eos_token_id=ends, **how)
     keyed = [(ids, (command, r.id if to_label else prompt_key(r.prompt), *key)) for r, ids, _ in asked]
-    with progress(len(asked), command, unit="prompt") as bar, inference(config, device):
+    with Progress(len(asked), command, unit="prompt") as bar, inference(config, device):
         for (record, _, cut), answers in zip(asked, draw_in_turn(engine, tokenizer, keyed, count), strict=True):
             yield record, cut, answers, how
             bar.update()

@@ -20,7 +20,7 @@ def run(config: ImportConfig) -> None:
     from rlhf.data.importer import Importer
     from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
     from rlhf.data.storage import read_assignments, seal
-    from rlhf.runs.progress import progress
+    from rlhf.runs.progress import Progress
 
     assert config.out is not None
     out = Path(os.path.abspath(config.out))
@@ -34,7 +34,7 @@ def run(config: ImportConfig) -> None:
             earlier: dict[tuple[str, int], int] = {}  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
                 earlier = read_assignments(known) | earlier
-            with progress(sum(source.size for source in sources), "import", unit="byte") as bar:
+            with Progress(sum(source.size for source in sources), "import", unit="byte") as bar:
                 importer = Importer(config, folder, earlier, lambda done: bar.update(max(0, done - bar.done)))
                 report = importer.run(sources)
             partial = importer.reject_count > config.max_rejects

@@ -22,7 +22,7 @@ from rlhf.evaluation import policies
 from rlhf.evaluation.policies import Answer, Asked, Responses
 from rlhf.evaluation.statistics import Figures, flatten, interval, ratio_interval, split_like, text_figures, win_rate
 from rlhf.ppo.rewards import Rater, Reward, make_reward
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.system.processes import divide, gather
 from rlhf.training.setup import load_frozen
 
@@ -52,7 +52,7 @@ def draw_candidates(
     engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
     keyed = [(ids, ("best_of", record.id)) for record, ids in zip(asked.records, asked.prompts, strict=True)]
     answers = []
-    with progress(len(keyed), label, unit="prompt") as bar:
+    with Progress(len(keyed), label, unit="prompt") as bar:
         for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, n, together):
             answers.append(row)
             bar.update(1)

@@ -19,7 +19,7 @@ from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import ModelReward, Reward, adjust_scores, make_reward
 from rlhf.runs.folders import read_stage, rounds_before, run_folder, stage_folder, stages_of
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.runs.sources import reward_sources
 from rlhf.system.processes import divide
 from rlhf.training.setup import load_frozen
@@ -125,7 +125,7 @@ def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: to
     """
     answers: dict[str, Responses] = {}
     tokenizer, truth = asked.tokenizer, asked.truth
-    with progress(len(models) * len(asked.prompts), "evaluate", unit="prompt") as bar:
+    with Progress(len(models) * len(asked.prompts), "evaluate", unit="prompt") as bar:
         for name, folder in models.items():
             policy, prompts = load_frozen(config, folder, device), asked.prompts
             read: Callable[[Any, list[int]], str] = response_text
@@ -263,7 +263,7 @@ def nats_and_kl(
         return divide(len(pairs), lambda mine: pair_nats(model, [pairs[i] for i in mine], pad, device))
 
     nats, kl = {}, {}
-    with progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
+    with Progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
         for name, drawn in answers.items():
             pairs = [(ids, one.ids) for ids, row in zip(drawn.prompts, drawn.samples, strict=True) for one in row]
             by_sft = nats_of(models["sft"], pairs)

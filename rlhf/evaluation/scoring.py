@@ -27,7 +27,7 @@ from rlhf.model.interface import score, unwrapped
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import check_output
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.training.setup import set_up
 
@@ -282,7 +282,7 @@ def value_tasks(config: Config, tasks: Sequence[Ranking], how: str, rewards: Seq
     """The value of each task by reward models (None: the run's own). Raises: UserError if a model is missing."""
     device = set_up(config)
     by_model = []
-    with progress(len(tasks) * len(rewards), "sample.rewards", unit="prompt") as bar:
+    with Progress(len(tasks) * len(rewards), "sample.rewards", unit="prompt") as bar:
         for name in rewards:
             _, model, encode = load_judge(config, name, "sample.rewards", device)
             encoded = [encode(task.prompt, answers_of(task)) for task in tasks]

@@ -19,7 +19,7 @@ from rlhf.evaluation.statistics import Figures, flatten, split_like, wilson
 from rlhf.gold.labelled import CHOICES, TASKS, write_task
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, is_complete, run_folder, stage_folder
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.system.files import sha256_file
 from rlhf.system.terminal import say
 from rlhf.training.setup import load_frozen
@@ -117,7 +117,7 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     if not models:
         raise UserError(f"{run_folder(config)}: no finished policy: run `rlhf sft` first, or set evaluate.models")
     figures: dict[str, list[Figures]] = {name: [] for name in models}
-    with progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
+    with Progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
         for name, rows_of_model in figures.items():
             check_output(stage_folder(config, name), name)
             files = stage_folder(config, name) / "model"

@@ -6,8 +6,7 @@
     runs/<run>/.<stage>.new/  its unfinished replacement (overwrite=true); the old one stays until this is complete
     runs/<run>/.<stage>.old/  exists only between the two renames of the swap
 
-A stage's hash covers its settings, its parents' hashes and its output files, so a parent that is changed or replaced
-later is detected. A record is checked against a schema when it is read; a damaged one gives a one-line error.
+A stage's hash covers its settings, its parents' hashes and its output files, so that a parent that has changed is detected.
 """
 
 import hashlib
@@ -69,10 +68,8 @@ def existing_run(config: Config) -> Path:
 def stage_folder(config: Config, stage: str) -> Path:
     """The folder of a stage of this run; or of parents.<stage>: another run's name, a run or stage folder."""
     given = getattr(config.parents, stage, None)
-    if given is None:
-        return run_folder(config) / stage
-    if NAME.fullmatch(given) and (Path(config.runs_dir) / given).is_dir():
-        return Path(config.runs_dir) / given / stage
+    if given is None or (NAME.fullmatch(given) and (Path(config.runs_dir) / given).is_dir()):
+        return (run_folder(config) if given is None else Path(config.runs_dir) / given) / stage
     for candidate in (Path(given) / stage, Path(given)):
         if (candidate / "stage.json").exists():
             return candidate
@@ -96,12 +93,11 @@ def under_way(folder: Path) -> Path:
 def refuse_inside_stage(path: Path, key: str) -> None:
     """Raises: UserError if an output path is inside a stage's folder, or contains stages."""
     whole = path.absolute()
-    inside = next((p for p in (whole, *whole.parents) if (p / "stage.json").exists()), None)
-    if inside is not None:
-        raise UserError(f"{key}={path}: is inside the folder of a stage, {inside}: choose another place")
-    below = next(whole.glob("*/stage.json"), None) if whole.is_dir() else None
-    if below is not None:
-        raise UserError(f"{key}={path}: contains stages ({below.parent.name}): choose another place")
+    for place in (whole, *whole.parents, *(record.parent for record in whole.glob("*/stage.json"))):
+        if (place / "stage.json").exists():
+            raise UserError(
+                f"{key}={path}: is inside the folder of a stage or contains it, {place}: choose another place"
+            )
 
 
 def is_needed(config: Config, stage: str) -> bool:
@@ -137,10 +133,7 @@ def parents_of(config: Config, stage: str) -> list[str]:
 
 
 def policy_folder(config: Config, name: str, setting: str = "ppo.policy") -> Path:
-    """The stage that ppo.policy or ppo.reference names: one of this run, PPO's of the round before, or another run's last policy.
-
-    Raises: UserError if there is none.
-    """
+    """The stage that ppo.policy or ppo.reference names: of this run, PPO's of the round before, or another run's last one."""
     if name in STAGES["ppo"].starts_from:
         return stage_folder(config, name)
     earlier = earlier_run(config)
@@ -197,7 +190,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_output(folder: Path, stage: str | None = None) -> dict:
-    """The record of a complete stage, after checking that its files have the recorded hashes. Raises: UserError otherwise."""
+    """The record of a complete stage whose files have the recorded hashes. Raises: UserError otherwise."""
     record = read_stage(folder)
     stage = stage or folder.name
     again = f"run `rlhf {stage} overwrite=true` again"
@@ -258,10 +251,7 @@ def check_fit(records: dict[str, dict], remedy: str | None = None) -> None:
 
 
 def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """How recorded settings differ from the requested ones, as texts; empty if they are equal.
-
-    A setting that did not exist when the record was written counts as its default; one that is gone does not count.
-    """
+    """How recorded settings differ from the requested ones, as text; those that are not recorded count as their defaults."""
     defaults = flatten(stored(asdict(Config())))
     recorded = {key: value for key, value in recorded.items() if replacement(key) is None}
     recorded = {key: defaults[key] for key in wanted if key in defaults} | recorded
@@ -274,10 +264,7 @@ def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def earlier_run(config: Config) -> Config | None:
-    """The run of the previous labelling round, with its own label, reward and ppo; None in the first round.
-
-    Raises: UserError if a run has the name of one of its own rounds.
-    """
+    """The run of the previous round, with its own label, reward and ppo; None in the first. Raises: UserError for a round's name."""
     if config.rounds < 2:
         return None
     base = ROUND.sub("", config.run)
@@ -309,10 +296,7 @@ def rounds_before(run: Path) -> list[Path]:
 
 
 def earlier_reward(config: Config) -> Path | None:
-    """The previous labelling round's reward stage, if round.later_reward_epochs is set and training continues from it; else None.
-
-    `collect_parents` checks it.
-    """
+    """The previous labelling round's reward stage, if round.later_reward_epochs is set and training continues from it; else None."""
     anew = config.round.later_reward_epochs is None or config.reward.model is not None or config.lora.rank
     if anew or not is_needed(config, "label"):
         return None

@@ -18,28 +18,20 @@ from rlhf.system.terminal import printable, say, write
 LIVE_INTERVAL, PLAIN_INTERVAL = 0.2, 10.0
 
 
-def progress(
-    total: int | None, label: str, unit: str = "step", initial: int = 0, stream: TextIO | None = None
-) -> "Progress":
-    """Shows a loop of `total` units (None: unknown), `initial` of them done before this process began.
-
-    `update(n, **figures)` moves on and shows the figures given; the rate and the time left count only what
-    this process did. Use it as a context manager, or call `close()`.
-    """
-    silent = not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false")
-    return Progress(total, label, unit, initial, None if silent else stream or sys.stderr)
-
-
 class Progress:
-    """Counts, and shows the count on `stream`: on a terminal one line that is drawn again, otherwise whole lines; both at the first
-    update, every few seconds, and at the end.
+    """Counts a loop of `total` units (None: unknown), `initial` of them done before this process began, and shows the count on `stream`: on
+    a terminal one line that is drawn again, otherwise whole lines; both at the first update, every few seconds, and at the end.
+    The rate and the time left count only what this process did. A context manager.
     """
 
-    def __init__(self, total: int | None, label: str, unit: str, initial: int, stream: TextIO | None) -> None:
+    def __init__(
+        self, total: int | None, label: str, unit: str = "step", initial: int = 0, stream: TextIO | None = None
+    ) -> None:
+        silent = not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false")
         self.total, self.label, self.unit, self.initial, self.done = total, label, unit, initial, initial
-        self._stream, self._figures = stream, dict[str, str]()
+        self._stream, self._figures = None if silent else stream or sys.stderr, dict[str, str]()
         self.started, self._printed_at, self._printed = time.monotonic(), -math.inf, initial
-        self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._live = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, n: int = 1, **figures: float) -> None:
         """Moves on by `n` units and shows `figures`, which stay until replaced."""

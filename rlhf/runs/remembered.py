@@ -51,16 +51,14 @@ def recall(run: Path) -> dict[str, str]:
 
 def trusted(run: Path, settings: Mapping[str, str], command: str = "pipeline") -> dict[str, str]:
     """The remembered settings that may be used. One that can run code or reach other machines counts only if this user has given it on
-    this machine, since the run may come from elsewhere; it is left out if the command does not use it. Raises: UserError if the
-    command uses it.
+    this machine, since the run may come from elsewhere. Raises: UserError if the command uses another one.
     """
     kept = {key: text for key, text in settings.items() if _is_plain(key, text) or _mark(key, text).exists()}
     for key in settings.keys() - kept.keys():
         if command in OF_SEVERAL or key == "hydra.searchpath" or uses(command, key):
-            raise UserError(
-                f"{run / FILE}: {key}={one_line(settings[key], 200)} can run code or reach other machines, and you have not given it "
-                "here: if you trust it, add it to the command, else remove it from the file"
-            )
+            why = "can run code or reach other machines, and you have not given it here"
+            what = "if you trust it, add it to the command, else remove it from the file"
+            raise UserError(f"{run / FILE}: {key}={one_line(settings[key], 200)} {why}: {what}")
     return kept
 
 

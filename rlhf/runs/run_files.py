@@ -49,11 +49,7 @@ def encode_line(row: Mapping[str, Any]) -> str:
 
 
 def truncate_jsonl(path: Path, key: str, last: int) -> list[dict[str, Any]]:
-    """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns those of the newest step among them.
-
-    A run that stopped has written some steps after its last checkpoint, and perhaps half a line; the resumed run
-    writes those steps again. The file is replaced atomically.
-    """
+    """Keeps the lines of `path` whose integer `row[key]` is at most `last`, and returns those of the newest step among them."""
     newest: list[dict[str, Any]] = []
     if not path.is_file():
         return newest
@@ -132,11 +128,7 @@ def stage_places(run: Path) -> dict[str, Path]:
 
 
 def read_stage_files(folder: Path, name: str) -> StageFiles:
-    """Reads the folder of the stage of this name; a missing one is a stage that was not started.
-
-    For a stage that is being replaced, this is the complete one, or its replacement if there is none. Raises: UserError for a
-    damaged record.
-    """
+    """Reads a stage's folder, or if it has no record its replacement; a missing one was not started. Raises: UserError if it is damaged."""
     if not (folder / "stage.json").is_file():
         folder = under_way(folder)
     if not folder.is_dir():

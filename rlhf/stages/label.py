@@ -22,7 +22,7 @@ from rlhf.evaluation.policies import draw_answers
 from rlhf.evaluation.statistics import batched, flatten, split_like
 from rlhf.gold.truth import Truth, need_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources, in_split, need_source
 from rlhf.runs.stage import open_stage
@@ -136,7 +136,7 @@ def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[Prompt
     prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
     responses: list[list[Answer]] = []
     engine = make_sampler(config, policy, tokenizer)
-    with progress(len(prompts), "label", unit="prompt") as bar:
+    with Progress(len(prompts), "label", unit="prompt") as bar:
         for part in batched(list(zip(prompts, prompt_ids, strict=True)), PROMPTS_TOGETHER):
             counts = [range(responses_wanted(config, record) + config.gold.spare_responses) for record, _ in part]
             repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]

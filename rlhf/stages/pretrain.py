@@ -34,7 +34,7 @@ from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.progress import progress
+from rlhf.runs.progress import Progress
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import sha256_file, write_json
@@ -155,7 +155,7 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int
                 )
             elif corpus.tokenizer_hash == tokenizer_hash(tokenizer):
                 return
-        with progress(None, "pretrain: packing", unit="token") as bar:
+        with Progress(None, "pretrain: packing", unit="token") as bar:
             pack(stage.config, tokenizer, length, folder, bar)
 
     on_first_rank(ensure)

@@ -44,7 +44,7 @@ from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.progress import Progress, progress
+from rlhf.runs.progress import Progress
 from rlhf.runs.sources import (
     beginnings,
     data_source,
@@ -285,7 +285,7 @@ def calibrate(
     bare = unwrapped(model)
     prompts = prompts_of(in_split(config, records, "train"))
     prompts = sample_prompts(config, prompts, config.reward.calibration_samples)
-    with progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
+    with Progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
         rows = bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer))
         written = score(model, rows, calibrated=False) if rows else None
         bar.update(len(demonstrations))
