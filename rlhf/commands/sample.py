@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ def run(config: Config) -> None:
         tasks, alike, too_long = draw_tasks(config, policies, prompts)
         pool = len(tasks)
         tasks = choose_tasks(config, tasks)
+        left = f"{alike:,} prompts with fewer than 2 distinct responses, {too_long:,} too long, {labelled:,} labelled already"
         if not tasks:
-            left = f"{alike} prompts gave fewer than 2 distinct responses and {too_long} do not fit the context"
-            raise UserError(f"sample: {left}, which leaves no task: raise sample.temperature or sample.prompts")
+            raise UserError(f"sample: no task is left ({left}): raise sample.temperature or sample.prompts")
 
         # 2. Write
         with replaced(out) as temporary:
@@ -57,21 +58,16 @@ def run(config: Config) -> None:
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
             counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count, "chosen_of": pool}
             counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
-            record = {
+            record = asdict(settings) | {
                 "policy": ", ".join(policy_id for policy_id, _ in policies),
                 "seed": config.seed,
                 "max_new_tokens": config.rollout.max_new_tokens,
-                **{name: getattr(settings, name) for name in ("temperature", "split", "tool")},
-                "responses": len(policies) if stages else settings.responses,
-                "interface": settings.interface if settings.tool != "native" else None,
-                "choose": settings.choose,
                 "counts": counts,
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
             write_json(temporary / RECORD, record)
-    left = f"left out: {alike:,} with fewer than 2 distinct responses, {too_long:,} too long, {labelled:,} labelled already"
     drawn = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
-    say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out} ({left})")
+    say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out} (left out: {left})")
     say(f"sample: next: {step}")
 
 
