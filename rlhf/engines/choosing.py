@@ -25,6 +25,7 @@ from rlhf.model.interface import evaluating, lm
 from rlhf.model.linear import products_cast
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
+from rlhf.planning.formulas import shape_of_config
 
 Key = int | str | tuple
 
@@ -234,11 +235,9 @@ def default_batch(model: Any, columns: int, most_bytes: int | None = None) -> in
     On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all weights,
     whatever the batch, and at the end of each batch few rows are left; `most_bytes` lowers it. On a GPU an eighth of its free memory.
     """
-    config, parameter = model.config.get_text_config(), next(model.parameters())
-    heads = getattr(config, "num_attention_heads", 1)
-    width = vars(config).get("head_dim") or config.hidden_size // heads
-    numbers = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * columns
-    row = numbers * (cached_in(model) if lm(model).native else computed_in(parameter)).itemsize
+    shape, parameter = shape_of_config(model.config.get_text_config()), next(model.parameters())
+    kind = cached_in(model) if lm(model).native else computed_in(parameter)
+    row = 2 * shape.n_layer * shape.kv_width * columns * kind.itemsize
     if parameter.device.type == "cuda":
         room = torch.cuda.mem_get_info(parameter.device)[0] // 8
     else:

@@ -303,13 +303,10 @@ class LabelModel(nn.Module):
 
 
 @torch.no_grad()
-def transfer(model: Any, layers: int | None, nothing: bool = False) -> Any:
-    """The model with only its embeddings and first `layers` blocks; the rest is freshly initialised. None: all of it.
-
-    nothing: transfer nothing, not even the embeddings. Raises: UserError for more layers than there are.
+def transfer(model: Any, layers: int | None) -> Any:
+    """The model with only its embeddings and first `layers` blocks, None: with nothing; the rest is freshly initialised.
+    Raises: UserError for more layers than there are.
     """
-    if layers is None and not nothing:
-        return model
     there = model.config.num_hidden_layers
     if layers is not None and layers > there:
         raise UserError(f"classify.layers={layers}: the base has {there}: want at most {there}")

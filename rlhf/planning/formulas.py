@@ -96,7 +96,7 @@ def shape_of_config(config: Any, context: int = 0) -> Shape:
     if config.model_type == "rlhf_gpt":
         named = {field.name: getattr(config, field.name) for field in fields(Shape) if hasattr(config, field.name)}
         return Shape(**named)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)
     hidden_units = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
     names = ("hidden_act", "hidden_activation")  # Gemma 2 and 3 have the second
     activation = next(filter(None, (getattr(config, name, None) for name in names)), None)

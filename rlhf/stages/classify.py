@@ -61,7 +61,8 @@ def run(config: Config) -> None:
         coded = [encode(stage, part, tokenizer, classes) for part in (examples, held_out)]
 
         # 2. The base, or its transferred part, with W_y
-        lm = transfer(lm, settings.layers, settings.from_scratch)
+        if settings.from_scratch or settings.layers is not None:
+            lm = transfer(lm, settings.layers)
         if len(tokenizer) > lm.get_input_embeddings().num_embeddings:
             lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         model = LabelModel(lm, classes, bool(columns.choices), settings.dropout)
