@@ -76,10 +76,8 @@ def load_with(flags: list[str]) -> ctypes.CDLL:
                     timeout=COMPILE_SECONDS,
                     stdin=subprocess.DEVNULL,
                 )
-            with open(shared, "rb") as file:
-                os.fchmod(file.fileno(), 0o700)  # whatever the umask
-                os.fsync(file.fileno())  # a process that loads a part of a library dies
-            Path(shared).replace(path)
+            os.chmod(shared, 0o700)  # whatever the umask
+            os.replace(shared, path)
     loaded = ctypes.CDLL(str(path))
     loaded.attend.argtypes = [*[_POINTER] * 7, *[_WHOLE] * 9, _REAL]
     loaded.invert.argtypes = [*[_POINTER] * 5, *[_WHOLE] * 3, _REAL]

@@ -159,8 +159,8 @@ class SamplingEngine:
         keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its index). The
         order of the prompts and the batch change samples only through rounding of the logits. The log-probs are those of the full
         softmax at `temperature`. Dropout is off meanwhile.
-        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, for settings out
-        of range, and for keys that do not match the prompts.
+        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, and for settings out
+        of range.
         """
         how = replace(self.settings, **changes)
         keys = check_sampling(prompts, keys, how, lm(self.model).context)
@@ -202,7 +202,7 @@ class SamplingEngine:
 
 
 def check_sampling(prompts: Prompts, keys: Sequence[Key] | None, how: Sampling, context: int | None) -> Sequence[Key]:
-    """One key per prompt. Raises: UserError for prompts or keys that do not fit."""
+    """One key per prompt. Raises: UserError for prompts that do not fit."""
     steps = how.max_new_tokens
     if steps < 1:
         raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
@@ -212,8 +212,6 @@ def check_sampling(prompts: Prompts, keys: Sequence[Key] | None, how: Sampling, 
         if context is not None and len(prompt) + steps > context:
             asked = f"prompt {index} has {len(prompt)} tokens and max_new_tokens is {steps}, the context is {context}"
             raise UserError(f"sampling: {asked}: shorten the prompt or lower it")
-    if keys is not None and len(keys) != len(prompts):
-        raise UserError(f"sampling: {len(keys)} keys for {len(prompts)} prompts: give one key per prompt")
     return range(len(prompts)) if keys is None else keys
 
 

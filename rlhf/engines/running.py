@@ -158,8 +158,7 @@ class TextStream:
 
     def spell(self, count: int) -> str:
         """The text of the first tokens."""
-        ids = [i for i in self.ids[:count] if i not in self.ends]
-        return self.decode(ids, skip_special_tokens=True)
+        return self.decode([i for i in self.ids[:count] if i not in self.ends], skip_special_tokens=True)
 
     def _stop(self) -> int | None:
         """Where the first stop string begins."""

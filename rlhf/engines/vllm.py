@@ -60,8 +60,7 @@ class VllmEngine(SamplingEngine):
     def load(self, model: Any) -> None:
         """Send this model's weights, adapters merged. Raises: UserError if the probe says that vLLM has other ones."""
         started = time.monotonic()
-        weights = public_weights(model)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": public_weights(model)})
         self.llm.reset_prefix_cache()
         self.model = model
         probe = self._probe()

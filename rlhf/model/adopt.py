@@ -123,8 +123,8 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         if turn is None and not known:
             raise UserError(f"model.pretrained={checkpoint.source}: no end token: set eos_token in its tokenizer")
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known[0] if turn is None else turn)
-    ends = [turn, tokenizer.eos_token_id, *known]
-    tokenizer.init_kwargs[ENDS] = list(dict.fromkeys(i for i in ends if i is not None))
+    ends = dict.fromkeys([turn, tokenizer.eos_token_id, *known])
+    tokenizer.init_kwargs[ENDS] = [i for i in ends if i is not None]
     return notes
 
 

@@ -186,8 +186,7 @@ def read_llama(c: Any) -> Fields:
 
 def write_llama(c: GPTConfig) -> Fields:
     scaling = {"rope_type": "llama3", **c.rotary_scaling} if c.rotary_scaling else {"rope_type": "default"}
-    rope = {"rope_theta": c.rope_theta, **scaling}
-    return {"head_dim": c.head_dim, "rope_parameters": rope}
+    return {"head_dim": c.head_dim, "rope_parameters": {"rope_theta": c.rope_theta, **scaling}}
 
 
 def _write_qwen2(c: GPTConfig) -> Fields:

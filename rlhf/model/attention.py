@@ -118,8 +118,7 @@ class Attention(nn.Module):
         self.window, self.causal = config.window_of(layer), config.causal
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim = config.head_dim
-        qkv_width = (self.n_head + 2 * self.n_kv_head) * self.head_dim
-        self.qkv = Linear(config.width, qkv_width, bias=config.qkv_bias)
+        self.qkv = Linear(config.width, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.qkv_bias)
         self.out = ResidualLinear(self.n_head * self.head_dim, config.width, bias=config.bias)
         self.qk_norm = QKNorm(config) if config.qk_norm else None
 
@@ -161,12 +160,7 @@ def make_positions(x: Tensor, attention_mask: Tensor | None, position_ids: Tenso
 
 
 def make_attention_mask(
-    x: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: Cache | None,
-    past: int,
-    causal: bool,
+    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None, past: int, causal: bool
 ) -> Tensor | None:
     """Bool mask (B or 1, 1, T, keys), True = may attend; None if the plain kernel, causal or not, is enough."""
     if attention_mask is not None and attention_mask.dim() == 4:

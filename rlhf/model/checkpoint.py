@@ -85,10 +85,8 @@ class Checkpoint:
 
     def stated_ends(self) -> list[int]:
         """What generation_config.json and config.json state as end tokens. Raises: UserError if it is no ids."""
-        path = self.folder / "generation_config.json"
-        generation = None if self.gguf else read_checked(path, Ids, RESTORE)
-        stated = [(generation or {}).get("eos_token_id"), self.config.eos_token_id]
-        return [i for value in stated for i in listed(value)]
+        generation = None if self.gguf else read_checked(self.folder / "generation_config.json", Ids, RESTORE)
+        return [*listed((generation or {}).get("eos_token_id")), *listed(self.config.eos_token_id)]
 
     def weight_files(self) -> list[Path]:
         """The weight files. Raises: UserError if there are none in a format that is safe to read."""
@@ -161,11 +159,7 @@ def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoin
     if not isinstance(base, str) or not (folder / ADAPTED).is_file():
         lacks = f"adapters without {ADAPTED} or their model's name"
         raise UserError(f"model.pretrained={source}: {lacks}: save them with PEFT")
-    try:
-        checkpoint = read_checkpoint(base)
-    except UserError as error:
-        raise UserError(f"{folder / ADAPTERS}: base_model_name_or_path: {error}") from None
-    return replace(checkpoint, adapters=folder)
+    return replace(read_checkpoint(base), adapters=folder)
 
 
 def _read_config(source: str, folder: Path, gguf: dict[str, str]) -> Any:

@@ -179,10 +179,9 @@ def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
         result: Any = copy.deepcopy(model.network)
         tokenizer = model.tokenizer
         offset = fold(_head(result), model.gain, model.shift)
-    elif model.config.read_tokens > 1:
-        raise UserError("export: no class of transformers reads a score at several tokens (reward.read_tokens)")
-    elif model.mix is not None:
-        raise UserError("export: no class of transformers reads a mix of all layers (reward.layers=mix)")
+    elif model.config.read_tokens > 1 or model.mix is not None:
+        several = "several tokens or layers (reward.read_tokens, reward.layers=mix)"
+        raise UserError(f"export: no class of transformers reads a score at {several}")
     else:
         result = _with_score_head(model)
         tokenizer = copy.deepcopy(tokenizer)
@@ -234,10 +233,7 @@ def _with_score_head(model: Any) -> Any:
 
 
 def _head(model: Any) -> nn.Linear:
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1]
-    if not heads:
-        raise UserError(f"export: {type(model).__name__} has no linear layer with one output")
-    return heads[-1]
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1][-1]
 
 
 def _give_pad(model: Any, tokenizer: Any) -> None:

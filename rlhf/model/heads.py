@@ -216,8 +216,7 @@ class RewardModel(PreTrainedModel):
 
     def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[list[int]]:
         """A row of at most `limit` tokens per demonstration that fits, as SFT reads them; `tokenizer` is the policy's."""
-        encoded = encode_demonstrations(records, tokenizer, limit)
-        return [row["prompt"] + row["response"] for row in encoded]
+        return [row["prompt"] + row["response"] for row in encode_demonstrations(records, tokenizer, limit)]
 
     def collate(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         """The batch of these rows, arguments of `forward`; what the padding contains changes no score."""

@@ -30,8 +30,7 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = No
     With the global count as `denominator`, the results of the parts of a batch add up to the mean of the
     whole. x and mask of one shape, mask bool; returns a scalar, at least float32.
     """
-    total = masked_sum(x, mask)
-    return total / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
+    return masked_sum(x, mask) / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
 
 
 def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
