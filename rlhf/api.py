@@ -133,8 +133,10 @@ class LoadedRun:
             answers = draw_answers(engine, tokenizer, prompt_ids, keys)
         return [answer.text for answer in answers]
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        """The reward model's calibrated score of each response, with its end token, to the prompt at the same position.
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], ended: Sequence[bool] = ()) -> list[float]:
+        """The reward model's calibrated score of each response to the prompt at the same position.
+
+        ended: whether each has its end token, as all have unless it is given.
 
         Raises: UserError if the lengths differ, or a prompt does not fit the context.
         """
@@ -154,7 +156,7 @@ class LoadedRun:
         self._config.data.max_tokens = recorded.get("max_tokens", self._config.data.max_tokens)
         encode = item_encoder(self._config, model, self.tokenizer, counts)
         for i, (prompt, response) in enumerate(zip(dialogues, responses, strict=True)):
-            encoded = encode(prompt, [(response, True)])
+            encoded = encode(prompt, [(response, i >= len(ended) or ended[i])])
             if encoded is None:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += encoded[0]

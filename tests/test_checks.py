@@ -134,6 +134,8 @@ def test_relations(settings, said):
         ("sample", {"sample__stages": ["sft", "ppo"], "sample__choose": "uncertain"}, "sample.choose=uncertain: sample.stages compares"),
         ("sample", {"sample__choose": "disagreement", "sample__rewards": ["x"]}, "want two reward models or more"),
         ("generate", {"generate__greedy": True, "generate__samples": 2}, "generate.samples=2: greedy responses are all alike: want 1"),
+        ("serve", {"serve__gold": "g.jsonl"}, "serve.gold=g.jsonl: nobody would see it"),
+        ("serve", {"serve__qualification": 2}, "serve.qualification=2: is for labelers with a name: give labelers=[…]"),
         ("classify", {"classify__from_scratch": True, "classify__layers": 1}, "give one of the two"),
         ("classify", {"classify__both_orders": True}, "name the second one with classify.second"),
     ],

@@ -151,16 +151,11 @@ def load_gold(config: Config, tasks: list[Any]) -> dict[str, Any]:
     wrong = first_repeat(record.id for record in [*tasks, *records])
     if wrong := wrong or next((record.id for record in records if not record.pair_list()), None):
         raise UserError(f"serve.gold={settings.gold}: {wrong!r}: want rankings with an order, and ids of their own")
-    if records and not settings.check_every and not settings.qualification:
+    if settings.qualification > len(records):
         raise UserError(
-            f"serve.gold={settings.gold}: nobody would see it: set serve.check_every=10 or serve.qualification"
+            f"serve.qualification={settings.qualification}: serve.gold has {len(records)} rankings: want as many"
         )
-    gold = {record.id: record for record in records}
-    if settings.qualification > len(gold) or (settings.qualification and not settings.labelers):
-        raise UserError(
-            f"serve.qualification={settings.qualification}: serve.gold has {len(gold)} rankings: want as many, and labelers=[…]"
-        )
-    return gold
+    return {record.id: record for record in records}
 
 
 def load_tasks(given: str | None, run: Path) -> list[Any]:

@@ -148,7 +148,7 @@ def _training_relations(config: Config) -> Iterator[Row]:
 
 def _command_relations(config: Config, command: str) -> list[Row]:
     """Of commands that are not in every pipeline."""
-    sample, generate, classify = config.sample, config.generate, config.classify
+    sample, generate, classify, serve = config.sample, config.generate, config.classify, config.serve
     stages, one = listed(sample.stages), SampleConfig(stage=sample.stage, responses=sample.responses)
     by_reward, draws = sample.choose in BY_REWARD, command == "sample"
     return [
@@ -160,6 +160,10 @@ def _command_relations(config: Config, command: str) -> list[Row]:
          "models or more: name their runs with sample.rewards=[…]"),
         (command == "generate" and generate.greedy and generate.samples > 1, f"generate.samples={generate.samples}: greedy responses "
          "are all alike: want 1"),
+        (command == "serve" and serve.gold is not None and not (serve.check_every or serve.qualification), f"serve.gold={serve.gold}: "
+         "nobody would see it: set serve.check_every=10 or serve.qualification"),
+        (command == "serve" and serve.qualification and not listed(serve.labelers), f"serve.qualification={serve.qualification}: "
+         "is for labelers with a name: give labelers=[…]"),
         (classify.from_scratch and classify.layers is not None, f"classify.layers={classify.layers} with classify.from_scratch=true: "
          "give one of the two"),
         (classify.both_orders and (classify.second is None or listed(classify.choices)), "classify.both_orders=true: is for two texts: "

@@ -13,6 +13,7 @@ from rlhf.serving import managing
 from rlhf.serving.app import PAGE
 from rlhf.serving.security import Guard, Rates
 from tests.serving.conftest import access
+from tests.stages.test_reward import make_ranking
 
 pytestmark = pytest.mark.anyio
 TOKEN = "t" * 24
@@ -139,3 +140,23 @@ def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
     for name, message in (("pipe", "no such file"), ("none", "no such file"), ("binary", "is not UTF-8")):
         with pytest.raises(UserError, match=rf"serve\.instructions=.*{name}: {message}"):
             serve.read_instructions(tmp_path / name)
+
+
+def test_gold_items_have_an_order_and_ids_of_their_own(tmp_path):
+    path, config = tmp_path / "gold.jsonl", Config()
+    task = make_ranking("x", "Say.", ["Red.", "Blue."], [[0], [1]], "ann")
+    known = [task.model_copy(update={"id": name}) for name in ("g1", "g2")]
+    path.write_text("".join(one.model_dump_json() + "\n" for one in known))
+    config.serve.gold, config.serve.qualification = str(path), 2
+    assert list(serve.load_gold(config, [task])) == ["g1", "g2"]
+    for tasks, more in (
+        ([known[0]], known),
+        ([], [*known, known[1]]),
+        ([], [task.model_copy(update={"ranking": None})]),
+    ):
+        path.write_text("".join(one.model_dump_json() + "\n" for one in more))
+        with pytest.raises(UserError, match=r"serve.gold=.*: want rankings with an order, and ids of their own"):
+            serve.load_gold(config, tasks)
+    path.write_text(known[0].model_dump_json() + "\n")
+    with pytest.raises(UserError, match=r"serve.qualification=2: serve.gold has 1 rankings: want as many"):
+        serve.load_gold(config, [])
