@@ -9,7 +9,6 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 from rlhf.data.splits import hash64, split_key
 from rlhf.errors import UserError
@@ -118,51 +117,37 @@ def prompt_rows(seed: int, split_seed: int, counts: dict[str, int], conversation
 Ends = Callable[[str], list[int]]  # the end of each token in a text
 
 
-class Passage(NamedTuple):
-    split: str
-    prompt: str
-    continuation: str
-
-
-class Cut(NamedTuple):
-    """Tokens of a prompt, from `least` to `most`, and of its continuation."""
-
-    least: int
-    most: int
-    continuation: int
-
-
 def make_passages(
-    documents: Iterable[str], counts: dict[str, int], cut: Cut, ends: Ends, seed: int
-) -> Iterator[Passage]:
-    """`counts[split]` passages of each split, no two with the same beginning.
+    documents: Iterable[str], counts: dict[str, int], cut: tuple[int, int, int], ends: Ends, seed: int
+) -> Iterator[tuple[str, str, str]]:
+    """`counts[split]` passages of each split, as (split, prompt, continuation), no two with the same beginning.
 
-    A passage is a paragraph's opening of `cut.least` to `cut.most` tokens that ends with a word, and the tokens after it.
-    The choice depends only on the text and the seed. The splits are filled in the order of `counts`: more passages of the
-    last one do not change the others.
+    A passage is a paragraph's opening that ends with a word, and the tokens after it; cut: the least and the most tokens of the opening,
+    and those of its continuation. The choice depends only on the text and the seed. The splits are filled in the order of `counts`:
+    more passages of the last one do not change the others.
 
     Raises: UserError if the text has too few long paragraphs.
     """
-    wanted, least = sum(counts.values()), cut.most + cut.continuation
+    least, most, after = cut
+    wanted, long = sum(counts.values()), most + after
     paragraphs = (part.split() for text in documents for part in text.replace("\r\n", "\n").split("\n\n"))
-    texts = (" ".join(words) for words in paragraphs if len(words) >= least)  # long enough in words, so in tokens
+    texts = (" ".join(words) for words in paragraphs if len(words) >= long)  # long enough in words, so in tokens
     drawn = {split_key(text): text for text in texts}
     if len(drawn) < wanted:
         raise UserError(
-            f"data.corpus: {len(drawn):,} paragraphs of {least} words or more, want "
+            f"data.corpus: {len(drawn):,} paragraphs of {long} words or more, want "
             f"{wanted:,}: add text, or lower gold.train_prompts, gold.dev_prompts or gold.test_prompts"
         )
     chosen = iter(heapq.nsmallest(wanted, drawn.items(), key=lambda item: hash64(str(seed), item[0])))
     for split, count in counts.items():
         for key, text in itertools.islice(chosen, count):
-            yield Passage(split, *divide(text, cut, ends(text), random.Random(f"passage-{seed}-{key}")))
-
-
-def divide(text: str, cut: Cut, ends: list[int], rng: random.Random) -> tuple[str, str]:
-    """The opening, and its continuation with the space that begins it."""
-    spaces = [i for i in range(cut.least, cut.most + 1) if text[ends[i - 1]] == " "]  # the token after it begins a word
-    count = rng.choice(spaces or [cut.most])
-    return text[: ends[count - 1]], text[ends[count - 1] : ends[count + cut.continuation - 1]]
+            places = ends(text)
+            spaces = [
+                i for i in range(least, most + 1) if text[places[i - 1]] == " "
+            ]  # the token after it begins a word
+            last = random.Random(f"passage-{seed}-{key}").choice(spaces or [most])
+            place = places[last - 1]
+            yield split, text[:place], text[place : places[last + after - 1]]  # with the space that begins it
 
 
 def word_ends(text: str) -> list[int]:

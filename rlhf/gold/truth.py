@@ -22,7 +22,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.records import Message, PromptRecord, RankedResponse, Ranking
-from rlhf.errors import UserError, optional
+from rlhf.errors import optional
 from rlhf.gold.world import Task
 
 OPENERS = ("Of course.", "Happy to help.", "Good question.", "With pleasure.")
@@ -330,12 +330,3 @@ def make_truth(config: Config) -> Truth | None:
     if not config.gold.enabled:
         return None
     return Sentiment() if config.gold.truth == "vader" else Requests()
-
-
-def need_truth(config: Config, command: str) -> Truth:
-    """As `make_truth`. Raises: UserError if there is none."""
-    if (truth := make_truth(config)) is None:
-        raise UserError(
-            f"{command}: needs a world with a known true score: add experiment=gold or experiment=sentiment"
-        )
-    return truth

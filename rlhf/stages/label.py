@@ -20,7 +20,7 @@ from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import draw_answers
 from rlhf.evaluation.statistics import batched, flatten, split_like
-from rlhf.gold.truth import Truth, need_truth, rank_responses, tune_noise
+from rlhf.gold.truth import Truth, make_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
@@ -77,7 +77,8 @@ def kept(config: Config, rankings: list[Ranking]) -> list[Ranking]:
 
 def simulate_labels(config: Config) -> None:
     """Those of simulated labelers: rankings of K = 4 to 9 samples per prompt."""
-    truth = need_truth(config, "label")
+    if (truth := make_truth(config)) is None:
+        raise UserError("label: needs a world with a known true score: add experiment=gold or experiment=sentiment")
     with (
         open_stage(config, "label", hash_sources(config, "label")) as stage,
         inference(config, set_up(config)) as device,

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
-from rlhf.gold.corpus import Cut, Ends, demonstration_rows, documents, make_passages, prompt_rows, word_ends
+from rlhf.gold.corpus import Ends, demonstration_rows, documents, make_passages, prompt_rows, word_ends
 from rlhf.runs.sources import hash_sources, need_source
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_jsonl
@@ -35,13 +35,13 @@ def run(config: Config) -> None:
 def passage_files(config: Config, counts: dict[str, int]) -> Mapping[str, Iterable[dict[str, Any]]]:
     """Openings of passages of data.corpus as prompts, and their continuations as demonstrations."""
     gold = config.gold
-    cut = Cut(gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens)
+    cut = gold.passage_min_tokens, gold.passage_max_tokens, gold.continuation_tokens
     counts = dict(reversed(counts.items()))  # more training prompts do not change the others
     texts = iterate_documents(need_source(config, "corpus"), config.data.encoding)
     files: dict[str, list[dict[str, Any]]] = {"demonstrations": [], "prompts": []}
     passages = list(make_passages(texts, counts, cut, token_ends(config), config.data.split_seed))
     for split in ("train", "dev", "test"):
-        for i, (_, prompt, continuation) in enumerate(p for p in passages if p.split == split):
+        for i, (_, prompt, continuation) in enumerate(p for p in passages if p[0] == split):
             name = f"{split}-{i}"
             files["prompts"].append(
                 {"kind": "prompt", "id": f"p-{name}", "prompt": prompt, "metadata": {"split": split}}

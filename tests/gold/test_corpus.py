@@ -14,7 +14,7 @@ from rlhf.data.corpus import iterate_documents
 from rlhf.data.reading import load_comparisons, load_demonstrations, load_prompts
 from rlhf.data.splits import split_of
 from rlhf.gold import world
-from rlhf.gold.corpus import Cut, demonstration_rows, documents, make_passages, prompt_rows, word_ends
+from rlhf.gold.corpus import demonstration_rows, documents, make_passages, prompt_rows, word_ends
 from rlhf.gold.truth import DEMONSTRATION_MIX, PRETRAINING_MIX, WEIGHTS, answer, judge
 from rlhf.gold.world import GREETINGS, KINDS, SCRIPTS, SPLITS, Task, make_conversation, make_task
 
@@ -71,7 +71,7 @@ def test_the_readmes_recipe_makes_these_files(tmp_path, monkeypatch):
         assert (Path("data") / path.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), path.name
 
 
-CUT = Cut(least=4, most=6, continuation=3)
+CUT = (4, 6, 3)  # least and most tokens of a prompt, and those of its continuation
 
 
 def text(count: int) -> str:
@@ -84,8 +84,8 @@ def test_splits_are_disjoint_and_stay_when_another_one_grows():
     few, many = (
         list(make_passages([text(60)], {"test": 5, "dev": 3, "train": n}, CUT, word_ends, seed=0)) for n in (10, 40)
     )
-    assert few == many[: len(few)] and [p.split for p in few] == ["test"] * 5 + ["dev"] * 3 + ["train"] * 10
-    assert len({p.prompt + p.continuation for p in many}) == 48
+    assert few == many[: len(few)] and [split for split, *_ in few] == ["test"] * 5 + ["dev"] * 3 + ["train"] * 10
+    assert len({prompt + continuation for _, prompt, continuation in many}) == 48
     other = list(make_passages([text(60)], {"test": 5}, CUT, word_ends, seed=1))
     assert other != few[:5]
 
