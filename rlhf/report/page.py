@@ -6,6 +6,7 @@ escapes everything, and the page's content policy allows neither scripts nor req
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +26,10 @@ from rlhf.report.sections import (
 )
 from rlhf.runs.run_files import (
     RunFiles,
-    StageFiles,
     decimal,
     duration,
     entries,
     entry_at,
-    is_figure,
     memory,
     number_at,
     percent,
@@ -49,34 +48,18 @@ class Tile(NamedTuple):
     note: str
 
 
-def make_overview(run: RunFiles, evaluated: bool = True) -> dict[str, Any]:
-    """One sentence, the main numbers with their intervals, the cost of the run, and the audit's verdict if it is a warning.
-
-    evaluated: whether the numbers are those of the evaluation; otherwise they are the newest of the curves.
-    """
+def make_overview(run: RunFiles) -> dict[str, Any]:
+    """One sentence, the main numbers with their intervals, and the audit's verdict if it is a warning."""
     records = [stage.record for stage in run.stages.values()]
     complete = sum(stage.status == "complete" for stage in run.stages.values())
     seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
-    # Seconds of the labelling rounds before the last, which are separate runs.
-    rounds: dict[str, float] = {}
-    for name, seconds in entries(run.results, "seconds"):
-        of_run, is_round, _ = str(name).rpartition("/")
-        if is_round and is_figure(seconds):
-            rounds[of_run] = rounds.get(of_run, 0.0) + seconds
     facts = [f"{complete} of {len(run.stages)} stages complete"]
     facts += [
         f"the evaluation is of an earlier {name}: `rlhf evaluate overwrite=true` renews it" for name in outdated(run)
     ]
     facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
-    facts += [f"after {visible(name, 100)}, a labelling round of {duration(s)}" for name, s in rounds.items()]
-    tiles = list(make_tiles(run.stages, run.results if evaluated else {}))
-    if seconds := [*rounds.values(), *(s for record in records if (s := number_at(record, "seconds")) is not None)]:
-        peak = max((mb for record in records if (mb := number_at(record, "peak_rss_mb")) is not None), default=None)
-        tiles.append(Tile("Cost", duration(sum(seconds)), "", f"peak memory {memory(peak)}"))
-    verdict, reason, *_ = [*audit_lines(run.audit), ("", ""), ("", "")]
-    warns = entry_at(run.audit, "verdict", "decision") != "go" and verdict[0]
-    warning = (verdict[0], verdict[1] or reason[1]) if warns else None
-    return {"facts": facts, "sentence": make_sentence(run), "tiles": tiles, "warning": warning}
+    warning = audit_lines(run.audit)[:2] if entry_at(run.audit, "verdict", "decision") != "go" else []
+    return {"facts": facts, "sentence": make_sentence(run), "tiles": list(make_tiles(run)), "warning": warning}
 
 
 def outdated(run: RunFiles) -> list[str]:
@@ -105,8 +88,9 @@ def make_sentence(run: RunFiles) -> str:
     return f"{policy} {verdict} SFT: by the {judge} it wins {percent(value)} of comparisons on {prompts}{span}."
 
 
-def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterator[Tile]:
-    """The headline numbers that the run has: from its evaluation, else the newest of its curves."""
+def make_tiles(run: RunFiles, evaluated: bool = True) -> Iterator[Tile]:
+    """The headline numbers that the run has: from its evaluation (unless not `evaluated`), else the newest of its curves; and its cost."""
+    stages, results = run.stages, run.results if evaluated else {}
 
     def span_note(tree: Any, what: str) -> str:
         n = number_at(tree, "n")
@@ -128,26 +112,26 @@ def make_tiles(stages: dict[str, StageFiles], results: dict[str, Any]) -> Iterat
             yield Tile(
                 f"{titled(main_policy(results))} against SFT, {how}", percent(value), "won", span_note(tree, "prompts")
             )
-    tree = entry_at(results, "reward_model", "accuracy")
-    value, note = latest("reward", "accuracy", with_interval(tree)[0], span_note(tree, "pairs"))
-    if value is not None:
-        for key, label in (("length_baseline", "length only"), ("noise_ceiling", "ceiling")):
-            if (level := number_at(results, "reward_model", key)) is not None:
-                note += f"; {label} {percent(level)}"
-        yield Tile("Reward model", percent(value), "of pairs", note)
-    kl, note = latest("ppo", "kl", number_at(results, "kl_to_sft_nats"), "held-out prompts")
-    if kl is not None:
-        yield Tile("KL to SFT", decimal(kl, 2), "nats per response", note)
-    gold = entry_at(results, "gold", "mean_score")
+    accuracy, gold = entry_at(results, "reward_model", "accuracy"), entry_at(results, "gold", "mean_score")
+    levels = (("length only", "length_baseline"), ("ceiling", "noise_ceiling"))
+    found = ((label, number_at(results, "reward_model", key)) for label, key in levels)
+    note = "; ".join([span_note(accuracy, "pairs"), *(f"{label} {percent(y)}" for label, y in found if y is not None)])
     before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", main_policy(results)))
-    judge = judge_name(results) if gold else "reward model"
-    evaluated = None if before is None else after
-    score, note = latest("ppo", "scores", evaluated, f"{judge}; SFT {decimal(before)}")
-    if score is not None:
-        yield Tile("Mean score", decimal(score), "", note)
-    bpb, note = latest("pretrain", "bpb", number_at(results, "pretrain_bits_per_byte"), "held-out text")
-    if bpb is not None:
-        yield Tile("Pretraining", decimal(bpb), "bits per byte", note)
+    judge = f"{judge_name(results) if gold else 'reward model'}; SFT {decimal(before)}"
+    kl, bpb = number_at(results, "kl_to_sft_nats"), number_at(results, "pretrain_bits_per_byte")
+    for title, unit, shown, (value, source) in (
+        ("Reward model", "of pairs", percent, latest("reward", "accuracy", with_interval(accuracy)[0], note)),
+        ("KL to SFT", "nats per response", partial(decimal, digits=2), latest("ppo", "kl", kl, "held-out prompts")),
+        ("Mean score", "", decimal, latest("ppo", "scores", None if before is None else after, judge)),
+        ("Pretraining", "bits per byte", decimal, latest("pretrain", "bpb", bpb, "held-out text")),
+    ):
+        if value is not None:
+            yield Tile(title, shown(value), unit, source)
+    spent = [number_at(stage.record, "seconds") for stage in stages.values()]
+    spent += [number_at(seconds) for name, seconds in entries(run.results, "seconds") if "/" in name]  # earlier rounds
+    if seconds := sum(filter(None, spent)):
+        peaks = filter(None, (number_at(stage.record, "peak_rss_mb") for stage in stages.values()))
+        yield Tile("Cost", duration(seconds), "", f"peak memory {memory(max(peaks, default=None))}")
 
 
 def compare_runs(folders: Sequence[Path]) -> list[str]:
@@ -156,7 +140,7 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
 
     runs = [read_run(folder) for folder in folders]
     evaluated = all(run.results and not outdated(run) for run in runs)
-    tiles = [{tile.title: tile.value for tile in make_overview(run, evaluated)["tiles"]} for run in runs]
+    tiles = [{tile.title: tile.value for tile in make_tiles(run, evaluated)} for run in runs]
     return pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
 
 
@@ -166,8 +150,8 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
 def make_curves(run: RunFiles) -> dict[str, list[Picture]]:
     """The pictures of each stage that has curves."""
     known = {"noise ceiling, test": "noise_ceiling", "length only, test": "length_baseline"}
-    levels = {label: number_at(run.results, "reward_model", key) for label, key in known.items()}
-    marks = {"Pair accuracy": [Mark(label, level) for label, level in levels.items() if level is not None]}
+    levels = ((label, number_at(run.results, "reward_model", key)) for label, key in known.items())
+    marks = {"Pair accuracy": [Mark(label, level) for label, level in levels if level is not None]}
     curves = {name: list(make_stage_figures(name, stage.points, marks)) for name, stage in run.stages.items()}
     return {name: figures for name, figures in curves.items() if figures}
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.runs.metric_table import CHARTS, Chart, find
@@ -19,7 +19,6 @@ SIZE, HALF_SIZE = (380.0, 190.0), (580.0, 230.0)
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 8.0, 20.0, 22.0
 # A noisy curve of at least this many points is drawn faint, with its moving average over it.
 SMOOTH_FROM = 60
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2.5)))  # solid, dashed
 # The light page's colours. Inside the page each becomes the CSS variable --s0 … --s5 or of its own name, so that one picture
 # serves light and dark pages.
 SERIES = ("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e")
@@ -31,12 +30,11 @@ VARIABLES = {colour: f"s{i}" for i, colour in enumerate(SERIES)} | {GRID: "grid"
 class Series:
     """One curve: its points in the order of x (a frontier's in the order of training), without gaps."""
 
-    label: str
+    label: str  # "" if the title says it all
     xs: list[float]
     ys: list[float]
     colour: int = 0
     dots: bool = False  # also a dot per point, for curves of few points
-    dash: int = 0  # of DASHES
     lows: list[float] = field(default_factory=list)  # of a band; empty: none
     highs: list[float] = field(default_factory=list)
 
@@ -59,15 +57,13 @@ class Picture:
 
     title: str
     series: list[Series]
-    marks: list[Mark] = field(default_factory=list)
+    marks: Sequence[Mark] = ()
     x_name: str = "step"
-    stage: str = ""
     unit: str = ""
     meaning: str = ""
     note: str = ""
     half: bool = False  # half the width of the page instead of a third
     rest: bool = False  # of a metric that no Chart names
-    named: bool = True  # whether the legend names the curves
     last: bool = True  # whether the legend shows their last values
 
 
@@ -124,7 +120,7 @@ def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any
 def _plot(axes: Any, one: Series) -> None:
     colour = SERIES[one.colour % len(SERIES)]
     style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
-    strong = style | {"linestyle": DASHES[one.dash], "linewidth": 1.6, "label": one.label}
+    strong = style | {"linewidth": 1.6, "label": one.label}
     if one.lows:
         axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
     # the trend of a curve is hard to see if its total variation is many times its range
@@ -161,7 +157,7 @@ def draw_svg(picture: Picture) -> str:
     svg = re.sub(r"\s*\n\s*", " ", svg)
     for colour, name in VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
-    label = f"{picture.title}: {', '.join(one.label for one in picture.series)}"
+    label = ", ".join(filter(None, [picture.title, *(one.label for one in picture.series)]))
     box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(label, quote=True)}"'
     return f"<svg {box}>{svg}</svg>"
 
@@ -173,25 +169,19 @@ def _round(attribute: str) -> str:
 # --- the charts of a stage ------------------------------------------------------------------------------------
 
 
-def make_figure(chart: Chart, points: Points, marks: list[Mark], stage: str = "") -> Picture | None:
+def make_figure(chart: Chart, points: Points, marks: Sequence[Mark] = (), rest: bool = False) -> Picture | None:
     """One picture; None if none of its metrics has two points."""
     metrics = chart.expand(points)
-    named = ((label, *points[metric], colour) for colour, (metric, label) in enumerate(metrics))
-    series = [Series(label, xs, ys, colour, dots=len(xs) <= DOTS_UP_TO) for label, xs, ys, colour in named]
-    if max((len(one.xs) for one in series), default=0) < 2:  # one point is no curve
+    if max((len(points[metric][0]) for metric, _ in metrics), default=0) < 2:  # one point is no curve
         return None
-    first = find(metrics[0][0])
-    unit = first.unit if first else ""
-    return Picture(
-        chart.title,
-        series,
-        marks,
-        stage=stage,
-        unit=unit if unit.lower() not in chart.title.lower() else "",
-        meaning="; ".join(f"{name}: {row.meaning}" for name, _ in metrics if (row := find(name))),
-        half=chart.half,
-        named=len(metrics) > 1,
-    )
+    series = []
+    for colour, (metric, label) in enumerate(metrics):
+        xs, ys = points[metric]
+        series.append(Series(label if len(metrics) > 1 else "", xs, ys, colour, dots=len(xs) <= DOTS_UP_TO))
+    known = {metric: row for metric, _ in metrics if (row := find(metric))}
+    unit = next((row.unit for row in known.values() if row.unit.lower() not in chart.title.lower()), "")
+    meaning = "; ".join(f"{metric}: {row.meaning}" for metric, row in known.items())
+    return Picture(chart.title, series, marks, unit=unit, meaning=meaning, half=chart.half, rest=rest)
 
 
 def make_stage_figures(stage: str, points: Points, marks: dict[str, list[Mark]]) -> Iterator[Picture]:
@@ -204,11 +194,11 @@ def make_stage_figures(stage: str, points: Points, marks: dict[str, list[Mark]])
         shown |= dict(chart.expand(points)).keys()
         if chart.x:
             yield from make_frontier(points)
-        elif figure := make_figure(chart, points, marks.get(chart.title, []), stage):
+        elif figure := make_figure(chart, points, marks.get(chart.title, ())):
             yield figure
     for metric in points:
-        if metric not in shown and (figure := make_figure(Chart(metric, (metric,)), points, [], stage)):
-            yield replace(figure, rest=True)
+        if metric not in shown and (figure := make_figure(Chart(metric, (metric,)), points, rest=True)):
+            yield figure
 
 
 def make_frontier(points: Points) -> Iterator[Picture]:
@@ -229,8 +219,7 @@ def make_frontier(points: Points) -> Iterator[Picture]:
             if len(pairs) >= 2:
                 unit, meaning = f"{source}, over √nats", f"{metric} against sqrt({kl}); each dot is one update"
                 series = [Series("", [x for x, _ in pairs], [y for _, y in pairs], dots=True)]
-                texts: Any = {"stage": "ppo", "unit": unit, "meaning": meaning}
-                pictures.append(Picture(title, series, x_name="√KL", named=False, **texts))
+                pictures.append(Picture(title, series, (), "√KL", unit, meaning))
         if pictures:
             yield from pictures
             return
@@ -248,10 +237,9 @@ def make_pictures(run: RunFiles) -> Iterator[Picture]:
     points: list[list[Any]] = [[number_at(row, key) for key in ("gap", "predicted", "observed")] for row in rows]
     if whole := [point for point in points if None not in point]:
         gaps, predicted, observed = ([*column] for column in zip(*whole, strict=True))
-        series = [Series("predicted", gaps, predicted, 3, dash=1), Series("observed", gaps, observed, dots=True)]
+        series = [Series("predicted", gaps, predicted, 3), Series("observed", gaps, observed, dots=True)]
         note = "Share of pairs that the higher score wins, against the gap between the scores."
-        marks, x = [Mark("chance", 0.5)], "score gap"
-        yield Picture("Calibration of the reward model", series, marks, x, "reward", note=note, **about)
+        yield Picture("Calibration of the reward model", series, [Mark("chance", 0.5)], "score gap", note=note, **about)
     series, shots = [], run.evaluations.get("shots")
     for colour, (name, of_model) in enumerate(entries(shots, "models")):
         found = [(number_at(row, "shots"), *with_interval(entry_at(row, "accuracy"))) for row in rows_of(of_model)]
@@ -262,5 +250,4 @@ def make_pictures(run: RunFiles) -> Iterator[Picture]:
         majority, x = number_at(shots, "majority"), "examples in the prompt"
         marks = [] if majority is None else [Mark("most frequent label", majority)]
         note = "The same held-out examples and draws for every model; 95% intervals."
-        unit = f"accuracy, over {x}"
-        yield Picture("In-context learning", series, marks, x, "evaluate", unit, note=note, **about)
+        yield Picture("In-context learning", series, marks, x, f"accuracy, over {x}", note=note, **about)
