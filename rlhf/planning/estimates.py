@@ -267,8 +267,7 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
 
     # With a cache every token is computed once and attends to those before it.
     rollout = episodes * formulas.shape_flops(shape, longest, (longest + 1) / 2, logits=answer)
-    share = -(-config.ppo.episodes_per_update // config.gpus)
-    rows = min(config.rollout.batch_size, share)
+    share, rows = -(-config.ppo.episodes_per_update // config.gpus), planned_rows(config)["ppo rollout"]
     if config.rollout.engine != "vllm":  # as many as the cache has room for
         rows = max(1, min(rows, stage_bytes(config, "ppo rollout")["kv_cache"] // row_bytes(config, "ppo rollout")))
     rates = {"flops": used_flops(config), "bandwidth": config.bandwidth_gb * GB}
@@ -314,13 +313,12 @@ def make_served(config: PlanConfig) -> dict[str, Any]:
     for name, (size, text) in rows.items():
         train, use = 6 * size * text, 2 * size * served
         hours = (train + use) / used_flops(config) / 3600
-        flops = {"train_flops": train, "served_flops": use, "gpu_hours": hours}
-        found[name] = {"parameters": size, "tokens": text} | flops
+        row = {"parameters": size, "tokens": text, "train_flops": train, "served_flops": use, "gpu_hours": hours}
         kwh = hours * (config.gpu_watts or 0.0) / 1000
-        if config.gpu_watts is not None:
-            found[name]["kwh"] = kwh
+        row |= {"kwh": kwh} if config.gpu_watts is not None else {}
         if config.gpu_price is not None or config.energy_price is not None:
-            found[name]["cost"] = hours * (config.gpu_price or 0.0) + kwh * (config.energy_price or 0.0)
+            row["cost"] = hours * (config.gpu_price or 0.0) + kwh * (config.energy_price or 0.0)
+        found[name] = row
     return found
 
 

@@ -10,10 +10,13 @@ from torch import nn
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.model import ModelConfig
-from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.engines.decoder import Decoder
+from rlhf.model.gpt import GPTConfig, GPTForCausalLM, GPTModel
+from rlhf.model.heads import RewardModel
 from rlhf.ops import unembedding
 from rlhf.planning import formulas
 from rlhf.planning.formulas import make_shape, model_state_bytes
+from rlhf.training.engine import shard_frozen
 from rlhf.training.usage import forward_flops, known_peak, update_flops, usage_metrics
 
 
@@ -85,8 +88,6 @@ LESS = [
 
 @pytest.mark.parametrize(("kind", "less"), [*((kind, 0.0) for kind in KINDS), *LESS], ids=str)
 def test_activations_are_what_autograd_keeps(kind, less):
-    from rlhf.model.gpt import GPTConfig, GPTModel
-
     settings = ModelConfig(n_layer=3, n_head=8, width=128, context_length=64, **kind)
     fields = {k: v for k, v in asdict(settings).items() if k not in ("pretrained", "native", "dropout")}
     config = GPTConfig(vocab_size=64, **fields)
@@ -127,14 +128,11 @@ def test_cache_logits_and_buffers_by_hand():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_cache_is_what_the_sampler_allocates(dtype, monkeypatch):
-    from rlhf.engines.decoder import Decoder
-    from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-
     monkeypatch.setattr(
         "rlhf.ops.fast.can_attend", lambda queries: False
     )  # the loops in C keep float32, a GPU does not
-    settings = ModelConfig(n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
-    config = GPTConfig(vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, width=32, context_length=64)
+    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "width": 32, "context_length": 64}
+    settings, config = ModelConfig(**sizes), GPTConfig(vocab_size=64, **sizes)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
         decoder = Decoder(GPTForCausalLM(config))
         decoder.reserve(2, 60)  # in blocks of 64
@@ -144,14 +142,8 @@ def test_the_cache_is_what_the_sampler_allocates(dtype, monkeypatch):
 @pytest.mark.parametrize(("precision", "deepspeed", "tied"), [("float32", "none", True), ("bfloat16", "none", False),
                                                               ("bfloat16", "zero1", True)])  # fmt: skip
 def test_frozen_models_hold_what_is_planned(precision, deepspeed, tied):
-    from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-    from rlhf.model.heads import RewardModel
-    from rlhf.training.engine import shard_frozen
-
-    settings = ModelConfig(n_layer=2, n_head=4, width=32, context_length=64, tie_word_embeddings=tied)
-    policy = GPTForCausalLM(
-        GPTConfig(vocab_size=64, n_layer=2, n_head=4, width=32, context_length=64, tie_word_embeddings=tied)
-    )
+    sizes = {"n_layer": 2, "n_head": 4, "width": 32, "context_length": 64, "tie_word_embeddings": tied}
+    settings, policy = ModelConfig(**sizes), GPTForCausalLM(GPTConfig(vocab_size=64, **sizes))
     reward = RewardModel.from_causal_lm(policy)
     shape, config = make_shape(settings, 64), Config(precision=precision, deepspeed=deepspeed)
     unembedding = 0 if tied else shape.embedding
