@@ -167,7 +167,7 @@ def reads_labelling() -> None:
     from rlhf.serving.managing import Staff
 
     Labelling(LabelFile(Path("serve/labels.jsonl")), [], ServeConfig(), 0)
-    Staff(Path("serve"), ["ann"], "http://127.0.0.1/", Path("serve/instructions.txt"), "")
+    Staff(Path("serve"), ["ann"], "http://127.0.0.1/", Path("serve/instructions.txt"))
     check_free(Path("serve/sample"), overwrite=True)
 
 

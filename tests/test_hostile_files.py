@@ -163,7 +163,7 @@ READERS = {
     "state.json": lambda folder: read_state(folder),
     "sample.json": lambda folder: check_free(folder, overwrite=True),
     "adopted.json": lambda folder: model_card(Config(runs_dir=str(folder.parents[1]), run="x"), "sft", "", []),
-    "labelers.json": lambda folder: Staff(folder, ["ann"], "http://x/", folder / "instructions.txt", ""),
+    "labelers.json": lambda folder: Staff(folder, ["ann"], "http://x/", folder / "instructions.txt"),
     "label_head.json": lambda folder: LabelModel.with_head(None, folder),
     "dataset.json": lambda folder: verify(folder),
     "model.safetensors.index.json": lambda folder: adopt(folder, say=quiet),

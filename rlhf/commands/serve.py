@@ -3,8 +3,8 @@
 import gc
 import ipaddress
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def run(config: Config) -> None:
         raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
     folder, loopback = existing_run(config), check_address(config)
     host, port = config.serve.host, config.serve.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening, ExitStack() as held:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, port))
@@ -48,7 +48,7 @@ def run(config: Config) -> None:
         host, port = listening.getsockname()[:2]
         shown = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host  # links for other machines
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
-        thread, app, rounds = make(config, folder, loopback, address)
+        thread, app, rounds = make(config, folder, loopback, address, held)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
         listening.listen()  # so that who reads the address can connect at once
@@ -94,8 +94,8 @@ def check_address(config: Config) -> bool:
     return loopback
 
 
-def make(config: Config, folder: Path, loopback: bool, address: str) -> tuple[Any, Any, Any]:
-    """The models' thread, the application, and the labelling rounds that its manager may start."""
+def make(config: Config, folder: Path, loopback: bool, address: str, held: ExitStack) -> tuple[Any, Any, Any]:
+    """The models' thread, the application, and the labelling rounds that its manager may start. held: what the models need."""
     from rlhf.serving.app import make_app
     from rlhf.serving.labelling import LabelFile, Labelling
     from rlhf.serving.managing import Rounds, Staff
@@ -113,16 +113,18 @@ def make(config: Config, folder: Path, loopback: bool, address: str) -> tuple[An
     judged = any(len({response.policy for response in task.responses}) > 1 for task in tasks)  # not to be trained on
     usual = INSTRUCTIONS.format(first=EVALUATION if judged else TRAINING)
     instructions = read_instructions(written) if own else usual
-    staff = Staff(labels.parent, names, address, written, instructions) if names else None
+    staff = Staff(labels.parent, names, address, written) if names else None
     if staff is not None:
         links = f"{labels.parent}/labelers.txt, manager.txt"
         say(f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {links}")
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
-    models = partial(served_models, config, answered_by(folder), listed(settings.stages) or None)
-    thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens)
-    say(f"serve: {', '.join(model.policy_id for model in thread.models.values())}")
+    stages = listed(settings.stages) or None
+    models, context = held.enter_context(served_models(config, answered_by(folder), stages, settings.batch))
+    thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens, context)
+    say(f"serve: {', '.join(model.policy_id for model in models.values())}")
     gold, rules = load_gold(config, tasks), load_rules("serve.rules", settings.rules)
     labelling = Labelling(file, tasks, settings, config.seed, gold, rules)
+    labelling.instructions = instructions
     access = Access(settings, staff.secrets if staff else {}, loopback, staff.manager if staff else None)
     rounds = None
     if settings.pipeline is not None:
@@ -131,7 +133,7 @@ def make(config: Config, folder: Path, loopback: bool, address: str) -> tuple[An
                 f"serve.pipeline={settings.pipeline}: want a run of `rlhf pipeline` in {config.runs_dir}, and labelers=[…]"
             )
         rounds = Rounds(config, folder, settings.pipeline)
-    return thread, make_app(thread, access, labelling, instructions, staff, rounds), rounds
+    return thread, make_app(thread, access, labelling, staff, rounds), rounds
 
 
 def read_instructions(path: Path) -> str:

@@ -14,15 +14,13 @@ from pydantic import Field
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.serving import openai_api
 from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
-from rlhf.serving.managing import Rounds, Staff, make_manage_router, make_round_router
+from rlhf.serving.managing import Rounds, Staff, make_manage_router
 from rlhf.serving.models import Completion, ModelThread
-from rlhf.serving.openai_api import Id, Messages, MostTokens, Strict, Temperature
+from rlhf.serving.openai_api import Id, Messages, MostTokens, Reply, Strict, Temperature
 from rlhf.serving.security import ERRORS, MANAGER, Access, Guard, RefusedError, cookie_of
 
 PAGE = Path(__file__).parent / "page"
 MOST_COMPARED = 6
-
-Answer = dict[str, Any]
 
 
 class CompareRequest(Strict):
@@ -53,14 +51,9 @@ def judge_tokens(policy: Any, reference: Any, prompt: list[int], ids: list[int])
 
 
 def make_app(
-    thread: ModelThread,
-    access: Access,
-    labelling: Labelling,
-    instructions: str = "",
-    staff: Staff | None = None,
-    rounds: Rounds | None = None,
+    thread: ModelThread, access: Access, labelling: Labelling, staff: Staff | None = None, rounds: Rounds | None = None
 ) -> Guard:
-    """The application. instructions: for labelers, if there is no staff with instructions of its own."""
+    """The application; without staff, labels are those of one labeler, `local`."""
     local = "" if access.labelers or staff else "local"
 
     def labeler_of(request: Request) -> str:
@@ -75,23 +68,20 @@ def make_app(
     app.include_router(openai_api.make_router(thread))
     app.include_router(make_label_router(labelling, Depends(labeler_of)))
     if staff:
-        app.include_router(make_manage_router(labelling, staff))
-    if rounds:
-        app.include_router(make_round_router(rounds))
+        app.include_router(make_manage_router(labelling, staff, rounds))
     app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")
-    async def open_session(token: Annotated[str, Body(embed=True)], request: Request) -> Response:
+    async def open_session(token: Annotated[str, Body(embed=True)]) -> Response:
         who = access.who(token)
         if who is None:
             raise RefusedError(401, "this link is not valid: ask for a new one")
         answer = JSONResponse({"labeler": who})
-        secure = request.url.scheme == "https"
-        answer.set_cookie(cookie_of(who), token, max_age=30 * 86400, httponly=True, samesite="strict", secure=secure)
+        answer.set_cookie(cookie_of(who), token, max_age=30 * 86400, httponly=True, samesite="strict")
         return answer
 
     @app.get("/api/me")
-    async def me(request: Request) -> Answer:
+    async def me(request: Request) -> Reply:
         who = request.state.who or local
         tabs = ["chat", "compare", "rank", "demonstrate"]
         if request.state.who:
@@ -106,7 +96,7 @@ def make_app(
             "tasks": len(labelling.tasks),
             "rounds": rounds is not None,
             "max_tokens": thread.most_tokens,
-            "instructions": staff.text if staff else instructions,
+            "instructions": labelling.instructions,
         }
 
     app.mount("/page", StaticFiles(directory=PAGE))
@@ -123,15 +113,12 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
     router = APIRouter(prefix="/api")
 
     @router.post("/shading")
-    async def shading(asked: ShadingRequest) -> Answer:
+    async def shading(asked: ShadingRequest) -> Reply:
         model, ids = thread.find(asked.model), asked.token_ids
         reference = thread.find(asked.reference or asked.model, "reference")
         _, prompt, _ = await openai_api.chat_prompt(model, openai_api.records_of(asked.messages))
-        if len(prompt) + len(ids) > model.context or not all(0 <= i < model.vocabulary for i in ids):
+        if len(prompt) + len(ids) > model.context or not all(0 <= i < model.policy.config.vocab_size for i in ids):
             raise RefusedError(400, "the response does not fit this model", "token_ids")
-        vocabularies = [(one.vocabulary, one.tokenizer.get_vocab()) for one in (model, reference)]
-        if vocabularies[0] != vocabularies[1]:
-            raise RefusedError(400, "the two models have different tokenizers", "reference")
         logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
@@ -143,7 +130,7 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         drawn = [await openai_api.chat_prompt(model, messages) for model in models]
         prompts = [(model, ids, (*key, place)) for place, (model, ids, key) in enumerate(drawn)]  # each its own numbers
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
-        return openai_api.EventStream(completion, comparison_events(labelling, labeler, messages, completion))
+        return openai_api.stream(completion, comparison_events(labelling, labeler, messages, completion))
 
     return router
 

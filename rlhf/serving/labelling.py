@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,15 +27,15 @@ from rlhf.data.records import Demonstration, RankedResponse, Ranking, Record, Te
 from rlhf.errors import UserError
 from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
-from rlhf.system.files import disk_error, writing
+from rlhf.system.files import check_regular, disk_error, writing
 from rlhf.system.schemas import first_problem
 
 AGAIN = ".2"  # after the name of a task that comes again
 OPEN_SECONDS = 1800.0  # seconds that a task stays with a labeler who does not answer
 MOST_COMPARISONS = 1000  # comparisons kept until they are judged
+KINDS: dict[str, type[Ranking | Demonstration]] = {"ranking": Ranking, "demonstration": Demonstration}
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
-STARTS = tuple(f'{{"kind": "{kind.model_fields["kind"].default}", '.encode() for kind in (Ranking, Demonstration))
-
+STARTS = tuple(f'{{"kind": "{kind}", '.encode() for kind in KINDS)
 
 FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, table 3): faults, and last a merit
     "fails_instruction": "it does not do what was asked, or answers something else",
@@ -84,10 +85,9 @@ class LabelFile:
     """
 
     def __init__(self, path: Path):
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: not a regular file: choose another serve.labels=…")
+        check_regular(path)
         self.path = path
-        self.records: list[Record] = []
+        self.records: list[Ranking | Demonstration] = []
         self.submissions: dict[tuple[str, str | None, str], Any] = {}  # by kind, labeler and submission
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,37 +96,32 @@ class LabelFile:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{path}: another server writes it: stop it, or choose another serve.labels=…") from None
-        self._read()
-
-    def _read(self) -> None:
-        def refuse(number: int, problem: str) -> UserError:
-            return UserError(f"{self.path}:{number}: {problem}: correct the line, or choose another serve.labels=…")
-
-        data = self.path.read_bytes()
-        size = data.rfind(b"\n") + 1
-        lines, rest = data[:size].splitlines(), data[size:]
+        data = path.read_bytes()
+        *lines, rest = data.split(b"\n")
         for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                self._add(records.KINDS[row["kind"]].model_validate(row))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:  # ValidationError is a ValueError
-                known = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
-                raise refuse(number, known) from None
-        if not any(start.startswith(rest[: len(start)]) for start in STARTS):
-            raise refuse(len(lines) + 1, "not a record")
-        if rest:
-            try:
-                row = json.loads(rest)  # whole, but for its line break: an editor leaves it out
-                self._add(records.KINDS[row["kind"]].model_validate(row))
-                os.write(self.file, b"\n")
-            except (ValueError, KeyError, TypeError, RecursionError):
-                os.ftruncate(self.file, size)
-            os.fsync(self.file)
+            self._read(line, number)
+        try:
+            self._read(rest, len(lines) + 1)  # whole, but for its line break: an editor leaves it out
+            os.write(self.file, b"\n")
+        except UserError:
+            if not any(start.startswith(rest[: len(start)]) for start in STARTS):
+                raise
+            os.ftruncate(self.file, len(data) - len(rest))
+        os.fsync(self.file)
 
-    def _add(self, record: Record) -> None:
+    def _read(self, line: bytes, number: int) -> None:
+        try:
+            row = json.loads(line)
+            self._add(KINDS[row["kind"]].model_validate(row))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # ValidationError is a ValueError
+            problem = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
+            remedy = "correct the line, or choose another serve.labels=…"
+            raise UserError(f"{self.path}:{number}: {problem}: {remedy}") from None
+
+    def _add(self, record: Ranking | Demonstration) -> None:
         self.records.append(record)
         if isinstance(submission := record.metadata.get("submission"), str):
-            self.submissions[record.kind, getattr(record, "labeler", None), submission] = record
+            self.submissions[record.kind, record.labeler, submission] = record
 
     def append(self, record: Ranking | Demonstration) -> Any:
         """Write a record, unless its submission is stored; returns the stored one. Raises: UserError if the disk cannot be written."""
@@ -165,73 +160,74 @@ class Labelling:
         self.rules: dict[str, str] = dict(rules)
         self.tasks = {task.id: task for task in tasks}
         self.lock = threading.Lock()
-        self.checked: dict[str, dict[str, Ranking]] = {}  # by labeler and name of the check, the record that counts
         self.current: dict[str, tuple[str, float]] = {}  # the task that a labeler has, and its start time
         self.assigned: dict[str, list[str]] = {}  # by task, the labelers whom the manager chose for it, if any
         self.comparisons: dict[str, Ranking] = {}
-        # by task and labeler, the record that counts
-        self.ranked: dict[str, dict[str, Ranking]] = {task: {} for task in self.tasks}
-        self.demonstrated: dict[str, dict[str, Demonstration]] = {task: {} for task in self.tasks}
+        self.instructions = ""  # for labelers
+        # by task, or name of a check, and labeler, the record that counts
+        self.ranked: defaultdict[str, dict[str, Ranking]] = defaultdict(dict)
+        self.demonstrated: defaultdict[str, dict[str, Demonstration]] = defaultdict(dict)
         for record in records.without_replaced(file.records):
             self._count(record)
 
     def _count(self, record: Any) -> None:
-        table: Any = {"ranking": self.ranked, "demonstration": self.demonstrated}.get(record.kind, {})
-        task = record.metadata.get("task")
-        known = self.tasks.get(task) if isinstance(task, str) else None
-        if known is not None and not answers_alike(record, known):
-            return  # of an earlier draw under the same name
-        if isinstance(task, str) and record.labeler is not None and records.check_of(record):
-            self.checked.setdefault(record.labeler, {})[task] = record
-        elif isinstance(task, str) and task in table and record.labeler is not None:
-            table[task][record.labeler] = record
+        name, labeler = record.metadata.get("task"), record.labeler
+        if not isinstance(name, str) or labeler is None:
+            return
+        task, table = self.tasks.get(name), self.ranked if record.kind == "ranking" else self.demonstrated
+        if (
+            answers_alike(record, task) if task else records.check_of(record)
+        ):  # not of an earlier draw under the same name
+            table[name][labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
 
     def next_task(self, labeler: str) -> Ranking | None:
         """The labeler's current task, or the next one; None if there is none left."""
         with self.lock:
-            current, _ = self.current.get(labeler, (None, 0.0))
-            if current is not None and self._is_open(current, labeler):
-                return self._find(current)
-            first = sorted(self.tasks, key=lambda name: labeler not in self.assigned.get(name, ()))
-            name = next((name for name in first if self._is_open(name, labeler)), None)
-            if name is not None:
-                name = self._next_check(labeler) or name
+            name, _ = self.current.get(labeler, ("", 0.0))
+            if not self._is_open(name, labeler):
+                first = sorted(self.tasks, key=lambda name: labeler not in self.assigned.get(name, ()))
+                name = next((name for name in first if self._is_open(name, labeler)), "")
+                name = name and (self._next_check(labeler) or name)
                 self.current[labeler] = (name, time.monotonic())
-            return self._find(name or "")
+            return self._find(name)
 
     def _find(self, name: str) -> Ranking | None:
         """A task, a gold item, or a task under the name with which it comes again."""
-        if (found := self.tasks.get(name) or self.gold.get(name)) is not None:
-            return found
-        again = self.tasks.get(name.removesuffix(AGAIN)) if name.endswith(AGAIN) else None
-        return again and again.model_copy(update={"id": name})
+        found = self.tasks.get(name) or self.gold.get(name)
+        if found is None and name.endswith(AGAIN) and (again := self.tasks.get(name.removesuffix(AGAIN))):
+            return again.model_copy(update={"id": name})
+        return found
 
     def _next_check(self, labeler: str) -> str | None:
         """The check that is due: gold items first, then, after every so many labels, in turn a gold item and a task ranked before."""
-        settings, done = self.settings, self.checked.get(labeler, {})
-        mine = [by[labeler] for by in list(self.ranked.values()) if labeler in by]
-        gold = next((name for name in self.gold if name not in done), None)
+        settings, said = self.settings, self.said_by(labeler)
+        done = [name for name in said if name not in self.tasks]
+        mine = sorted((one for name, one in said.items() if name in self.tasks), key=lambda one: one.created or "")
+        gold = next((name for name in self.gold if name not in said), None)
         later = max(0, len(done) - settings.qualification)
         if gold is not None and len(done) < settings.qualification:
             return gold
         if not settings.check_every or len(mine) < (later + 1) * settings.check_every:
             return None
-        mine.sort(key=lambda record: record.created or "")
         before = [one for one in mine[: 1 - settings.check_every or None] if one.ranking is not None]
         names = (f"{one.metadata['task']}{AGAIN}" for one in before)
-        again = next((name for name in names if name not in done and name not in self.tasks), None)
+        again = next((name for name in names if name not in said and name not in self.tasks), None)
         return (gold or again) if later % 2 == 0 else (again or gold)
+
+    def said_by(self, labeler: str) -> dict[str, Ranking]:
+        """By name of the task or check, the rankings of a labeler that count."""
+        return {name: by[labeler] for name, by in list(self.ranked.items()) if labeler in by}
 
     def figures(self, labeler: str) -> dict[str, dict[str, float]]:
         """{"gold" and "again": {"right", "pairs"}} of a labeler's checks, with half a pair for a tie."""
-        return records.sum_checks(list(self.checked.get(labeler, {}).values()))
+        return records.sum_checks(self.said_by(labeler).values())
 
     def qualified(self, labeler: str) -> bool:
         """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
-        gold = [one for name, one in list(self.checked.get(labeler, {}).items()) if name in self.gold]
-        first = gold[: self.settings.qualification]
+        said = self.said_by(labeler)
+        first = [said[name] for name in self.gold if name in said][: self.settings.qualification]
         known = records.sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
         return len(first) < self.settings.qualification or known["right"] >= self.settings.qualified * known["pairs"]
 
@@ -242,10 +238,10 @@ class Labelling:
 
     def _is_open(self, name: str, labeler: str) -> bool:
         """Whether a labeler may rank a task now: it still needs this labeler after the answers of those who have it on screen."""
+        now, ranked = time.monotonic(), self.ranked.get(name, {})
         if name not in self.tasks:
             before = self.ranked.get(name.removesuffix(AGAIN), {})
-            return (name in self.gold or labeler in before) and name not in self.checked.get(labeler, {})
-        now, ranked = time.monotonic(), self.ranked[name]
+            return (name in self.gold or labeler in before) and labeler not in ranked
         expected = sum(
             task == name and other != labeler and now - since < OPEN_SECONDS and other not in ranked
             for other, (task, since) in self.current.items()
@@ -269,12 +265,12 @@ class Labelling:
             known_flags = FLAGS.keys() | {f"breaks_{rule}" for rule in self.rules}
             if set[str]().union(*verdict.flags.values()) - known_flags:
                 raise RefusedError(400, "no such flag or rule", "flags")
-            task, longest = self.comparisons.get(name) if compared else self._find(name), OPEN_SECONDS
+            task = self.comparisons.get(name) if compared else self._find(name)
             if task is None or (compared and task.labeler != labeler):
                 raise RefusedError(404, "no such task or comparison, or it was judged", "name")
             more: dict[str, Any] = {"comparison": name}
             if not compared:
-                before = self.ranked.get(name, {}).get(labeler) or self.checked.get(labeler, {}).get(name)
+                before = self.ranked.get(name, {}).get(labeler)
                 # a task from before a restart of the server, or from long ago, may still be open
                 if before is None and (replaces is not None or not (decides or self._is_open(name, labeler))):
                     raise RefusedError(
@@ -282,17 +278,14 @@ class Labelling:
                     )
                 if before is not None and before.id != replaces:
                     raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")
-                current, since = self.current.get(labeler, ("", 0.0))
-                longest = time.monotonic() - since if current == name else longest
-                more = {"task": name, "order": [response.id for response in self.shown(task, labeler)]}
-                more |= {"replaces": replaces} if replaces else {}
+                order = [response.id for response in self.shown(task, labeler)]
+                more = {"task": name, "order": order, "replaces": replaces}
                 known = self.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
                 if name not in self.tasks and known is not None:
                     kind = "gold" if name in self.gold else "again"
                     more |= {"labeler_check": {"kind": kind} | compare_with(known, verdict.ranking)}
-            more |= {"cannot_judge": True} if verdict.ranking is None else {}
-            more |= {"note": verdict.note} if verdict.note else {}
-            more |= {"all_bad": True} if verdict.all_bad else {}
+            more |= {"cannot_judge": verdict.ranking is None, "note": verdict.note, "all_bad": verdict.all_bad}
+            more |= {"submission": verdict.submission}
             record = Ranking(
                 id=f"{task.id}/{labeler}/{verdict.submission}",
                 prompt=task.prompt,
@@ -301,9 +294,9 @@ class Labelling:
                 ratings=dict(verdict.ratings),
                 flags={response: flags for response, flags in verdict.flags.items() if flags},
                 labeler=labeler,
-                seconds=round(min(verdict.seconds, longest), 1),
+                seconds=round(verdict.seconds, 1),
                 created=now_text(),
-                metadata=task.metadata | more | {"submission": verdict.submission},
+                metadata=task.metadata | {key: said for key, said in more.items() if said},
             )
             self.file.append(record)
             self.comparisons.pop(name, None)
@@ -312,17 +305,13 @@ class Labelling:
 
     def last(self, labeler: str) -> Ranking | None:
         """A labeler's latest ranking that counts."""
-        with self.lock:
-            rankings = [by_labeler[labeler] for by_labeler in self.ranked.values() if labeler in by_labeler]
-            rankings += self.checked.get(labeler, {}).values()
-        return max(rankings, key=lambda record: record.created or "", default=None)
+        return max(self.said_by(labeler).values(), key=lambda record: record.created or "", default=None)
 
     def progress(self, labeler: str) -> dict[str, int]:
         """What a labeler has done and can still do. Agreement with others would give away their answers: it is not shown."""
         with self.lock:
-            done = sum(labeler in by for by in self.ranked.values()) + len(self.checked.get(labeler, {}))
-            left = sum(self._is_wanted(name, labeler, by) for name, by in self.ranked.items())
-        return {"done": done, "left": left}
+            left = sum(self._is_wanted(name, labeler, self.ranked[name]) for name in self.tasks)
+        return {"done": len(self.said_by(labeler)), "left": left}
 
     # ---------------------------------------------------------------------------- comparisons, demonstrations
 
@@ -336,9 +325,8 @@ class Labelling:
     def next_prompt(self, labeler: str) -> Ranking | None:
         """A task to whose prompt neither the labeler nor enough others have written a response."""
         with self.lock:
-            written = self.demonstrated.items()
-            names = (name for name, by in written if self._is_wanted(name, labeler, by))
-            return next((self.tasks[name] for name in names), None)
+            wanted = (name for name in self.tasks if self._is_wanted(name, labeler, self.demonstrated[name]))
+            return next((self.tasks[name] for name in wanted), None)
 
     def demonstrate(self, labeler: str, request: DemonstrationRequest) -> Demonstration:
         """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task, or what the
@@ -354,18 +342,17 @@ class Labelling:
             metadata=more | {"submission": request.submission, "created": now_text()},
         )
         with self.lock:
-            task = None if request.task is None else self.tasks.get(request.task)
-            if request.task is not None and task is None:
-                raise RefusedError(404, "no such task", "task")
-            if task is not None and not answers_alike(record, task):
-                raise RefusedError(400, "want the prompt of the task", "messages")
-            ids = {response.id for response in task.responses} if task else set()
-            if request.edited is not None and request.edited not in ids:
-                raise RefusedError(400, "want a response of the task", "edited")
-            record.metadata = (task.metadata if task else {}) | record.metadata  # its split and group
-            before = self.demonstrated[task.id].get(labeler) if task else None
-            if before is not None and before.metadata["submission"] != request.submission:
-                raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
+            if request.task is not None:
+                if (task := self.tasks.get(request.task)) is None:
+                    raise RefusedError(404, "no such task", "task")
+                if not answers_alike(record, task):
+                    raise RefusedError(400, "want the prompt of the task", "messages")
+                if request.edited not in (None, *(response.id for response in task.responses)):
+                    raise RefusedError(400, "want a response of the task", "edited")
+                record.metadata = task.metadata | record.metadata  # its split and group
+                before = self.demonstrated[task.id].get(labeler)
+                if before is not None and before.metadata["submission"] != request.submission:
+                    raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
             record = self.file.append(record)
             self._count(record)
             return record

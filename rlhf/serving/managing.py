@@ -31,7 +31,7 @@ from rlhf.runs.folders import NAME, is_complete, read_stage, rounds_before
 from rlhf.runs.sources import in_split
 from rlhf.serving.labelling import Labelling, RankingRequest, task_body
 from rlhf.serving.security import RefusedError
-from rlhf.system.files import read_json, write_json, write_text
+from rlhf.system.files import check_regular, write_json, write_text
 from rlhf.system.schemas import read_checked
 
 LINK = re.compile(r"(\S+) \S+#([\w-]{32,})")  # a line of labelers.txt: name, and the address with the secret
@@ -43,17 +43,16 @@ Instructions = Annotated[Text, Body(embed=True, min_length=1, max_length=100_000
 
 
 class Staff:
-    """The labelers of one server, who is paused, what is assigned to whom, and their instructions; every change is on the disk
-    before it is acknowledged.
+    """The labelers of one server, who is paused, and what is assigned to whom; every change is on the disk before it is acknowledged.
 
     labelers.txt and manager.txt contain links with secrets: only their owner may read them. labelers.json and assigned.json: what the
     page changed.
     """
 
-    def __init__(self, folder: Path, names: list[str], address: str, instructions: Path, text: str):
+    def __init__(self, folder: Path, names: list[str], address: str, instructions: Path):
         if DECIDES in names:
             raise UserError(f"serve.labelers: {DECIDES!r} is who decides disagreements: choose another name")
-        self.folder, self.address, self.path, self.text = folder, address, instructions, text
+        self.folder, self.address, self.path = folder, address, instructions
         remedy = "restore it; without it, labelers who were revoked or paused would come in again"
         by_name, by_task = RootModel[dict[str, Change]], RootModel[dict[str, list[str]]]
         self.changes: dict[str, Any] = read_checked(folder / "labelers.json", by_name, remedy) or {}
@@ -95,21 +94,20 @@ def labeler_secrets(path: Path, names: list[str], address: str, without: str | N
     """Each labeler's secret, known or new; `without` loses the present one. Raises: UserError for an invalid name or a foreign file."""
     if bad := [name for name in names if not NAME.fullmatch(name)]:
         raise UserError(f"serve.labelers: {bad[0]!r}: want names of letters, digits, '.', '_' and '-'")
+    check_regular(path)
     by_name: dict[str, str] = {}
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file: move it away")
-    if path.is_file():
-        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
-            if (link := LINK.fullmatch(line)) is None:
-                raise UserError(f"{path}: line {number} is no link of `rlhf serve`: move this file away, or correct it")
-            by_name[link[1]] = link[2]
+    lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        if (link := LINK.fullmatch(line)) is None:
+            raise UserError(f"{path}: line {number} is no link of `rlhf serve`: move this file away, or correct it")
+        by_name[link[1]] = link[2]
     by_name |= {name: secrets.token_urlsafe(24) for name in names if name not in by_name}
     links = (f"{name} {address}#{secret}\n" for name, secret in by_name.items() if name != without)
     write_text(path, "".join(links), mode=0o600)
     return {name: by_name[name] for name in names}
 
 
-def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
+def make_manage_router(labelling: Labelling, staff: Staff, rounds: "Rounds | None" = None) -> APIRouter:
     """The routes of the manager's page; the guard lets nobody else reach them."""
     router = APIRouter(prefix="/api/manage")
     labelling.assigned = staff.assigned
@@ -117,7 +115,7 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
     @router.get("")
     def overview() -> dict[str, Any]:
         with labelling.lock:
-            said = {name: dict(by_labeler) for name, by_labeler in labelling.ranked.items()}
+            said = {name: dict(labelling.ranked[name]) for name in labelling.tasks}
         counter, by_name = AgreementCounter(), dict[str, list[Ranking]]()
         for by_labeler in said.values():
             for name, record in by_labeler.items():
@@ -143,7 +141,13 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
             tasks.append(task | clashes(by_labeler))
             wanted += len(to) or per_task
             done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
-        return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": staff.text}
+        return {
+            "people": people,
+            "tasks": tasks,
+            "done": done,
+            "wanted": wanted,
+            "instructions": labelling.instructions,
+        }
 
     @router.get("/task")
     def one_task(name: str) -> dict[str, Any]:
@@ -175,9 +179,12 @@ def make_manage_router(labelling: Labelling, staff: Staff) -> APIRouter:
     @router.post("/instructions")
     def change_instructions(text: Instructions) -> dict[str, Any]:
         write_text(staff.path, text)
-        staff.text = text
+        labelling.instructions = text
         return {"saved": True}
 
+    if rounds is not None:
+        router.get("/round")(rounds.state)
+        router.post("/round")(rounds.start)
     return router
 
 
@@ -220,66 +227,50 @@ class Rounds:
         self.config, self.folder, self.name = config, folder, name
         self.log = folder / "serve" / "pipeline.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.effects: dict[str, dict[str, Any]] = {}  # by the hash of this round's reward model
         self.lock = threading.Lock()
 
-    def start(self) -> None:
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> dict[str, Any]:
         """Run the pipeline. Raises: RefusedError if it runs already."""
         with self.lock:
-            if self.process is not None and self.process.poll() is None:
+            if self.running:
                 raise RefusedError(409, "the pipeline is running")
-            command = ["pipeline", f"run='{self.name}'", f"runs_dir='{self.config.runs_dir}'"]
+            words = ["pipeline", f"run='{self.name}'", f"runs_dir='{self.config.runs_dir}'"]
+            command = [sys.executable, "-m", "rlhf", *words]
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "rlhf", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                )
+                self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return self.state()
 
     def stop(self) -> None:
         """End the pipeline with the server; the next call resumes it."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.running:
             self.process.terminate()
             self.process.wait()
 
     def state(self) -> dict[str, Any]:
-        """Whether it runs, its exit code, the last line that it printed, and the stages of this round with their states."""
-        code = None if self.process is None else self.process.poll()
-        said = self.log.read_bytes() if self.log.exists() else b""
-        lines = said.decode("utf-8", "replace").replace("\r", "\n").strip().splitlines()
+        """Whether it runs, its exit code, the last line that it printed, the stages of this round with their states, and its effect."""
+        running, code = self.running, None if self.process is None else self.process.poll()
+        said = self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
+        last = said.strip().replace("\r", "\n").rpartition("\n")[2]
         stages = {stage: (read_stage(self.folder / stage) or {}).get("status", "waits") for stage in ROUND_STAGES}
-        running = self.process is not None and code is None
-        last = lines[-1] if lines else ""
-        return {"run": self.name, "running": running, "code": code, "last": last, "stages": stages}
+        about = {"run": self.name, "running": running, "code": code, "last": last, "stages": stages}
+        return about | {"effect": None if running else self.effect()}
 
     def effect(self) -> dict[str, Any] | None:
         """`compare_rounds`, made once per reward model; None before the reward models of two rounds are complete."""
         earlier = rounds_before(self.folder)[:1]
         if not earlier or not all(is_complete(folder / "reward") for folder in (self.folder, *earlier)):
             return None
-        made = [(read_stage(folder / "reward") or {})["hash"] for folder in (*earlier, self.folder)]
-        path = self.folder / "serve" / "round.json"
+        made = (read_stage(self.folder / "reward") or {})["hash"]
         with self.lock:
-            known = read_json(path) if path.exists() else {}
-            if known.get("rewards") != made:
-                known = {"rewards": made} | compare_rounds(self.config, earlier[0], self.folder)
-                write_json(path, known)
-        return known
-
-
-def make_round_router(rounds: Rounds) -> APIRouter:
-    """The manager's: the state and the effect of this round, and the start of the pipeline."""
-    router = APIRouter(prefix="/api/manage/round")
-
-    @router.get("")
-    def found() -> dict[str, Any]:
-        state = rounds.state()
-        return state | {"effect": None if state["running"] else rounds.effect()}
-
-    @router.post("")
-    def start() -> dict[str, Any]:
-        rounds.start()
-        return rounds.state()
-
-    return router
+            if made not in self.effects:
+                self.effects[made] = compare_rounds(self.config, earlier[0], self.folder)
+        return self.effects[made]
 
 
 def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:

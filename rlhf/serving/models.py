@@ -10,9 +10,9 @@ import secrets
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from rlhf.training.setup import set_up
 
 LEAST_PAUSE, MOST_PAUSE = 0.02, 0.1  # seconds between two looks at a response in progress
 LOOKS_PER_SECOND = 200  # of all responses together, within these bounds: of more, each comes in longer pieces
-FAILED, ENDED = "the model failed on this request", "the models have stopped: start the server again"
+FAILED = "the model failed on this request"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ServedModel:
     run: LoadedRun
     policy: Any
     tokenizer: Any
-    hash: str  # of the stage
+    policy_id: str  # the policy's name in labels: run/stage@hash
     max_new_tokens: int  # tokens of a response, if the request does not say
 
     @cached_property
@@ -53,30 +53,25 @@ class ServedModel:
         return frozenset(end_ids(self.tokenizer, base=self.name.endswith("/pretrain")))
 
     @property
-    def vocabulary(self) -> int:
-        return int(self.policy.config.vocab_size)
-
-    @property
     def context(self) -> int:
         """Tokens of a prompt and its response."""
         return int(getattr(self.policy.config, "max_position_embeddings", None) or self.tokenizer.model_max_length)
-
-    @property
-    def policy_id(self) -> str:
-        """The policy's name in labels: run/stage@hash."""
-        return f"{self.name}@{self.hash[:8]}"
 
     def spelled(self, token: int) -> str:
         return self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
 
 
 Models = dict[str, ServedModel]
-Loader = Callable[[int], AbstractContextManager[Models]]
 
 
 @contextmanager
-def served_models(config: Config, folder: Path, stages: list[str] | None, rows: int) -> Iterator[Models]:
-    """The named stages of a run, or all finished ones, loaded for batches of `rows` responses. Raises: UserError if it has none."""
+def served_models(
+    config: Config, folder: Path, stages: list[str] | None, rows: int
+) -> Iterator[tuple[Models, AbstractContextManager[Any]]]:
+    """The named stages of a run, or all finished ones, loaded for batches of `rows` responses; and the context in which they run.
+
+    Raises: UserError if the run has none.
+    """
     device, models = set_up(config), {}
     run = LoadedRun(folder, device.type, config.precision)
     chosen = [stage for stage in run.policies if stages is None or stage in stages]
@@ -84,13 +79,14 @@ def served_models(config: Config, folder: Path, stages: list[str] | None, rows: 
     if missing or not chosen:
         found = f"no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}"
         raise UserError(f"{folder}: {found}: run the stage, or choose others with serve.stages=…")
-    with inference(config, device), ExitStack() as weights:
-        for stage in chosen:
-            name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
-            weights.enter_context(packed(policy, rows))
-            about = run.tokenizer, run.record(stage)["hash"], run.max_new_tokens(stage)
-            models[name] = ServedModel(name, run, policy, *about)
-        yield models
+    with ExitStack() as weights:
+        with inference(config, device):
+            for stage in chosen:
+                name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
+                weights.enter_context(packed(policy, rows))
+                policy_id = f"{name}@{run.record(stage)['hash'][:8]}"
+                models[name] = ServedModel(name, run, policy, run.tokenizer, policy_id, run.max_new_tokens(stage))
+        yield models, inference(config, device)
 
 
 # --------------------------------------------------------------------------------------------- requests
@@ -106,29 +102,27 @@ class Chunk(NamedTuple):
     finish: str | None
 
 
-@dataclass(slots=True, eq=False)
-class Generation:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Generation(Response):
     """A response in progress, which the models' thread draws and a coroutine reads at its own pace."""
 
     model: ServedModel
-    response: Response
     text: TextStream
     error: RefusedError | None = None
     cancelled: bool = False  # since the client has gone
 
     def next_chunk(self, place: int) -> Chunk | None:
-        response, text = self.response, self.text
-        finished = response.finished  # read first: the last token is added before
-        seen, count = len(text.ids), len(response.logprobs)
+        finished = self.finished  # read first: the last token is added before
+        seen, count = len(self.text.ids), len(self.logprobs)
         if self.error is not None:
             raise self.error
-        complete = finished and count == len(response.tokens)
+        complete = finished and count == len(self.tokens)
         if count == seen and not (complete or self.cancelled):
             return None
-        piece, finish = text.add(response.tokens[seen:count], complete), None
-        if text.stopped or complete or self.cancelled:
-            finish = "length" if complete and not (text.stopped or response.ended) else "stop"
-        return Chunk(place, piece, seen, len(text.ids), finish)
+        piece, finish = self.text.add(self.tokens[seen:count], complete), None
+        if self.text.stopped or complete or self.cancelled:
+            finish = "length" if complete and not (self.text.stopped or self.ended) else "stop"
+        return Chunk(place, piece, seen, len(self.text.ids), finish)
 
 
 class Completion:
@@ -166,9 +160,9 @@ class Completion:
                 message = f"the model's context is {model.context} tokens: the prompt has {len(ids)}{more}: shorten it"
                 raise RefusedError(400, message, "messages", "context_length_exceeded")
             for j in range(n):
-                response = Response(ids, choice, self.seed, (*key, j), length, model.ends)
                 text = TextStream(model.tokenizer, model.ends, stops)
-                self.generations.append(Generation(model, response, text))
+                how = ids, choice, self.seed, (*key, j), length, model.ends
+                self.generations.append(Generation(*how, model=model, text=text))
         thread.submit(self.generations)
 
     @property
@@ -176,7 +170,8 @@ class Completion:
         return sum(len(one.text.ids) for one in self.generations)
 
     def close(self) -> None:
-        self.thread.cancel(self.generations)
+        for one in self.generations:
+            one.cancelled = True
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
@@ -190,7 +185,7 @@ class Completion:
                 if (chunk := one.next_chunk(place)) is not None:
                     if chunk.finish:
                         del unfinished[place]
-                        self.thread.cancel([one])
+                        one.cancelled = True  # also if a stop string ended it
                     yield chunk
 
     async def whole(self) -> list[Chunk]:
@@ -217,51 +212,50 @@ class Queue:
     def step(self) -> None:
         """One more token of each running response; waiting ones join first, and draw their first."""
         try:
-            self._remove()
             with self.lock:
-                new = self.batch.fitting([one.response for one in self.waiting])
+                self._remove()
+                new = self.batch.fitting(list(self.waiting))
                 self.running += [self.waiting.popleft() for _ in new]
             if self.running:
                 self.batch.advance(new)
+            with self.lock:
+                self._remove()
         except Exception as error:  # one bad request must not stop the server for the others
             say_failure(error)
-            self.fail(RefusedError(500, FAILED))
-            return
-        self._remove()
+            with self.lock:
+                for one in (*self.running, *self.waiting):
+                    one.error = RefusedError(500, FAILED)
+                self.running.clear()
+                self.waiting.clear()
+            self.batch = RunningBatch(self.policy, self.rows)
 
     def _remove(self) -> None:
-        with self.lock:
-            for one in [one for one in self.running if one.response.finished or one.cancelled]:
-                self.batch.leave(one.response)
-                self.running.remove(one)
-            self.waiting = deque(one for one in self.waiting if not one.cancelled)
-
-    def fail(self, error: RefusedError) -> None:
-        """End all responses with an error; the next ones start with an empty batch."""
-        with self.lock:
-            failed, self.running = [*self.running, *self.waiting], []
-            self.waiting.clear()
-        self.batch = RunningBatch(self.policy, self.rows)
-        for one in failed:
-            one.error = error
+        for one in [one for one in self.running if one.finished or one.cancelled]:
+            self.batch.leave(one)
+            self.running.remove(one)
+        self.waiting = deque(one for one in self.waiting if not one.cancelled)
 
 
 class ModelThread:
     """Runs models, at most `rows` responses of each at a time; up to `limit` more wait.
 
-    models: a context, entered in the thread with `rows`, that loads them. most_tokens: the largest max_tokens of a request.
+    most_tokens: the largest max_tokens of a request. context: in which the models run.
     """
 
-    def __init__(self, models: Loader, rows: int, limit: int, most_tokens: int):
-        self.rows, self.limit, self.most_tokens = rows, limit, most_tokens
-        self.changed = threading.Condition()  # there is work, or an end to it; its lock guards what follows
-        self.queues: dict[str, Queue] = {}
-        self.calls: deque[tuple[Future, Callable[..., Any], tuple]] = deque()
-        self.ended = False
-        loaded: Future[Models] = Future()
-        self.thread = threading.Thread(target=self._run, args=(models, loaded), name="models", daemon=True)
-        self.thread.start()
-        self.models = loaded.result()
+    def __init__(
+        self,
+        models: Models,
+        rows: int,
+        limit: int,
+        most_tokens: int,
+        context: AbstractContextManager[Any] | None = None,
+    ):
+        self.models, self.rows, self.limit, self.most_tokens = models, rows, limit, most_tokens
+        self.lock = threading.Lock()  # of what follows
+        self.queues = {name: Queue(one.policy, rows, self.lock) for name, one in models.items()}
+        self.calls, self.drawing = 0, False
+        self.context = context or nullcontext()  # kept, since what enters it leaves it when it is collected
+        self.thread = ThreadPoolExecutor(1, "models", self.context.__enter__)
 
     def __len__(self) -> int:
         """The number of responses that run or wait."""
@@ -278,85 +272,48 @@ class ModelThread:
         more, most = Counter(one.model.name for one in generations), self.rows + self.limit
         if max(more.values()) > most:
             raise RefusedError(400, f"{len(generations)} responses at once: want at most {most}")
-        with self._work(any(len(self.queues[name]) + count > most for name, count in more.items())):
+        with self.lock:
+            if any(len(self.queues[name]) + count > most for name, count in more.items()):
+                raise full()
             for one in generations:
                 self.queues[one.model.name].waiting.append(one)
-
-    def cancel(self, generations: Iterable[Generation]) -> None:
-        """Cancel responses that nobody waits for."""
-        with self.changed:
-            for one in generations:
-                one.cancelled = True
-            self.changed.notify()
-
-    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a function that runs between two tokens. Raises: UserError, RefusedError."""
-        future: Future[Any] = Future()
-        with self._work(len(self.calls) >= max(1, self.limit)):
-            self.calls.append((future, function, arguments))
-        return await asyncio.wrap_future(future)
-
-    @contextmanager
-    def _work(self, full: bool) -> Iterator[None]:
-        """A context in which work is added, with which the thread goes on. Raises: RefusedError."""
-        with self.changed:
-            if self.ended:
-                raise RefusedError(500, ENDED)
-            if full:
-                message, more = "the queue is full: try again in a moment", {"retry-after": "1"}
-                raise RefusedError(429, message, code="rate_limit_exceeded", headers=more)
-            yield
-            self.changed.notify()
-
-    def stop(self) -> None:
-        """End the thread after its present step; unfinished responses fail."""
-        with self.changed:
-            self.ended = True
-            self.changed.notify()
-        self.thread.join(timeout=5)
-
-    # ------------------------------------------------------------------------------------------- in the thread
-
-    def _run(self, load: Loader, loaded: Future) -> None:
-        try:
-            with load(self.rows) as models:
-                self.queues = {name: Queue(one.policy, self.rows, self.changed) for name, one in models.items()}
-                loaded.set_result(models)
-                while self._wait():
-                    self._step()
-        except BaseException as error:
-            if loaded.done():
-                say_failure(error)
-            else:
-                loaded.set_exception(error)
-        finally:
-            with self.changed:
-                self.ended = True
-            for queue in self.queues.values():
-                queue.fail(RefusedError(500, ENDED))
-            for future, _, _ in self.calls:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(RefusedError(500, ENDED))
-
-    def _wait(self) -> bool:
-        with self.changed:
-            self.changed.wait_for(lambda: self.ended or self.calls or len(self))
-            return not self.ended
+            if not self.drawing:
+                self.drawing = True
+                self.thread.submit(self._step)
 
     def _step(self) -> None:
-        if self.calls:
-            future, function, arguments = self.calls.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(*arguments))
-                except UserError as error:
-                    future.set_exception(error)
-                except Exception as error:
-                    say_failure(error)
-                    future.set_exception(RefusedError(500, FAILED))
+        """One token of all, then what was called meanwhile, then the next step."""
         for queue in self.queues.values():
             if len(queue):
                 queue.step()
+        with self.lock:
+            self.drawing = len(self) > 0
+            if self.drawing:
+                self.thread.submit(self._step)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function that runs between two tokens. Raises: UserError, RefusedError."""
+        if self.calls >= max(1, self.limit):
+            raise full()
+        self.calls += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            say_failure(error)
+            raise RefusedError(500, FAILED) from None
+        finally:
+            self.calls -= 1
+
+    def stop(self) -> None:
+        """End the thread after its present step."""
+        self.thread.shutdown(cancel_futures=True)
+
+
+def full() -> RefusedError:
+    message, more = "the queue is full: try again in a moment", {"retry-after": "1"}
+    return RefusedError(429, message, code="rate_limit_exceeded", headers=more)
 
 
 def say_failure(error: BaseException) -> None:

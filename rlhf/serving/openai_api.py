@@ -18,14 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.records import Message, Text
 from rlhf.data.splits import prompt_key
-from rlhf.errors import UserError
 from rlhf.serving.models import Chunk, Completion, ModelThread, ServedModel
-from rlhf.serving.security import Receive, RefusedError, Scope, Send
+from rlhf.serving.security import Receive, RefusedError
 
 MOST_RESPONSES = 16  # n
 CHARACTERS = 32  # per token of the context: a longer text is refused before it is encoded, which takes time and memory
 
-Body = dict[str, Any]
+Reply = dict[str, Any]
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 # ------------------------------------------------------------------------------------------- requests
@@ -102,8 +101,6 @@ class ScoreRequest(Strict):
 
 # ------------------------------------------------------------------------------------------- prompts
 
-Prompt = tuple[ServedModel, list[int], tuple]  # a model, tokens, and the key of their responses' random numbers
-
 
 def refuse_long(model: ServedModel, texts: Sequence[str], param: str) -> None:
     """Raises: RefusedError for texts of more characters than the context can hold."""
@@ -112,13 +109,10 @@ def refuse_long(model: ServedModel, texts: Sequence[str], param: str) -> None:
         raise RefusedError(400, message, param, "context_length_exceeded")
 
 
-async def chat_prompt(model: ServedModel, messages: Sequence[Message]) -> Prompt:
-    """A dialogue's tokens, and the key under which `rlhf generate` draws its responses. Raises: RefusedError."""
+async def chat_prompt(model: ServedModel, messages: Sequence[Message]) -> tuple[ServedModel, list[int], tuple]:
+    """A dialogue's tokens, and the key under which `rlhf generate` draws its responses. Raises: RefusedError, UserError."""
     refuse_long(model, [message.content for message in messages], "messages")
-    try:
-        ids = await asyncio.to_thread(encode_prompt, model.tokenizer, messages)
-    except UserError as error:
-        raise RefusedError(400, str(error), "messages") from None
+    ids = await asyncio.to_thread(encode_prompt, model.tokenizer, messages)
     return model, ids, ("generate", prompt_key(messages))
 
 
@@ -128,17 +122,11 @@ async def chat_prompt(model: ServedModel, messages: Sequence[Message]) -> Prompt
 def make_router(thread: ModelThread) -> APIRouter:
     router, started = APIRouter(prefix="/v1"), int(time.time())
 
-    def card(model: ServedModel) -> Body:
-        about = {"id": model.name, "object": "model", "created": started, "owned_by": "rlhf"}
-        return about | {"max_model_len": model.context, "fingerprint": model.policy_id}
-
     @router.get("/models")
-    async def list_models() -> Body:
-        return {"object": "list", "data": [card(model) for model in thread.models.values()]}
-
-    @router.get("/models/{name:path}")
-    async def one_model(name: str) -> Body:
-        return card(thread.find(name))
+    async def list_models() -> Reply:
+        about = {"object": "model", "created": started, "owned_by": "rlhf"}
+        cards = [about | {"id": name, "max_model_len": model.context} for name, model in thread.models.items()]
+        return {"object": "list", "data": cards}
 
     @router.post("/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
@@ -155,20 +143,21 @@ def make_router(thread: ModelThread) -> APIRouter:
             stops=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
             seed=asked.seed,
         )
-        return await respond(Form(completion, asked), request)
+        form = Form(completion, asked)
+        if asked.stream:
+            return stream(completion, form.events())
+        async with freed(completion, request.receive):
+            return JSONResponse(form.whole(await completion.whole()))
 
     @router.post("/score")
-    async def score(asked: ScoreRequest) -> Body:
+    async def score(asked: ScoreRequest) -> Reply:
         model = thread.find(asked.model or next(iter(thread.models)))
         run, prompt = model.run, records_of(asked.prompt)
         refuse_long(model, [message.content for message in prompt], "prompt")
         for response in asked.responses:
             refuse_long(model, [response], "responses")
         messages = [one.model_dump() for one in prompt]
-        try:
-            scores = await thread.call(run.score, [messages] * len(asked.responses), asked.responses, asked.ended)
-        except UserError as error:
-            raise RefusedError(400, str(error), "prompt") from None
+        scores = await thread.call(run.score, [messages] * len(asked.responses), asked.responses, asked.ended)
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
         return {"object": "list", "model": f"{run.folder.name}/reward", "data": data}
 
@@ -184,58 +173,70 @@ class Form:
     def __init__(self, completion: Completion, asked: ChatRequest):
         self.completion, self.asked = completion, asked
         self.model = completion.generations[0].model
-        self.head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": self.model.name,
-            "system_fingerprint": self.model.policy_id,
-        }
+        about = {"model": self.model.name, "system_fingerprint": self.model.policy_id}
+        self.head: Reply = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())} | about
 
-    def usage(self) -> Body:
+    def usage(self) -> Reply:
         read, written = self.completion.prompt_tokens, self.completion.completion_tokens
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    def choice(self, chunk: Chunk, streamed: bool) -> Body:
+    def choice(self, chunk: Chunk, streamed: bool) -> Reply:
         """One choice with its new text."""
-        body: Body = {"index": chunk.place, "finish_reason": chunk.finish, "logprobs": None}
+        one = self.completion.generations[chunk.place]
+        tokens, logprobs = one.tokens[chunk.first : chunk.last], one.logprobs[chunk.first : chunk.last]
+        body: Reply = {"index": chunk.place, "finish_reason": chunk.finish, "logprobs": None}
         if self.asked.logprobs:
-            body["logprobs"] = {"content": self.logprobs(chunk), "refusal": None}
+            texts = map(self.model.spelled, tokens)
+            rows = [
+                {
+                    "token": text,
+                    "logprob": value,
+                    "bytes": None if "�" in text else list(text.encode()),
+                    "top_logprobs": [],
+                }
+                for text, value in zip(texts, logprobs, strict=True)
+            ]
+            body["logprobs"] = {"content": rows, "refusal": None}
         if self.asked.return_token_ids:
-            body["token_ids"] = self.completion.generations[chunk.place].text.ids[chunk.first : chunk.last]
+            body["token_ids"] = tokens
         if not streamed:
             return body | {"message": {"role": "assistant", "content": chunk.text, "refusal": None}}
         return body | {"delta": ({"role": "assistant"} if chunk.first == 0 else {}) | {"content": chunk.text}}
 
-    def logprobs(self, chunk: Chunk) -> list[Body]:
-        response, rows = self.completion.generations[chunk.place].response, []
-        for place in range(chunk.first, chunk.last):
-            text = self.model.spelled(response.tokens[place])
-            row = {"token": text, "logprob": response.logprobs[place], "top_logprobs": []}
-            rows.append(row | {"bytes": None if "�" in text else list(text.encode())})
-        return rows
+    def whole(self, chunks: list[Chunk]) -> Reply:
+        choices = [self.choice(chunk, streamed=False) for chunk in chunks]
+        return self.head | {"object": "chat.completion", "choices": choices, "usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The events of a stream: one per chunk of a response; with the last one the usage, if asked for, and [DONE]."""
+        usage = self.asked.stream_options is not None and self.asked.stream_options.include_usage
+        head = self.head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
+        left = len(self.completion.generations)
+        async for chunk in self.completion.chunks():
+            text = event(head | {"choices": [self.choice(chunk, streamed=True)]})
+            left -= chunk.finish is not None
+            if not left and usage:
+                text += event(head | {"choices": [], "usage": self.usage()})
+            yield text if left else text + "data: [DONE]\n\n"  # in one write
 
 
-def event(body: Body) -> str:
+def event(body: Reply) -> str:
     return f"data: {to_json(body)}\n\n"
 
 
-class EventStream(StreamingResponse):
-    """A response of server-sent events, which frees the places of the completion however it ends.
+def stream(completion: Completion, events: AsyncIterator[str]) -> Response:
+    """A response of server-sent events, which frees the places of the completion however it ends."""
 
-    Unlike starlette's it starts no task group per stream, since that takes time from the models' thread.
-    """
+    async def freeing() -> AsyncIterator[str]:
+        try:
+            async for text in events:
+                yield text
+        except RefusedError as error:
+            yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+        finally:
+            completion.close()
 
-    def __init__(self, completion: Completion, events: AsyncIterator[str]):
-        super().__init__(events, media_type="text/event-stream")
-        self.completion = completion
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with freed(self.completion, receive):
-            try:
-                await self.stream_response(send)
-            except RefusedError as error:
-                told = {"message": str(error), "type": "server_error", "param": None, "code": None}
-                await send({"type": "http.response.body", "body": event({"error": told}).encode()})
+    return StreamingResponse(freeing(), media_type="text/event-stream")
 
 
 @asynccontextmanager
@@ -253,29 +254,3 @@ async def freed(completion: Completion, receive: Receive) -> AsyncIterator[None]
     finally:
         leaving.cancel()
         completion.close()
-
-
-async def respond(form: Form, request: Request) -> Response:
-    """The responses as one body, or as a stream. Their places are freed if the client disconnects."""
-    completion = form.completion
-    if form.asked.stream:
-        return EventStream(completion, events(form))
-    async with freed(completion, request.receive):
-        chunks = await completion.whole()
-    choices = [form.choice(chunk, streamed=False) for chunk in chunks]
-    about = {"object": "chat.completion", "choices": choices, "usage": form.usage(), "seed": completion.seed}
-    return JSONResponse(form.head | about)
-
-
-async def events(form: Form) -> AsyncIterator[str]:
-    """The events of a stream: one per chunk of a response; with the last one the usage, if asked for, and [DONE]."""
-    usage = form.asked.stream_options is not None and form.asked.stream_options.include_usage
-    head = form.head | {"object": "chat.completion.chunk"}
-    tail: Body = {"usage": None} if usage else {}
-    left = len(form.completion.generations)
-    async for chunk in form.completion.chunks():
-        text = event(head | {"choices": [form.choice(chunk, streamed=True)]} | tail)
-        left -= chunk.finish is not None
-        if not left and usage:
-            text += event(head | {"choices": [], "usage": form.usage(), "seed": form.completion.seed})
-        yield text if left else text + "data: [DONE]\n\n"  # in one write

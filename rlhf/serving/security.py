@@ -33,7 +33,7 @@ HEAD_SECONDS = 15.0  # seconds in which a connection must bring a request
 BODY_SECONDS = 30.0  # seconds in which a request's body must arrive
 MOST_CLIENTS = 10_000  # clients in one minute
 CHAT = ("/v1/", "/api/compare", "/api/shading")  # labelers may not use all; scores they never see
-OPEN = ("/", "/favicon.ico", "/api/session")  # open without a token, as is everything below /page/
+OPEN = ("/", "/api/session")  # open without a token, as is everything below /page/
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = [
     (b"content-security-policy", b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -98,39 +98,22 @@ class Access:
 
     def who(self, secret: str | None) -> str | None:
         """The name that a secret belongs to, "" for the operator; every secret is compared, in constant time."""
-        owner = None
-        given = (secret or "").encode()
-        others = [(MANAGER, self.manager), ("", self.settings.token)]
-        for name, known in [*self.labelers.items(), *((name, secret) for name, secret in others if secret)]:
-            if hmac.compare_digest(given, known.encode()):
+        owner, given = None, (secret or "").encode()
+        for name, known in {**self.labelers, MANAGER: self.manager, "": self.settings.token}.items():
+            if known is not None and hmac.compare_digest(given, known.encode()):
                 owner = name
         return owner
-
-
-class Rates:
-    def __init__(self, per_minute: int):
-        self.per_minute, self.start, self.counts = per_minute, time.monotonic(), Counter[str]()
-
-    def wait(self, client: str) -> float:
-        """0 if the client may send a request now; otherwise the seconds until it may."""
-        if (now := time.monotonic()) >= self.start + 60:
-            self.start, self.counts = now, Counter()
-        if self.counts[client] >= self.per_minute or (client not in self.counts and len(self.counts) >= MOST_CLIENTS):
-            return self.start + 60 - now
-        self.counts[client] += 1
-        return 0.0
 
 
 class Guard:
     def __init__(self, app: Any, access: Access):
         self.app, self.access, self.active = app, access, 0
-        self.rates = Rates(access.settings.requests_per_minute)
+        self.minute, self.counts = time.monotonic(), Counter[str]()  # the requests of each client since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(pair for pair in HEADERS if pair[0] not in given)]
+                message["headers"] = [*message["headers"], *HEADERS]
             await send(message)
 
         self.active += 1
@@ -142,6 +125,16 @@ class Guard:
         finally:
             self.active -= 1
 
+    def count(self, client: str) -> None:
+        """Count a client's request. Raises: RefusedError if it has sent too many in this minute."""
+        if (now := time.monotonic()) >= self.minute + 60:
+            self.minute, self.counts = now, Counter()
+        known = client in self.counts or len(self.counts) < MOST_CLIENTS
+        if not known or self.counts[client] >= self.access.settings.requests_per_minute:
+            retry_after = str(max(1, round(self.minute + 60 - now)))
+            raise RefusedError(429, "too many requests: wait a moment", headers={"retry-after": retry_after})
+        self.counts[client] += 1
+
     def check(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raises: RefusedError for a request that must not reach the application."""
         access, settings, path = self.access, self.access.settings, scope["path"]
@@ -152,10 +145,7 @@ class Guard:
         if access.loopback and settings.token is None and LOOPBACK.fullmatch(host) is None:
             raise RefusedError(421, "this server answers to 127.0.0.1 and localhost only")
         who, tab = access.who(session_of(headers)), headers.get("x-tab")
-        client = who if who is not None else str((scope.get("client") or [""])[0])
-        if wait := self.rates.wait(client):
-            retry_after = str(max(1, round(wait)))
-            raise RefusedError(429, "too many requests: wait a moment", headers={"retry-after": retry_after})
+        self.count(who if who is not None else str((scope.get("client") or [""])[0]))
         if who is None and settings.token is None:
             who = ""
         if who is None and not is_open:
@@ -175,9 +165,6 @@ class Guard:
                 raise RefusedError(403, "a request from another site")
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise RefusedError(415, "want a body of the type application/json")
-            length = headers.get("content-length", "0")
-            if not length.isascii() or not length.isdigit() or int(length) > settings.max_body_bytes:
-                raise RefusedError(413, f"the body is too large: at most {settings.max_body_bytes} bytes")
 
 
 def cookie_of(who: str) -> str:
@@ -215,7 +202,7 @@ def bounded(receive: Receive, most: int) -> Receive:
         left -= len(message.get("body", b""))
         more = bool(message.get("more_body"))
         if left < 0:
-            raise HTTPException(413, "the body is too large")
+            raise HTTPException(413, f"the body is too large: at most {most} bytes")
         return message
 
     return limited

@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import httpx
@@ -72,10 +71,10 @@ def thread(gold_run) -> Iterator[Any]:  # noqa: F811
     """The models of the small run, and the thread that draws with them: 8 responses at a time, 16 more wait."""
     from rlhf.serving.models import ModelThread, served_models
 
-    models = partial(served_models, gold_run.config(), gold_run.folder, ["sft", "ppo"])
-    thread = ModelThread(models, 8, 16, 64)
-    yield thread
-    thread.stop()
+    with served_models(gold_run.config(), gold_run.folder, ["sft", "ppo"], 8) as (models, context):
+        thread = ModelThread(models, 8, 16, 64, context)
+        yield thread
+        thread.stop()
 
 
 def access(labelers: Any = None, manager: str | None = None, loopback: bool = True, **changes: Any) -> Any:

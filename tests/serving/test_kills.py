@@ -20,7 +20,6 @@ LABELERS = {name: name * 8 for name in ("anna", "ben", "cleo", "dora")}
 SERVER = """
 import sys
 import uvicorn
-from contextlib import nullcontext
 from rlhf.config.commands import ServeConfig
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, Labelling
@@ -28,7 +27,7 @@ from rlhf.serving.models import ModelThread
 from tests.serving.conftest import access, tasks
 from pathlib import Path
 labelling = Labelling(LabelFile(Path(sys.argv[1])), tasks(5_000), ServeConfig(labels_per_prompt=4), 0)
-app = make_app(ModelThread(lambda rows: nullcontext({{}}), 1, 1, 64), access(labelers={labelers}), labelling)
+app = make_app(ModelThread({{}}, 1, 1, 64), access(labelers={labelers}), labelling)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="critical", access_log=False)
 """
 

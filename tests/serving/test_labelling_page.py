@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import nullcontext
 
 import pytest
 
@@ -23,8 +22,9 @@ def site(tmp_path):
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=3)
     labelling.rules = load_rules("serve.rules", "data/rules.json")
-    thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
-    for address in serving(make_app(thread, access(labelers=SECRETS), labelling, "Be fair.")):
+    thread = ModelThread({}, 1, 1, 64)
+    labelling.instructions = "Be fair."
+    for address in serving(make_app(thread, access(labelers=SECRETS), labelling)):
         yield address, labelling
     thread.stop()
 
@@ -37,11 +37,11 @@ def managed(tmp_path):
     from rlhf.serving.models import ModelThread
 
     labelling = make_labelling(tmp_path / "labels.jsonl", count=4)
-    thread = ModelThread(lambda rows: nullcontext({}), 1, 1, 64)
-    staff = Staff(tmp_path, ["anna", "ben"], "http://127.0.0.1/", tmp_path / "instructions.txt", "Be fair.")
+    thread = ModelThread({}, 1, 1, 64)
+    staff = Staff(tmp_path, ["anna", "ben"], "http://127.0.0.1/", tmp_path / "instructions.txt")
     guard = access(labelers=staff.secrets, manager=staff.manager)
     rounds = Rounds(Config(runs_dir=str(tmp_path / "runs")), tmp_path, "x")
-    for address in serving(make_app(thread, guard, labelling, "", staff, rounds)):
+    for address in serving(make_app(thread, guard, labelling, staff, rounds)):
         yield address, labelling, staff
     thread.stop()
 
@@ -284,7 +284,7 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     cleo.reload()
     task_of(cleo)
     assert not cleo.locator("#rank").get_by_text("Be fair, and kind.").is_visible()
-    again = Staff(staff.folder, ["anna", "ben"], "http://127.0.0.1/", staff.path, "")  # a restart with the same command
+    again = Staff(staff.folder, ["anna", "ben"], "http://127.0.0.1/", staff.path)  # a restart with the same command
     assert again.secrets == {name: staff.secrets[name] for name in ("ben", "cleo")} and again.manager == staff.manager
     assert again.assigned == staff.assigned
     for name in ("labelers.txt", "manager.txt"):

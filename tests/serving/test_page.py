@@ -22,7 +22,8 @@ def site(gold_run, thread, tmp_path_factory):
     sample(gold_run.config("sample.prompts=4", *asked))
     tasks, _ = load_comparisons(str(folder / "tasks" / "tasks.jsonl"), "native")
     labelling = Labelling(LabelFile(folder / "labels.jsonl"), tasks, ServeConfig(labels_per_prompt=2), 0)
-    app = make_app(thread, access(labelers=SECRETS, labelers_chat=True), labelling, "Be fair.")
+    labelling.instructions = "Be fair."
+    app = make_app(thread, access(labelers=SECRETS, labelers_chat=True), labelling)
     for address in serving(app):
         yield address, labelling
 

@@ -11,7 +11,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.serving import managing
 from rlhf.serving.app import PAGE
-from rlhf.serving.security import Guard, Rates
+from rlhf.serving.security import Guard, RefusedError
 from tests.serving.conftest import access
 from tests.stages.test_reward import make_ranking
 
@@ -101,10 +101,12 @@ async def test_sizes_and_rates_have_limits(app):
     assert int(answers[-1].headers["retry-after"]) >= 1
     busy = await behind(app, batch=0, queue=0).get("/v1/models")
     assert busy.status_code == 503 and busy.headers["retry-after"] == "1"
-    rates = Rates(60)
-    for i in range(10_050):
-        rates.wait(str(i))
-    assert len(rates.counts) <= 10_000
+    guard = Guard(None, access())
+    for i in range(10_000):
+        guard.count(str(i))
+    with pytest.raises(RefusedError, match="too many requests"):
+        guard.count("another")
+    assert len(guard.counts) == 10_000
 
 
 def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
