@@ -31,7 +31,10 @@ def reading(what: str, remedy: str) -> Iterator[None]:
     except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of tokenizers is no Exception
-        raise UserError(f"{what} ({reason_of(error)}): {remedy}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own (auto_map in its config.json), which is never run"
+        raise UserError(f"{what} ({reason}): {remedy}") from error
 
 
 def hub_remedy(error: BaseException | None, page: str, otherwise: str) -> str:
@@ -45,10 +48,3 @@ def hub_remedy(error: BaseException | None, page: str, otherwise: str) -> str:
     if kinds & {"RepositoryNotFoundError", "LocalTokenNotFoundError"}:
         return f"{otherwise}; if it is private, set HF_TOKEN to a token that may read it"
     return otherwise
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a library could not load a model or a tokenizer, in one line."""
-    if "trust_remote_code" in str(error):
-        return "it needs code of its own (auto_map in its config.json), which is never run"
-    return (str(error).splitlines() or [type(error).__name__])[0]

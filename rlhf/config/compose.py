@@ -139,20 +139,15 @@ def quoted(word: str) -> str:
     if name in TEXTS.get(group, ()) and value != "null" and value.lstrip()[:1] not in ("", "'", '"', "$"):
         return f"{key}={in_quotes(value)}"
     is_name = key.startswith(("columns.", "words.")) and value[:1] not in ("[", "{")
-    if PLAIN.fullmatch(value) or (not is_name and is_override(word)):
+    if PLAIN.fullmatch(value):
         return word
+    with contextlib.suppress(UserError):
+        if not is_name and parse(word):
+            return word
     if value[0] == "[" and value[-1] == "]":
         items = [item.strip() for item in value[1:-1].split(",")]
         return f"{key}=[{','.join(item if PLAIN.fullmatch(item) else in_quotes(item) for item in items)}]"
     return word if value[0] in "[{" else f"{key}={in_quotes(value)}"
-
-
-def is_override(word: str) -> bool:
-    """Whether Hydra can read it."""
-    with contextlib.suppress(UserError):
-        parse(word)
-        return True
-    return False
 
 
 def parse(text: str) -> Any:

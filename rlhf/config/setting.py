@@ -5,6 +5,7 @@ lr: float = setting(1e-5, "of the policy", above=0, max=10)
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_args
@@ -95,6 +96,13 @@ KINDS: dict[str, tuple[str, Test]] = {
 }  # fmt: skip
 
 
+# The bounds of numbers: in words, and whether one holds.
+BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "min": ("{} or more", operator.ge), "above": ("more than {}", operator.gt),
+    "max": ("at most {}", operator.le), "below": ("less than {}", operator.lt),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a field states of its setting."""
@@ -117,9 +125,10 @@ class Setting:
             return ", or ".join([*choices, *([KINDS[self.kind][0]] if self.kind else [])])
         if self.min is not None and self.max is not None:
             return f"{self.min} to {self.max}"
-        bounds = {f"{self.min} or more": self.min, f"more than {self.above}": self.above}
-        bounds |= {f"at most {self.max}": self.max, f"less than {self.below}": self.below}
-        return " and ".join(words for words, bound in bounds.items() if bound is not None) or "a finite number"
+        return " and ".join(BOUNDS[name][0].format(bound) for name, bound in self.bounds()) or "a finite number"
+
+    def bounds(self) -> list[tuple[str, float]]:
+        return [(name, bound) for name in BOUNDS if (bound := getattr(self, name)) is not None]
 
     def fits(self, value: Any) -> bool:
         if value is None:
@@ -128,13 +137,8 @@ class Setting:
             return value in (self.choices or ()) or (self.kind is not None and KINDS[self.kind][1](value))
         if isinstance(value, str):
             return bool(value.strip())
-        return isinstance(value, bool) or (
-            (isinstance(value, int) or math.isfinite(value))
-            and (self.min is None or value >= self.min)
-            and (self.above is None or value > self.above)
-            and (self.max is None or value <= self.max)
-            and (self.below is None or value < self.below)
-        )
+        within = all(BOUNDS[name][1](value, bound) for name, bound in self.bounds())
+        return within and (isinstance(value, int) or math.isfinite(value))
 
     def problem(self, key: str, value: Any) -> str | None:
         """What is wrong with a value, in words, or None."""

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -43,13 +44,15 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
         yield
     except UserError as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted(interrupted)
     except BrokenPipeError:
         end(NO_READER)
-    except Exception as error:
-        if _signalled_at is not None:  # libraries that import lazily turn KeyboardInterrupt into an error of theirs
-            end_interrupted(interrupted)
+    except (KeyboardInterrupt, Exception) as error:
+        # libraries that import lazily turn KeyboardInterrupt into an error of theirs
+        if isinstance(error, KeyboardInterrupt) or _signalled_at is not None:
+            if is_first():
+                with contextlib.suppress(OSError):
+                    write(f"\nrlhf: {interrupted}\n", sys.stderr)
+            end(INTERRUPTED)
         if lost_another(error):
             time.sleep(REPORT_SECONDS)  # so that the launcher can name it and stop this process
             fail("another process of this launch has ended: see its own message or the launcher's")
@@ -57,13 +60,6 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
             fail(message)
         let_first_rank_report()
         raise
-
-
-def end_interrupted(message: str) -> NoReturn:
-    if is_first():
-        with contextlib.suppress(OSError):
-            write(f"\nrlhf: {message}\n", sys.stderr)
-    end(INTERRUPTED)
 
 
 def describe(error: Exception) -> str | None:
@@ -136,11 +132,8 @@ def interrupt_on_signals(message: str = "interrupted") -> None:
         os._exit(INTERRUPTED)
 
     def interrupt() -> None:
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<frozen importlib"):
-                leave_now()
-            frame = frame.f_back
+        if any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in traceback.walk_stack(None)):
+            leave_now()
         raise KeyboardInterrupt
 
     def dropped(error: Any) -> None:
