@@ -255,12 +255,10 @@ def join_rankings(
             continue
         key = repr([(m.role, m.content) for m in record.prompt])
         same = items_of.setdefault(key, [])
-        joined = list(dict.fromkeys([*(same[-1].answers if same else ()), *answers]))
-        if same and len(joined) <= MOST_ANSWERS:
-            same[-1].answers = joined
-        else:  # the newest item would grow too large
-            same.append(Item(f"{key}#{len(same)}" if same else key, [], [], record, list(dict.fromkeys(answers))))
+        if not same or len({*same[-1].answers, *answers}) > MOST_ANSWERS:
+            same.append(Item(f"{key}#{len(same)}" if same else key, [], [], record))
         item = same[-1]
+        item.answers = list(dict.fromkeys([*item.answers, *answers]))
         place = {answer: i for i, answer in enumerate(item.answers)}
         ordered = sorted({(place[answers[i]], place[answers[j]]) for i, j in pairs})
         item.judgements.append(Judgement(record.labeler, ordered, weight))
@@ -269,15 +267,12 @@ def join_rankings(
     for item in chain.from_iterable(items_of.values()):
         assert item.record is not None
         encoded = encode(item.record.prompt, item.answers)
-        if encoded is None:
-            unpaired += len(item.judgements)
-        else:
-            item.rows, item.lengths = encoded
-            for judgement in item.judgements:  # answers that are equal up to where they are cut teach nothing
-                judgement.pairs = [(i, j) for i, j in judgement.pairs if item.rows[i] != item.rows[j]]
-            unpaired += sum(not judgement.pairs for judgement in item.judgements)
-            if any(judgement.pairs for judgement in item.judgements):
-                items.append(item)
+        item.rows, item.lengths = encoded or ([], [])
+        for judgement in item.judgements:  # answers that are equal up to where they are cut teach nothing
+            judgement.pairs = [(i, j) for i, j in judgement.pairs if encoded and item.rows[i] != item.rows[j]]
+        unpaired += sum(not judgement.pairs for judgement in item.judgements)
+        if any(judgement.pairs for judgement in item.judgements):
+            items.append(item)
     return items, unpaired
 
 

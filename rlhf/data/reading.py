@@ -48,7 +48,6 @@ from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line, say
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
-_SHOWN_PROBLEMS = 5
 
 
 def read_rows(source: Source) -> Iterator[Row]:
@@ -182,10 +181,9 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         source.records.update(record.kind for record in made)
         records += [record.read_from(source.name) for record in made]
     if rejects:
-        first = "; ".join(str(reject) for reject in rejects[:_SHOWN_PROBLEMS])
-        more = "; …" if len(rejects) > _SHOWN_PROBLEMS else ""
+        first = "; ".join([*map(str, rejects[:5]), *(["…"] if len(rejects) > 5 else [])])
         count = sum(file.rows for file in files)
-        raise UserError(f"{len(rejects)} of {count} rows cannot be used: correct or remove them: {first}{more}")
+        raise UserError(f"{len(rejects)} of {count} rows cannot be used: correct or remove them: {first}")
     return records, files
 
 
@@ -200,14 +198,12 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
         key = prompt_key(record.prompt)
         if key in prompt_of:
             continue
-        if isinstance(record, PromptRecord):
-            prompt_of[key] = record
-            continue
-        kept = {"group": record.metadata.get("group"), "split": given_split(record)}
-        kept["reference"] = record.response if isinstance(record, Demonstration) else None
-        metadata = {name: value for name, value in kept.items() if value is not None}
-        made = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata)
-        prompt_of[key] = made.read_from(record.file)
+        if not isinstance(record, PromptRecord):
+            kept = {"group": record.metadata.get("group"), "split": given_split(record)}
+            kept["reference"] = record.response if isinstance(record, Demonstration) else None
+            metadata = {name: value for name, value in kept.items() if value is not None}
+            record = PromptRecord(id=record.id, prompt=record.prompt, metadata=metadata).read_from(record.file)
+        prompt_of[key] = record
     return list(prompt_of.values())
 
 
