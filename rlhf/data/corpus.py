@@ -250,7 +250,7 @@ class PackedCorpus:
             corpus = cls.load(path / "corpus")
         except UserError as error:
             raise UserError(f"{setting}: needs the packed corpus of {path}: {error}") from None
-        if corpus.tokenizer_hash != tokenizer_hash(tokenizer):
+        if corpus.meta["tokenizer"] != tokenizer_hash(tokenizer):
             raise UserError(f"{setting}: the corpus of {path} was packed with another tokenizer: {remedy}")
         return corpus
 
@@ -267,10 +267,6 @@ class PackedCorpus:
             if came != size:
                 raise UserError(f"{file}: has {came} bytes, meta.json says {size}: pack the corpus again")
         return cls(folder, meta)
-
-    @property
-    def tokenizer_hash(self) -> str:
-        return self.meta["tokenizer"]
 
     @property
     def separator(self) -> int:

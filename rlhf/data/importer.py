@@ -131,7 +131,7 @@ class Importer:
         """
         given = given_split(record)
         if given is not None and given not in SPLITS:
-            if format == "native" or record.metadata.get("split") is None or "source_split" in record.metadata:
+            if format == "native" or record.metadata.get("split") is None:
                 raise BadRow("split", f"got {shown(given)}, want one of {', '.join(SPLITS)}, or null")
             metadata = {key: value for key, value in record.metadata.items() if key != "split"}
             record = record.model_copy(update={"metadata": metadata | {"source_split": given}})

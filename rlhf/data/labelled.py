@@ -119,8 +119,6 @@ def classes_of(examples: list[Example], columns: Columns) -> list[str]:
     if not columns.choices:
         return labels
     count = len(examples[0].rows)
-    if count < 2:
-        raise UserError("classify.choices gives one choice: name a column for each, or one that holds lists")
     lowest = 1 if str(count) in labels and "0" not in labels else 0
     classes = [str(lowest + i) for i in range(count)]
     for one in examples:

@@ -6,7 +6,6 @@ a damaged array or table ends with a UserError that names the place.
 
 import codecs
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -45,7 +44,7 @@ from rlhf.data.tables import read_columns, read_delimited, read_sheet
 from rlhf.errors import UserError, hub_remedy
 from rlhf.system.files import read_json
 from rlhf.system.schemas import first_problem, shown
-from rlhf.system.terminal import one_line, say
+from rlhf.system.terminal import one_line
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
 
@@ -75,7 +74,6 @@ def _read_hub(name: str) -> Iterator[Row]:
 
     Raises: UserError if there is no such data set.
     """
-    say(f"rlhf: {name}: no such file or folder: taken for a hub id (owner/name)", sys.stderr)
     import datasets
 
     try:

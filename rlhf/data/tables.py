@@ -31,10 +31,10 @@ _CELL = re.compile(rb'(?:\w+:)?c [^>]*?\br="([A-Z]{1,3})(\d{1,7})"')
 def check_header(cells: Sequence[Any], place: str) -> list[str]:
     """The names of the columns, without white space around them. Raises: UserError if one is empty or appears twice."""
     names = ["" if cell is None else str(cell).strip() for cell in cells]
-    empty = [str(i) for i, one in enumerate(names, start=1) if not one]
-    if empty:
-        where = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
-        raise UserError(f"{place}: column {where} without a name in the header: want a name for each column")
+    if "" in names:
+        raise UserError(
+            f"{place}: column {names.index('') + 1} without a name in the header: want a name for each column"
+        )
     if (twice := first_repeat(names)) is not None:
         raise UserError(f'{place}: the header names "{twice}" twice: rename one of these columns')
     return names

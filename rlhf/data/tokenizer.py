@@ -165,8 +165,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
-        came = "no tokenizer.json in it" if folder.is_dir() else "no such folder"
-        raise UserError(f"{folder}: {came}: want a tokenizer's folder, as `rlhf tokenizer` writes it")
+        raise UserError(f"{folder}: no tokenizer.json there: want a tokenizer's folder, as `rlhf tokenizer` writes it")
     what, source = f"{folder}/tokenizer.json: not a readable tokenizer", {"pretrained_model_name_or_path": str(folder)}
     tokenizer = open_tokenizer(PreTrainedTokenizerFast, what, "make it again", local_files_only=True, **source)
     if tokenizer.pad_token_id is None:

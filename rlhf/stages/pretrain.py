@@ -153,7 +153,7 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int
                 stage.say(
                     f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again"
                 )
-            elif corpus.tokenizer_hash == tokenizer_hash(tokenizer):
+            elif corpus.meta["tokenizer"] == tokenizer_hash(tokenizer):
                 return
         with Progress(None, "pretrain: packing", unit="token") as bar:
             pack(stage.config, tokenizer, length, folder, bar)

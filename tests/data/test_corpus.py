@@ -92,7 +92,7 @@ def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
     assert packed.token_count("train") == sum(len(encode_texts(tokenizer, [text])[0]) + 1 for text in train)
     assert calls[-1] == (400, sum(len(encode_texts(tokenizer, [text])[0]) for text in DOCUMENTS))
-    assert packed.tokenizer_hash == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
+    assert packed.meta["tokenizer"] == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
     assert packed.tokens("train").dtype == np.uint16
 
 
