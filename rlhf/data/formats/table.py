@@ -48,8 +48,6 @@ from rlhf.system.terminal import one_line
 
 MISSING = object()  # no such path; an existing null is None
 WANTS = "any rows, with their columns named by columns.*"
-# By kind: the columns that become fields of the record; in the other kinds they are metadata.
-_FIELDS = {"demonstration": ("labeler",), "prompt": ("user",), "ranking": ("created", "labeler")}
 _IN_WORDS = "a, b or tie, in words or as a column's name"
 _NOBODY = "nobody judged this row, remove it or fill it in"
 _SAY_WORDS = "say what each means with words.first=… words.second=… words.tie=…"
@@ -194,17 +192,19 @@ class ColumnMap:
         judgements = list(self._rankings(row))
         kind = "ranking" if judgements else "demonstration" if self.paths["response"] else "prompt"
         rest = other_keys(row, *(path for paths in self.paths.values() for path in paths))
-        about = {key: str(v) for key in ("user", "created", "labeler") if (v := self.one(row, key)) is not None}
-        if (seconds := as_number(about.get("created"))) is not None:  # since 1970, or milliseconds
-            about["created"] = datetime.fromtimestamp(seconds / (1000 if seconds > 1e11 else 1), UTC).isoformat()
-        name = self.one(row, "id")
-        common: dict[str, Any] = {"kind": kind, "prompt": self._prompt(row), "id": None if name is None else str(name)}
-        common |= {key: about.pop(key) for key in _FIELDS[kind] if key in about}
+        # of these a record moves to its metadata what it has no field for
+        named = {
+            key: value for key in ("id", "user", "created", "labeler") if (value := self.one(row, key)) is not None
+        }
+        common: dict[str, Any] = {key: str(value) for key, value in named.items()}
+        if (seconds := as_number(common.get("created"))) is not None:  # since 1970, or milliseconds
+            common["created"] = datetime.fromtimestamp(seconds / (1000 if seconds > 1e11 else 1), UTC).isoformat()
+        common |= {"kind": kind, "prompt": self._prompt(row)}
         if kind == "demonstration":
             common["response"] = _text(value_at(row, path := self.paths["response"][0]), path)
         for judgement in judgements or [{"metadata": {}}]:
-            record = common | judgement | {"metadata": about | judgement["metadata"] | rest}
-            if len(self.paths["winner"]) > 1 and record["id"] is not None:
+            record = common | judgement | {"metadata": judgement["metadata"] | rest}
+            if len(self.paths["winner"]) > 1 and "id" in record:
                 record["id"] = f"{record['id']}:{judgement['labeler']}"
             yield record
 
