@@ -59,8 +59,6 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], s
     return figure(ratio, None, round(total)) | {"ci95": [round(centre - half, 4), round(centre + half, 4)]}
 
 
-# --- counting --------------------------------------------------------------------------------------------------------
-
 # The columns that say what a value is about: responses i < j of an item for a verdict; i, -1 for a rating.
 _SLOT = ["item", "i", "j"]
 _RATING = -1

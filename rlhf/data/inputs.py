@@ -192,9 +192,6 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
             yield from _files_below(path, suffixes, imports, root)
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):

@@ -13,6 +13,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,11 +67,9 @@ def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iter
     record: list[str] = []  # its lines
 
     def lines() -> Iterator[str]:
-        line = first
-        while line:
+        for line in chain([first], iter(lambda: text.readline(MAX_RECORD_BYTES), "")):
             record.append(line)
             yield line
-            line = text.readline(MAX_RECORD_BYTES)
 
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] = []

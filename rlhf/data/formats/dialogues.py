@@ -120,9 +120,6 @@ def from_mt_bench(row: Values) -> Made:
     yield {"kind": "prompt", "prompt": first, "metadata": other_keys(row, "turns") | more}
 
 
-# --- hh --------------------------------------------------------------------------------------------------------------
-
-
 def _hh_text(text: str) -> str:
     return "\n\n" + text.lstrip()
 
@@ -172,9 +169,6 @@ def from_hh(row: Values) -> Made:
         scores = {name: number(score, "score") for name, score in zip("ab", row["score"], strict=True)}
         made["ranking"] = ranking_of(scores, best="highest")
     yield made
-
-
-# --- trl -------------------------------------------------------------------------------------------------------------
 
 
 def is_prompt_alone(row: Values) -> bool:
@@ -234,9 +228,6 @@ def from_trl(row: Values) -> Made:
         yield {"kind": "prompt", "prompt": with_system(system, prompt), "user": user, "metadata": inner | rest}
 
 
-# --- pairs, choices --------------------------------------------------------------------------------------------------
-
-
 def pair_keys(row: Values) -> tuple[str, str, str] | None:
     """Which keys hold the prompt, the better and the worse answer."""
     asked = ("prompt", "question", "instruction", "input")
@@ -269,9 +260,6 @@ def from_choices(row: Values) -> Made:
     responses = [{"id": i, "text": text} for i, text in zip(names, texts, strict=True)]
     rest = other_keys(row, "prompt", *_JUDGED, "system")
     yield judged_record(prompt, responses, rest, ranking=[names[:count], names[count:]])
-
-
-# --- kto -------------------------------------------------------------------------------------------------------------
 
 
 def has_one_answer(row: Values) -> bool:

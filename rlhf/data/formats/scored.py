@@ -91,8 +91,6 @@ def from_webgpt(row: Values) -> Made:
     yield judged_record(question["full_text"], responses, metadata, ranking=ranking_of(scores, best="highest"))
 
 
-# --- OpenAI's summarisation labels -------------------------------------------------------------------------------------
-
 _SHOWN = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: ", "article": "Article:\n\n"}
 
 
@@ -122,9 +120,6 @@ def from_openai_comparisons(row: Values) -> Made:
     rest = other_keys(row, "info", "summaries", "summary", "choice", "worker", "split")
     rest |= {key: value for key, value in about.items() if value is not None}
     yield judged_record(prompt, responses, rest, labeler=row.get("worker"), **made)
-
-
-# --- QA-Feedback -------------------------------------------------------------------------------------------------------
 
 
 def from_qa_feedback(row: Values) -> Made:
@@ -216,17 +211,16 @@ def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
             held[key] = row
             below.setdefault(parent, []).append(key)
     for root in below.get(None, []):
-        place = held[root]
+        keys = [root]
+        for key in keys:
+            keys += below.get(key, [])
+        tree = {key: held.pop(key) for key in keys}
         nodes: dict[str, dict[str, Any]] = {}
-        waiting = [root]
-        while waiting:
-            key = waiting.pop()
-            # a row of a table has every key, many of them empty
-            nodes[key] = {k: v for k, v in held.pop(key).value.items() if k == "text" or not is_empty(v)}
-            waiting += below.get(key, [])
+        for key, row in tree.items():  # a row of a table has every key, many of them empty
+            nodes[key] = {name: value for name, value in row.value.items() if name == "text" or not is_empty(value)}
         for key, node in nodes.items():
             node["replies"] = [nodes[reply] for reply in below.get(key, [])]
-        yield Row(place.file, place.line, place.number, nodes[root])
+        yield tree[root]._replace(value=nodes[root], raw=None)
     for row in held.values():
         parent = shown(row.value.get("parent_id"))
         problem = f"parent_id: got {parent}, whose tree has no first message: add it, or remove this one"

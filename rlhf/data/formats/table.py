@@ -85,9 +85,6 @@ def normal(value: Any) -> str:
     return str(value).strip().casefold() if value_as_number is None else f"{value_as_number:.15g}"
 
 
-# --- the settings ----------------------------------------------------------------------------------------------------
-
-
 def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
     """The format that these settings describe. Raises: UserError with every setting that is missing or does not fit."""
     paths = {one.name: tuple(map(str, listed(getattr(columns, one.name)))) for one in fields(columns)}
@@ -158,9 +155,6 @@ def _ask_for_words(unread: list[Any]) -> str:
     example = shlex.join(f"words.{side}={word}" for side, (word, _) in zip(("first", "second"), counts, strict=False))
     remedy = f"say what each means, for example with {example} (and words.tie=… for a tie)"
     return f"got {', '.join(words)}: {remedy if len(counts) > 1 else _SAY_WORDS}"
-
-
-# --- a row -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -299,8 +293,6 @@ def _responses(cells: Mapping[str, Any]) -> list[dict[str, Any]]:
     named = zip(letters(len(cells)), cells.items(), strict=True)
     return [{"id": name, "text": "" if value is None else _text(value, path)} for name, (path, value) in named]
 
-
-# --- the proposed column map -----------------------------------------------------------------------------------------
 
 _PROMPT = re.compile("prompt|instruction|question|query|request|input|frage|^q$", re.I)
 _ANSWER = re.compile("answer|response|completion|output|reply|summary|antwort|chosen|reject", re.I)
