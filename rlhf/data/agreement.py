@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 MAX_LABELERS = 50  # labelers per pair of responses that are compared two by two; the others are left out
 LEAST_ITEMS = 10  # of fewer no interval is given
 _SHOWN = 20  # labelers on the screen
-_LINES = (  # title, figure, whether a share, its count, the unit of the count
-    ("pairwise agreement", "pairwise", True, "pairs", "comparisons"),
-    ("Krippendorff's alpha", "krippendorff_alpha", False, "pairs", "pairs of responses"),
-    ("Krippendorff's alpha of ratings", "krippendorff_alpha_ratings", False, "responses", "responses"),
+_LINES = (  # title, figure, its form, its count, the unit of the count
+    ("pairwise agreement", "pairwise", ".1%", "pairs", "comparisons"),
+    ("Krippendorff's alpha", "krippendorff_alpha", ".3f", "pairs", "pairs of responses"),
+    ("Krippendorff's alpha of ratings", "krippendorff_alpha_ratings", ".3f", "responses", "responses"),
 )
 
 
@@ -216,6 +216,10 @@ def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
     return _pairwise(_couples(said[said.j >= 0]))
 
 
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
 def describe(report: dict[str, Any]) -> list[str]:
     """The figures of a report as lines for the screen."""
     people = f"{report['labelers']:,} labelers" + (f", {report['unnamed']:,} unnamed" if report["unnamed"] else "")
@@ -223,23 +227,19 @@ def describe(report: dict[str, Any]) -> list[str]:
     lines = [f"agreement: {shared} ({people})"]
     if not report["items_shared"]:
         return lines
-    for title, name, is_share, count, unit in _LINES:
+    for title, name, form, count, unit in _LINES:
         figure = report[name]
-        value, interval = figure["value"], figure.get("ci95")
-        if value is None and not figure[count] and name == "krippendorff_alpha_ratings":
-            continue  # most labels have no ratings
-        cell = "-" if value is None else f"{value:.1%}" if is_share else f"{value:.3f}"
-        cell += f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
-        lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}")
+        if figure[count] or name != "krippendorff_alpha_ratings":  # most labels have no ratings
+            interval = figure.get("ci95")
+            cell = _cell(figure["value"], form) + (f" ({interval[0]:.1%} to {interval[1]:.1%})" if interval else "")
+            lines.append(f"  {title:<31} {cell:<24} {figure[count]:,} {unit}")
     table = report["by_labeler"]
     if table:
         lines.append(f"  {'labeler':<24} {'items':>7} {'with others':>11} {'agreement':>9} {'ties':>6} {'seconds':>7}")
     for name, row in list(table.items())[:_SHOWN]:
-        agreement, ties = ("-" if row[key] is None else f"{row[key]:.1%}" for key in ("agreement", "tie_rate"))
-        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f}"
-        lines.append(
-            f"  {one_line(name, 24):<24} {row['items']:>7,} {row['items_shared']:>11,} {agreement:>9} {ties:>6} {seconds:>7}"
-        )
+        counts = f"{row['items']:>7,} {row['items_shared']:>11,} {_cell(row['agreement'], '.1%'):>9}"
+        more = f"{_cell(row['tie_rate'], '.1%'):>6} {_cell(row['seconds'], '.1f'):>7}"
+        lines.append(f"  {one_line(name, 24):<24} {counts} {more}")
     if len(table) > _SHOWN:
         lines.append(f"  … and {len(table) - _SHOWN:,} more labelers in the report")
     return lines

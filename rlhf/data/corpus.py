@@ -286,10 +286,7 @@ class PackedCorpus:
         return np.memmap(self.path / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
 
     def blocks(self, split: str, context_length: int) -> "Blocks":
-        """The split as full blocks of `context_length` tokens; the incomplete rest is left out.
-
-        Raises: UserError if the split has less than one block.
-        """
+        """The split as full blocks of `context_length` tokens, without the rest. Raises: UserError if it has less than one block."""
         if self.token_count(split) < context_length:
             remedy = "raise data.held_out" if split == "heldout" else "add text"
             came = f"{split} has {self.token_count(split)} tokens, less than one block of {context_length}"
@@ -320,10 +317,7 @@ class Blocks(torch.utils.data.Dataset):
 
 
 def document_positions(tokens: Tensor, separator: int) -> Tensor:
-    """Position of each token (B, T) within its document, which ends with a separator.
-
-    Positions that restart separate the documents of a block: attention does not cross them.
-    """
+    """Position of each token (B, T) within its document, which ends with a separator. Attention does not cross a restart."""
     index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))
     return index - torch.where(starts, index, 0).cummax(1).values
@@ -348,10 +342,7 @@ Part = tuple[str, float, PackedCorpus]  # a source's name, its weight, and its t
 
 
 def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
-    """The source of each of `count` blocks: the one furthest behind its share.
-
-    After i blocks each source has contributed weight / sum(weights) * i blocks, within one block.
-    """
+    """The source of each of `count` blocks: the one furthest behind its share, weight / sum(weights) of the blocks so far."""
     total, given = sum(weights), [0] * len(weights)
     for i in range(1, count + 1):
         chosen = max(range(len(weights)), key=lambda s: weights[s] / total * i - given[s])

@@ -52,15 +52,11 @@ def train_tokenizer(
     The time of training is proportional to the text times the longest word, so runs longer than LONGEST_WORD are
     split. A signal stops it at once.
 
-    Raises: UserError if `vocab_size` is too small.
     Source: Radford et al. 2019, section 2.2.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if vocab_size < smallest:
-        raise UserError(f"tokenizer.vocab_size is {vocab_size}: want at least {smallest} (256 bytes, 6 special tokens)")
     backend = Tokenizer(models.BPE())
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if single_digits:
