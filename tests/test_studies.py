@@ -133,9 +133,9 @@ def test_an_outlier_does_not_move_the_fit_and_the_bootstrap_covers_the_truth():
     runs = made_up(law, noise=2e-4)
     spoilt = [runs[0]._replace(loss=runs[0].loss * 1.2), *runs[1:]]
     assert S["scaling"].fit_law(spoilt, False, law).a == pytest.approx(law.a, abs=0.03)
-    curve = S["fitting"].fit_parabola([1e3, 1e4, 1e5], [2.0, 1.0, 2.0])
+    curve = S["scaling"].fit_parabola([1e3, 1e4, 1e5], [2.0, 1.0, 2.0])
     assert curve.minimum == pytest.approx(1e4) and np.polyval(curve, np.log(1e4)) == pytest.approx(1.0)
-    assert S["fitting"].fit_parabola([1e3, 1e4, 1e5], [1.0, 2.0, 1.0]).minimum is None
+    assert S["scaling"].fit_parabola([1e3, 1e4, 1e5], [1.0, 2.0, 1.0]).minimum is None
 
 
 def test_candidates_of_a_run_have_learned_and_true_scores(gold_run):  # noqa: F811

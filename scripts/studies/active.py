@@ -13,33 +13,42 @@ and compares its true win rate over SFT with that of the first one.
 
 import math
 from contextlib import redirect_stdout
-from copy import copy
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness import draw, is_complete, make_cells, mean_interval, over_seeds, parse, read, run, show, spaced, table
+import harness
 
+from rlhf.config.compose import compose_config
+from rlhf.config.precision import inference
+from rlhf.data.encoding import join_rankings
+from rlhf.data.reading import load_comparisons
+from rlhf.data.storage import to_line
+from rlhf.evaluation.scoring import (
+    accuracy,
+    choose_prompts_by,
+    held_out_labelers,
+    judged_pairs,
+    load_judge,
+    score_each,
+    value_tasks,
+)  # fmt: skip
 from rlhf.recipe import STAGES
+from rlhf.training.setup import set_up
 
 FIRST, STEPS = 125, {"random": 3, "uncertain": 2, "disagreement": 2}  # the number of prompts doubles so often
 TAKEN = ("world", "tokenizer", "pretrain", "sft")
 MEMBERS, POOL, RANDOM, DEMONSTRATIONS = 3, 4, 0.25, 64
 SETTINGS = (
-    "gold.comparison_prompts=1600",
-    "reward.audit=0",
-    "reward.calibration_samples=64",
-    "round.later_reward_epochs=null",
-)
+    "gold.comparison_prompts=1600", "reward.audit=0", "reward.calibration_samples=64", "round.later_reward_epochs=null",
+)  # fmt: skip
 
 
 class Study:
     """One seed: its labelled prompts, and reward models on parts of them."""
 
     def __init__(self, asked: Any, seed: int, parent: Path):
-        from rlhf.data.reading import load_comparisons
-
         self.out, self.seed = asked.out, seed
         taken = [f"parents.{stage}='{parent / stage}'" for stage in TAKEN]
         self.shared = [*asked.overrides, *SETTINGS, *taken, f"runs_dir='{asked.out}'", "tracking=jsonl"]
@@ -54,97 +63,73 @@ class Study:
         for record in self.records:
             if record.metadata["split"] == "train":
                 by_prompt.setdefault(record.id.rpartition("-labeler")[0], []).append(record)
-        self.prompts = list(
-            by_prompt.values()
-        )  # the rankings of each prompt, in the order of the world, which is random
+        self.prompts = list(by_prompt.values())  # each one's rankings, in the world's order, which is random
 
     def run(self, stage: str, name: str, seed: int, *more: str) -> Path:
         """A stage in this process, unless it is complete: most take seconds, of which a process of its own would take as many."""
         home = self.out / name
-        if not is_complete(home / stage):
+        if not harness.is_complete(home / stage):
             with (self.out / "active.log").open("a", encoding="utf-8") as log, redirect_stdout(log):
                 import_module(STAGES[stage].module).run(self.config(name, seed, *more))
         return home
 
     def train(self, name: str, chosen: list[int], member: int = 0) -> Path:
         """A reward model on the rankings of these prompts, calibrated as usual; the held-out rankings are the same for all."""
-        from rlhf.data.storage import to_line
-
         name, path = f"{name}-seed{self.seed}", self.out / f"{name}-seed{self.seed}.jsonl"
         kept = [record for place in chosen for record in self.prompts[place]]
         kept += [record for record in self.records if record.metadata["split"] != "train"]
         path.write_text("".join(map(to_line, kept)), encoding="utf-8")
-        suffix = f"-member{member}" if member else ""
-        return self.run(
-            "reward",
-            name + suffix,
-            self.seed + 100 * member,
-            f"data.comparisons='{path}'",
-            f"parents.label='{self.out}/pool-seed{self.seed}/label'",
-        )
+        name, seed = f"{name}-member{member}" if member else name, self.seed + 100 * member
+        labels = f"parents.label='{self.out}/pool-seed{self.seed}/label'"
+        return self.run("reward", name, seed, f"data.comparisons='{path}'", labels)
 
     def config(self, name: str = "", seed: int | None = None, *more: str) -> Any:
-        from rlhf.config.compose import compose_config
-
         own = [f"run={name or f'pool-seed{self.seed}'}", f"seed={self.seed if seed is None else seed}"]
         return compose_config([*self.shared, *own, *more])
 
     def choose(self, how: str, models: list[Path], chosen: list[int], count: int) -> list[int]:
         """`count` more prompts: of POOL times as many that are not labelled yet, in their order."""
-        from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
-
         free = [place for place in range(len(self.prompts)) if place not in set(chosen)]
-        free = free[: count * (POOL if how != "random" else 1)]
-        tasks = [self.prompts[place][0] for place in free]
-        values = (
-            [0.0] * len(tasks) if how == "random" else value_tasks(self.config(), tasks, how, [str(m) for m in models])
-        )
-        keys = [task.id for task in tasks]
-        return [
-            free[place]
-            for place in choose_prompts_by(values, keys, count, RANDOM if how != "random" else 1.0, self.seed)
-        ]
+        pool, share = (1, 1.0) if how == "random" else (POOL, RANDOM)
+        tasks = [self.prompts[place][0] for place in free[: count * pool]]
+        values = [0.0] * len(tasks)
+        if how != "random":
+            values = value_tasks(self.config(), tasks, how, [str(model) for model in models])
+        return [free[i] for i in choose_prompts_by(values, [task.id for task in tasks], count, share, self.seed)]
 
     def accuracy(self, home: Path) -> dict[str, float]:
         """On the pairs of test prompts, by the labelers whose rankings train; and loss in nats per pair."""
-        from rlhf.config.precision import inference
-        from rlhf.data.encoding import join_rankings
-        from rlhf.evaluation.scoring import accuracy, held_out_labelers, judged_pairs, load_judge, score_each
-        from rlhf.training.setup import set_up
-
-        path = home / "test.json"
-        if not path.exists():
-            config = self.config()
-            device = set_up(config)
-            strangers = held_out_labelers(config, self.records)
-            test = [r for r in self.records if r.metadata["split"] == "test" and r.labeler not in strangers]
-            with inference(config, device):
-                _, model, encode = load_judge(config, str(home), "active", device)
-                items, _ = join_rankings(test, encode)
-                pairs = judged_pairs(items, score_each(model, items))
-            gain = read(home / "reward" / "stage.json")["summary"]["gain"]
-            loss = sum(math.log1p(math.exp(-pair.margin / gain)) for pair in pairs) / len(pairs)
-            from rlhf.system.files import write_json
-
-            write_json(path, {"accuracy": accuracy(pairs)["value"], "loss": loss, "pairs": len(pairs)})
-        return read(path)
+        config = self.config()
+        device = set_up(config)
+        strangers = held_out_labelers(config, self.records)
+        test = [r for r in self.records if r.metadata["split"] == "test" and r.labeler not in strangers]
+        with inference(config, device):
+            _, model, encode = load_judge(config, str(home), "active", device)
+            items, _ = join_rankings(test, encode)
+            pairs = judged_pairs(items, score_each(model, items))
+        gain = harness.read(home / "reward" / "stage.json")["summary"]["gain"]
+        loss = sum(math.log1p(math.exp(-pair.margin / gain)) for pair in pairs) / len(pairs)
+        return {"accuracy": accuracy(pairs)["value"], "loss": loss, "pairs": len(pairs)}
 
     def figures(self) -> dict[str, dict[int, dict[str, float]]]:
         """{arm: {labelled prompts: figures}}."""
+
+        def measured(home: Path, chosen: list[int]) -> dict[str, float]:
+            rankings = {"rankings": sum(len(self.prompts[i]) for i in chosen)}
+            return harness.cached(home / "test.json", lambda: self.accuracy(home)) | rankings
+
         order = list(range(FIRST))
         first = [self.train("first", order, member) for member in range(MEMBERS)]
         found: dict[str, dict[int, dict[str, float]]] = {}
         for how, steps in STEPS.items():
-            chosen, models = list(order), first
-            found[how] = {FIRST: self.accuracy(first[0]) | {"rankings": sum(len(self.prompts[i]) for i in chosen)}}
+            chosen, models = order, first
+            found[how] = {FIRST: measured(first[0], chosen)}
             for step in range(steps):
                 used = models if how == "disagreement" else models[:1]
                 chosen = [*chosen, *self.choose(how, used, chosen, len(chosen))]
                 members = MEMBERS if how == "disagreement" and step + 1 < steps else 1
                 models = [self.train(f"{how}-{len(chosen)}", chosen, member) for member in range(members)]
-                found[how][len(chosen)] = self.accuracy(models[0]) | {
-                    "rankings": sum(len(self.prompts[i]) for i in chosen)
-                }
+                found[how][len(chosen)] = measured(models[0], chosen)
         return found
 
 
@@ -159,71 +144,53 @@ def labels_needed(curve: dict[int, dict[str, float]], accuracy: float) -> float 
 
 def main(asked: Any) -> None:
     """Train what is missing, then print accuracy by labelled prompts, differences from random paired over seeds, and labels needed."""
-    asked.out.mkdir(parents=True, exist_ok=True)
-    found = {}
+    by_seed = {}
     for seed, parent in zip(asked.seeds, asked.parents, strict=True):
-        found[seed] = Study(asked, seed, parent).figures()
-        print(f"seed {seed}: {found[seed]}", flush=True)
-    arms = {
-        (how, n): {seed: found[seed][how][n] for seed in found} for how in STEPS for n in found[asked.seeds[0]][how]
-    }
-    means = over_seeds({f"{how} {n}": by_seed for (how, n), by_seed in arms.items()})
-    table(["prompts", "rankings", "accuracy", "loss"],
-          [[name, *(row[key] for key in ("rankings", "accuracy", "loss"))] for name, row in means.items()])  # fmt: skip
+        by_seed[seed] = Study(asked, seed, parent).figures()
+        print(f"seed {seed}: {by_seed[seed]}", flush=True)
+    arms = [(how, n) for how, curve in by_seed[asked.seeds[0]].items() for n in curve]
+    found = {f"{how} {n}": {seed: by_seed[seed][how][n] for seed in by_seed} for how, n in arms}
+    means = harness.print_means("prompts", found, {key: key for key in ("rankings", "accuracy", "loss")})
     lines = []
     for how, n in arms:
         if how != "random" and n > FIRST:
-            less = {
-                key: mean_interval([arms[how, n][s][key] - arms["random", n][s][key] for s in found])
-                for key in ("accuracy", "loss")
-            }
-            needed = [labels_needed(found[seed]["random"], arms[how, n][seed]["accuracy"]) for seed in found]
+            change = harness.over_seeds(harness.less(found, f"random {n}"))[f"{how} {n}"]
+            needed = [labels_needed(one["random"], one[how][n]["accuracy"]) for one in by_seed.values()]
             ratios = [math.log2(one / n) for one in needed if one is not None]
-            lines.append([f"{how} {n}", *(show(one, sign="+") for one in less.values()),
-                          show(mean_interval(ratios), 2) if ratios else "–", f"{len(ratios)} of {len(needed)}"])  # fmt: skip
-    table(
-        [
-            "less random, paired over seeds",
-            "accuracy",
-            "loss",
-            "log2(random's prompts / these)",
-            "seeds on random's curve",
-        ],
+            figures = [harness.show(change[key], sign="+") for key in ("accuracy", "loss")]
+            figures.append(harness.show(harness.mean_interval(ratios) if ratios else None, 2))
+            lines.append([f"{how} {n}", *figures, f"{len(ratios)} of {len(needed)}"])
+    harness.table(
+        ["less random, paired over seeds", "accuracy", "loss", "log2(random's prompts / these)", "seeds on random's curve"],
         lines,
-    )
+    )  # fmt: skip
     series = {how: [(float(n), means[f"{how} {n}"]["accuracy"]) for one, n in arms if one == how] for how in STEPS}
-    draw(asked.picture, series, "labelled prompts", "accuracy on test pairs")
+    harness.draw(asked.picture, series, "labelled prompts", "accuracy on test pairs")
     if asked.ppo:
         compare_policies(asked)
 
 
 def compare_policies(asked: Any) -> None:
     """PPO against the reward models that --ppo names: win rate and KL, and differences from the first, paired over seeds."""
-    cells = []
-    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
-        one = copy(asked)
-        one.seeds, one.parents, one.cells = [seed], [parent], []
-        one.overrides = [*asked.overrides, *SETTINGS, f"parents.label='{asked.out}/pool-seed{seed}/label'"]
-        choices = {f"ppo-{arm}": (f"parents.reward='{asked.out}/{arm}-seed{seed}/reward'",) for arm in asked.ppo}
-        cells += make_cells(one, choices, TAKEN, {"ppo": (), "evaluate": ("evaluate.best_of=0",)})
-    run(cells, asked.processes)
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for cell in cells:
+
+    def choices(seed: int, parent: Path) -> harness.Choices:
+        pool = (*SETTINGS, f"parents.label='{asked.out}/pool-seed{seed}/label'")
+        return {f"ppo-{arm}": (*pool, f"parents.reward='{asked.out}/{arm}-seed{seed}/reward'") for arm in asked.ppo}
+
+    def figures(cell: harness.Cell) -> dict[str, float]:
         results = cell.results()
-        found.setdefault(cell.name, {})[cell.seed] = {
+        return {
             "gold win rate over SFT": results["gold"]["win_rate_vs_sft"]["value"],
             "KL to SFT, nats": results["kl_to_sft_nats"],
         }
-    first = found[cells[0].name]
-    less = {
-        name: {seed: {key: row[key] - first[seed][key] for key in row} for seed, row in rows.items()}
-        for name, rows in found.items()
-        if rows is not first
-    }
-    for title, figures in (("PPO against", found), (f"less {spaced(cells[0].name)}", less)):
-        means = over_seeds(figures)
-        table([title, *next(iter(means.values()))], [[spaced(name), *row.values()] for name, row in means.items()])
+
+    cells = harness.run(
+        harness.make_cells(asked, choices, TAKEN, {"ppo": (), "evaluate": ("evaluate.best_of=0",)}), asked
+    )
+    found = harness.collect(cells, figures)
+    harness.print_means("PPO against", found)
+    harness.print_means(f"less {harness.spaced(cells[0].name)}", harness.less(found, cells[0].name))
 
 
 if __name__ == "__main__":
-    main(parse(__doc__, ppo={"nargs": "+", "default": []}))
+    main(harness.parse(__doc__, ppo={"nargs": "+", "default": []}))

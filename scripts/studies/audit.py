@@ -91,26 +91,25 @@ def less_parents(values: np.ndarray, parents: list[str]) -> np.ndarray:
     return values - np.array([means[name] for name in parents])
 
 
-def main(argv: list[str] | None = None) -> None:
-    asked = parse(__doc__, argv, count={"type": int})
+def main() -> None:
+    asked = parse(__doc__, count={"type": int})
     choices = {
         f"labels_{prompts}_noise_{noise}": (*FIXED, f"gold.comparison_prompts={prompts}", f"gold.labeler_noise={noise}")
         for prompts in ([asked.count] if asked.count else PROMPTS)
         for noise in (MORE_NOISES if asked.count else NOISES)
     }
-    cells = make_cells(asked, choices, TAKEN, {"pipeline": DEFAULTS})
-    run(cells, asked.processes)
-    found = [figures(cell) for cell in cells]
+    found = [figures(cell) for cell in run(make_cells(asked, choices, TAKEN, {"pipeline": DEFAULTS}), asked)]
     gained, labelled = (np.array([row[name] for row in found], float) for name in ("gained", "labelled_prompts"))
     names = [row["parent"] for row in found]
+    own = less_parents(gained, names)
     lines: list[list[Any]] = [["labelled prompts", spearman(labelled, gained), None, None]]
     if asked.count:
         noise = np.array([float(row["cell"].split("_")[-1]) for row in found])
-        lines = [["labelers' noise", spearman(noise, gained), None, spearman(noise, less_parents(gained, names))]]
+        lines = [["labelers' noise", spearman(noise, gained), None, spearman(noise, own)]]
     for name in FIGURES:
         x = np.array([row["figures"][name] for row in found])
         x = np.where(np.isnan(x), np.nanmean(x) if not np.isnan(x).all() else 0.0, x)
-        within = spearman(less_parents(x, names), less_parents(gained, names))
+        within = spearman(less_parents(x, names), own)
         lines.append([spaced(name), spearman(x, gained), spearman(x, gained, labelled), within])
     table(["figure", "rank correlation with the gain", "given the number of labelled prompts", "within parents"], lines)
     table(

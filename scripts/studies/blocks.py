@@ -5,7 +5,7 @@
 The models have the same number of parameters within 1% and see the same number of tokens.
 """
 
-from harness import draw, make_cells, over_seeds, parse, run, table
+from harness import Cell, collect, draw, make_cells, parse, print_means, run
 
 CHOICES = {
     name: (f"model={name}",) for name in ("tiny", "gpt1-tiny", "gpt3-tiny", "palm-tiny", "llama-tiny", "switch-tiny")
@@ -13,7 +13,8 @@ CHOICES = {
 WIN_RATE = "gold win rate, PPO over SFT"
 
 
-def figures(results: dict) -> dict[str, float]:
+def figures(cell: Cell) -> dict[str, float]:
+    results = cell.results()
     return {
         "bits per byte": results["pretrain_bits_per_byte"],
         "reward accuracy": results["reward_model"]["accuracy"]["value"],
@@ -22,19 +23,9 @@ def figures(results: dict) -> dict[str, float]:
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     asked = parse(__doc__)
     asked.overrides.insert(0, "experiment=gold")
-    cells = make_cells(asked, CHOICES, (), {"pipeline": ()})
-    run(cells, asked.processes)
-    found: dict = {}
-    for cell in cells:
-        found.setdefault(cell.name, {})[cell.seed] = figures(cell.results())
-    means = over_seeds(found)
-    table(["model", *next(iter(means.values()))], [[name, *row.values()] for name, row in means.items()])
+    means = print_means("model", collect(run(make_cells(asked, CHOICES, (), {"pipeline": ()}), asked), figures))
     points = [(float(i), row[WIN_RATE]) for i, row in enumerate(means.values())]
     draw(asked.picture, {WIN_RATE: points}, "model", WIN_RATE, list(means), line=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,13 @@
 The runs are of experiment=gold-dialogue with evaluate.baselines=[rate]. The last table and the picture pool the test prompts of all runs.
 """
 
-import argparse
 import functools
 import operator
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from harness import draw, mean_interval, read, rows, show
+from harness import draw, make_parser, mean_interval, read, rows, table, within
 
 from rlhf.evaluation.statistics import interval
 from rlhf.gold.truth import judge
@@ -29,45 +28,37 @@ SINGLE = {"sft": "SFT", "ppo": "PPO", "rate": "rate model, one sample"}
 PARTS = ("correct", "complete", "polite", "safe")
 
 
-def over_runs(runs: list[Results], *keys: str) -> str:
+def over_runs(runs: list[Results], *keys: str) -> Any:
     """The mean over the runs of the figure that the keys lead to."""
-    figures: list[Any] = [functools.reduce(operator.getitem, keys, run) for run in runs]
-    return show(mean_interval(figures))
+    return mean_interval([functools.reduce(operator.getitem, keys, run) for run in runs])
 
 
 def print_policies(runs: list[Results]) -> None:
     """Win rate over SFT, gold score and its parts of one sample of each policy, and of the best of n."""
-    print("| policy | samples | win rate over SFT | gold score |", *(f"`{part}` |" for part in PARTS))
-    print("|---|---|---|---|" + "---|" * len(PARTS))
+    lines = []
     for name, label in SINGLE.items():
+        by_gold = [run["gold"] if name == "ppo" else run["baselines"].get(name) for run in runs]
+        rate = "" if name == "sft" else over_runs(by_gold, "win_rate_vs_sft", "value")
         parts = [over_runs(runs, "gold", "parts", name, part) for part in PARTS]
-        gold = over_runs(runs, "gold", "score", name, "value")
-        print("|", " | ".join([label, "1", win_rate(runs, name), gold, *parts]), "|")
+        lines.append([label, "1", rate, over_runs(runs, "gold", "score", name, "value"), *parts])
     for name, label in PICKED.items():
         picked = [run["best_of_n"] if name == "best_of_n" else run["generate_and_rate"]["picked"][name] for run in runs]
         parts = [over_runs(picked, "parts", part) for part in PARTS]
         figures = [over_runs(picked, key, "value") for key in ("win_rate_vs_sft", "score")]
-        print("|", " | ".join([label, str(picked[0]["n"]), *figures, *parts]), "|")
-    print()
-
-
-def win_rate(runs: list[Results], name: str) -> str:
-    if name == "sft":
-        return ""
-    gold = [run["gold"] if name == "ppo" else run["baselines"][name] for run in runs]
-    return over_runs(gold, "win_rate_vs_sft", "value")
+        lines.append([label, str(picked[0]["n"]), *figures, *parts])
+    table(["policy", "samples", "win rate over SFT", "gold score", *(f"`{part}`" for part in PARTS)], lines)
 
 
 def print_figures(runs: list[Results]) -> None:
-    print("| | mean over the runs |\n|---|---|")
-    print("| KL of PPO to SFT, nats |", over_runs(runs, "kl_to_sft_nats"), "|")
-    print("| PPO over SFT, greedy |", over_runs(runs, "gold", "win_rate_greedy", "value"), "|")
-    print("| reward model's accuracy |", over_runs(runs, "reward_model", "accuracy", "value"), "|")
-    print("| length alone |", over_runs(runs, "reward_model", "length_baseline"), "|")
+    figures = {
+        "KL of PPO to SFT, nats": ("kl_to_sft_nats",),
+        "PPO over SFT, greedy": ("gold", "win_rate_greedy", "value"),
+        "reward model's accuracy": ("reward_model", "accuracy", "value"),
+        "length alone": ("reward_model", "length_baseline"),
+    }
     for name in runs[0]["generate_and_rate"]["over"]:
-        figure = over_runs(runs, "generate_and_rate", "over", name, "value")
-        print(f"| generate-and-rate over {name} |", figure, "|")
-    print()
+        figures[f"generate-and-rate over {name}"] = ("generate_and_rate", "over", name, "value")
+    table(["", "mean over the runs"], [[label, over_runs(runs, *keys)] for label, keys in figures.items()])
 
 
 Scores = dict[str, dict[str, list[dict[str, float]]]]
@@ -86,49 +77,33 @@ def read_scores(folders: list[Path]) -> Scores:
     return scores
 
 
+def share(scores: Scores, kind: str, policy: str, part: str) -> Any:
+    """The mean of a part with its interval, clipped to [0, 1]."""
+    return within(interval([parts[part] for parts in scores[kind][policy]]))
+
+
 def print_conversations(scores: Scores) -> None:
     """`correct` and `safe` by kind of conversation."""
     columns = [(part, name) for part in ("correct", "safe") for name in ("sft", "ppo")]
-    print("| conversation | prompts |", *(f"`{part}`, {SINGLE[name]} |" for part, name in columns))
-    print("|---|---|" + "---|" * len(columns))
-    for kind, by_policy in sorted(scores.items()):
-        cells = [share([parts[part] for parts in by_policy[name]]) for part, name in columns]
-        print("|", kind, "|", len(by_policy["sft"]), "|", " | ".join(cells), "|")
-
-
-def share(values: list[float]) -> str:
-    """The mean with its interval, clipped to [0, 1]."""
-    mean, low, high = ends(values)
-    return show({"value": mean, "ci95": [low, high]})
-
-
-def ends(values: list[float]) -> tuple[float, float, float]:
-    """The mean and its interval, clipped to [0, 1]."""
-    figure: dict[str, Any] = interval(values)
-    low, high = figure["ci95"]
-    return figure["value"], max(0.0, low), min(1.0, high)
+    lines = [
+        [kind, str(len(scores[kind]["sft"])), *(share(scores, kind, name, part) for part, name in columns)]
+        for kind in sorted(scores)
+    ]
+    table(["conversation", "prompts", *(f"`{part}`, {SINGLE[name]}" for part, name in columns)], lines)
 
 
 def draw_kinds(scores: Scores, path: Path) -> None:
     """`correct` of SFT and PPO by kind of conversation."""
-
-    def figure(kind: str, policy: str) -> dict[str, Any]:
-        mean, low, high = ends([parts["correct"] for parts in scores[kind][policy]])
-        return {"mean": mean, "ci95": [low, high]}
-
-    kinds = sorted(scores, key=lambda kind: -figure(kind, "ppo")["mean"])
+    kinds = sorted(scores, key=lambda kind: -share(scores, kind, "ppo", "correct")["value"])
     series = {
-        SINGLE[policy]: [(i + 0.16 * place, figure(kind, policy)) for i, kind in enumerate(kinds)]
+        SINGLE[policy]: [(i + 0.16 * place, share(scores, kind, policy, "correct")) for i, kind in enumerate(kinds)]
         for place, policy in enumerate(("sft", "ppo"))
     }
     draw(path, series, "", "share of correct last answers", kinds, line=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--picture", type=Path, help="an SVG or PNG file to write")
-    given = parser.parse_args()
+    given = make_parser(__doc__, {"runs": {"type": Path, "nargs": "+"}, "--picture": {"type": Path}}).parse_args()
     runs = [read(folder / "evaluate" / "results.json") for folder in given.runs]
     print_policies(runs)
     print_figures(runs)

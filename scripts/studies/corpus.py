@@ -8,28 +8,12 @@ C4's rules and near duplicates leave, and the same with the quality classifier a
 trained on all documents, and as many tokens. Bits per byte are those of the finished models on each file of --held.
 """
 
-import json
 import math
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
-from harness import (
-    Cell,
-    cached,
-    call,
-    draw,
-    make_cells,
-    mean_interval,
-    over_seeds,
-    parse,
-    read,
-    run,
-    show,
-    spaced,
-    table,
-)
+import harness
+from harness import collect, draw, less, make_cells, parse, print_means, run
 
 SIZE = 4000
 SENTENCES = re.compile(r"(?<=[.!?])\s")
@@ -53,17 +37,10 @@ def documents(path: Path) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def write_texts(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
-
-
 def clean(raw: Path, out: Path, *more: str) -> Path:
     """The text that `rlhf corpus` leaves, and what it says that went."""
-    if not (out / "report.json").exists():
-        with out.with_suffix(".log").open("a", encoding="utf-8") as log:
-            if call(["corpus", f"path='{raw}'", f"out='{out}'", *more], log):
-                sys.exit(f"{out.with_suffix('.log')}: the corpus could not be cleaned")
+    words = ["corpus", f"path='{raw}'", f"out='{out}'", *more]
+    harness.call_once((out / "report.json").exists(), words, out.with_suffix(".log"))
     return out / "corpus.jsonl"
 
 
@@ -86,45 +63,32 @@ def bits_per_byte(home: Path, texts: list[str]) -> float:
 
 
 def main() -> None:
-    asked = parse(__doc__, texts={"type": Path, "nargs": "+", "required": True},
-                  reference={"type": Path, "required": True}, held={"type": Path, "nargs": "+", "required": True})  # fmt: skip
-    asked.out.mkdir(parents=True, exist_ok=True)
+    several = {"type": Path, "nargs": "+", "required": True}
+    asked = parse(__doc__, texts=several, reference={"type": Path, "required": True}, held=several)
     raw, reference = asked.out / "raw.jsonl", asked.out / "reference.jsonl"
     if not reference.exists():
-        write_texts(raw, [part for path in asked.texts for part in documents(path)])
-        write_texts(reference, documents(asked.reference))
+        harness.write_rows(raw, ({"text": part} for path in asked.texts for part in documents(path)))
+        harness.write_rows(reference, ({"text": part} for part in documents(asked.reference)))
     arms = {
         "all": raw,
         "rules": clean(raw, asked.out / "rules"),
         "rules_and_quality": clean(raw, asked.out / "quality", f"reference='{reference}'"),
     }
     for arm in ("rules", "quality"):
-        rows = read(asked.out / arm / "report.json")["documents"]
-        table([arm, "documents", "characters"], [[name, *row.values()] for name, row in rows.items()])
-    base = make_cells(asked, {"tokenizer": (f"data.corpus='{raw}'",)}, (), {"tokenizer": ()})
-    run(base, asked.processes)
+        counts = harness.read(asked.out / arm / "report.json")["documents"]
+        harness.table([arm, "documents", "characters"], [[name, *row.values()] for name, row in counts.items()])
+    base = run(make_cells(asked, lambda *_: {"tokenizer": (f"data.corpus='{raw}'",)}, (), {"tokenizer": ()}), asked)
     asked.parents = [cell.home for cell in base]
-    cells = make_cells(
-        asked, {name: (f"data.corpus='{path}'",) for name, path in arms.items()}, ("tokenizer",), {"pretrain": ()}
-    )
-    run(cells, asked.processes)
+    choices = {name: (f"data.corpus='{path}'",) for name, path in arms.items()}
+    cells = run(make_cells(asked, choices, ("tokenizer",), {"pretrain": ()}), asked)
 
-    def figures(cell: Cell) -> dict[str, float]:
+    def figures(cell: harness.Cell) -> dict[str, float]:
         return {path.stem: bits_per_byte(cell.home, documents(path)) for path in asked.held}
 
-    found: dict[str, dict[int, Any]] = {}
-    for cell in cells:
-        found.setdefault(cell.name, {})[cell.seed] = cached(cell.beside("-bits.json"), lambda c=cell: figures(c))
-    names = [path.stem for path in asked.held]
-    means = over_seeds(found)
-    table(["bits per byte of", *names], [[spaced(arm), *row.values()] for arm, row in means.items()])
-    less = [
-        [spaced(arm), *(show(mean_interval([by[s][n] - found["all"][s][n] for s in by]), sign="+") for n in names)]
-        for arm, by in found.items()
-        if arm != "all"
-    ]
-    table(["less all, paired over seeds", *names], less)
-    series = {n: [(i, means[arm][n]) for i, arm in enumerate(means)] for n in names}
+    found = collect(cells, lambda cell: harness.cached(cell.beside("-bits.json"), lambda: figures(cell)))
+    means = print_means("bits per byte of", found)
+    print_means("less all, paired over seeds", less(found, "all"), sign="+")
+    series = {p.stem: [(i, row[p.stem]) for i, row in enumerate(means.values())] for p in asked.held}
     draw(asked.picture, series, "", "bits per byte", list(means), line=False)
 
 

@@ -7,13 +7,13 @@ intervals by Student's t, and differences from the default, paired by seed; the 
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import Cell, cached, draw, make_cells, mean_interval, over_seeds, parse, rows, run, show, table
+import harness
+from harness import collect, draw, less, make_cells, over_seeds, parse, run
 
 WITHOUT_CRITIC = ("ppo.responses_per_prompt=4", "ppo.critic_warmup_updates=0", "ppo.shared_critic=false")
-CHOICES: dict[str, Sequence[str]] = {
+CHOICES: harness.Choices = {
     "default": (),
     "critic_sft": ("ppo.critic=sft",),
     "critic_random": ("ppo.critic=random",),
@@ -40,10 +40,10 @@ DIFFERENCES = {"win_rate": "win rate", "gold": "gold", "kl": "KL", "score": "lea
                "gap": "learned less true gain", "bpb": "bits per byte"}  # fmt: skip
 
 
-def figures(cell: Cell) -> dict[str, float]:
+def figures(cell: harness.Cell) -> dict[str, float]:
     """The figures of a finished cell."""
     results, gold = cell.results(), cell.results()["gold"]
-    last = [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "objective/kl" in row][-1]
+    last = harness.updates_of(cell.home)[-1]
     found = {
         "win_rate": gold["win_rate_vs_sft"]["value"],
         "win_rate_greedy": gold["win_rate_greedy"]["value"],
@@ -51,16 +51,16 @@ def figures(cell: Cell) -> dict[str, float]:
         "correct": gold["correct"]["ppo"]["value"],
         "kl": results["kl_to_sft_nats"],
         "score": results["reward_without_eos_rule"]["ppo"],
-        "bpb": cached(cell.home / "bits_per_byte.json", lambda: bits_per_byte(cell)),
+        "bpb": harness.cached(cell.home / "bits_per_byte.json", lambda: bits_per_byte(cell)),
     }
     # The learned gain beyond the true gain, both in standard deviations of SFT's answers.
-    spread = statistics.pstdev(row["gold"]["sft"] for row in rows(cell.home / "evaluate" / "samples.jsonl"))
+    spread = statistics.pstdev(row["gold"]["sft"] for row in harness.rows(cell.home / "evaluate" / "samples.jsonl"))
     learned = found["score"] - results["reward_without_eos_rule"]["sft"]
     found["gap"] = learned - (found["gold"] - gold["mean_score"]["sft"]) / spread
     return found | ({"explained_var": last["val/explained_var"]} if "val/explained_var" in last else {})
 
 
-def bits_per_byte(cell: Cell) -> float:
+def bits_per_byte(cell: harness.Cell) -> float:
     """Of the pretraining text that was held out, under the PPO model."""
     import rlhf
     from rlhf.config.compose import compose_config
@@ -73,27 +73,20 @@ def bits_per_byte(cell: Cell) -> float:
     return held_out_loss(config, loaded.policy("ppo"), blocks, loaded.tokenizer)["bpb"]
 
 
-def compare(choices: Mapping[str, Sequence[str]], asked: Any) -> None:
+def compare(choices: harness.Choices, asked: Any) -> None:
     """Run the cells, then print the tables and draw the picture."""
-    cells = make_cells(asked, choices, TAKEN, {"ppo": (), "evaluate": EVALUATION})
-    run(cells, asked.processes)
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for cell in cells:
-        found.setdefault(cell.name, {})[cell.seed] = figures(cell)
-    means = over_seeds(found)
-    table(
-        ["choice", *NAMES.values()],
-        [[name, *(show(row[k]["mean"] if k in row else None) for k in NAMES)] for name, row in means.items()],
+    cells = run(make_cells(asked, choices, TAKEN, {"ppo": (), "evaluate": EVALUATION}), asked)
+    found = collect(cells, figures)
+    means, base = over_seeds(found), cells[0].name
+    shown = {name: {key: row[key]["mean"] for key in row} for name, row in means.items()}
+    harness.table(
+        ["choice", *NAMES.values()], [[name, *(row.get(key) for key in NAMES)] for name, row in shown.items()]
     )
-    base_name = next(iter(found))
-    lines = []
-    for name, by_seed in found.items():
-        if name != base_name:
-            pairs = [(figures, found[base_name][seed]) for seed, figures in by_seed.items()]
-            lines.append([name, *(show(mean_interval([a[k] - b[k] for a, b in pairs]), sign="+") for k in DIFFERENCES)])
-    table([f"minus {base_name}", *DIFFERENCES.values()], lines)
+    changes = over_seeds(less(found, base)).items()
+    lines = [[name, *(harness.show(row[key], sign="+") for key in DIFFERENCES)] for name, row in changes]
+    harness.table([f"minus {base}", *DIFFERENCES.values()], lines)
     points = [(float(i), row["win_rate"]) for i, row in enumerate(means.values())]
-    level = means[base_name]["win_rate"]["mean"]
+    level = means[base]["win_rate"]["mean"]
     draw(asked.picture, {"win rate": points}, "choice", "win rate over SFT", list(means), line=False, level=level)
 
 

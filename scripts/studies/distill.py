@@ -8,7 +8,7 @@ A parent is a run with a finished PPO stage. A cell is one `rlhf distill` of its
 import time
 from typing import Any
 
-from harness import Cell, cached, make_cells, over_seeds, parse, read, run, spaced, table
+from harness import Cell, cached, collect, less, make_cells, parse, print_means, read, run
 
 ALL = "all"
 CHOICES = {
@@ -66,23 +66,11 @@ def figures(cell: Cell) -> dict[str, float]:
 def main() -> None:
     asked = parse(__doc__)
     evaluation = ("evaluate.best_of=0", "evaluate.prompts=256", "evaluate.samples=2")
-    cells = make_cells(asked, CHOICES, TAKEN, {"distill": (), "evaluate": evaluation})
-    run(cells, asked.processes)
-    found: dict = {}
-    for cell in cells:
-        found.setdefault(cell.name, {})[cell.seed] = figures(cell)
-    means = over_seeds(found)
-    table(["losses", *next(iter(means.values()))], [[spaced(name), *row.values()] for name, row in means.items()])
-    whole = found.pop(ALL, {})
-    less = {
-        name: {n: {k: row[k] - whole[n][k] for k in row} for n, row in by.items()}
-        for name, by in found.items()
-        if whole
-    }
-    shown = [key for key in next(iter(means.values())) if "student" in key or "KL" in key]
-    table(
-        ["less all three", *shown], [[spaced(name), *(row[k] for k in shown)] for name, row in over_seeds(less).items()]
-    )
+    cells = run(make_cells(asked, CHOICES, TAKEN, {"distill": (), "evaluate": evaluation}), asked)
+    found = collect(cells, figures)
+    means = print_means("losses", found)
+    shown = {key: key for key in next(iter(means.values())) if "student" in key or "KL" in key}
+    print_means("less all three", less(found, ALL), shown)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ tokenizer, for as many tokens. Then a reward model is fine-tuned from each as a 
 on the SFT model's trunk, and PPO runs against it.
 """
 
-import copy
-from typing import Any
+from pathlib import Path
 
-from harness import Cell, make_cells, over_seeds, parse, read, run, spaced, table
+from harness import Cell, collect, less, make_cells, parse, print_means, read, run
 from safetensors import safe_open
 
 ENCODER = ("model.attention=bidirectional",)
@@ -23,21 +22,17 @@ TAKEN = ("world", "tokenizer", "pretrain", "sft", "label")
 STEPS = {"reward": (), "ppo": (), "evaluate": ("evaluate.best_of=0",)}
 
 
-def mean(rows: list[Any], key: str) -> float:
-    values = [row[key]["value"] for row in rows if row[key] is not None]
-    return sum(values) / len(values)
-
-
 def figures(cell: Cell) -> dict[str, float]:
     """What the reward model and the policy trained against it are worth."""
     results, attacks = cell.results(), read(cell.home / "reward" / "audit.json")["attacks"]
+    flips = [row["flips"]["value"] for row in attacks if row["flips"] is not None]
     with safe_open(cell.home / "reward" / "model" / "model.safetensors", "pt") as file:
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (it is no dict)
     return {
         "thousand parameters": parameters / 1000,
         "pair accuracy": results["reward_model"]["accuracy"]["value"],
-        "pairs that an attack flips, mean": mean(attacks, "flips"),
-        "worst attack": max(row["flips"]["value"] for row in attacks if row["flips"] is not None),
+        "pairs that an attack flips, mean": sum(flips) / len(flips),
+        "worst attack": max(flips),
         "gold win rate, PPO over SFT": results["gold"]["win_rate_vs_sft"]["value"],
         "gold score of PPO": results["gold"]["mean_score"]["ppo"],
     }
@@ -45,36 +40,17 @@ def figures(cell: Cell) -> dict[str, float]:
 
 def main() -> None:
     asked = parse(__doc__)
-    bases = make_cells(asked, KINDS, TAKEN[:2], {"pretrain": ()})
-    run(bases, asked.processes)
-    cells = []
-    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
-        one = copy.copy(asked)
-        one.seeds, one.parents, one.cells = [seed], [parent], []
+    bases = run(make_cells(asked, KINDS, TAKEN[:2], {"pretrain": ()}), asked)
+
+    def choices(seed: int, parent: Path) -> dict[str, tuple[str, ...]]:
         folders = {"causal": parent, **{base.name: base.home for base in bases if base.seed == seed}}
-        choices = {name: (f"reward.model='{home / 'pretrain' / 'model'}'",) for name, home in folders.items()}
-        cells += make_cells(
-            one, {f"reward_{name}": more for name, more in {**choices, "sft_trunk": ()}.items()}, TAKEN, STEPS
-        )
-    run(cells, asked.processes)
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for cell in cells:
-        found.setdefault(cell.name.removeprefix("reward_"), {})[cell.seed] = figures(cell)
-    means = over_seeds(found)
-    table(
-        ["reward model from", *next(iter(means.values()))],
-        [[spaced(name), *row.values()] for name, row in means.items()],
-    )
-    causal = found.pop("causal", {})
-    less = {
-        name: {seed: {key: value - causal[seed][key] for key, value in row.items()} for seed, row in rows.items()}
-        for name, rows in found.items()
-        if causal
-    }
-    table(
-        ["less causal", *next(iter(means.values()))],
-        [[spaced(name), *row.values()] for name, row in over_seeds(less).items()],
-    )
+        models = {name: (f"reward.model='{home / 'pretrain' / 'model'}'",) for name, home in folders.items()}
+        return {f"reward_{name}": more for name, more in {**models, "sft_trunk": ()}.items()}
+
+    by_cell = collect(run(make_cells(asked, choices, TAKEN, STEPS), asked), figures)
+    found = {name.removeprefix("reward_"): by_seed for name, by_seed in by_cell.items()}
+    print_means("reward model from", found)
+    print_means("less causal", less(found, "causal"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ them, with a known error, which is subtracted from the variances. The critic is 
 next update uses.
 """
 
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +35,12 @@ UPDATES = (4, 16)
 
 def settings_of(cell: Cell) -> Any:
     """The settings of PPO's record that values depend on, as fields: ppo, kl, rollout."""
-    flat = read(cell.home / "ppo" / "stage.json")["settings"]
-    groups: dict[str, dict[str, Any]] = {"ppo": {}, "kl": {}, "rollout": {}}
-    for name, value in flat.items():
+    groups = {name: SimpleNamespace() for name in ("ppo", "kl", "rollout")}
+    for name, value in read(cell.home / "ppo" / "stage.json")["settings"].items():
         group, _, key = name.partition(".")
         if group in groups:
-            groups[group][key] = value
-    return SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in groups.items()})
+            setattr(groups[group], key, value)
+    return SimpleNamespace(**groups)
 
 
 @torch.no_grad()
@@ -66,7 +65,7 @@ def values_at(cell: Cell, update: int) -> dict[str, float]:
     how = {"max_new_tokens": config.rollout.max_new_tokens, "eos_token_id": tokenizer.eos_token_id}
     how["pad_token_id"] = tokenizer.pad_token_id
     first = sample(policy, prompts, [("value", update, i) for i in range(len(prompts))], **how)
-    means, errors, said, times = [], [], [], []
+    means, errors, said = [], [], []
     for i, (prompt, response) in enumerate(zip(prompts, first.responses, strict=True)):
         for at in range(0, len(response), EVERY):
             start = prompt + response[:at]
@@ -84,7 +83,6 @@ def values_at(cell: Cell, update: int) -> dict[str, float]:
             values = trained(torch.tensor([start + response[at:]]), torch.tensor([len(start)]),
                              torch.ones(1, len(response) - at, dtype=torch.bool), with_policy=False)[2]  # fmt: skip
             said.append(values[0, 0].double())
-            times.append(at)
     exact, noise, critics = torch.stack(means), torch.stack(errors).mean(), torch.stack(said)
     off = critics - exact
     return {
@@ -92,31 +90,26 @@ def values_at(cell: Cell, update: int) -> dict[str, float]:
         "explained_less_bias": float(1 - (off.var() - noise) / (exact.var() - noise)),
         "bias": float(off.mean()),
         "correlation": float(torch.corrcoef(torch.stack((exact, critics)))[0, 1]),
-        "states": len(times),
+        "states": len(said),
     }
 
 
 def main() -> None:
     asked = parse(__doc__)
-    cells = [c for c in make_cells(asked, dict.fromkeys(CRITICS, ()), BEFORE, {"ppo": ()})]
     found: dict[str, dict[int, list[dict[str, float]]]] = {}
-    for cell in cells:
-        made: Path = cell.beside(".json")
-        known = Cell(cell.name, cell.seed, cell.parent, cell.home, tuple(map(tuple, read(made))))
+    for cell in make_cells(asked, dict.fromkeys(CRITICS, ()), BEFORE, {"ppo": ()}):
+        known = replace(cell, steps=tuple(map(tuple, read(cell.beside(".json")))))
         for update in UPDATES:
             figures = cached(cell.beside(f"-values-{update}.json"), lambda c=known, u=update: values_at(c, u))
             found.setdefault(cell.name, {}).setdefault(update, []).append(figures)
             print(cell.name, cell.seed, update, figures, flush=True)
-    lines = [
-        [name, str(update), *(mean_interval([f[key] for f in figures]) for key in ("explained", "bias", "correlation"))]
-        for name, by_update in found.items()
-        for update, figures in by_update.items()
-    ]
+    lines, series = [], {}
+    for name, by_update in found.items():
+        for update, figures in by_update.items():
+            means = [mean_interval([f[key] for f in figures]) for key in ("explained", "bias", "correlation")]
+            lines.append([name, str(update), *means])
+            series.setdefault(name, []).append((update, means[0]))
     table(["critic", "after update", "explained variance of the true value", "bias", "correlation"], lines)
-    series = {
-        name: [(update, mean_interval([f["explained"] for f in figures])) for update, figures in by_update.items()]
-        for name, by_update in found.items()
-    }
     draw(asked.picture, series, "update", "explained variance of the true value")
 
 

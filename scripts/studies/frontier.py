@@ -7,9 +7,10 @@ Each cell is PPO of --updates updates, evaluated on 256 dev prompts every second
 model for the same prompts. The picture shows the true reward against the root of the KL; --measure score the learned one.
 """
 
+from statistics import fmean
 from typing import Any
 
-from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, run, show, table, within
+from harness import Cell, Figure, cached, draw, make_cells, mean_interval, parse, run, show, table, updates_of, within
 
 from rlhf.config.compose import compose_config
 
@@ -20,23 +21,22 @@ DEFAULTS = ("ppo.eval_prompts=256", "ppo.eval_every=2")
 MEASURED = {"kl": "eval/dev/kl", "score": "eval/dev/scores", "gold": "eval/dev/gold/total"}
 LEARNED = {"score": "learned reward", "gold": "true reward"}
 
-Path_ = list[dict[str, float]]  # one seed's rows by update
+Rows = list[dict[str, float]]  # of one seed, by update
 
 
-def read_path(cell: Cell) -> Path_:
+def read_path(cell: Cell) -> Rows:
     """Update, KL, learned and true reward on the dev prompts during a cell's training."""
-    evaluated = [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "eval/dev/kl" in row]
+    evaluated = updates_of(cell.home, "eval/dev/kl")
     return [{"update": r["progress/step"]} | {name: r[key] for name, key in MEASURED.items()} for r in evaluated]
 
 
-def shared(paths: list[Path_]) -> list[Path_]:
+def shared(paths: list[Rows]) -> list[Rows]:
     """Each seed's rows at the updates that all of them reached, in order."""
-    by_update = [{row["update"]: row for row in path} for path in paths]
-    updates = sorted(set.intersection(*(set(found) for found in by_update)))
-    return [[found[update] for update in updates] for found in by_update]
+    updates = set.intersection(*({row["update"] for row in path} for path in paths))
+    return [[row for row in path if row["update"] in updates] for path in paths]
 
 
-def over_optimisation(paths: list[Path_]) -> dict[str, Any]:
+def over_optimisation(paths: list[Rows]) -> tuple[Figure | None, Figure | None]:
     """How much true reward is lost after its peak, and how much learned reward is gained meanwhile; None for one seed.
 
     The highest point of a noisy curve is above its last one even if the true reward never falls, so each seed is measured at an
@@ -50,14 +50,14 @@ def over_optimisation(paths: list[Path_]) -> dict[str, Any]:
     """
     paths = shared(paths)
     if len(paths) < 2:
-        return {"gold_lost": None, "score_gained": None}
+        return None, None
     lost, gained = [], []
     for i, path in enumerate(paths):
         others = [sum(row["gold"] for row in at) for at in zip(*paths[:i], *paths[i + 1 :], strict=True)]
         peak, last = path[others.index(max(others))], path[-1]
         lost.append(peak["gold"] - last["gold"])
         gained.append(last["score"] - peak["score"])
-    return {"gold_lost": mean_interval(lost), "score_gained": mean_interval(gained)}
+    return mean_interval(lost), mean_interval(gained)
 
 
 def draw_candidates_of(config: Any, n: int) -> tuple[list[list[float]], list[list[dict[str, float]]]]:
@@ -95,48 +95,41 @@ def best_of_curve(cell: Cell) -> list[dict[str, float]]:
     scores, judged = draw_candidates_of(compose_config(settings), max(BEST_OF))
 
     def mean(part: str, n: int) -> float:
-        picked = [expected_best(s, [row[part] for row in j], n) for s, j in zip(scores, judged, strict=True)]
-        return sum(picked) / len(picked)
+        values = scores if part == "score" else [[row[part] for row in j] for j in judged]
+        return fmean(expected_best(s, v, n) for s, v in zip(scores, values, strict=True))
 
-    return [
-        {
-            "n": n,
-            "kl": best_of_n_kl(n),
-            "score": sum(expected_best(s, s, n) for s in scores) / len(judged),
-            "gold": mean("total", n),
-        }
-        | ({"correct": mean("correct", n)} if "correct" in judged[0][0] else {})
-        for n in BEST_OF
-    ]
+    parts = {"score": "score", "gold": "total"} | ({"correct": "correct"} if "correct" in judged[0][0] else {})
+    return [{"n": n, "kl": best_of_n_kl(n)} | {name: mean(part, n) for name, part in parts.items()} for n in BEST_OF]
 
 
-def over_paths(paths: list[Path_]) -> list[dict[str, Any]]:
+def over_paths(paths: list[Rows]) -> list[dict[str, Any]]:
     """The mean over seeds at each shared row, with intervals."""
     return [{k: mean_interval([row[k] for row in at]) for k in at[0]} for at in zip(*paths, strict=True)]
 
 
-def main(argv: list[str] | None = None) -> None:
+def curve(mean: list[dict[str, Any]], measure: str) -> list[tuple[float, Any]]:
+    return [(max(0.0, row["kl"]["mean"]) ** 0.5, row[measure]) for row in mean]
+
+
+def main() -> None:
     updates = {"type": int, "default": 30}
-    asked = parse(__doc__, argv, updates=updates, measure={"choices": list(LEARNED), "default": "gold"})
+    asked = parse(__doc__, updates=updates, measure={"choices": list(LEARNED), "default": "gold"})
     length = f"ppo.episodes={asked.updates * compose_config(asked.overrides).ppo.episodes_per_update}"
     choices = {
         f"kl_coef_{coef}": (f"kl.coef={coef}", "kl.target=null", "ppo.ema_decay=null", length) for coef in COEFFICIENTS
     }
-    cells = make_cells(asked, choices, TAKEN, {"ppo": DEFAULTS})
-    run(cells, asked.processes)
+    cells = run(make_cells(asked, choices, TAKEN, {"ppo": DEFAULTS}), asked)
 
     lines, pictured = [], {}
     for name in dict.fromkeys(cell.name for cell in cells):
         paths = [read_path(cell) for cell in cells if cell.name == name]
         mean, lost = over_paths(shared(paths)), over_optimisation(paths)
         high, last = max(mean, key=lambda row: row["gold"]["mean"]), mean[-1]
-        at = [
-            " · ".join(f"{row[key]['mean']:.{d}f}" for key, d in (("kl", 2), ("score", 2), ("gold", 3)))
-            for row in (high, last)
-        ]
-        losses = [show(lost[key], sign="+") for key in ("gold_lost", "score_gained")]
+        digits = {"kl": 2, "score": 2, "gold": 3}
+        at = [" · ".join(show(row[key]["mean"], d) for key, d in digits.items()) for row in (high, last)]
+        losses = [show(figure, sign="+") for figure in lost]
         lines.append([name.removeprefix("kl_coef_"), f"{high['update']['mean']:.0f}", *at, *losses])
-        pictured[name] = [(max(0.0, row["kl"]["mean"]) ** 0.5, row[asked.measure]) for row in mean]
+        pictured[name] = curve(mean, asked.measure)
     table(
         ["`kl.coef`", "highest at update", "KL · learned · true reward there", "at the end",
          "true reward lost since the other seeds' peak", "learned reward gained"], lines,
@@ -151,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         nats = f"{max(0.0, row['kl']['mean']):.2f}"
         lines.append([f"{row['n']['mean']:.0f}", nats, row["score"], row["gold"], correct])
     table(["best of n", "KL", "learned reward", "true reward", "`correct`"], lines)
-    pictured["best of n"] = [(max(0.0, row["kl"]["mean"]) ** 0.5, row[asked.measure]) for row in best]
+    pictured["best of n"] = curve(best, asked.measure)
     draw(asked.picture, pictured, "√KL", LEARNED[asked.measure])
 
 

@@ -19,13 +19,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Figure = dict[str, Any]  # {"mean", "ci95", "n"}
-RLHF = ("-m", "rlhf")
-Step = tuple[str, ...]  # a command of rlhf, and its overrides
+Found = dict[str, dict[int, dict[str, float]]]  # figures by name and seed
+Choices = Mapping[str, Sequence[str]]  # overrides by name of a cell
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,7 @@ class Cell:
     seed: int
     parent: Path
     home: Path
-    steps: tuple[Step, ...]
-    program: tuple[str, ...] = RLHF  # what runs them
+    steps: tuple[tuple[str, ...], ...]
 
     def beside(self, ending: str) -> Path:
         """A file next to the cell's folder."""
@@ -45,6 +46,13 @@ class Cell:
 
     def results(self, stage: str = "evaluate") -> Any:
         return read(self.home / stage / "results.json")
+
+    def changed(self, *settings: str) -> "Cell":
+        """The cell with further settings of its only command, in place of those of the same name."""
+        ((command, *before),) = self.steps
+        names = {text.partition("=")[0] for text in settings}
+        kept = (text for text in before if text.partition("=")[0] not in names)
+        return replace(self, steps=((command, *kept, *settings),))
 
 
 def read(path: Path) -> Any:
@@ -56,49 +64,71 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def parse(doc: str, argv: Sequence[str] | None = None, **more: Any) -> Any:
+def write_rows(path: Path, made: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return path
+
+
+def updates_of(home: Path, key: str = "objective/kl") -> list[dict[str, float]]:
+    """The rows of PPO's metrics that have a figure: by default those of updates."""
+    return [row for row in rows(home / "ppo" / "metrics.jsonl") if key in row]
+
+
+def make_parser(doc: str | None, options: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
+    """options: argparse's arguments by name, as in {"--out": {"type": Path}}."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, arguments in options.items():
+        parser.add_argument(name, **arguments)
+    return parser
+
+
+def parse(doc: str | None, argv: Sequence[str] | None = None, **more: Any) -> Any:
     """The options above; more: argparse's arguments of further ones, by name. Overrides may stand anywhere."""
     given = sys.argv[1:] if argv is None else list(argv)
     overrides = [text for text in given if "=" in text and not text.startswith("-")]
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--parents", type=Path, nargs="+", default=[])
-    parser.add_argument("--cells", nargs="+", default=[])
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--picture", type=Path)
-    for name, arguments in more.items():
-        parser.add_argument(f"--{name}", **arguments)
+    several: dict[str, Any] = {"nargs": "+"}
+    options: dict[str, Any] = {
+        "out": {"type": Path, "required": True}, "seeds": several | {"type": int, "default": [0, 1, 2]},
+        "parents": several | {"type": Path, "default": []}, "cells": several | {"default": []},
+        "processes": {"type": int, "default": 1}, "picture": {"type": Path},
+    }  # fmt: skip
+    parser = make_parser(doc, {f"--{name}": arguments for name, arguments in (options | more).items()})
     asked = parser.parse_args([text for text in given if text not in overrides])
     asked.out, asked.overrides = asked.out.absolute(), overrides
     asked.parents = [parent.absolute() for parent in asked.parents]
     if len(asked.parents) == 1:
         asked.parents *= len(asked.seeds)
     if asked.parents and len(asked.parents) != len(asked.seeds):
-        parser.error(
-            f"--parents: {len(asked.parents)} runs for {len(asked.seeds)} seeds: give one run, or one per seed"
-        )
+        parser.error(f"--parents: {len(asked.parents)} runs for {len(asked.seeds)} seeds: give one, or one per seed")
+    asked.out.mkdir(parents=True, exist_ok=True)
     return asked
 
 
 def make_cells(
-    asked: Any, choices: Mapping[str, Sequence[str]], taken: Sequence[str], steps: Mapping[str, Sequence[str]]
+    asked: Any, choices: Choices | Callable[[int, Path], Choices], taken: Sequence[str], steps: Choices
 ) -> list[Cell]:
-    """A cell per choice and seed. choices: overrides by name; taken: the parent's stages; steps: commands, with defaults."""
-    unknown = [name for name in asked.cells if name not in choices]
-    if unknown:
-        sys.exit(f"--cells {unknown[0]}: want some of {', '.join(choices)}")
+    """A cell per choice and seed.
+
+    choices: overrides by name, of which --cells chooses; or a function of seed and parent that gives those of one seed. taken: the
+    parent's stages; steps: commands, with defaults.
+    """
+    places = list(zip(asked.seeds, asked.parents or [asked.out] * len(asked.seeds), strict=True))
+    if callable(choices):
+        wanted = [(name, more, *place) for place in places for name, more in choices(*place).items()]
+    else:
+        if unknown := [name for name in asked.cells if name not in choices]:
+            sys.exit(f"--cells {unknown[0]}: want some of {', '.join(choices)}")
+        wanted = [(name, choices[name], *place) for name in asked.cells or choices for place in places]
     cells = []
-    for name in asked.cells or choices:
-        for seed, parent in zip(asked.seeds, asked.parents or [asked.out] * len(asked.seeds), strict=True):
-            missing = [stage for stage in taken if not is_complete(parent / stage)]
-            if missing:
-                sys.exit(f"{parent}: has no finished {missing[0]}: run `rlhf {missing[0]}` there first")
-            parents = [f"parents.{stage}='{parent / stage}'" for stage in taken]
-            own = [f"runs_dir='{asked.out}'", f"run={name}-seed{seed}", f"seed={seed}", "tracking=jsonl"]
-            shared = [*asked.overrides, *choices[name], *parents, *own]
-            commands = tuple((command, *defaults, *shared) for command, defaults in steps.items())
-            cells.append(Cell(name, seed, parent, asked.out / f"{name}-seed{seed}", commands))
+    for name, more, seed, parent in wanted:
+        if missing := [stage for stage in taken if not is_complete(parent / stage)]:
+            sys.exit(f"{parent}: has no finished {missing[0]}: run `rlhf {missing[0]}` there first")
+        parents = [f"parents.{stage}='{parent / stage}'" for stage in taken]
+        own = [f"runs_dir='{asked.out}'", f"run={name}-seed{seed}", f"seed={seed}", "tracking=jsonl"]
+        shared = [*asked.overrides, *more, *parents, *own]
+        commands = tuple((command, *defaults, *shared) for command, defaults in steps.items())
+        cells.append(Cell(name, seed, parent, asked.out / f"{name}-seed{seed}", commands))
     return cells
 
 
@@ -108,7 +138,7 @@ def is_complete(folder: Path) -> bool:
     return record.exists() and read(record)["status"] == "complete"
 
 
-def run(cells: Sequence[Cell], processes: int = 1) -> None:
+def run(cells: Sequence[Cell], asked: Any) -> Sequence[Cell]:
     """Run what is missing; ends the program if a cell fails, or if a finished one had other settings."""
     for cell in cells:
         made = cell.beside(".json")
@@ -118,10 +148,11 @@ def run(cells: Sequence[Cell], processes: int = 1) -> None:
             )
     missing = [c for c in cells if not all(is_complete(c.home / last_stage(command)) for command, *_ in c.steps)]
     print(f"{len(cells)} cells, {len(cells) - len(missing)} done", flush=True)
-    with ThreadPoolExecutor(processes) as pool:
+    with ThreadPoolExecutor(asked.processes) as pool:
         failed = [cell for cell, code in zip(missing, pool.map(run_cell, missing), strict=True) if code]
     if failed:
         sys.exit(f"{failed[0].home}: failed: see {failed[0].home}.log; the same command again keeps finished cells")
+    return cells
 
 
 def last_stage(command: str) -> str:
@@ -130,22 +161,29 @@ def last_stage(command: str) -> str:
 
 def run_cell(cell: Cell) -> int:
     """Run a cell's missing stages in separate processes, logging next to its folder; returns the exit code."""
-    cell.home.parent.mkdir(parents=True, exist_ok=True)
     cell.beside(".json").write_text(json.dumps(cell.steps), encoding="utf-8")
     with cell.beside(".log").open("a", encoding="utf-8") as log:
         for command, *overrides in cell.steps:
             if is_complete(cell.home / last_stage(command)):
                 continue
             shared = [] if command == "pipeline" else ["--shared-settings"]
-            if code := call([command, *shared, *overrides], log, cell.program):
+            if code := call([command, *shared, *overrides], log):
                 return code
     print(f"{cell.home.name}: done", flush=True)
     return 0
 
 
-def call(arguments: list[str], log: Any, program: Sequence[str] = RLHF) -> int:
-    """The program with these arguments, in a process of its own; returns its exit code."""
-    return subprocess.run([sys.executable, *program, *arguments], stdout=log, stderr=log, check=False).returncode
+def call(arguments: list[str], log: Any) -> int:
+    """rlhf with these arguments, in a process of its own; returns its exit code."""
+    return subprocess.run([sys.executable, "-m", "rlhf", *arguments], stdout=log, stderr=log, check=False).returncode
+
+
+def call_once(made: bool, arguments: list[str], log: Path) -> None:
+    """`call`, unless its result is made; ends the program if it fails."""
+    if not made:
+        with log.open("a", encoding="utf-8") as file:
+            if call(arguments, file):
+                sys.exit(f"{log}: rlhf {arguments[0]} failed")
 
 
 def cached(path: Path, make: Callable[[], Any]) -> Any:
@@ -153,6 +191,23 @@ def cached(path: Path, make: Callable[[], Any]) -> Any:
     if not path.exists():
         path.write_text(json.dumps(make()), encoding="utf-8")
     return read(path)
+
+
+def collect(cells: Iterable[Cell], figures: Callable[[Cell], dict[str, float]]) -> Found:
+    """The figures of each cell, by name and seed."""
+    found: Found = {}
+    for cell in cells:
+        found.setdefault(cell.name, {})[cell.seed] = figures(cell)
+    return found
+
+
+def less(found: Found, base: str) -> Found:
+    """Each name's figures less those of one name, paired by seed; empty without it."""
+    return {
+        name: {seed: {k: v - found[base][seed][k] for k, v in row.items() if k in found[base][seed]}
+               for seed, row in by_seed.items()}
+        for name, by_seed in found.items() if base in found and name != base
+    }  # fmt: skip
 
 
 def mean_interval(values: Sequence[float]) -> Figure:
@@ -167,31 +222,34 @@ def mean_interval(values: Sequence[float]) -> Figure:
     return {"mean": mean, "ci95": [mean - half, mean + half], "n": n}
 
 
-def within(figure: Figure, low: float = 0.0, high: float = 1.0) -> Figure:
-    """A figure whose interval is cut to the values that are possible, by default a share's."""
+def within(figure: Figure) -> Figure:
+    """A share's figure, whose interval is cut to [0, 1]."""
     ends = figure.get("ci95")
-    return figure if ends is None else figure | {"ci95": [max(low, ends[0]), min(high, ends[1])]}
+    return figure if ends is None else figure | {"ci95": [max(0.0, ends[0]), min(1.0, ends[1])]}
 
 
-def over_seeds(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict[str, dict[str, Figure]]:
-    """{name: {figure: mean over seeds}} of {name: {seed: figures}}; a figure that a seed lacks is left out."""
+def over_seeds(found: Found) -> dict[str, dict[str, Figure]]:
+    """{name: {figure: mean over seeds}}; a figure that a seed lacks is left out."""
     means = {}
-    for name, by_seed in figures.items():
-        keys = [key for key in next(iter(by_seed.values())) if all(key in found for found in by_seed.values())]
-        means[name] = {key: mean_interval([found[key] for found in by_seed.values()]) for key in keys}
+    for name, by_seed in found.items():
+        keys = [key for key in next(iter(by_seed.values())) if all(key in row for row in by_seed.values())]
+        means[name] = {key: mean_interval([row[key] for row in by_seed.values()]) for key in keys}
     return means
 
 
+def value_of(figure: Any) -> Any:
+    """A figure's "mean" or "value", or the number that it is."""
+    return figure.get("mean", figure.get("value")) if isinstance(figure, dict) else figure
+
+
 def show(figure: Any, digits: int = 3, sign: str = "") -> str:
-    """A figure ("mean" or "value") with its interval if it has one, a number, or a dash."""
-    if figure is None:
-        return "–"
-    if not isinstance(figure, dict):
-        return f"{figure:,}" if isinstance(figure, int) else f"{figure:{sign}.{digits}f}"
-    value = figure["mean"] if "mean" in figure else figure["value"]
+    """A figure with its interval if it has one, a number, or a dash."""
+    value = value_of(figure)
     if value is None:
         return "–"
-    ends = figure.get("ci95")
+    if isinstance(figure, int):
+        return f"{figure:,}"
+    ends = figure.get("ci95") if isinstance(figure, dict) else None
     interval = "" if ends is None else " [" + ", ".join(f"{end:{sign}.{digits}f}" for end in ends) + "]"
     return f"{value:{sign}.{digits}f}{interval}"
 
@@ -204,23 +262,35 @@ def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
     print()
 
 
+def print_means(
+    title: str, found: Found, titles: Mapping[str, str] | None = None, sign: str = ""
+) -> dict[str, dict[str, Figure]]:
+    """Print a table of the means over seeds, and return them. titles: of the figures to print; all of them by default."""
+    means = over_seeds(found)
+    if means:
+        titles = titles or {key: key for key in next(iter(means.values()))}
+        lines = [[spaced(name), *(show(row.get(key), sign=sign) for key in titles)] for name, row in means.items()]
+        table([title, *titles.values()], lines)
+    return means
+
+
 def spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-Points = Sequence[tuple[float, Any]]  # x, and a figure or a number
-
-
 def draw(
     path: Path | None,
-    series: Mapping[str, Points],
+    series: Mapping[str, Sequence[tuple[float, Any]]],
     x: str,
     y: str,
     names: Sequence[str] = (),
     line: bool = True,
     level: float | None = None,
 ) -> None:
-    """One picture: a line (or dots alone) per series, with intervals; names: of x = 0, 1, …; level: drawn across."""
+    """One picture: a line (or dots alone) of figures or numbers per series, with intervals.
+
+    names: of x = 0, 1, …; level: drawn across.
+    """
     if path is None:
         return
     import matplotlib
@@ -230,14 +300,20 @@ def draw(
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for label, points in series.items():
-        xs = [place for place, _ in points]
-        means = [f if not isinstance(f, dict) else f["mean"] if "mean" in f else f["value"] for _, f in points]
+        means = np.array([value_of(f) for _, f in points])
         ends = [
             (f.get("ci95") if isinstance(f, dict) else None) or (m, m) for (_, f), m in zip(points, means, strict=True)
         ]
-        bars = [[m - low for m, (low, _) in zip(means, ends, strict=True)]]
-        bars.append([high - m for m, (_, high) in zip(means, ends, strict=True)])
-        axes.errorbar(xs, means, yerr=bars, fmt="o-" if line else "o", markersize=4, capsize=2, label=label)
+        bars = np.abs(np.transpose(ends) - means)
+        axes.errorbar(
+            [place for place, _ in points],
+            means,
+            yerr=bars,
+            fmt="o-" if line else "o",
+            markersize=4,
+            capsize=2,
+            label=label,
+        )
     if level is not None:
         axes.axhline(level, color="#6f7782", linewidth=1, linestyle="--")
     if names:

@@ -7,10 +7,10 @@ head alone trained on the frozen trunk and with one epoch of adapters after it. 
 on: the share of a passage's pairs of continuations that have the labeler's order, and that of the true score.
 """
 
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
-from harness import Cell, cached, make_cells, over_seeds, parse, rows, run, spaced, table
+from harness import Cell, Found, cached, collect, less, make_cells, parse, print_means, rows, run
 
 LAYERS = {"12": "12", "all": "null", "mix": "mix"}
 STEPS = {"head": "reward.epochs=0", "adapters": "reward.epochs=1"}
@@ -43,29 +43,24 @@ def measured(cell: Cell) -> dict[str, Any]:
     return {"labels": sum(labels) / len(labels), "truth": sum(truth) / len(truth), "pairs": len(labels), "mix": weights}
 
 
+def figures(cell: Cell) -> dict[str, float]:
+    found = cached(cell.beside("-held-out.json"), lambda: measured(cell))
+    if found["mix"]:
+        heaviest = sorted(enumerate(found["mix"]), key=lambda layer: -layer[1])[:3]
+        print(cell.home.name, "heaviest layers", {i: round(weight, 3) for i, weight in heaviest})
+    return {"labels": found["labels"], "truth": found["truth"]}
+
+
 def main() -> None:
     asked = parse(__doc__)
-    cells = make_cells(asked, CHOICES, TAKEN, {"reward": ("reward.audit=0",)})
-    run(cells, asked.processes)
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for cell in cells:
-        figures = cached(cell.beside("-held-out.json"), lambda c=cell: measured(c))
-        found.setdefault(cell.name, {})[cell.seed] = {name: figures[name] for name in ("labels", "truth")}
-        if figures["mix"]:
-            heaviest = sorted(range(len(figures["mix"])), key=lambda i, w=figures["mix"]: -w[i])[:3]
-            print(cell.home.name, "heaviest layers", {i: round(figures["mix"][i], 3) for i in heaviest})
-    heads = ["reward.layers, what is trained", "held-out pairs in the labelers' order", "in the true order"]
-    table(heads, [[spaced(name), *row.values()] for name, row in over_seeds(found).items()])
-    less = {
-        f"mix less {fixed}, {step}": {
-            seed: {k: v - found[f"{fixed}_{step}"][seed][k] for k, v in row.items()}
-            for seed, row in found[f"mix_{step}"].items()
-        }
-        for step in STEPS
-        for fixed in ("12", "all")
-        if {f"mix_{step}", f"{fixed}_{step}"} <= found.keys()
-    }
-    table(["paired over seeds", *heads[1:]], [[name, *row.values()] for name, row in over_seeds(less).items()])
+    found = collect(run(make_cells(asked, CHOICES, TAKEN, {"reward": ("reward.audit=0",)}), asked), figures)
+    titles = {"labels": "held-out pairs in the labelers' order", "truth": "in the true order"}
+    print_means("reward.layers, what is trained", found, titles)
+    changes: Found = {}
+    for step, fixed in product(STEPS, ("12", "all")):
+        changes |= {f"mix less {fixed}, {step}": by_seed for name, by_seed in less(found, f"{fixed}_{step}").items()
+                    if name == f"mix_{step}"}  # fmt: skip
+    print_means("paired over seeds", changes, titles)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ in a row it is beyond a threshold; a model that watches, if it has fallen so far
 faults but one and measured on that one. What a stop gains is compared with no stop, and with a fixed update chosen in the same way.
 """
 
-import json
 import random
-from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Cell, draw, make_cells, mean_interval, parse, read, rows, run, show, table
+from harness import Cell, draw, make_cells, mean_interval, parse, read, rows, run, show, table, updates_of, write_rows
 from repetition import repeated
 
 MODELS, LABELLED, TRUSTED, STRENGTH = 2, 2000, 400, 0.75
@@ -55,7 +52,6 @@ def plant(parent: Path, fault: str, out: Path) -> Path:
     feature, start, count = FAULTS.get(fault), *((LABELLED, TRUSTED) if fault == TRUST else (0, LABELLED))
     if out.exists():
         return out
-    out.parent.mkdir(parents=True, exist_ok=True)
     known = rows(parent / "label" / "comparisons.jsonl")
     train, dev = ([row for row in known if row["metadata"]["split"] == split] for split in ("train", "dev"))
     records = train[start : start + count] + dev  # the audit's curve is of dev prompts
@@ -67,37 +63,24 @@ def plant(parent: Path, fault: str, out: Path) -> Path:
                      for i, a in enumerate(row["responses"])}  # fmt: skip
             order = sorted(worth, key=lambda name: (-worth[name], random.Random(f"{row['id']}-{name}").random()))
             row |= {"ranking": [[name] for name in order], "ratings": {}}
-    out.write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
-    return out
+    return write_rows(out, records)
 
 
 def train_models(asked: Any) -> dict[tuple[str, int], list[str]]:
     """The reward models' folders by fault and seed; trains what is missing."""
-    every = Namespace(**{**vars(asked), "cells": []})
     members: list[tuple[str, Cell]] = []
-    for fault, number in [
-        *((fault, n) for fault in asked.cells or FAULTS if fault != GUARDED for n in range(MODELS)),
-        (TRUST, 0),
-    ]:
-        for cell in make_cells(every, {f"{fault}-model{number}": ()}, BEFORE, {"reward": ()}):
+    faults = [(fault, n) for fault in asked.cells or FAULTS if fault != GUARDED for n in range(MODELS)]
+    for fault, number in [*faults, (TRUST, 0)]:
+        name = f"{fault}-model{number}"
+        for cell in make_cells(asked, lambda *_, name=name: {name: ()}, BEFORE, {"reward": ()}):
             labels = plant(cell.parent, fault, asked.out / f"{fault}-labels-seed{cell.seed}.jsonl")
-            ((command, *settings),) = cell.steps
-            settings = [s for s in settings if not s.startswith("seed=")]
-            step = (command, *settings, f"seed={100 * number + cell.seed}", f"data.comparisons='{labels}'")
-            members.append((fault, replace(cell, steps=(step,))))
-    run([cell for _, cell in members], asked.processes)
+            members.append((fault, cell.changed(f"seed={100 * number + cell.seed}", f"data.comparisons='{labels}'")))
+    run([cell for _, cell in members], asked)
     found: dict[tuple[str, int], list[str]] = {}
     for fault, cell in members:
-        found.setdefault((fault, cell.seed), []).append(str(cell.home / "reward" / "model"))
+        found.setdefault((fault, cell.seed), []).append(str(cell.home / "reward"))
     found |= {(GUARDED, seed): folders for (fault, seed), folders in found.items() if fault == "none"}
     return {key: [*folders, *found[TRUST, key[1]]] for key, folders in found.items()}
-
-
-def with_models(cell: Cell, folders: list[str]) -> Cell:
-    """The cell with its reward models."""
-    ((command, *settings),) = cell.steps
-    sources = ",".join(f"'{Path(folder).parent}'" for folder in folders)
-    return replace(cell, steps=((command, *settings, f"ppo.rewards=[{sources}]"),))
 
 
 def onset(gold: np.ndarray) -> int | None:
@@ -118,17 +101,18 @@ def true_reward(metrics: list[dict[str, float]]) -> np.ndarray:
 
 def signals_of(cell: Cell, audit: Any) -> dict[str, np.ndarray]:
     """Each signal by update, from what PPO logs; audit: of the reward model that it optimises."""
-    logged = [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "objective/kl" in row]
-    of = {name: np.array([row[name] for row in logged]) for name in logged[0] if name in {*USED}}
-    learned, watcher, trusted, kl, length = (of[name] for name in USED[:5])
+    logged = updates_of(cell.home)
+    learned, watcher, trusted, kl, length, spread, repetition = (
+        np.array([row[name] for row in logged]) for name in USED
+    )
     curve = [(row["kl"], row["score"]["value"]) for row in audit["best_of"]]
     return {
         "watching model falls": watcher,
         "trusted model falls": trusted,
         "models disagree": learned - watcher,
-        "spread of the models": of["objective/scores_std"],
+        "spread of the models": spread,
         "length": length,
-        "repetition": of["custom/repetition"],
+        "repetition": repetition,
         "KL per token": kl / length,
         "score against best-of-n at this KL": learned - np.interp(kl, *zip(*curve, strict=True)),
     }
@@ -171,14 +155,12 @@ def area(curve: list[tuple[float, float]]) -> float:
     return float(np.trapezoid(np.maximum.accumulate(y), x))
 
 
-def gained(cases: list[dict[str, Any]], ends: Sequence[float]) -> Any:
+def gained(cases: list[dict[str, Any]], ends: Sequence[float]) -> str:
     """True reward at the stop less that at the end of the run, with the fault as the unit."""
-    more = [end - float(case["gold"][-1]) for case, end in zip(cases, ends, strict=True)]
-    by_fault = {
-        case["fault"]: [x for x, other in zip(more, cases, strict=True) if other["fault"] == case["fault"]]
-        for case in cases
-    }
-    return mean_interval([sum(values) / len(values) for values in by_fault.values()])
+    by_fault: dict[str, list[float]] = {}
+    for case, end in zip(cases, ends, strict=True):
+        by_fault.setdefault(case["fault"], []).append(end - float(case["gold"][-1]))
+    return show(mean_interval([sum(values) / len(values) for values in by_fault.values()]), sign="+")
 
 
 def at_fixed_update(cases: list[dict[str, Any]]) -> list[float]:
@@ -191,23 +173,23 @@ def at_fixed_update(cases: list[dict[str, Any]]) -> list[float]:
 
 
 def read_case(cell: Cell, folders: list[str]) -> dict[str, Any]:
-    metrics = rows(cell.home / "ppo" / "metrics.jsonl")
-    gold = true_reward(metrics)
-    audit = read(Path(folders[0]).parent / "audit.json")
+    gold = true_reward(rows(cell.home / "ppo" / "metrics.jsonl"))
+    audit = read(Path(folders[0]) / "audit.json")
     paths = {name: moved(name, values) for name, values in signals_of(cell, audit).items()}
     paths[CLOCK] = np.arange(1.0, len(gold) + 1)
     return {"fault": cell.name, "seed": cell.seed, "onset": onset(gold), "gold": gold, "moved": paths,
-            "kl": [row["objective/kl"] for row in metrics if "objective/kl" in row]}  # fmt: skip
+            "kl": [row["objective/kl"] for row in updates_of(cell.home)]}  # fmt: skip
 
 
 def main() -> None:
     asked = parse(__doc__)
     folders = train_models(asked)
     choices = {fault: PRESET if fault == GUARDED else WEAK for fault in FAULTS}
-    cells = [
-        with_models(cell, folders[cell.name, cell.seed]) for cell in make_cells(asked, choices, BEFORE, {"ppo": PPO})
-    ]
-    run(cells, asked.processes)
+    cells = []
+    for cell in make_cells(asked, choices, BEFORE, {"ppo": PPO}):
+        sources = ",".join(f"'{folder}'" for folder in folders[cell.name, cell.seed])
+        cells.append(cell.changed(f"ppo.rewards=[{sources}]"))
+    run(cells, asked)
     cases = [read_case(cell, folders[cell.name, cell.seed]) for cell in cells]
     lines = []
     for case in cases:
@@ -229,10 +211,10 @@ def main() -> None:
         curves[signal] = sorted({rates(cases, signal, threshold) for threshold in GRID})
         lines.append([signal, area(curves[signal]), f"{sum(at is not None and at <= start for start, at in hacked)} of {len(hacked)}",
                       f"{np.median(lead):+.1f}" if lead else "–", f"{sum(false)} of {len(false)}", float(np.mean(ends)),
-                      show(gained(cases, ends), sign="+")])  # fmt: skip
+                      gained(cases, ends)])  # fmt: skip
     head = ["signal", "area under the ROC", "alarms by the onset", "median lead, updates", "false alarms"]
     fixed = at_fixed_update(cases)
-    lines.append(["a fixed update", "–", "–", "–", "–", float(np.mean(fixed)), show(gained(cases, fixed), sign="+")])
+    lines.append(["a fixed update", "–", "–", "–", "–", float(np.mean(fixed)), gained(cases, fixed)])
     table([*head, "true reward at the stop", "less that at the end"], lines)
     highest, last = (np.mean([f(case["gold"]) for case in cases]) for f in (np.max, lambda gold: gold[-1]))
     print(f"true reward without a stop {last:.3f}, at each run's highest update {highest:.3f}")

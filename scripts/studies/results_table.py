@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import read, show, table
-from harness import rows as read_rows
+from harness import read, show, table, updates_of
 
 from rlhf.runs.folders import rounds_before
 from rlhf.runs.run_files import entry_at
@@ -26,37 +25,27 @@ def training(folder: Path) -> dict[str, float]:
     The gold score is measured twice, each time minus the SFT model's: at the evaluations on held-out prompts, which use the averaged
     policy if there is one, and on the rollouts. Updates that train only the critic count as the SFT model's.
     """
-    kl: list[float] = []
-    held_out: list[float] = []
-    rollouts: list[float] = []
-    explained_variance = 0.0
+    kl, held_out, rollouts = list[float](), list[float](), list[float]()
     for run in (folder, *rounds_before(folder)):
-        record = read(run / "ppo" / "stage.json")
-        warmup = record["config"]["ppo"]["critic_warmup_updates"]
-        rows = read_rows(run / "ppo" / "metrics.jsonl")
-        updates = [row for row in rows if "objective/kl" in row]
-        evaluated = [(row["progress/step"], row[GOLD]) for row in rows if GOLD in row]  # the first one is SFT's
+        warmup = read(run / "ppo" / "stage.json")["config"]["ppo"]["critic_warmup_updates"]
+        updates, evaluated = updates_of(run), updates_of(run, GOLD)  # the first evaluation is of SFT
         sampled = [row["gold/total"] for row in updates]  # by the policy before the update
         start = sum(sampled[: warmup + 1]) / (warmup + 1)
         kl += [row["objective/kl"] for row in updates]
         rollouts += [gold - start for gold in sampled[warmup + 1 :]]
-        held_out += [gold - evaluated[0][1] for step, gold in evaluated if step > warmup]
-        if run == folder:
-            explained_variance = updates[-1]["val/explained_var"]
+        held_out += [row[GOLD] - evaluated[0][GOLD] for row in evaluated if row["progress/step"] > warmup]
     return {
         "highest_kl": max(kl),
         "lowest_gold": min(held_out),
         "lowest_rollout": min(rollouts),
-        "explained_variance": explained_variance,
+        "explained_variance": updates_of(folder)[-1]["val/explained_var"],
     }
 
 
 def rows(results: dict[str, Any], during: dict[str, float]) -> dict[str, str]:
     """One column of the table: {row: cell}. during: as `training` gives it."""
-    best, held_out = results["best_of_n"], results["reward_model"]["held_out_labelers"]["accuracy"]
-    weights = results["reward_model"]["gold_regression"]["parts"]
-    gold, rm = results["gold"], results["reward_model"]
-    mean, correct = gold["mean_score"], gold["correct"]
+    best, gold, rm = results["best_of_n"], results["gold"], results["reward_model"]
+    mean, correct, weights = gold["mean_score"], gold["correct"], rm["gold_regression"]["parts"]
     share = (rm["accuracy"]["value"] - 0.5) / (rm["noise_ceiling"] - 0.5)
     return {
         "gold win rate of PPO over SFT, temperature 1": show(gold["win_rate_vs_sft"]),
@@ -74,7 +63,7 @@ def rows(results: dict[str, Any], during: dict[str, float]) -> dict[str, str]:
             f"{during['explained_variance']:.2f}"
         ),
         "reward model accuracy, held-out prompts": show(rm["accuracy"]),
-        "on held-out labelers": show(held_out),
+        "on held-out labelers": show(rm["held_out_labelers"]["accuracy"]),
         "what it rewards, standardised weights": ", ".join(
             f"{part} {row['weight']:.2f}" for part, row in weights.items() if row["weight"] is not None
         ),
@@ -94,11 +83,11 @@ def main(folders: list[str]) -> None:
     columns = [rows(results, training(folder)) for folder, results in by_run.items()]
     seeds = [f"seed {results['seed']}" for results in by_run.values()]
     table(["", *seeds], [[label, *(column[label] for column in columns)] for label in columns[0]])
+
+    def mean(*path: str) -> float:
+        return statistics.fmean(entry_at(results, *path) for results in by_run.values())
+
     if len(by_run) > 1:
-
-        def mean(*path: str) -> float:
-            return statistics.fmean(entry_at(results, *path) for results in by_run.values())
-
         print(
             f"\nMean over {len(by_run)} seeds: win rate {mean('gold', 'win_rate_vs_sft', 'value'):.3f}, "
             f"greedy {mean('gold', 'win_rate_greedy', 'value'):.3f}, KL {mean('kl_to_sft_nats'):.2f} nats; "

@@ -8,32 +8,24 @@ evaluation measures the policies of all rounds on the same prompts.
 """
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness import Cell, draw, is_complete, make_cells, mean_interval, over_seeds, parse, read, rows, run, show, table
+from harness import Cell, Choices, Found, draw, is_complete, less, make_cells, parse, print_means, read, rows, run
 
-CHOICES: dict[str, Sequence[str]] = {
-    "restart": (),
-    "continue": ("ppo.policy=ppo",),
-    "dropped": ("round.keep_rankings=false",),
-}
+from rlhf.evaluation.statistics import win
+
+CHOICES: Choices = {"restart": (), "continue": ("ppo.policy=ppo",), "dropped": ("round.keep_rankings=false",)}
 TITLES = {
     "restart": "from SFT, all rankings",
     "continue": "from the last policy, all rankings",
     "dropped": "from SFT, the round's own rankings",
 }
 SETTINGS = (
-    "rounds=3",
-    "gold.comparison_prompts=3999",
-    "ppo.episodes=2048",
-    "round.later_reward_epochs=null",
-    "reward.audit=0",
+    "rounds=3", "gold.comparison_prompts=3999", "ppo.episodes=2048", "round.later_reward_epochs=null", "reward.audit=0",
     "evaluate.best_of=0",
-)
+)  # fmt: skip
 TAKEN = ("world", "tokenizer", "pretrain", "sft")
-FIGURES = ("gold", "win_rate", "kl", "accuracy")
 
 
 def round_runs(cell: Cell) -> list[str]:
@@ -41,73 +33,51 @@ def round_runs(cell: Cell) -> list[str]:
     return [f"{cell.home.name}-round-1", f"{cell.home.name}-round-2", cell.home.name]
 
 
-def run_cells(cells: Sequence[Cell], processes: int) -> None:
+def run_cells(cells: Sequence[Cell], asked: Any) -> None:
     """The first round of all arms is that of `restart`: it is copied."""
     for name in CHOICES:
         mine = [cell for cell in cells if cell.name == name]
-        for cell in mine if name != "restart" else []:
-            source = cell.home.with_name(f"restart-seed{cell.seed}-round-1")
-            copy = cell.home.with_name(f"{cell.home.name}-round-1")
+        for cell in mine:
+            source, copy = (asked.out / f"{arm}-seed{cell.seed}-round-1" for arm in ("restart", name))
             if is_complete(source / "ppo") and not copy.exists():
                 shutil.copytree(source, copy)
         if mine:
-            run(mine, processes)
+            run(mine, asked)
 
 
-def figures(cell: Cell) -> list[dict[str, float]]:
+def figures(cell: Cell) -> Iterator[dict[str, float]]:
     """The figures of each round."""
     results, samples = cell.results(), rows(cell.home / "evaluate" / "samples.jsonl")
-    found = []
     for name in round_runs(cell):
         policy = "ppo" if name == cell.home.name else name
-        wins = [
-            (row["gold"][policy] > row["gold"]["sft"]) + (row["gold"][policy] == row["gold"]["sft"]) / 2
-            for row in samples
-        ]
         summary = read(cell.home.with_name(name) / "reward" / "stage.json")["summary"]
-        found.append(
-            {
-                "gold": results["gold"]["mean_score"][policy],
-                "win_rate": sum(wins) / len(wins),
-                "kl": results["kl"][policy]["value"],
-                "accuracy": summary["accuracy"],
-            }
-        )
-    return found
+        yield {
+            "gold": results["gold"]["mean_score"][policy],
+            "win_rate": sum(win(row["gold"][policy], row["gold"]["sft"]) for row in samples) / len(samples),
+            "kl": results["kl"][policy]["value"],
+            "accuracy": summary["accuracy"],
+        }
 
 
 def main(asked: Any) -> None:
     """Run the cells, then print the table by round and that of differences at the last round, and draw the picture."""
-    cells = [with_rounds(cell) for cell in make_cells(asked, CHOICES, TAKEN, {"pipeline": SETTINGS})]
-    run_cells(cells, asked.processes)
-    found = {(name, number): {cell.seed: figures(cell)[number] for cell in cells if cell.name == name}
-             for name in dict.fromkeys(cell.name for cell in cells) for number in range(3)}  # fmt: skip
-    means = over_seeds({f"{name} {number + 1}": by_seed for (name, number), by_seed in found.items()})
-    table(["arm and round", *FIGURES], [[name, *(row[key] for key in FIGURES)] for name, row in means.items()])
-    lines = []
-    for name in CHOICES:
-        for a, b, title in [((name, 2), (name, 0), f"{name}: round 3 less round 1")] + [
-            ((name, 2), ("restart", 2), f"{name} less restart, round 3")
-        ] * (name != "restart"):
-            if a in found and b in found:
-                pairs = [(found[a][seed], found[b][seed]) for seed in found[a]]
-                lines.append(
-                    [title, *(show(mean_interval([x[k] - y[k] for x, y in pairs]), sign="+") for k in FIGURES)]
-                )
-    table(["paired over seeds", *FIGURES], lines)
-    series = {
-        TITLES[name]: [(n + 1.0, means[f"{name} {n + 1}"]["gold"]) for n in range(3)]
-        for name in CHOICES
-        if f"{name} 1" in means
-    }
+    cells = make_cells(asked, CHOICES, TAKEN, {"pipeline": SETTINGS})
+    cells = [cell.changed(f"evaluate.compare=[{','.join(round_runs(cell)[:2])}]") for cell in cells]
+    run_cells(cells, asked)
+    found: Found = {}
+    for cell in cells:
+        for number, row in enumerate(figures(cell), 1):
+            found.setdefault(f"{cell.name} {number}", {})[cell.seed] = row
+    means = print_means("arm and round", found)
+    names = dict.fromkeys(cell.name for cell in cells)
+    changes: Found = {}
+    for name in names:
+        changes[f"{name}: round 3 less round 1"] = less(found, f"{name} 1")[f"{name} 3"]
+        if name != "restart" and "restart" in names:
+            changes[f"{name} less restart, round 3"] = less(found, "restart 3")[f"{name} 3"]
+    print_means("paired over seeds", changes, sign="+")
+    series = {TITLES[name]: [(n, means[f"{name} {n:g}"]["gold"]) for n in (1.0, 2.0, 3.0)] for name in names}
     draw(asked.picture, series, "labelling round", "gold score")
-
-
-def with_rounds(cell: Cell) -> Cell:
-    """The cell with an evaluation of all its rounds' policies."""
-    ((command, *settings),) = cell.steps
-    earlier = ",".join(round_runs(cell)[:2])
-    return replace(cell, steps=((command, *settings, f"evaluate.compare=[{earlier}]"),))
 
 
 if __name__ == "__main__":

@@ -14,19 +14,20 @@ import random
 from pathlib import Path
 from typing import Any
 
-from harness import Cell, call, make_cells, parse, rows, run, show, table
+import torch
+from harness import call_once, make_cells, parse, rows, run, show, spaced, table, write_rows
 
+from rlhf.config.compose import compose_config
+from rlhf.data.chat_template import encode_prompts, encode_responses
+from rlhf.data.records import Message
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.statistics import interval
 from rlhf.gold.truth import judge
 from rlhf.gold.world import Task, make_conversation
+from rlhf.ppo.rewards import load_rater
 
 RULES = {"forbidden": "It does not say what the user forbids."}
 TAKEN = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
-
-
-def write_rows(path: Path, made: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-    return path
 
 
 def write_prompts(folder: Path, count: int, seed: int) -> Path:
@@ -37,7 +38,7 @@ def write_prompts(folder: Path, count: int, seed: int) -> Path:
         gold = {"gold": task.to_metadata()}
         row = {"kind": "prompt", "id": f"rule-{len(made)}", "prompt": task.asked, "metadata": gold}
         made.setdefault(json.dumps(task.asked), row)
-    return write_rows(folder / f"prompts-{seed}.jsonl", list(made.values()))
+    return write_rows(folder / f"prompts-{seed}.jsonl", made.values())
 
 
 def write_marks(folder: Path, parent: Path, seed: int) -> Path:
@@ -54,25 +55,15 @@ def write_marks(folder: Path, parent: Path, seed: int) -> Path:
 
 def answers(home: Path, stage: str, prompts: Path, out: Path, overrides: list[str]) -> dict[str, dict[str, float]]:
     """The parts of the truth of one answer per prompt, by id of the prompt."""
-    if not out.exists():
-        words = [f"generate.stage={stage}", f"data.prompts={prompts}", f"generate.out={out}", "gold.enabled=false"]
-        with out.with_suffix(".log").open("a", encoding="utf-8") as log:
-            if call(["generate", f"runs_dir={home.parent}", f"run={home.name}", *words, *overrides], log):
-                raise SystemExit(f"{out.with_suffix('.log')}: the answers could not be drawn")
+    words = [f"generate.stage={stage}", f"data.prompts={prompts}", f"generate.out={out}", "gold.enabled=false"]
+    own = [f"runs_dir={home.parent}", f"run={home.name}"]
+    call_once(out.exists(), ["generate", *own, *words, *overrides], out.with_suffix(".log"))
     tasks = {row["id"]: Task(**row["metadata"]["gold"]) for row in rows(prompts)}
     return {row["id"]: judge(tasks[row["id"]], row["responses"][0]) for row in rows(out)}
 
 
 def told_apart(rater: Path, prompts: Path, out: Path, kept: list[float], overrides: list[str]) -> list[float]:
     """The rater's mean P(kept) of the answers in `out`, and its share of pairs of a kept and a broken rule in the right order."""
-    import torch
-
-    from rlhf.config.compose import compose_config
-    from rlhf.data.chat_template import encode_prompts, encode_responses
-    from rlhf.data.records import Message
-    from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.ppo.rewards import load_rater
-
     tokenizer = load_tokenizer(rater / "model")
     model = load_rater(compose_config(overrides), rater, tokenizer, torch.device("cpu"))
     asked = encode_prompts(tokenizer, [[Message(**turn) for turn in row["prompt"]] for row in rows(prompts)])
@@ -86,34 +77,35 @@ def told_apart(rater: Path, prompts: Path, out: Path, kept: list[float], overrid
 def main() -> None:
     more = {"prompts": {"type": int, "default": 300}, "weights": {"type": float, "nargs": "+", "default": [1.0]}}
     asked = parse(__doc__, **more)
-    asked.out.mkdir(parents=True, exist_ok=True)
     rules = asked.out / "rules.json"
     rules.write_text(json.dumps(RULES), encoding="utf-8")
+
+    def learns(seed: int, parent: Path) -> dict[str, tuple[str, ...]]:
+        return {"rater": (f"data.comparisons={write_marks(asked.out, parent, seed)}",)}
+
+    def pays(seed: int, parent: Path) -> dict[str, tuple[str, ...]]:
+        rewards = f"ppo.rewards=[null,'{asked.out}/rater-seed{seed}/rate']"
+        return {f"weight_{weight:g}": (rewards, f"ppo.reward_weights=[1,{weight}]") for weight in asked.weights}
+
+    run(make_cells(asked, learns, TAKEN, {"rate": (f"rate.rules={rules}",)}), asked)
+    cells = run(make_cells(asked, pays, TAKEN, {"ppo": (f"rate.rules={rules}",)}), asked)
     lines = []
     for seed, parent in zip(asked.seeds, asked.parents, strict=True):
-        one = type(asked)(**vars(asked) | {"seeds": [seed], "parents": [parent], "cells": []})
-        learns = (f"rate.rules={rules}", f"data.comparisons={write_marks(asked.out, parent, seed)}")
-        raters = make_cells(one, {"rater": ()}, TAKEN, {"rate": learns})
-        run(raters, asked.processes)
-        rewards = f"ppo.rewards=[null,'{raters[0].home / 'rate'}']"
-        choices = {f"weight_{weight:g}": (f"ppo.reward_weights=[1,{weight}]",) for weight in asked.weights}
-        cells: list[Cell] = make_cells(one, choices, TAKEN, {"ppo": (f"rate.rules={rules}", rewards)})
-        run(cells, asked.processes)
-        policies = {"SFT": (parent, "sft"), "PPO": (parent, "ppo")} | {cell.name: (cell.home, "ppo") for cell in cells}
+        policies = {"SFT": (parent, "sft"), "PPO": (parent, "ppo")}
+        policies |= {cell.name: (cell.home, "ppo") for cell in cells if cell.seed == seed}
         prompts, found = write_prompts(asked.out, asked.prompts, seed), dict[str, Any]()
         for name, (home, stage) in policies.items():
             out = asked.out / f"{name}-{seed}.jsonl"
             parts = found[name] = answers(home, stage, prompts, out, asked.overrides)
-            shares = [interval([parts[key][part] for key in parts]) for part in ("safe", "correct")]
+            kept, correct = ([one[part] for one in parts.values()] for part in ("safe", "correct"))
             less = [
-                interval([parts[key]["safe"] - found[other][key]["safe"] for key in parts])
-                for other in ("SFT", "PPO")
+                show(interval([parts[key]["safe"] - found[other][key]["safe"] for key in parts]), sign="+")
                 if other in found and other != name
+                else "–"
+                for other in ("SFT", "PPO")
             ]
-            shown = [show(one, sign="+") for one in less] + ["–"] * (2 - len(less))
-            kept = [parts[key]["safe"] for key in parts]
-            rated = told_apart(raters[0].home / "rate", prompts, out, kept, asked.overrides)
-            lines.append([str(seed), name.replace("_", " "), shares[0], *shown, shares[1], *rated])
+            rated = told_apart(asked.out / f"rater-seed{seed}" / "rate", prompts, out, kept, asked.overrides)
+            lines.append([str(seed), spaced(name), interval(kept), *less, interval(correct), *rated])
     table(["seed", "policy", "keeps the rule", "less SFT", "less PPO", "correct", "P(kept)", "told apart"], lines)
 
 

@@ -10,15 +10,14 @@ deviation of the initial weights goes with 1 / sqrt(width). Prints the exponents
 fitted law, with intervals by a bootstrap over the seeds of each budget and width, and the losses.
 """
 
+import itertools
 import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-from fitting import fit_loss_law, fit_parabola, fit_power
 from harness import Cell, Figure, draw, make_cells, mean_interval, parse, read, run, show, table
 
 from rlhf.config.compose import compose_config
@@ -31,6 +30,11 @@ RESAMPLES = 500
 HELD_OUT_BLOCKS = 512
 # (a, b). Sources: Hoffmann et al. 2022, table 2; Kaplan et al. 2020, equations 1.7 and 1.8.
 PUBLISHED = {"Hoffmann et al. 2022": (0.50, 0.50), "Kaplan et al. 2020": (0.73, 0.27)}
+DELTA = 1e-3  # of the Huber loss
+# Hoffmann et al. 2022, section D.3: alpha, beta, e, a, b of L = exp(e) + exp(a) / N^alpha + exp(b) / D^beta.
+EXPONENTS, ERRORS, FACTORS = np.arange(0, 2.5, 0.5), np.arange(-1, 1.5, 0.5), np.arange(0, 30, 5)
+STARTS = (EXPONENTS, EXPONENTS, ERRORS, FACTORS, FACTORS)
+TRIED = 12
 
 
 class Run(NamedTuple):
@@ -43,6 +47,74 @@ class Run(NamedTuple):
     without_embeddings: int
     tokens: int
     loss: float  # nats per held-out token
+
+
+class Parabola(NamedTuple):
+    """log-quadratic loss of one budget: L(x) = c2 (ln x)^2 + c1 ln x + c0."""
+
+    c2: float
+    c1: float
+    c0: float
+
+    @property
+    def minimum(self) -> float | None:
+        """x of the least loss; None if the curve does not open upwards."""
+        return float(np.exp(-self.c1 / (2 * self.c2))) if self.c2 > 0 else None
+
+
+def fit_parabola(x: Sequence[float], losses: Sequence[float]) -> Parabola:
+    """The IsoFLOP curve of one budget over N (or D): least squares of loss on ln x. Needs three different x.
+
+    Source: Hoffmann et al. 2022, section 3.2.
+    """
+    return Parabola(*(float(c) for c in np.polyfit(np.log(x), losses, 2)))
+
+
+def fit_power(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """(k, a) of y = k x^a, by least squares of ln y on ln x."""
+    a, log_k = np.polyfit(np.log(x), np.log(y), 1)
+    return float(np.exp(log_k)), float(a)
+
+
+def fit_loss_law(
+    parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float], near: LossLaw | None = None
+) -> LossLaw:
+    """The law that minimises sum Huber_delta(log L(N, D) - log L) with delta = 1e-3, by L-BFGS. Needs at least five runs.
+
+    near: start from this law alone, for the resamples of a bootstrap.
+
+    Source: Hoffmann et al. 2022, equation 3 and section D.3.
+    Differs: of the paper's 4,500 starts only the `TRIED` with the least objective are followed; ln N and ln D are centred, which moves
+    no minimum, and the sum is minimised to 1e-12 (Besiroglu et al. 2024: the paper's own optimiser stopped too early).
+    """
+    from scipy.optimize import minimize
+
+    n, d, target = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
+    n0, d0 = n.mean(), d.mean()
+    n, d = n - n0, d - d0
+
+    def objective(point: np.ndarray) -> tuple[float, np.ndarray]:
+        alpha, beta, e, a, b = point
+        terms = np.stack([np.full_like(n, e), a - alpha * n, b - beta * d])
+        top = terms.max(0)
+        exps = np.exp(terms - top)
+        share = exps / exps.sum(0)
+        off = top + np.log(exps.sum(0)) - target
+        slope = np.clip(off, -DELTA, DELTA)
+        value = np.where(np.abs(off) <= DELTA, off**2 / 2, DELTA * (np.abs(off) - DELTA / 2)).sum()
+        by_exponents = [-slope @ (share[1] * n), -slope @ (share[2] * d)]
+        gradient = np.array([*by_exponents, *(slope @ part for part in share)])
+        return value / DELTA**2, gradient / DELTA**2  # a scale that suits the optimiser's tolerances
+
+    if near is not None:
+        starts = [(near.alpha, near.beta, near.log_e, near.log_a - near.alpha * n0, near.log_b - near.beta * d0)]
+    else:
+        grid = [(al, be, e, a - al * n0, b - be * d0) for al, be, e, a, b in itertools.product(*STARTS)]
+        starts = sorted(grid, key=lambda point: objective(np.array(point))[0])[:TRIED]
+    exactly = {"maxiter": 5000, "maxfun": 20000, "ftol": 1e-12, "gtol": 1e-8}
+    minima = [minimize(objective, np.array(start), jac=True, method="L-BFGS-B", options=exactly) for start in starts]
+    alpha, beta, e, a, b = min(minima, key=lambda minimum: minimum.fun).x
+    return LossLaw(float(e), float(a + alpha * n0), float(b + beta * d0), float(alpha), float(beta))
 
 
 def parameters_of(config: Any, width: int, vocabulary: int) -> tuple[int, int]:
@@ -68,13 +140,11 @@ def make_choices(
                     f"--budgets {budget:g}: {steps} steps of {batch} tokens at width {width}: want 10 or more: raise it, or lower "
                     "pretrain.global_batch_tokens"
                 )
+            spread, tokens = config.model.initializer_range * (config.model.width / width) ** 0.5, steps * batch
             choices[cell_name(budget, width)] = (
-                f"model.width={width}",
-                f"model.initializer_range={config.model.initializer_range * (config.model.width / width) ** 0.5:.4g}",
-                f"pretrain.tokens={steps * batch}",
-                f"pretrain.warmup_tokens={steps * batch // 20}",
-                "pretrain.shuffle=true",
-            )
+                f"model.width={width}", f"model.initializer_range={spread:.4g}", f"pretrain.tokens={tokens}",
+                f"pretrain.warmup_tokens={tokens // 20}", "pretrain.shuffle=true",
+            )  # fmt: skip
     return choices
 
 
@@ -92,8 +162,8 @@ def read_run(cell: Cell, budgets: Sequence[float], vocabulary: int) -> Run:
 def isoflop_curves(runs: Iterable[Run], without: bool) -> list[dict[str, Any]]:
     """Of each budget: sizes, tokens, losses (of each seed), a parabola in ln N, and the best N and D if they lie between the sizes."""
     curves = []
-    for budget, of_budget in groupby(sorted(runs), key=lambda run: run.budget):
-        groups = [list(same) for _, same in groupby(of_budget, key=lambda run: run.width)]
+    for budget, of_budget in itertools.groupby(sorted(runs), key=lambda run: run.budget):
+        groups = [list(same) for _, same in itertools.groupby(of_budget, key=lambda run: run.width)]
         n = [group[0].without_embeddings if without else group[0].parameters for group in groups]
         d, losses = [group[0].tokens for group in groups], [[run.loss for run in group] for group in groups]
         means = [sum(row) / len(row) for row in losses]
@@ -164,23 +234,21 @@ def tables(runs: list[Run]) -> None:
     table(["FLOPs", *(f"{n:,}" for n in curves[0]["parameters"])], losses)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     several = {"nargs": "+"}
     budgets, widths = several | {"type": float, "default": BUDGETS}, several | {"type": int, "default": WIDTHS}
-    asked = parse(__doc__, argv, budgets=budgets, widths=widths)
+    asked = parse(__doc__, budgets=budgets, widths=widths)
     vocabulary = len(load_tokenizer(asked.parents[0] / "tokenizer" / "model"))
     choices = make_choices(compose_config(asked.overrides), vocabulary, asked.budgets, asked.widths)
     taken = [stage for stage in ("world", "tokenizer") if (asked.parents[0] / stage).exists()]  # own text has no world
-    cells = make_cells(asked, choices, taken, {"pretrain": (f"pretrain.eval_sequences={HELD_OUT_BLOCKS}",)})
-    run(cells, asked.processes)
+    held_out = (f"pretrain.eval_sequences={HELD_OUT_BLOCKS}",)
+    cells = run(make_cells(asked, choices, taken, {"pretrain": held_out}), asked)
     runs = [read_run(cell, asked.budgets, vocabulary) for cell in cells]
     tables(runs)
-    series = {
-        f"{c['budget']:.3g} FLOPs": [
-            (float(np.log10(n)), mean_interval(row)) for n, row in zip(c["parameters"], c["losses"], strict=True)
-        ]
-        for c in isoflop_curves(runs, False)
-    }
+    series = {}
+    for curve in isoflop_curves(runs, False):
+        means = map(mean_interval, curve["losses"])
+        series[f"{curve['budget']:.3g} FLOPs"] = list(zip(map(np.log10, curve["parameters"]), means, strict=True))
     draw(asked.picture, series, "log10 of parameters", "nats per held-out token")
 
 

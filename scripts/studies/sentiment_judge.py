@@ -11,15 +11,14 @@ agree on the better one.
 """
 
 import csv
-import sys
 from pathlib import Path
 
 import torch
-from harness import call, is_complete, mean_interval, parse, read, rows, show, table
+from harness import call_once, is_complete, mean_interval, parse, read, rows, show, table
 
 from rlhf.data.labelled import Example, encode_examples, find_marks
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.evaluation.statistics import mean_by
+from rlhf.evaluation.statistics import mean_by, win
 from rlhf.model.heads import LabelModel
 from rlhf.stages.classify import Coded, predict
 from rlhf.training.setup import load_policy
@@ -29,38 +28,31 @@ MOST_TOKENS = 256
 
 def main() -> None:
     asked = parse(__doc__, labels={"type": Path, "nargs": 2, "required": True})
-    asked.out.mkdir(parents=True, exist_ok=True)
     known = [(line.strip(), name) for path, name in zip(asked.labels, ("positive", "negative"), strict=True)
              for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
     train, home = asked.out / "labels.csv", asked.out / "classifier" / "classify"
     with train.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("text", "label"), *known])
-    if not is_complete(home):
-        parents = [f"parents.{stage}='{asked.parents[0] / stage}'" for stage in ("tokenizer", "pretrain")]
-        data = [f"classify.data='{train}'", "classify.text=text", "classify.label=label", "classify.lm_coef=0"]
-        own = [f"runs_dir='{asked.out}'", "run=classifier", "tracking=jsonl"]
-        with (asked.out / "classifier.log").open("a", encoding="utf-8") as log:
-            if call(["classify", "--shared-settings", *data, *parents, *own, *asked.overrides], log):
-                sys.exit(f"{log.name}: failed")
+    parents = [f"parents.{stage}='{asked.parents[0] / stage}'" for stage in ("tokenizer", "pretrain")]
+    data = [f"classify.data='{train}'", "classify.text=text", "classify.label=label", "classify.lm_coef=0"]
+    own = [f"runs_dir='{asked.out}'", "run=classifier", "tracking=jsonl"]
+    words = ["classify", "--shared-settings", *data, *parents, *own, *asked.overrides]
+    call_once(is_complete(home), words, asked.out / "classifier.log")
     print(f"accuracy on held-out sentences: {show(read(home / 'results.json')['accuracy'])}")
-    lines, rates = [], {}
+    lines, rates = [], dict[str, list[float]]()
     for parent in asked.parents:
         found = rows(parent / "evaluate" / "samples.jsonl")
-        policies = list(found[0]["responses"])
-        chances = {p: positive(home / "model", [row["responses"][p] for row in found]) for p in policies}
-        for policy in [p for p in policies if p != "sft"]:
-            wins = [0.5 + 0.5 * ((a > b) - (a < b)) for a, b in zip(chances[policy], chances["sft"], strict=True)]
+        chances = {p: positive(home / "model", [row["responses"][p] for row in found]) for p in found[0]["responses"]}
+        for policy in [p for p in chances if p != "sft"]:
+            wins = list(map(win, chances[policy], chances["sft"]))
             truth = [row["gold"][policy] - row["gold"]["sft"] for row in found]
-            agree = [float((win > 0.5) == (gap > 0)) for win, gap in zip(wins, truth, strict=True) if gap]
+            agree = [float((one > 0.5) == (gap > 0)) for one, gap in zip(wins, truth, strict=True) if gap]
             rate = mean_by([row["id"] for row in found], wins, share=True)
             rates.setdefault(policy, []).append(rate["value"])
             lines.append([f"{parent.name}, {policy}", rate, sum(agree) / len(agree)])
-    lines += [
-        [f"over runs, {policy}", mean_interval(values), None] for policy, values in rates.items() if len(values) > 1
-    ]
-    table(
-        ["run, policy", "preferred to the base by the classifier", "pairs on which classifier and lexicon agree"], lines
-    )
+    lines += [[f"over runs, {name}", mean_interval(each), None] for name, each in rates.items() if len(each) > 1]
+    head = ["run, policy", "preferred to the base by the classifier", "pairs on which classifier and lexicon agree"]
+    table(head, lines)
 
 
 def positive(folder: Path, texts: list[str]) -> list[float]:

@@ -11,12 +11,12 @@ It is what PPO with a KL penalty would end at without any error. Best-of-n is w_
 among N in ascending order. Both are of the same samples and of the same KL. The run needs its stages up to the reward model.
 """
 
-import argparse
 import math
+from typing import Any
 
 import numpy as np
 from frontier import draw_candidates_of
-from harness import show
+from harness import make_parser, show
 from harness import table as print_table
 
 from rlhf.config.compose import compose_config
@@ -69,7 +69,7 @@ def predicted(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return expected
 
 
-def table(scores: np.ndarray, truth: np.ndarray, n: int) -> list[list[str]]:
+def table(scores: np.ndarray, truth: np.ndarray, n: int) -> list[list[Any]]:
     """Rows of policies over the samples, with the intervals of true score minus best-of-n's, by passage."""
     best = best_of_weights(scores, n)
     nats = kl_of(best)
@@ -84,25 +84,23 @@ def table(scores: np.ndarray, truth: np.ndarray, n: int) -> list[list[str]]:
     rows = []
     for name, weights in policies.items():
         above = interval(((weights - best) * truth).sum(1).tolist())
-        means = [kl_of(weights), (weights * scores).sum(1).mean(), (weights * truth).sum(1).mean()]
-        rows.append([name, *(show(float(m), d) for m, d in zip(means, (2, 2, 3), strict=True)), show(above, sign="+")])
+        learned, true = (float((weights * values).sum(1).mean()) for values in (scores, truth))
+        rows.append([name, show(kl_of(weights), 2), show(learned, 2), true, show(above, sign="+")])
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passages", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=64, help="continuations per passage")
-    parser.add_argument("overrides", nargs="+", help="of the run, as for rlhf evaluate")
+    overrides = {"nargs": "+", "help": "of the run, as for rlhf evaluate"}
+    samples = {"type": int, "default": 64, "help": "continuations per passage"}
+    parser = make_parser(
+        __doc__, {"--passages": {"type": int, "default": 64}, "--samples": samples, "overrides": overrides}
+    )
     asked = parser.parse_args()
-    if min(asked.passages, asked.samples) < 2:
-        parser.error("--passages and --samples: want 2 or more of each")
     with ending():
         config = compose_config([*asked.overrides, f"evaluate.prompts={asked.passages}"])
         scores, judged = draw_candidates_of(config, asked.samples)
         truth = [[parts["total"] for parts in row] for row in judged]
-        rows = table(np.array(scores), np.array(truth), config.evaluate.best_of)
-    print_table(HEADS, rows)
+        print_table(HEADS, table(np.array(scores), np.array(truth), config.evaluate.best_of))
 
 
 if __name__ == "__main__":

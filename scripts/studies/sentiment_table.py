@@ -7,12 +7,10 @@ Below the table, per run: the true score of the held-out passages at each evalua
 picture shows true score and KL by update, and one against the other; the first run gives the evaluated points.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from harness import read, show, table
-from harness import rows as read_rows
+from harness import make_parser, read, show, table, updates_of
 
 HELD_OUT = "eval/dev/gold/total"
 HEADS = (
@@ -24,19 +22,24 @@ COLOURS = ("#2a5f99", "#c8641f", "#3f8457", "#7a4f9a")
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
     """One row per policy of a run."""
-    gold, best, texts = results["gold"], results["best_of_n"], results["text"]
-    name = f"best of {best['n']} by the reward model"
+    gold, best, texts, kl = results["gold"], results["best_of_n"], results["text"], results["kl"]
     made = [
         ("base", 0.0, gold["score"]["sft"], None, texts["sft"]),
-        (name, best["kl_bound_nats"], best["score"], best["win_rate_vs_sft"], best["text"]),
+        (
+            f"best of {best['n']} by the reward model",
+            best["kl_bound_nats"],
+            best["score"],
+            best["win_rate_vs_sft"],
+            best["text"],
+        ),
     ]
-    for policy, figures in results.get("baselines", {}).items():
-        made.append((policy, results["kl"][policy], gold["score"][policy], figures["win_rate_vs_sft"], texts[policy]))
-    made.append(("PPO", results["kl"]["ppo"], gold["score"]["ppo"], gold["win_rate_vs_sft"], texts["ppo"]))
+    for policy, figures in (results.get("baselines", {}) | {"ppo": gold}).items():
+        name = "PPO" if policy == "ppo" else policy
+        made.append((name, kl[policy], gold["score"][policy], figures["win_rate_vs_sft"], texts[policy]))
     return [
-        [policy, show(kl, 2), show(score), show(win), show(text["perplexity"], 1), show(text["distinct_2"]),
+        [policy, show(nats, 2), show(score), show(win), show(text["perplexity"], 1), show(text["distinct_2"]),
          show(text["repetition"])]
-        for policy, kl, score, win, text in made
+        for policy, nats, score, win, text in made
     ]  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def draw(runs: dict[str, Path], results: dict[str, Any], out: Path) -> None:
 
     figure, (score, kl, both) = pyplot.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     for colour, (name, run) in zip(COLOURS, runs.items(), strict=False):
-        updates = [row for row in read_rows(run / "ppo" / "metrics.jsonl") if "objective/kl" in row]
+        updates = updates_of(run)
         steps, nats, truth = ([row[key] for row in updates] for key in ("progress/step", "objective/kl", "gold/total"))
         score.plot(steps, truth, color=colour, label=name)
         kl.plot(steps, nats, color=colour)
@@ -72,15 +75,13 @@ def draw(runs: dict[str, Path], results: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]FOLDER")
-    parser.add_argument("--picture", type=Path)
+    parser = make_parser(__doc__, {"runs": {"nargs": "+", "metavar": "[NAME=]FOLDER"}, "--picture": {"type": Path}})
     asked = parser.parse_args()
     runs = {name or Path(folder).name: Path(folder) for name, _, folder in (one.rpartition("=") for one in asked.runs)}
     results = {name: read(folder / "evaluate" / "results.json") for name, folder in runs.items()}
     table(HEADS, [[name, *cells] for name in runs for cells in rows(results[name])])
     for name, folder in runs.items():
-        scores = [r[HELD_OUT] for r in read_rows(folder / "ppo" / "metrics.jsonl") if HELD_OUT in r]
+        scores = [row[HELD_OUT] for row in updates_of(folder, HELD_OUT)]
         accuracy, best = results[name]["reward_model"], results[name]["best_of_n"]
         print(
             f"{name}: true score during PPO {', '.join(f'{score:.3f}' for score in scores)}; reward model: "

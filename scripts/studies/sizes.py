@@ -9,16 +9,24 @@ true score, over the SFT model of the largest size. The intervals have the promp
 they say nothing about other training runs; so preference is given by seed too. --ratings: a picture of the ratings by size.
 """
 
-import copy
 import random
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness import Cell, cached, draw, make_cells, mean_interval, parse, read, rows, run, show, spaced, table, within
+import harness
+from harness import draw, make_cells, parse, read, rows, run, spaced, table, within
 
+import rlhf
+from rlhf.data.chat_template import end_ids
+from rlhf.data.tokenizer import encode_texts
+from rlhf.engines.choosing import Sampling
+from rlhf.engines.sampling import sampler_for
+from rlhf.evaluation.policies import draw_answers
+from rlhf.evaluation.statistics import interval, pair_points
 from rlhf.gold.truth import has_any, insults, judge, make_labelers, without_manners
 from rlhf.gold.world import KINDS, Task
 
@@ -28,18 +36,16 @@ SHARES = (4, 2, 1)  # fractions of the parent's width and heads
 SHOTS = 8  # the maximum; as many as fit before the prompt are used
 
 
-def cells_of(asked: Any) -> tuple[list[Cell], list[Cell]]:
+def cells_of(asked: Any) -> tuple[list[harness.Cell], list[harness.Cell]]:
     """The cells of PPO at each size, and those of PPO-ptx, which build on them."""
-    first, mixed = [], []
+    first, mixed, shared = [], [], ("world", "tokenizer")
     for seed, parent in zip(asked.seeds, asked.parents, strict=True):
-        one = copy.copy(asked)
-        one.seeds, one.parents, one.cells = [seed], [parent], []
+        one = Namespace(**{**vars(asked), "seeds": [seed], "parents": [parent], "cells": []})
         shape = read(parent / "pretrain" / "model" / "config.json")
         for share in SHARES:
-            name = f"width_{shape['width'] // share}"
+            name, whole = f"width_{shape['width'] // share}", share == 1
             size = (f"model.width={shape['width'] // share}", f"model.n_head={max(1, shape['n_head'] // share)}",
                     f"ppo.rewards='{parent / 'reward'}'")  # fmt: skip
-            whole, shared = share == 1, ("world", "tokenizer")
             taken, steps = ((*shared, "pretrain", "sft"), ("ppo",)) if whole else (shared, ("pretrain", "sft", "ppo"))
             first += make_cells(one, {name: size}, taken, dict.fromkeys(steps, ()))
             base = parent if whole else first[-1].home
@@ -48,23 +54,16 @@ def cells_of(asked: Any) -> tuple[list[Cell], list[Cell]]:
     return first, mixed
 
 
-def answers(cell: Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
+def answers(cell: harness.Cell, records: list[dict[str, Any]]) -> dict[str, list[str]]:
     """{policy: its answer to each prompt}; of a cell with PPO-ptx only that one."""
-    import rlhf
-    from rlhf.data.chat_template import end_ids
-    from rlhf.engines.choosing import Sampling
-    from rlhf.engines.sampling import sampler_for
-    from rlhf.evaluation.policies import draw_answers
-
     loaded, asked = rlhf.load(cell.home), [record["prompt"] for record in records]
     if cell.name.endswith("_ptx"):
         return {"ppo_ptx": loaded.sample(asked, "ppo", seed=cell.seed)}
-    found = {name: loaded.sample(asked, stage, seed=cell.seed) for name, stage in zip(
-        ("base", "sft", "ppo"), ("pretrain", "sft", "ppo"), strict=True)}  # fmt: skip
-    length = loaded.max_new_tokens("ppo")
-    prompts = few_shot_prompts(cell, records, loaded.tokenizer, length)
+    stages = {"base": "pretrain", "sft": "sft", "ppo": "ppo"}
+    found = {name: loaded.sample(asked, stage, seed=cell.seed) for name, stage in stages.items()}
+    length, tokenizer = loaded.max_new_tokens("ppo"), loaded.tokenizer
+    prompts = few_shot_prompts(cell, records, tokenizer, length)
     keys = [("few_shot", i) for i in range(len(prompts))]
-    tokenizer = loaded.tokenizer
     ends = end_ids(tokenizer, base=True)
     settings = Sampling(max_new_tokens=length, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, seed=cell.seed)
     drawn = draw_answers(sampler_for(loaded.policy("pretrain"), settings), tokenizer, prompts, keys)
@@ -82,10 +81,8 @@ def first_answer(text: str) -> str:
     return text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip()
 
 
-def few_shot_prompts(cell: Cell, records: list[dict[str, Any]], tokenizer: Any, length: int) -> list[list[int]]:
+def few_shot_prompts(cell: harness.Cell, records: list[dict[str, Any]], tokenizer: Any, length: int) -> list[list[int]]:
     """Each prompt after demonstrations of the training split, drawn by (seed, prompt): up to SHOTS, as many as fit the context."""
-    from rlhf.data.tokenizer import encode_texts
-
     shown = [row for row in rows(cell.parent / "world" / "demonstrations.jsonl") if row["split"] == "train"]
     prompts = []
     for record in records:
@@ -116,23 +113,15 @@ MEASURES: dict[str, tuple[Sequence[str], Callable[[Task, str, dict[str, float]],
 }  # fmt: skip
 
 
-def measure(task: Task, text: str) -> dict[str, float | None]:
-    """The true score of an answer, and each measure; None if it does not apply to the request's category."""
-    parts = judge(task, text)
-    applied = {
-        name: value(task, text, parts) if task.kind in kinds else None for name, (kinds, value) in MEASURES.items()
-    }
-    return {"gold": parts["total"]} | applied
-
-
-def measured(cell: Cell, count: int) -> dict[str, Any]:
-    """{policy: {"gold" and each measure: a value per test prompt}}."""
+def measured(cell: harness.Cell, count: int) -> dict[str, Any]:
+    """{policy: {"gold" (the true score) and each measure: a value per test prompt, None if it does not apply}}."""
     records = [r for r in rows(cell.parent / "world" / "prompts.jsonl") if r["metadata"]["split"] == "test"][:count]
-    tasks = [Task(**record["metadata"]["gold"]) for record in records]
-    found = {}
+    tasks, found = [Task(**record["metadata"]["gold"]) for record in records], {}
     for policy, texts in answers(cell, records).items():
-        values = [measure(task, text) for task, text in zip(tasks, texts, strict=True)]
-        found[policy] = {name: [one[name] for one in values] for name in ("gold", *MEASURES)}
+        judged = [(task, text, judge(task, text)) for task, text in zip(tasks, texts, strict=True)]
+        found[policy] = {"gold": [parts["total"] for *_, parts in judged]}
+        for name, (kinds, value) in MEASURES.items():
+            found[policy][name] = [value(*one) if one[0].kind in kinds else None for one in judged]
     return found
 
 
@@ -141,75 +130,68 @@ Values = dict[str, list[Any]]  # of one policy and seed, by measure
 
 def preferred(ours: dict[int, Values], theirs: dict[int, Values]) -> Any:
     """Share of prompts on which our answer has the higher true score; ties count half. Over the seeds that both have."""
-    from rlhf.evaluation.statistics import interval, pair_points
-
     pairs = [
         ([[a] for a in ours[seed]["gold"]], [[b] for b in theirs[seed]["gold"]])
         for seed in sorted(ours.keys() & theirs.keys())
     ]
-    return within(interval([fmean(points) for a, b in pairs for points in pair_points(a, b)]))
+    return within(interval([points for a, b in pairs for (points,) in pair_points(a, b)]))
 
 
 def figures(by_seed: dict[int, Values], reference: dict[int, Values]) -> dict[str, Any]:
     """Preference over the reference, and the mean of each measure, with the prompt as the unit."""
-    from rlhf.evaluation.statistics import interval
-
     names = list(next(iter(by_seed.values())))
     means = {name: interval([v for one in by_seed.values() for v in one[name] if v is not None]) for name in names}
     shares = {name: within(figure) for name, figure in means.items() if name != "rating"}
     return {"win_rate": preferred(by_seed, reference)} | means | shares
 
 
-def main(argv: list[str] | None = None) -> None:
-    asked = parse(__doc__, argv, prompts={"type": int, "default": 256}, ratings={"type": Path})
+def main() -> None:
+    asked = parse(__doc__, prompts={"type": int, "default": 256}, ratings={"type": Path})
     first, mixed = cells_of(asked)
-    run(first, asked.processes)
-    run(mixed, asked.processes)
+    run(first, asked)
+    run(mixed, asked)
     values: dict[tuple[str, str], dict[int, Values]] = {}
     for cell in [*first, *mixed]:
         path: Path = asked.out / f"{cell.home.name}-{asked.prompts}-answers.json"
-        for policy, found in cached(path, lambda c=cell: measured(c, asked.prompts)).items():
+        for policy, found in harness.cached(path, lambda c=cell: measured(c, asked.prompts)).items():
             values.setdefault((cell.name.removesuffix("_ptx"), policy), {})[cell.seed] = found
-    sizes = list(dict.fromkeys(cell.name for cell in first))
+    sizes, seeds = list(dict.fromkeys(cell.name for cell in first)), list(map(str, asked.seeds))
     reference = values[sizes[-1], "sft"]
     lines = {(size, policy): figures(values[size, policy], reference) for size in sizes for policy in POLICIES}
     columns = list(next(iter(lines.values())))
     table(["policy", *map(spaced, columns)], [[spaced(" ".join(key)), *row.values()] for key, row in lines.items()])
+
+    def by_seed(ours: dict[int, Values], theirs: dict[int, Values]) -> list[float]:
+        return [preferred({seed: ours[seed]}, theirs)["value"] for seed in asked.seeds]
+
     compared = []
     for small, large in combinations(sizes, 2):
         for policy in POLICIES:
             ours, theirs = values[small, "ppo"], values[large, policy]
-            by_seed = [preferred({seed: ours[seed]}, theirs)["value"] for seed in asked.seeds]
-            over = within(mean_interval(by_seed))
-            compared.append([spaced(small), spaced(f"{large} {policy}"), preferred(ours, theirs), over, *by_seed])
-    table(["PPO model", "preferred to", "share of prompts", "over seeds", *map(str, asked.seeds)], compared)
-    table(
-        ["preference by seed", *map(str, asked.seeds)],
-        [
-            [spaced(" ".join(key)), *(show(preferred({s: by_seed[s]}, reference)["value"]) for s in asked.seeds)]
-            for key, by_seed in values.items()
-        ],
-    )
-    changes = []
-    for size in sizes:
-        before, after = values[size, "sft"], values[size, "ppo"]
-        row: list[Any] = [spaced(size)]
-        for name in columns[1:]:
-            means = [
-                [fmean(v for v in one[seed][name] if v is not None) for one in (before, after)] for seed in asked.seeds
-            ]
-            row.append(mean_interval([last - first for first, last in means]))
-        changes.append(row)
-    table(["PPO less SFT, over seeds", *map(spaced, columns[1:])], changes)
+            each = by_seed(ours, theirs)
+            over = within(harness.mean_interval(each))
+            compared.append([spaced(small), spaced(f"{large} {policy}"), preferred(ours, theirs), over, *each])
+    table(["PPO model", "preferred to", "share of prompts", "over seeds", *seeds], compared)
+    preferences = [[spaced(" ".join(key)), *by_seed(ours, reference)] for key, ours in values.items()]
+    table(["preference by seed", *seeds], preferences)
+
+    def means(size: str, policy: str) -> dict[int, dict[str, float]]:
+        by_measure = {seed: one.items() for seed, one in values[size, policy].items()}
+        return {
+            seed: {name: fmean(v for v in each if v is not None) for name, each in one}
+            for seed, one in by_measure.items()
+        }
+
+    changes = {
+        size: harness.less({"sft": means(size, "sft"), "ppo": means(size, "ppo")}, "sft")["ppo"] for size in sizes
+    }
+    harness.print_means("PPO less SFT, over seeds", changes, {name: spaced(name) for name in columns[1:]})
     preference = f"share preferred to {spaced(sizes[-1])} SFT"
     for path, name, title, level in (
         (asked.picture, "win_rate", preference, 0.5),
         (asked.ratings, "rating", "rating, 1 to 7", None),
     ):
-        series = {
-            spaced(policy): [(float(i), lines[size, policy][name]) for i, size in enumerate(sizes)]
-            for policy in POLICIES
-        }
+        series = {spaced(p): [(float(i), lines[size, p][name]) for i, size in enumerate(sizes)] for p in POLICIES}
         draw(path, series, "size", title, sizes, level=level)
 
 

@@ -7,24 +7,23 @@ every update on 256 dev prompts. The arms are compared with the first model alon
 """
 
 import copy
-import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-from harness import Cell, cached, draw, make_cells, mean_interval, parse, rows, run, show, table
+from harness import draw, make_cells, mean_interval, parse, rows, run, show, table
 
 MODELS = 3
 WRONG = 0.25
 LEVELS = (1.0, 1.5)  # nats per sequence
-AVERAGED = "averaged_reference"  # an arm, and the script that runs it
-# Settings of arms that pay the first model's score as `one` does; the others are kinds of steadier_rewards.py
-CRITICS = {"one": (), "two_lambdas": ("ppo.advantages='{FUNCTIONS}:two_lambdas'",), "first_critic": ("ppo.critic_warmup_updates=3",),
-           "new_critic": ("ppo.critic=sft",)}  # fmt: skip
-ARMS = (*CRITICS, AVERAGED, "mean", "lower", "worst", "averaged", "bounded", "even")
 FUNCTIONS = Path(__file__).with_name("steadier_rewards.py")
+# Settings of arms that pay the first model's score as `one` does; the others are kinds of `reward` in FUNCTIONS.
+CRITICS = {"one": (), "two_lambdas": (f"ppo.advantages='{FUNCTIONS}:two_lambdas'",), "first_critic": ("ppo.critic_warmup_updates=3",),
+           "new_critic": ("ppo.critic=sft",)}  # fmt: skip
+SETTINGS = CRITICS | {"averaged_reference": (f"plugins='{FUNCTIONS}:average_reference'",)}
+ARMS = (*SETTINGS, "mean", "lower", "worst", "averaged", "bounded", "even")
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 REWARD = ("reward.audit=0", "reward.fit_head=true")  # one start for all heads, so that weights can be averaged
 PPO = ("ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null", "ppo.samples_every=100",
@@ -34,41 +33,29 @@ PPO = ("ppo.eval_prompts=256", "ppo.eval_every=1", "ppo.ema_decay=null", "ppo.sa
 def spoil(parent: Path, out: Path) -> Path:
     """The parent's rankings with a quarter of those that train reversed, drawn by their names."""
     if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for row in rows(parent / "label" / "comparisons.jsonl"):
+        made = rows(parent / "label" / "comparisons.jsonl")
+        for row in made:
             if row["metadata"]["split"] == "train" and random.Random(f"wrong-{row['id']}").random() < WRONG:
                 row |= {"ranking": row["ranking"][::-1], "ratings": {}}
-            lines.append(json.dumps(row))
-        out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        harness.write_rows(out, made)
     return out
 
 
 def prepare(asked: Any) -> dict[int, dict[str, Any]]:
     """By seed: the reward models' folders and the file of facts about SFT's answers. Trains what is missing."""
-    members: list[Cell] = []
+    members: list[harness.Cell] = []
     for number in range(MODELS):
-        for cell in make_cells(asked_all(asked), {f"model{number}": ()}, BEFORE, {"reward": REWARD}):
+        for cell in make_cells(asked, lambda *_, n=number: {f"model{n}": ()}, BEFORE, {"reward": REWARD}):
             labels = spoil(cell.parent, asked.out / f"labels-seed{cell.seed}.jsonl")
-            ((command, *settings),) = cell.steps
-            settings = [s for s in settings if not s.startswith("seed=")]
-            step = (command, *settings, f"seed={100 * number + cell.seed}", f"data.comparisons='{labels}'")
-            members.append(replace(cell, steps=(step,)))
-    run(members, asked.processes)
+            members.append(cell.changed(f"seed={100 * number + cell.seed}", f"data.comparisons='{labels}'"))
+    run(members, asked)
     found = {}
     for seed in asked.seeds:
         folders = [str(cell.home / "reward" / "model") for cell in members if cell.seed == seed]
         facts = asked.out / f"facts-seed{seed}.json"
-        cached(facts, lambda folders=folders, facts=facts, seed=seed: measure(folders, facts, asked, seed))
+        harness.cached(facts, lambda folders=folders, facts=facts, seed=seed: measure(folders, facts, asked, seed))
         found[seed] = {"models": folders, "facts": str(facts)}
     return found
-
-
-def asked_all(asked: Any) -> Any:
-    """The same without --cells, which names arms."""
-    from argparse import Namespace
-
-    return Namespace(**{**vars(asked), "cells": []})
 
 
 def measure(folders: list[str], facts: Path, asked: Any, seed: int) -> dict[str, Any]:
@@ -102,32 +89,21 @@ def measure(folders: list[str], facts: Path, asked: Any, seed: int) -> dict[str,
     return {"sft_mean": float(first.mean()), "by_length": curve.T.tolist(), "averaged": str(target)}
 
 
-def with_arm(cell: Cell, prepared: dict[str, Any]) -> Cell:
+def with_arm(cell: harness.Cell, models: list[str], facts: str) -> harness.Cell:
     """The cell with its arm's sources."""
-    ((command, *settings),) = cell.steps
-    models, first = prepared["models"], str(Path(prepared["models"][0]).parent)
-    sources, program = [f"'{first}'"], cell.program
-    if cell.name == AVERAGED:
-        program = (str(FUNCTIONS.with_name(f"{AVERAGED}.py")),)
-    elif cell.name in CRITICS:
-        settings += [text.format(FUNCTIONS=FUNCTIONS) for text in CRITICS[cell.name]]
-    else:
-        sources += [f"'{FUNCTIONS}:reward'"]
-        names = ",".join(f"'{folder}'" for folder in models)
-        settings += [f"ppo.reward_parameters={{kind:{cell.name},models:[{names}],facts:'{prepared['facts']}'}}"]
-    return replace(cell, steps=((command, *settings, f"ppo.rewards=[{','.join(sources)}]"),), program=program)
+    first = f"'{Path(models[0]).parent}'"
+    if cell.name in SETTINGS:
+        return cell.changed(*SETTINGS[cell.name], f"ppo.rewards=[{first}]")
+    names = ",".join(f"'{folder}'" for folder in models)
+    given = f"ppo.reward_parameters={{kind:{cell.name},models:[{names}],facts:'{facts}'}}"
+    return cell.changed(given, f"ppo.rewards=[{first},'{FUNCTIONS}:reward']")
 
 
-def along(cell: Cell) -> list[dict[str, float]]:
-    """KL, learned and true reward after each update."""
-    return [row for row in rows(cell.home / "ppo" / "metrics.jsonl") if "eval/dev/kl" in row]
-
-
-def figures(cell: Cell, one: Cell) -> dict[str, float]:
+def figures(cell: harness.Cell) -> dict[str, float]:
     """The true reward at each level of KL (of the first crossing; none if it is not reached), and at the end; and how many updates it
     takes to 90% of what `one` gains of true reward in all of its updates.
     """
-    path = along(cell)
+    path = harness.updates_of(cell.home, "eval/dev/kl")
     kl, gold = ([row[f"eval/dev/{name}"] for row in path] for name in ("kl", "gold/total"))
     found = {"gold_end": gold[-1], "kl_end": kl[-1], "learned_end": path[-1]["eval/dev/scores"]}
     for level in LEVELS:
@@ -135,7 +111,8 @@ def figures(cell: Cell, one: Cell) -> dict[str, float]:
         if after:
             share = (level - kl[after - 1]) / (kl[after] - kl[after - 1])
             found[f"gold_{level:g}"] = gold[after - 1] + share * (gold[after] - gold[after - 1])
-    first, *_, end = (row["eval/dev/gold/total"] for row in along(one))
+    ones = harness.updates_of(cell.home.with_name(f"one-seed{cell.seed}"), "eval/dev/kl")
+    first, *_, end = (row["eval/dev/gold/total"] for row in ones)
     wanted = first + 0.9 * (end - first)
     reached = next((i for i, value in enumerate(gold) if value >= wanted), None)
     if reached:
@@ -146,33 +123,23 @@ def figures(cell: Cell, one: Cell) -> dict[str, float]:
 def main() -> None:
     asked = parse(__doc__)
     prepared = prepare(asked)
-    cells = [
-        with_arm(cell, prepared[cell.seed]) for cell in make_cells(asked, dict.fromkeys(ARMS, ()), BEFORE, {"ppo": PPO})
-    ]
+    cells = make_cells(asked, dict.fromkeys(ARMS, ()), BEFORE, {"ppo": PPO})
+    cells = [with_arm(cell, **prepared[cell.seed]) for cell in cells]
     for seed in asked.seeds:  # seed by seed: what is done when time ends is paired
-        run([cell for cell in cells if cell.seed == seed], asked.processes)
-    ones = {cell.seed: cell for cell in cells if cell.name == "one"}
-    found = {
-        name: {cell.seed: figures(cell, ones[cell.seed]) for cell in cells if cell.name == name}
-        for name in dict.fromkeys(c.name for c in cells)
-    }
+        run([cell for cell in cells if cell.seed == seed], asked)
+    found = harness.collect(cells, figures)
     keys = [*(f"gold_{level:g}" for level in LEVELS), "gold_end", "kl_end", "learned_end", "updates", "explained"]
-    table(
-        ["arm", *keys], [[name, *(mean_of(by_seed.values(), key) for key in keys)] for name, by_seed in found.items()]
-    )
-    lines = []
-    for name, by_seed in found.items():
-        if name != "one":
-            pairs = [(row, found["one"][seed]) for seed, row in by_seed.items()]
-            both = {k: [a[k] - b[k] for a, b in pairs if k in a and k in b] for k in keys}
-            lines.append([name, *(show(mean_interval(d), sign="+") if d else "–" for d in both.values())])
+    table(["arm", *keys], [[name, *(mean_of(by_seed, key) for key in keys)] for name, by_seed in found.items()])
+    changes = harness.less(found, "one").items()
+    lines = [[name, *(show(mean_of(by_seed, key), sign="+") for key in keys)] for name, by_seed in changes]
     table(["less `one`, paired over seeds", *keys], lines)
-    series = {n: [(mean_of(f.values(), "kl_end")["mean"], mean_of(f.values(), "gold_end"))] for n, f in found.items()}
+    series = {n: [(mean_of(f, "kl_end")["mean"], mean_of(f, "gold_end"))] for n, f in found.items()}
     draw(asked.picture, series, "KL, nats per sequence", "gold score", line=False)
 
 
-def mean_of(found: Any, key: str) -> Any:
-    values = [row[key] for row in found if key in row]
+def mean_of(by_seed: dict[int, dict[str, float]], key: str) -> Any:
+    """Over the seeds that have the figure."""
+    values = [row[key] for row in by_seed.values() if key in row]
     return mean_interval(values) if values else None
 
 

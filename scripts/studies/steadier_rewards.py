@@ -1,10 +1,12 @@
-"""Rewards and an advantage estimator for steadier.py, given to PPO as functions.
+"""A reward, an advantage estimator and a reference for steadier.py, given to PPO as functions.
 
-PPO's first source is the first reward model, from which the critic starts; a function adds what the variant is more than that.
+PPO's first source is the first reward model, from which the critic starts; `reward` adds what the variant is more than that.
 """
 
+import copy
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.interface import score
 from rlhf.ops.gae import gae
+from rlhf.ppo.models import Reference
 
 SPREADS = 1.0  # `lower` takes away this many standard deviations of the models' scores
+DECAY = 0.9  # of the averaged reference: over about 10 of the 16 updates
 
 
 @functools.cache
@@ -36,10 +40,12 @@ def scores_of(folders: list[str], prompts: list[Any], tokens: list[list[int]]) -
     return torch.stack([score(loaded(folder), rows) for folder in folders])
 
 
-def more(kind: str, models: list[str], prompts: list[Any], tokens: list[list[int]], facts: str) -> list[float]:
+def reward(
+    prompts: list[Any], responses: list[str], metadata: Any, tokens: list[list[int]], kind: str, models: Any, facts: str
+) -> list[float]:
     """What a variant pays more than the first model."""
     known = json.loads(Path(facts).read_text(encoding="utf-8"))
-    by_model = scores_of(models if kind in ("lower", "worst", "mean") else models[:1], prompts, tokens)
+    by_model = scores_of(list(models if kind in ("lower", "worst", "mean") else models[:1]), prompts, tokens)
     first = by_model[0]
     if kind == "mean":
         varied = by_model.mean(0)
@@ -57,14 +63,33 @@ def more(kind: str, models: list[str], prompts: list[Any], tokens: list[list[int
     return (varied - first).tolist()
 
 
-def reward(
-    prompts: list[Any], responses: list[str], metadata: Any, tokens: list[list[int]], kind: str, models: Any, facts: str
-) -> list[float]:
-    return more(kind, list(models), prompts, tokens, facts)
-
-
 def two_lambdas(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95, group_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Advantages by GAE with `lam`, the critic's targets with lambda 1: the return itself (VC-PPO, arXiv 2503.01491)."""
     return gae(rewards, values, mask, gamma, lam)[0], gae(rewards, values, mask, gamma, 1.0)[1]
+
+
+def average_reference() -> None:
+    """A plugin: a KL penalty towards an average of PPO's policies in place of the SFT model (Xu et al. 2024, arXiv 2404.10719).
+
+    After each update: reference <- DECAY * reference + (1 - DECAY) * policy. The held-out KL is to SFT, as in every other arm. A run
+    that was interrupted cannot resume: delete its folder.
+    """
+    from rlhf.stages import ppo
+
+    one_update, average = ppo.one_update, list[Any]()
+
+    def averaged(*, update: int, state: Any, reference: Any, **parts: Any) -> dict[str, float]:
+        policy = state.engine.module.policy
+        if not average:
+            if update > 1:
+                sys.exit("the average of the references is not in the checkpoint: delete the run's folder")
+            average.append(Reference(copy.deepcopy(policy)).requires_grad_(False))
+        metrics = one_update(update=update, state=state, reference=average[0], **parts)
+        with torch.no_grad():
+            for kept, new in zip(average[0].model.parameters(), policy.parameters(), strict=True):
+                kept.lerp_(new, 1 - DECAY)
+        return metrics
+
+    ppo.one_update = averaged

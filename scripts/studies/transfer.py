@@ -9,12 +9,20 @@ settings, but with AdamW and without a mask between documents, which an LSTM can
 labels' or choices' words, without any fine-tuning, at each checkpoint that its pretraining kept (checkpoints.keep_every).
 """
 
-import copy
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from harness import Cell, cached, draw, make_cells, over_seeds, parse, read, run, spaced, table, within
+import harness
+import torch
+from harness import draw, make_cells, parse, read, run, spaced, table, within
+from lstm import write_beside
+from safetensors.torch import load_file
+
+import rlhf
+from rlhf.config.compose import compose_config
+from rlhf.data.tokenizer import encode_texts, separator_id
+from rlhf.evaluation.shots import columns_of, load_task, option_scores, options_of
 
 SIZES = (100, 400)  # training examples, besides those of classify.examples
 ALL, LSTM, NO_LM = "all_layers", "lstm", ("classify.lm_coef=0",)
@@ -22,56 +30,44 @@ TAKEN = ("world", "tokenizer", "pretrain")
 PLUGIN = f"plugins='{Path(__file__).resolve().with_name('lstm.py')}:register'"
 
 
-def make_choices(parent: Path) -> dict[str, Sequence[str]]:
+def make_choices(parent: Path) -> harness.Choices:
     """{name: the overrides} of the fine-tunings of one base."""
     shape = read(parent / "pretrain" / "model" / "config.json")
     layers = shape.get("n_layer") or shape["num_hidden_layers"]
-    by_size = {
-        f"examples_{size}{'' if on else '_no_lm'}": (f"classify.examples={size}", *(() if on else NO_LM))
-        for size in SIZES
-        for on in (True, False)
-    }
+    by_size: dict[str, tuple[str, ...]] = {}
+    for size in SIZES:
+        examples = f"classify.examples={size}"
+        by_size |= {f"examples_{size}": (examples,), f"examples_{size}_no_lm": (examples, *NO_LM)}
     by_layers = {f"layers_{n}": (f"classify.layers={n}",) for n in range(layers)}
     return {"no_pretraining": ("classify.from_scratch=true",), **by_layers, ALL: (), f"{ALL}_no_lm": NO_LM, **by_size}
 
 
-def lstm_cells(asked: Any) -> list[Cell]:
+def lstm_cells(asked: Any) -> list[harness.Cell]:
     """An LSTM beside each parent's base: adopted with random weights, pretrained, and fine-tuned."""
-    cells = []
-    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
+    overrides = [o for o in asked.overrides if not o.startswith(("model.", "model=", "tokenizer."))]
+
+    def choices(seed: int, parent: Path) -> harness.Choices:
         record = read(parent / "pretrain" / "stage.json")
         given = [f"{k}={v}" for k, v in record["settings"].items() if k.startswith("pretrain.") and v is not None]
         start = asked.out / f"lstm-start-seed{seed}"
         if not (start / "model.safetensors").exists():
-            from lstm import write_beside
-
             write_beside(parent, start, seed)
-        one = copy.copy(asked)
-        one.seeds, one.parents, one.cells = [seed], [parent], []
-        one.overrides = [o for o in asked.overrides if not o.startswith(("model.", "model=", "tokenizer."))]
-        corpus = f"data.corpus='{parent / 'world' / 'corpus.jsonl'}'"
         unlike = ("pretrain.isolate_documents=false", "pretrain.optimizer=adamw")
-        own = (*given, *unlike, f"model.pretrained='{start}'", corpus, PLUGIN)
-        cells += make_cells(one, {LSTM: own}, ("world",), dict.fromkeys(("tokenizer", "pretrain", "classify"), ()))
-    return cells
+        corpus = f"data.corpus='{parent / 'world' / 'corpus.jsonl'}'"
+        return {LSTM: (*given, *unlike, f"model.pretrained='{start}'", corpus, PLUGIN)}
+
+    steps = dict.fromkeys(("tokenizer", "pretrain", "classify"), ())
+    return make_cells(Namespace(**{**vars(asked), "overrides": overrides}), choices, ("world",), steps)
 
 
-def figures(cell: Cell) -> dict[str, float]:
+def figures(cell: harness.Cell) -> dict[str, float]:
     results = cell.results("classify")
     found = {"accuracy": results["accuracy"]["value"], "macro_f1": results["macro_f1"], "loss": results["loss"]}
     return found | {"most_frequent_label": results["majority"]}
 
 
-def zero_shot(cell: Cell) -> dict[str, float]:
+def zero_shot(cell: harness.Cell) -> dict[str, float]:
     """{"step_N": held-out accuracy} of the option with the highest mean log-probability per token, at each kept checkpoint."""
-    import torch
-    from safetensors.torch import load_file
-
-    import rlhf
-    from rlhf.config.compose import compose_config
-    from rlhf.data.tokenizer import encode_texts, separator_id
-    from rlhf.evaluation.shots import columns_of, load_task, option_scores, options_of
-
     config: Any = compose_config(list(cell.steps[0][1:]))
     loaded = rlhf.load(cell.parent)
     tokenizer, model = loaded.tokenizer, loaded.policy("pretrain")
@@ -91,47 +87,36 @@ def zero_shot(cell: Cell) -> dict[str, float]:
     base, found = accuracy(), {}
     folders = (cell.parent / "pretrain" / "checkpoints").glob("step-*")
     for step, folder in sorted((int(folder.name.partition("-")[2]), folder) for folder in folders):
-        model.load_state_dict(
-            load_file(str(folder / "weights.safetensors")), strict=False
-        )  # tied weights are stored once
+        weights = load_file(str(folder / "weights.safetensors"))
+        model.load_state_dict(weights, strict=False)  # tied weights are stored once
         found[f"step_{step}"] = accuracy()
     return found | {"base": base}
 
 
-def main(argv: list[str] | None = None) -> None:
-    asked = parse(__doc__, argv)
+def main() -> None:
+    asked = parse(__doc__)
     choices = make_choices(asked.parents[0])
     wanted = asked.cells or [*choices, LSTM]
     asked.cells = [name for name in wanted if name != LSTM]
     cells = make_cells(asked, choices, TAKEN, {"classify": ()}) if asked.cells else []
     if LSTM in wanted and not (asked.parents[0] / "pretrain" / "adopted.json").exists():
         cells += lstm_cells(asked)  # an adopted base has none beside it: its text is unknown
-    run(cells, asked.processes)
-
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for cell in cells:
-        found.setdefault(cell.name, {})[cell.seed] = figures(cell)
-    means = over_seeds(found)
+    found = harness.collect(run(cells, asked), figures)
+    means = {name: {k: within(figure) for k, figure in row.items()} for name, row in harness.over_seeds(found).items()}
     names = list(next(iter(means.values())))
-    table(
-        ["fine-tuned", *map(spaced, names)],
-        [[spaced(name), *(within(row[k]) for k in names)] for name, row in means.items()],
-    )
+    table(["fine-tuned", *map(spaced, names)], [[spaced(name), *row.values()] for name, row in means.items()])
     shown = [name for name in means if name.startswith("layers_") or name in ("no_pretraining", ALL, LSTM)]
-    points = [(float(i), within(means[name]["accuracy"])) for i, name in enumerate(shown)]
+    points = [(float(i), means[name]["accuracy"]) for i, name in enumerate(shown)]
     draw(asked.picture, {"accuracy": points}, "", "held-out accuracy", shown, line=False)
 
-    rows: dict[str, dict[int, dict[str, float]]] = {}
-    for cell in cells:
-        if cell.name == ALL:
-            path = asked.out / f"zero-shot-seed{cell.seed}.json"
-            for step, accuracy in cached(path, lambda c=cell: zero_shot(c)).items():
-                rows.setdefault(step, {})[cell.seed] = {"accuracy": accuracy}
-    if rows:
-        table(
-            ["zero-shot", "accuracy"],
-            [[spaced(step), within(row["accuracy"])] for step, row in over_seeds(rows).items()],
-        )
+    by_step: harness.Found = {}
+    for cell in [cell for cell in cells if cell.name == ALL]:
+        path = asked.out / f"zero-shot-seed{cell.seed}.json"
+        for step, accuracy in harness.cached(path, lambda c=cell: zero_shot(c)).items():
+            by_step.setdefault(step, {})[cell.seed] = {"accuracy": accuracy}
+    if by_step:
+        lines = [[spaced(step), within(row["accuracy"])] for step, row in harness.over_seeds(by_step).items()]
+        table(["zero-shot", "accuracy"], lines)
 
 
 if __name__ == "__main__":

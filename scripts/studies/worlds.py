@@ -11,15 +11,15 @@ seeds, every win rate is drawn anew from its own interval (by prompt); for other
 1.06 / (n - 3) (Fieller, Hartley and Pearson 1957).
 """
 
-import copy
 import json
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-from harness import Cell, draw, make_cells, parse, read, run, show, spaced, table
+from harness import Cell, Choices, draw, make_cells, parse, read, run, show, spaced, table
 
 BEFORE = ("world", "tokenizer", "pretrain", "sft", "label")
 AFTER = (*BEFORE, "reward")
@@ -32,31 +32,24 @@ DRAWS = 2000
 
 def models_of(asked: Any) -> list[Cell]:
     """Two more reward models per seed: another head, and the rankings in another order."""
-    cells = make_cells(asked, {"reward_a": (), "reward_b": ()}, BEFORE, {"reward": ("reward.audit=0",)})
-    models = []
-    for cell in cells:
-        ((command, *settings),) = cell.steps
-        settings = [text for text in settings if not text.startswith("seed=")]
-        other = cell.seed + (100 if cell.name == "reward_a" else 200)
-        models.append(replace(cell, steps=((command, *settings, f"seed={other}"),)))
-    return models
+    others = {"reward_a": 100, "reward_b": 200}
+    cells = make_cells(asked, dict.fromkeys(others, ()), BEFORE, {"reward": ("reward.audit=0",)})
+    return [cell.changed(f"seed={cell.seed + others[cell.name]}") for cell in cells]
 
 
-def methods_of(asked: Any, models: list[Cell]) -> list[Cell]:
+def methods_of(asked: Any, models: Sequence[Cell]) -> list[Cell]:
     """A cell per method and seed."""
-    cells = []
-    for seed, parent in zip(asked.seeds, asked.parents, strict=True):
-        one = copy.copy(asked)
-        one.seeds, one.parents = [seed], [parent]
+
+    def choices(seed: int, parent: Path) -> Choices:
         sources = [parent / "reward", *(cell.home / "reward" for cell in models if cell.seed == seed)]
         three = "ppo.rewards=[" + ",".join(f"'{source}'" for source in sources) + "]"
         mean = (three, "ppo.reward_weights=[0.3333,0.3333,0.3334]")
-        choices = {"ppo_less_kl": asked.less, "grpo": GRPO, "ensemble": mean}
-        cells += make_cells(one, choices, AFTER, {"ppo": (), **EVALUATION})
-    return cells
+        return {"ppo_less_kl": asked.less, "grpo": GRPO, "ensemble": mean}
+
+    return make_cells(asked, choices, AFTER, {"ppo": (), **EVALUATION})
 
 
-def figures(asked: Any, cells: list[Cell]) -> dict[str, dict[str, Any]]:
+def figures(asked: Any, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
     """{method: {seed: {"win_rate", "error", "kl"}}}; the error is the standard error by prompt, the KL in nats."""
     found: dict[str, dict[str, Any]] = {}
     parents = [("ppo", seed, parent) for seed, parent in zip(asked.seeds, asked.parents, strict=True)]
@@ -90,7 +83,7 @@ def correlation(here: dict[str, dict[str, Any]], there: dict[str, dict[str, Any]
 
 
 def mean_of(by_seed: dict[str, Any], key: str) -> float:
-    return sum(f[key] for f in by_seed.values()) / len(by_seed)
+    return fmean(f[key] for f in by_seed.values())
 
 
 def win_rate(by_seed: dict[str, Any]) -> dict[str, Any]:
@@ -102,11 +95,8 @@ def win_rate(by_seed: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     asked = parse(__doc__, less={"action": "append", "default": []}, against={"type": Path})
-    models = models_of(asked)
-    run(models, asked.processes)
-    cells = methods_of(asked, models)
-    run(cells, asked.processes)
-    found = figures(asked, cells)
+    models = run(models_of(asked), asked)
+    found = figures(asked, run(methods_of(asked, models), asked))
     (asked.out / "methods.json").write_text(json.dumps(found), encoding="utf-8")
     ordered = sorted(found, key=lambda name: -mean_of(found[name], "win_rate"))
     lines = [
