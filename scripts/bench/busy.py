@@ -97,9 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--loops", nargs="+", type=int, default=[0, 1, 2, 4])
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, help="of one turn (default 6); adapting begins with all threads"
-    )
+    parser.add_argument("--seconds", type=float, default=6.0, help="of one turn; adapting begins with all threads")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -112,18 +110,16 @@ def main() -> None:
             for way in given.ways:
                 speed.setdefault((way, loops), []).append(rate := turn(way, given.seconds, loops))
                 print(f"{way}, {loops} loops: {rate:.2f} steps/s", file=sys.stderr, flush=True)
-    print(
-        f"{CORES} cores, load before {os.getloadavg()[2]:.1f}, {given.rounds} rounds of {given.seconds:g} s; medians, steps/s\n"
-    )
+    about = f"{CORES} cores, load before {os.getloadavg()[2]:.1f}, {given.rounds} rounds of {given.seconds:g} s"
+    print(f"{about}; medians, steps/s\n")
     print(f"| way | {' | '.join(f'{n} loops' for n in given.loops)} | of the fair share of its idle speed |")
     print("|---" * (len(given.loops) + 2) + "|")
     for way in given.ways:
         medians = {n: statistics.median(speed[way, n]) for n in given.loops}
         used = 1 if way == "one" else CORES
-        shares = [
-            f"{medians[n] / (medians[0] * min(1.0, CORES / (used + n))):.2f}" for n in given.loops if n and 0 in medians
-        ]
-        print(f"| {way} | {' | '.join(f'{medians[n]:.2f}' for n in given.loops)} | {', '.join(shares)} |")
+        fair = {n: medians[0] * min(1.0, CORES / (used + n)) for n in given.loops if n and 0 in medians}
+        shares = ", ".join(f"{medians[n] / share:.2f}" for n, share in fair.items())
+        print(f"| {way} | {' | '.join(f'{medians[n]:.2f}' for n in given.loops)} | {shares} |")
 
 
 if __name__ == "__main__":

@@ -9,15 +9,17 @@ tokens) and no token ends a sequence. Case `stopping`: each token ends its seque
 probability of 1/24, so that lengths are geometric as in a chat model's; units are the tokens up to each end.
 """
 
-import functools
+import random
 import sys
+import time
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import harness
 from harness import Spec, Turns
 
-# size: (batch, shortest prompt, longest prompt, new tokens)
+FIELDS = "size batch shortest longest new stop"  # shortest and longest prompt, new tokens, probability of the end token
 CASES = {
     "tiny, batch 32": ("tiny", 32, 32, 32, 64, 0.0),
     "tiny, batch 32, ragged": ("tiny", 32, 8, 32, 64, 0.0),
@@ -48,7 +50,6 @@ def make_model(spec: Spec) -> Any:
     if spec["size"] not in harness.SIZES:
         return harness.gpt2(spec["size"]).eval()  # an unchanged checkpoint
     model = harness.gpt2(spec["size"], tie_word_embeddings=False)
-    width, vocabulary = harness.SIZES[spec["size"]]["n_embd"], harness.shape_of(spec["size"])["vocab_size"]
     with torch.no_grad():
         head = model.lm_head.weight
         head[:, 0] = 0.0  # one direction of the hidden state affects only the end token
@@ -57,8 +58,7 @@ def make_model(spec: Spec) -> Any:
         model.transformer.ln_f.weight[0] = 0.0
         share = spec["stop"] if spec["stop"] else 1e-9
         spread = float((head**2).sum(1).mean()) / 2  # log of the mean of exp(logit), for logits N(0, |row|^2)
-        model.transformer.ln_f.bias[0] = math.log(share / (1 - share) * (vocabulary - 1)) + spread
-    assert head.shape == (vocabulary, width)
+        model.transformer.ln_f.bias[0] = math.log(share / (1 - share) * (len(head) - 1)) + spread
     return model.eval()
 
 
@@ -67,8 +67,6 @@ def end(spec: Spec) -> int:
 
 
 def make_prompts(spec: Spec) -> list[list[int]]:
-    import random
-
     random_ = random.Random(0)
     vocabulary = harness.shape_of(spec["size"])["vocab_size"]
     return [
@@ -86,10 +84,9 @@ def ours(spec: Spec, turns: Turns) -> None:
     if spec["device"] == "cuda":
         model = model.bfloat16()
     prompts = make_prompts(spec)
+    ids: dict[str, Any] = {"eos_token_id": end(spec), "pad_token_id": harness.PAD}
     for number, _ in enumerate(turns):
-        out = sample(
-            model, prompts, max_new_tokens=spec["new"], eos_token_id=end(spec), pad_token_id=harness.PAD, seed=number
-        )
+        out = sample(model, prompts, max_new_tokens=spec["new"], seed=number, **ids)
         turns.done(units=sum(map(len, out.responses)), mean_logp=float(out.logprobs.sum() / out.mask.sum()))
 
 
@@ -103,22 +100,13 @@ def generate(spec: Spec, turns: Turns, with_logprobs: bool) -> None:
     width = max(map(len, prompts))
     tokens = torch.tensor([[harness.PAD] * (width - len(p)) + p for p in prompts], device=spec["device"])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=spec["device"])
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": spec["new"]}
+    settings |= {"eos_token_id": end(spec), "pad_token_id": harness.PAD}
+    settings |= dict.fromkeys(("return_dict_in_generate", "output_logits"), with_logprobs)
     for number, _ in enumerate(turns):
         torch.manual_seed(number)
         with torch.inference_mode():
-            out = model.generate(
-                tokens,
-                attention_mask=mask,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=spec["new"],
-                eos_token_id=end(spec),
-                pad_token_id=harness.PAD,
-                return_dict_in_generate=with_logprobs,
-                output_logits=with_logprobs,
-            )
+            out = model.generate(tokens, attention_mask=mask, **settings)
             response = (out.sequences if with_logprobs else out)[:, width:]
             ends = (response == end(spec)).int()
             ended = ends.cumsum(1) - ends > 0  # after the end
@@ -132,42 +120,29 @@ def generate(spec: Spec, turns: Turns, with_logprobs: bool) -> None:
         turns.done(units=int((~ended).sum()), **figures)
 
 
-def peer(spec: Spec, turns: Turns) -> None:
-    generate(spec, turns, with_logprobs=False)
-
-
-def peer_logprobs(spec: Spec, turns: Turns) -> None:
-    generate(spec, turns, with_logprobs=True)
-
-
-CONTESTANTS = {"ours": ours, "generate": peer, "generate with log-probs": peer_logprobs}
+CONTESTANTS: dict[str, harness.Contestant] = {
+    "ours": ours, "generate": partial(generate, with_logprobs=False), "generate with log-probs": partial(generate, with_logprobs=True),
+}  # fmt: skip
 
 
 def main() -> None:
     options = harness.arguments(__doc__, repeats=7)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (options.checkpoint, 32, 24, 24, 64, 0.0))
     results = {}
-    for name, (size, batch, shortest, longest, new, stop) in cases.items():
-        spec = {
-            "size": size, "shape": harness.shape_of(size), "batch": batch, "shortest": shortest, "longest": longest,
-            "new": new, "stop": stop,
-        }  # fmt: skip
+    for name, spec in harness.pick(options, FIELDS, QUICK, CASES, CUDA_CASES, (32, 24, 24, 64, 0.0)).items():
         results[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
         results[name]["bandwidth"] = share_of_bandwidth(spec, options, results[name]["contestants"])
         if options.device == "cpu":
-            results[name]["roofline"] = roofline(spec, options.threads)
-            rates = results[name]["contestants"]["ours"]["units_per_second"]
-            bound = results[name]["roofline"]
+            bound = results[name]["roofline"] = roofline(spec, options.threads)
+            rate = results[name]["contestants"]["ours"]["units_per_second"]
             print(
-                f"{name}: {rates / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
+                f"{name}: {rate / bound['tokens_per_second']:.2f} of the roofline; products {bound['flops_per_second'] / 1e9:.0f} "
                 f"GFLOP/s, memory {bound['bytes_per_second'] / 1e9:.1f} GB/s"
             )
     harness.report("generation", "tokens", results, options)
     for name, figures in results.items():
+        read = f"{figures['bandwidth']['bytes_per_second'] / 1e9:.0f} GB/s read here"
         for contestant, share in figures["bandwidth"].get("shares", {}).items():
-            print(
-                f"{name}, {contestant}: {share:.3f} of the {figures['bandwidth']['bytes_per_second'] / 1e9:.0f} GB/s read here"
-            )
+            print(f"{name}, {contestant}: {share:.3f} of the {read}")
 
 
 def share_of_bandwidth(spec: Spec, options: Any, contestants: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +163,7 @@ def share_of_bandwidth(spec: Spec, options: Any, contestants: dict[str, Any]) ->
     return bandwidth
 
 
-@functools.cache
+@cache
 def bytes_per_second(device: str) -> float:
     """Of reading: the best of five sums of 2^27 float32 values."""
     import torch
@@ -199,8 +174,6 @@ def bytes_per_second(device: str) -> float:
 
 def least(work: Callable[[], object], repeats: int, device: str = "cpu") -> float:
     """Seconds of the fastest repeat."""
-    import time
-
     import torch
 
     times = []

@@ -9,6 +9,7 @@ weight and token, and 6 L D t of attention), a response for answers and episodes
 """
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -25,14 +26,6 @@ import harness
 sys.path[:0] = [str(harness.HERE.parents[1]), str(harness.HERE.parent)]
 VOCABULARY, LAYERS, WIDTH, CONTEXT = 2048, 4, 128, 128  # as "tiny"
 STEP_TOKENS = 2560
-POINTS: dict[str, tuple[str, list[float]]] = {
-    "model size": ("width", [64, 96, 144, 224]),
-    "context": ("tokens", [64, 160, 320, 640]),
-    "answers per prompt": ("K", [2, 5, 10, 20]),
-    "episodes": ("per update", [8, 16, 40, 80]),
-    "corpus": ("MB", [0.5, 1, 2, 5]),
-    "labels": ("MB of rankings", [1, 2, 5, 10]),
-}
 
 
 class Clock:
@@ -67,32 +60,32 @@ def shape(width: int = WIDTH, context: int = CONTEXT) -> str:
     return "growing"
 
 
-def train(clock: Clock, width: int, context: int) -> float:
+def train(clock: Any, width: int, context: int) -> float:
     import pretraining
 
     spec = {"size": shape(width, context), "device": "cpu", "batch": STEP_TOKENS // context, "steps": 1}
-    pretraining.ours(spec, clock)  # type: ignore[arg-type]
+    pretraining.ours(spec, clock)
     weights = 12 * LAYERS * width**2 + VOCABULARY * width
     return clock.units * 6 * (weights + LAYERS * width * context)
 
 
-def model_size(clock: Clock, width: float, home: Path) -> float:
+def model_size(clock: Any, width: float, home: Path) -> float:
     return train(clock, int(width), CONTEXT)
 
 
-def context(clock: Clock, tokens: float, home: Path) -> float:
+def context(clock: Any, tokens: float, home: Path) -> float:
     return train(clock, WIDTH, int(tokens))
 
 
-def answers(clock: Clock, count: float, home: Path) -> float:
+def answers(clock: Any, count: float, home: Path) -> float:
     import reward
 
     k = int(count)
-    reward.ours({"size": shape(), "device": "cpu", "prompts": 4, "answers": k, "micro": 4 * k}, clock)  # type: ignore[arg-type]
+    reward.ours({"size": shape(), "device": "cpu", "prompts": 4, "answers": k, "micro": 4 * k}, clock)
     return clock.units / (k * (k - 1) / 2) * k
 
 
-def episodes(clock: Clock, count: float, home: Path) -> float:
+def episodes(clock: Any, count: float, home: Path) -> float:
     import ppo
 
     size = shape()
@@ -101,11 +94,11 @@ def episodes(clock: Clock, count: float, home: Path) -> float:
         "size": size, "reward": size, "shape": harness.SIZES[size], "episodes": int(count), "prompt": 32, "new": 24, "epochs": 1,
         "micro": 8, "tokenizer": str(home / "tokenizer"), "vocabulary": VOCABULARY, "device": "cpu", "threads": 1,
     }  # fmt: skip
-    ppo.ours(spec, clock)  # type: ignore[arg-type]
+    ppo.ours(spec, clock)
     return count
 
 
-def corpus(clock: Clock, megabytes: float, home: Path) -> float:
+def corpus(clock: Any, megabytes: float, home: Path) -> float:
     import random
 
     import ppo
@@ -125,7 +118,7 @@ def corpus(clock: Clock, megabytes: float, home: Path) -> float:
     return size
 
 
-def labels(clock: Clock, megabytes: float, home: Path) -> float:
+def labels(clock: Any, megabytes: float, home: Path) -> float:
     from import_speed import make_comparisons
 
     from rlhf.commands.import_data import run
@@ -138,10 +131,14 @@ def labels(clock: Clock, megabytes: float, home: Path) -> float:
     return path.stat().st_size
 
 
-AXES: dict[str, Callable[[Clock, float, Path], float]] = {
-    "model size": model_size, "context": context, "answers per prompt": answers, "episodes": episodes, "corpus": corpus,
-    "labels": labels,
-}  # fmt: skip
+AXES: dict[str, tuple[Callable[[Any, float, Path], float], str, list[float]]] = {  # what does it, its unit, its points
+    "model size": (model_size, "width", [64, 96, 144, 224]),
+    "context": (context, "tokens", [64, 160, 320, 640]),
+    "answers per prompt": (answers, "K", [2, 5, 10, 20]),
+    "episodes": (episodes, "per update", [8, 16, 40, 80]),
+    "corpus": (corpus, "MB", [0.5, 1, 2, 5]),
+    "labels": (labels, "MB of rankings", [1, 2, 5, 10]),
+}
 
 
 def measure(axis: str, x: float) -> dict[str, float]:
@@ -150,27 +147,16 @@ def measure(axis: str, x: float) -> dict[str, float]:
 
     torch.set_num_threads(1)
     clock = Clock()
-    with (
-        tempfile.TemporaryDirectory() as home,
-        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
-    ):
-        work = AXES[axis](clock, x, Path(home))
+    nowhere = io.StringIO()
+    with tempfile.TemporaryDirectory() as home, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        work = AXES[axis][0](clock, x, Path(home))
     return {"x": x, "work": work, "seconds": clock.seconds, "peak_mb": clock.peak / 1e6}
 
 
 def with_cost(points: list[dict[str, float]]) -> list[dict[str, float]]:
     """Each point with its work and its processor time per unit of work over those of the first."""
-    first = points[0]
-    return [
-        one
-        | {
-            "growth": one["work"] / first["work"],
-            "cost": one["seconds"] / one["work"] / (first["seconds"] / first["work"]),
-        }
-        for one in points
-    ]
+    first, least = points[0]["work"], points[0]["seconds"] / points[0]["work"]
+    return [one | {"growth": one["work"] / first, "cost": one["seconds"] / one["work"] / least} for one in points]
 
 
 def draw(measured: dict[str, list[dict[str, float]]], path: Path) -> None:
@@ -186,14 +172,8 @@ def draw(measured: dict[str, list[dict[str, float]]], path: Path) -> None:
         memory = [one["peak_mb"] / points[0]["peak_mb"] for one in points]
         axes.plot(xs, memory, "s--", color="#c8641f", label="peak memory")
         axes.plot(xs, [one["growth"] for one in points], ":", color="#6f7782", label="work")
-        axes.set(
-            title=axis,
-            xlabel=POINTS[axis][0],
-            xscale="log",
-            yscale="log",
-            xticks=xs,
-            xticklabels=[f"{x:g}" for x in xs],
-        )
+        axes.set(title=axis, xlabel=AXES[axis][1], xscale="log", yscale="log")
+        axes.set(xticks=xs, xticklabels=[f"{x:g}" for x in xs])
         axes.set(ylim=(0.4, 20), yticks=[0.5, 1, 2, 5, 10, 20], yticklabels=["0.5", "1", "2", "5", "10", "20"])
         axes.minorticks_off()
         axes.grid(color="#ecece7")
@@ -214,17 +194,19 @@ def main() -> None:
     measured = json.loads(given.out.read_text(encoding="utf-8")) if given.out and given.out.exists() else {}
     for axis in given.only:
         points = measured.get(axis, [])
-        for x in POINTS[axis][1][len(points) :]:
+        _, unit, xs = AXES[axis]
+        for x in xs[len(points) :]:
             with get_context("fork").Pool(1) as pool:
                 points.append(pool.apply(measure, (axis, x)))
             measured[axis] = points
             if given.out:
                 given.out.write_text(json.dumps(measured, indent=1), encoding="utf-8")
-        print(f"\n| {axis} ({POINTS[axis][0]}) | work | processor s | cost | MB |\n|---|---|---|---|---|")
+        print(f"\n| {axis} ({unit}) | work | processor s | cost | MB |\n|---|---|---|---|---|")
         for one in with_cost(points):
-            print(
-                f"| {one['x']:g} | {one['growth']:.1f} | {one['seconds']:.2f} | {one['cost']:.2f} | {one['peak_mb']:.0f} |"
+            cells = (
+                f"{one['x']:g} | {one['growth']:.1f} | {one['seconds']:.2f} | {one['cost']:.2f} | {one['peak_mb']:.0f}"
             )
+            print(f"| {cells} |")
     if given.picture:
         draw({axis: with_cost(points) for axis, points in measured.items()}, given.picture)
 

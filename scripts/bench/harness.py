@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -79,14 +80,10 @@ Contestant = Callable[[Spec, Turns], None]
 
 def memory(name: str) -> float:
     """Bytes of VmRSS (held now) or VmHWM (the peak) of this process, as Linux tells; elsewhere the peak."""
-    try:
-        match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-        assert match
-        return int(match[1]) * 1024.0
-    except (OSError, AssertionError):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(re.findall(rf"{name}:\s*(\d+) kB", status.read_text(encoding="utf-8"))[0]) * 1024.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
 
 
 def reset_peak(device: str) -> None:
@@ -110,10 +107,8 @@ def peak_mb(device: str) -> float:
 def versions() -> dict[str, str]:
     installed = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return installed
 
 
@@ -159,61 +154,63 @@ class Worker:
         return json.loads(line)
 
 
-def arguments(doc: str, repeats: int) -> argparse.Namespace:
-    """The command line that all benchmarks share."""
+def arguments(doc: str, repeats: int, *flags: str) -> argparse.Namespace:
+    """The command line that all benchmarks share; flags: further options without a value."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: that it runs, not how fast")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of each contestant; 0: as many as cores")
-    parser.add_argument(
-        "--checkpoint", default="", help="a folder of a pretrained causal LM: compare on it, not on the cases"
-    )
-    parser.add_argument("--case", default="", help="only the cases whose names have this in them")
-    parser.add_argument("--only", default="", help="only these contestants, by name, separated by semicolons")
-    parser.add_argument(
-        "--apart", action="store_true", help="one contestant after the other: on a GPU their memory adds up"
-    )
-    parser.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+
+    def add(name: str, what: str, **more: Any) -> None:
+        parser.add_argument(f"--{name}", help=what, **more)
+
+    on: dict[str, Any] = {"action": "store_true"}
+    add("quick", "small shapes and few rounds: that it runs, not how fast", **on)
+    add("device", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"), default="auto")
+    add("threads", "CPU threads of each contestant; 0: as many as cores", type=int, default=0)
+    add("checkpoint", "a folder of a pretrained causal LM: compare on it, not on the cases", default="")
+    add("case", "only the cases whose names have this in them", default="")
+    add("only", "only these contestants, by name, separated by semicolons", default="")
+    add("apart", "one contestant after the other: on a GPU their memory adds up", **on)
+    add("repeats", "rounds that count", type=int, default=repeats)
+    add("out", "write the figures here as JSON", type=Path)
+    for flag in flags:
+        add(flag, "see above", **on)
     options = parser.parse_args()
     if options.device == "auto":
         import torch
 
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.threads = options.threads or os.cpu_count() or 1
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.quick:
         options.repeats = min(options.repeats, 2)
     return options
 
 
-def pick(options: argparse.Namespace, quick: dict, cpu: dict, cuda: dict, checkpoint: Any = None) -> dict:
-    """The cases that the command line asks for."""
-    if options.checkpoint:
-        return {options.checkpoint: checkpoint}
+def pick(
+    options: argparse.Namespace, fields: str, quick: dict, cpu: dict, cuda: dict, checkpoint: tuple = ()
+) -> dict[str, Spec]:
+    """The cases that the command line asks for, by name. fields: what their values are; "size" is the name of a shape."""
     cases = quick if options.quick else cuda if options.device == "cuda" else cpu
     chosen = {name: case for name, case in cases.items() if options.case in name}
+    if options.checkpoint:
+        chosen = {options.checkpoint: (options.checkpoint, *checkpoint)}
     if not chosen:
         raise SystemExit(f"--case {options.case}: none of {', '.join(cases)}")
-    return chosen
+    specs = {name: dict(zip(fields.split(), case, strict=True)) for name, case in chosen.items()}
+    return {name: spec | {"shape": shape_of(spec["size"])} for name, spec in specs.items()}
 
 
 def compare(
-    script: str,
-    names: list[str],
-    spec: Spec,
-    options: argparse.Namespace,
-    pythons: dict[str, str] | None = None,
-    warmup: int = 1,
+    script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Run the contestants of `script` in turns; returns the figures of each and the ratios to the first one.
 
     pythons: interpreters of contestants that need another environment.
     """
     spec = spec | {"threads": options.threads, "device": options.device}
-    names = only(options, names)
-    workers = []
+    names, workers = only(options, names), []
     for group in [[name] for name in names] if options.apart else [names]:
-        workers += take_turns(script, group, spec, options, pythons or {}, warmup)
+        workers += take_turns(script, group, spec, options, pythons or {})
         if options.apart:
             keep(workers[-1], spec, options)
     return {"spec": spec, "contestants": {w.name: figures_of(w) for w in workers}, "ratios": ratios_of(workers)}
@@ -221,16 +218,9 @@ def compare(
 
 def keep(worker: Worker, spec: Spec, options: argparse.Namespace) -> None:
     """Report a contestant's figures as soon as it has ended, also to a JSON Lines file, since a time limit may stop later ones."""
-    line = {
-        "contestant": worker.name,
-        "commit": commit(),
-        "machine": machine(options),
-        "spec": spec,
-        **figures_of(worker),
-    }
+    line = {"contestant": worker.name, **context(options), "spec": spec, **figures_of(worker)}
     print(f"{worker.name}: {line['units_per_second']:.1f}/s, peak {line['peak_mb']:.0f} MB", flush=True)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -244,25 +234,22 @@ def only(options: argparse.Namespace, names: list[str]) -> list[str]:
 
 
 def take_turns(
-    script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str], warmup: int
+    script: str, names: list[str], spec: Spec, options: argparse.Namespace, pythons: dict[str, str]
 ) -> list[Worker]:
-    """Start these contestants, run them in turns, and stop them."""
+    """Start these contestants, run them in turns, of which the first is for warming up, and stop them."""
     environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     workers: list[Worker] = []
     try:
         for name in names:
-            python = pythons.get(name, sys.executable)
-            command = [python, script, "--worker", name, json.dumps(spec)]
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-            )
-            workers.append(Worker(name, process))
+            command = [pythons.get(name, sys.executable), script, "--worker", name, json.dumps(spec)]
+            workers.append(Worker(name, subprocess.Popen(command, **piped)))
         for worker in workers:
             worker.reported |= worker.read()
-        for number in range(warmup + options.repeats):
+        for number in range(1 + options.repeats):
             for worker in workers if number % 2 else workers[::-1]:
                 turn = worker.ask("go")
-                if number >= warmup:
+                if number:
                     worker.turns.append(turn)
         for worker in workers:
             worker.reported |= worker.ask("end")
@@ -274,16 +261,18 @@ def take_turns(
     return workers
 
 
+def rate(turn: dict[str, float], clock: str) -> float:
+    return turn["units"] / max(1e-9, turn[clock])
+
+
 def figures_of(worker: Worker) -> dict[str, Any]:
     """Medians over the rounds, the spread of the rate, memory and versions."""
-    rates = [turn["units"] / turn["seconds"] for turn in worker.turns]
+    rates = [rate(turn, "seconds") for turn in worker.turns]
     medians = {name: statistics.median(turn[name] for turn in worker.turns) for name in worker.turns[0]}
     return medians | {
         "units_per_second": statistics.median(rates),
         "units_per_second_range": [min(rates), max(rates)],
-        "units_per_processor_second": statistics.median(
-            turn["units"] / max(1e-9, turn["processor_seconds"]) for turn in worker.turns
-        ),
+        "units_per_processor_second": statistics.median(rate(turn, "processor_seconds") for turn in worker.turns),
         "peak_mb": worker.reported["peak_mb"],
         "working_mb": worker.reported["peak_mb"] - worker.reported["base_mb"],
         "versions": worker.reported["versions"],
@@ -297,12 +286,10 @@ def ratios_of(workers: list[Worker]) -> dict[str, Any]:
         pairs = list(zip(ours.turns, peer.turns, strict=True))
         figures: dict[str, Any] = {}
         for name, clock in (("speed", "seconds"), ("speed_by_processor_time", "processor_seconds")):
-            each = sorted((a["units"] / max(1e-9, a[clock])) / (b["units"] / max(1e-9, b[clock])) for a, b in pairs)
+            each = sorted(rate(a, clock) / rate(b, clock) for a, b in pairs)
             figures[name] = {"median": statistics.median(each), "range": [each[0], each[-1]]}
         figures["memory"] = ours.reported["peak_mb"] / peer.reported["peak_mb"]
-        figures["memory_beyond_imports"] = (ours.reported["peak_mb"] - ours.reported["base_mb"]) / (
-            peer.reported["peak_mb"] - peer.reported["base_mb"]
-        )
+        figures["memory_beyond_imports"] = figures_of(ours)["working_mb"] / figures_of(peer)["working_mb"]
         by_peer[peer.name] = figures
     return by_peer
 
@@ -310,33 +297,28 @@ def ratios_of(workers: list[Worker]) -> dict[str, Any]:
 def report(subject: str, unit: str, cases: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     """Print a table in Markdown, and write everything as JSON if requested."""
     print(f"{subject}: {machine(options)}; medians of {options.repeats} rounds, the range in brackets\n")
-    print(
-        f"| case | contestant | {unit}/s | by processor time | ours over it | by processor time | peak MB (beyond imports) |"
-    )
-    print("|---" * 7 + "|")
+    clocks = ("speed", "speed_by_processor_time")
+    head = f"case | contestant | {unit}/s | by processor time | ours over it | by processor time | peak MB (beyond imports)"
+    print(f"| {head} |\n" + "|---" * 7 + "|")
     for case, figures in cases.items():
         for name, row in figures["contestants"].items():
             low, high = row["units_per_second_range"]
-            cells = [
-                f"{row['units_per_second']:,.1f} [{low:,.1f}, {high:,.1f}]",
-                f"{row['units_per_processor_second']:,.1f}",
-            ]
-            ratio = figures["ratios"].get(name, {})
-            for clock in ("speed", "speed_by_processor_time"):
-                r = ratio.get(clock)
-                cells.append("" if r is None else f"{r['median']:.2f} [{r['range'][0]:.2f}, {r['range'][1]:.2f}]")
-            print("| " + " | ".join([case, name, *cells, f"{row['peak_mb']:.0f} ({row['working_mb']:.0f})"]) + " |")
+            cells = [case, name, f"{row['units_per_second']:,.1f} [{low:,.1f}, {high:,.1f}]"]
+            cells.append(f"{row['units_per_processor_second']:,.1f}")
+            ratios = figures["ratios"].get(name)
+            found = [(ratios[clock]["median"], *ratios[clock]["range"]) for clock in clocks] if ratios else []
+            cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*one) for one in found] or [""] * 2
+            print("| " + " | ".join([*cells, f"{row['peak_mb']:.0f} ({row['working_mb']:.0f})"]) + " |")
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        about = {
-            "subject": subject,
-            "unit": unit,
-            "machine": machine(options),
-            "device": options.device,
-            "commit": commit(),
-        }
-        about |= {"repeats": options.repeats, "apart": options.apart, "python": platform.python_version()}
+        about = {"subject": subject, "unit": unit, "repeats": options.repeats, "apart": options.apart} | context(
+            options
+        )
         options.out.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+def context(options: argparse.Namespace) -> dict[str, Any]:
+    about = {"machine": machine(options), "device": options.device, "commit": commit()}
+    return about | {"python": platform.python_version()}
 
 
 def machine(options: argparse.Namespace) -> str:
@@ -421,14 +403,11 @@ def trainer_settings(spec: Spec, batch: int, **more: Any) -> dict[str, Any]:
 
 def gpt2(size: str, seed: int = 0, **more: Any) -> Any:
     """transformers' GPT-2 with weights that depend on the seed alone; or the checkpoint in a folder, of its own class."""
-    if size not in SIZES:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(size, dtype=torch.float32, trust_remote_code=False)
     import torch
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
+    if size not in SIZES:
+        return AutoModelForCausalLM.from_pretrained(size, dtype=torch.float32, trust_remote_code=False)
     torch.manual_seed(seed)
     return GPT2LMHeadModel(gpt2_config(size, **more))
 
@@ -438,3 +417,19 @@ def ours_like(model: Any) -> Any:
     from rlhf.model.convert import from_transformers
 
     return from_transformers(model)
+
+
+def update(model: Any, optimizer: Any) -> None:
+    """An optimizer step on clipped gradients, which are then cleared."""
+    import torch
+
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def half(device: str) -> Any:
+    """bf16 on a GPU, float32 elsewhere, as a context."""
+    import torch
+
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")

@@ -10,16 +10,21 @@ that one, and our PPO on transformers' class of it (as with model.native=false) 
 update; units are response tokens. With --lora our contestants train adapters of rank 16, which needs a third of the memory.
 """
 
+import contextlib
 import os
+import random
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import harness
 from harness import Spec, Turns
 
-# size: (size, of the reward model and critic, episodes, prompt tokens, new tokens, epochs, our micro-batch, the peer's)
+# Sizes of the policy, and of the reward model and critic; episodes, prompt and new tokens, epochs; our micro-batch, the peer's.
+FIELDS = "size reward episodes prompt new epochs micro peer_micro"
 CASES = {"tiny": ("tiny", "tiny", 64, 32, 48, 4, 32, 64)}
 QUICK = {
     "quick": ("quick", "quick", 8, 16, 12, 2, 8, 8),
@@ -36,16 +41,12 @@ CALIBRATION = (1.0, 0.0)  # gain and shift of the scores: as the head gives them
 
 def make_tokenizer(folder: Path, size: str) -> None:
     """A tokenizer with exactly the model's vocabulary."""
-    import random
-
     from rlhf.data.tokenizer import train_tokenizer
 
     shape = harness.SIZES[size]
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    random_ = random.Random(0)
-    wanted = max(300, shape["vocab_size"])
+    random_, wanted = random.Random(0), max(300, shape["vocab_size"])
     count = max(8000, wanted)  # words that are enough for so many merges
-    words = ["".join(random_.choices(letters, k=random_.randint(2, 9))) for _ in range(count)]
+    words = ["".join(random_.choices(ascii_lowercase, k=random_.randint(2, 9))) for _ in range(count)]
     tokenizer = train_tokenizer([" ".join(words)], wanted, context_length=shape["n_positions"])
     if len(tokenizer) != wanted:
         raise SystemExit(f"the tokenizer has {len(tokenizer)} entries, wanted {wanted}")
@@ -53,12 +54,8 @@ def make_tokenizer(folder: Path, size: str) -> None:
 
 
 def make_prompts(spec: Spec) -> list[list[int]]:
-    import random
-
-    random_ = random.Random(0)
-    return [
-        [random_.randrange(8, spec["vocabulary"]) for _ in range(spec["prompt"])] for _ in range(4 * spec["episodes"])
-    ]
+    random_, count = random.Random(0), 4 * spec["episodes"]
+    return [[random_.randrange(8, spec["vocabulary"]) for _ in range(spec["prompt"])] for _ in range(count)]
 
 
 def gpt2(spec: Spec, seed: int, part: str = "size") -> Any:
@@ -73,23 +70,20 @@ def gpt2(spec: Spec, seed: int, part: str = "size") -> Any:
 # ------------------------------------------------------------------------------------------------------------ ours
 
 
-def write_parents(config: Any, spec: Spec) -> None:
+def write_parents(config: Any, spec: Spec, native: bool) -> None:
     """The stages that PPO builds on, as if they had been trained."""
-    import torch
-
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.model.heads import RewardModel
     from rlhf.runs.stage import open_stage
 
     tokenizer = load_tokenizer(spec["tokenizer"])
-    convert = harness.ours_like if spec.get("native", True) else lambda model: model
+    convert = harness.ours_like if native else lambda model: model
     policy = convert(gpt2(spec, seed=0))
-    dtype = torch.bfloat16 if spec.get("half") else torch.float32  # of the files; what is loaded is float32
     for name in ("tokenizer", "pretrain", "sft", "reward"):
         with open_stage(config, name) as stage:
             tokenizer.save_pretrained(str(stage.model))
             if name == "pretrain":
-                policy.to(dtype).save_pretrained(str(stage.model))
+                policy.save_pretrained(str(stage.model))
             elif name == "sft":
                 for path in (Path(config.runs_dir) / "bench" / "pretrain" / "model").iterdir():
                     if not (stage.model / path.name).exists():
@@ -97,11 +91,11 @@ def write_parents(config: Any, spec: Spec) -> None:
             elif name == "reward":
                 model: Any = RewardModel.from_causal_lm(convert(gpt2(spec, seed=1, part="reward")))
                 model.calibrate(*CALIBRATION)
-                model.to(dtype).save_pretrained(str(stage.model))
+                model.save_pretrained(str(stage.model))
             stage.finish()
 
 
-def ours(spec: Spec, turns: Turns) -> None:
+def ours(spec: Spec, turns: Turns, native: bool = True) -> None:
     from rlhf.config.compose import compose_config
     from rlhf.data.records import PromptRecord
     from rlhf.ppo.experience import Prompts
@@ -120,7 +114,7 @@ def ours(spec: Spec, turns: Turns) -> None:
             lora.rank={16 * spec.get("lora", 0)} lora.alpha=32
         """
         config = compose_config([*settings.split(), *spec.get("more", ())])
-        write_parents(config, spec)
+        write_parents(config, spec, native)
         with open_stage(config, "ppo") as stage:
             parts = ppo.load_parts(config, stage)
             given = [
@@ -135,10 +129,6 @@ def ours(spec: Spec, turns: Turns) -> None:
                 length, figures = metrics["rollout/response_len"], {name: metrics[key] for name, key in keys.items()}
                 processed = (length + spec["prompt"]) * spec["episodes"]
                 turns.done(units=length * spec["episodes"], processed=processed, **figures)
-
-
-def ours_by_class(spec: Spec, turns: Turns) -> None:
-    ours(spec | {"native": False}, turns)
 
 
 # -------------------------------------------------------------------------------------------------------------- TRL
@@ -158,24 +148,19 @@ def peer_settings(spec: Spec) -> dict[str, Any]:
 def peer(spec: Spec, turns: Turns) -> None:
     import torch
     from datasets import Dataset
-    from transformers import (
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        GPT2ForSequenceClassification,
-        TrainerCallback,
-    )
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from transformers import GPT2ForSequenceClassification as Classifier
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"], padding_side="left", trust_remote_code=False)
 
     def classifier() -> Any:
         if spec["size"] not in harness.SIZES:
-            return AutoModelForSequenceClassification.from_pretrained(
-                spec["size"], num_labels=1, dtype=torch.float32, trust_remote_code=False
-            )
+            how = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
+            return AutoModelForSequenceClassification.from_pretrained(spec["size"], **how)
         base = gpt2(spec, seed=1, part="reward")
         base.config.num_labels, base.config.pad_token_id = 1, tokenizer.pad_token_id
-        model = GPT2ForSequenceClassification(base.config)
+        model = Classifier(base.config)
         model.transformer.load_state_dict(base.transformer.state_dict())
         return model
 
@@ -189,9 +174,8 @@ def peer(spec: Spec, turns: Turns) -> None:
             next(self.turns)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-            turns.done(
-                units=float(spec["episodes"] * spec["new"]), kl=logs["objective/kl"], entropy=logs["policy/entropy_avg"]
-            )
+            figures = {"kl": logs["objective/kl"], "entropy": logs["policy/entropy_avg"]}
+            turns.done(units=float(spec["episodes"] * spec["new"]), **figures)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if next(self.turns, self) is self:
@@ -203,48 +187,34 @@ def peer(spec: Spec, turns: Turns) -> None:
         for model in (policy, reference):
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
         data = Dataset.from_dict({"input_ids": make_prompts(spec)})
-        trainer = PPOTrainer(
-            args=settings,
-            processing_class=tokenizer,
-            model=policy,
-            ref_model=reference,
-            reward_model=classifier(),
-            value_model=classifier(),
-            train_dataset=data,
-            eval_dataset=data,
-            callbacks=[ByTurns()],
-        )
+        models = {"model": policy, "ref_model": reference, "reward_model": classifier(), "value_model": classifier()}
+        rest = {"train_dataset": data, "eval_dataset": data, "callbacks": [ByTurns()]}
+        trainer = PPOTrainer(args=settings, processing_class=tokenizer, **models, **rest)
         assert trainer.accelerator.device.type == torch.device(spec["device"]).type
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             trainer.train()
-        except KeyboardInterrupt:
-            return
 
 
 CLASS, TRL = "ours, transformers' class", "trl 1.12.0"
-CONTESTANTS = {"ours": ours, CLASS: ours_by_class, TRL: peer}
+CONTESTANTS: dict[str, harness.Contestant] = {"ours": ours, CLASS: partial(ours, native=False), TRL: peer}
 
 
 def main() -> None:
-    scaling, lora = "--scaling" in sys.argv, "--lora" in sys.argv
-    sys.argv = [argument for argument in sys.argv if argument not in ("--scaling", "--lora")]
-    options = harness.arguments(__doc__, repeats=5)
-    cases = harness.pick(
-        options, QUICK, CASES, CUDA_CASES, (options.checkpoint, options.checkpoint, 8, 24, 32, 1, 8, 8)
-    )
+    options = harness.arguments(__doc__, 5, "scaling", "lora")
+    cases = harness.pick(options, FIELDS, QUICK, CASES, CUDA_CASES, (options.checkpoint, 8, 24, 32, 1, 8, 8))
+    sys.path.insert(0, str(harness.HERE.parents[1]))
     with tempfile.TemporaryDirectory() as home:
         results = {}
-        for name, (size, reward, episodes, prompt, new, epochs, micro, peer_micro) in cases.items():
+        for name, spec in cases.items():
             folder = Path(options.checkpoint or Path(home) / name)
-            sys.path.insert(0, str(harness.HERE.parents[1]))
             if not options.checkpoint:
-                make_tokenizer(folder, size)
-            spec = {
-                "size": size, "reward": reward, "shape": harness.shape_of(size), "episodes": episodes, "prompt": prompt, "new": new,
-                "epochs": epochs, "micro": micro, "peer_micro": peer_micro, "tokenizer": str(folder),
-                "lora": int(lora), "vocabulary": max(300, harness.shape_of(size)["vocab_size"]),
-            }  # fmt: skip
-            if scaling:
+                make_tokenizer(folder, spec["size"])
+            spec |= {
+                "tokenizer": str(folder),
+                "lora": int(options.lora),
+                "vocabulary": max(300, spec["shape"]["vocab_size"]),
+            }
+            if options.scaling:
                 for count in SCALING[:2] if options.quick else SCALING:
                     more = spec | {"episodes": count}
                     results[f"{name}, {count} episodes"] = harness.compare(__file__, ["ours"], more, options)
@@ -254,8 +224,7 @@ def main() -> None:
             results[name] = harness.compare(__file__, names, spec, options, pythons)
     harness.report("ppo", "response tokens", results, options)
     for name, figures in results.items():
-        f = figures["contestants"].get("ours")
-        if f:
+        if f := figures["contestants"].get("ours"):
             print(
                 f"{name}, ours: {f['processed'] / f['seconds']:.1f} tokens/s with the prompts'; rollout {f['generation']:.3f} s, "
                 f"scoring {f['scoring']:.3f}, training {f['training']:.3f}"

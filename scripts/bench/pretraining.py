@@ -8,15 +8,16 @@ with the fused form of the same activation (`gelu_pytorch_tanh`). On a GPU both 
 undivided, and MFU is printed.
 """
 
-import contextlib
 import sys
+from functools import partial
 from typing import Any
 
 import harness
 from harness import Spec, Turns
 
-CASES = {"tiny": (16, 4), "small": (8, 1)}  # size: (sequences per batch, steps per turn)
-CUDA_CASES = {"gpt2": (16, 10), "gpt2-xl": (4, 4)}
+FIELDS = "size batch steps"  # sequences per batch, steps per turn
+CASES = {"tiny": ("tiny", 16, 4), "small": ("small", 8, 1)}
+CUDA_CASES = {"gpt2": ("gpt2", 16, 10), "gpt2-xl": ("gpt2-xl", 4, 4)}
 
 
 def train(model: Any, spec: Spec, turns: Turns, loss_of: Any, parts: int = 1) -> None:
@@ -30,22 +31,18 @@ def train(model: Any, spec: Spec, turns: Turns, loss_of: Any, parts: int = 1) ->
     width, batch = shape["n_positions"], spec["batch"]
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(2, shape["vocab_size"], (8 * batch, width), generator=generator).to(device)
-    autocast: Any = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
     number = 0
     for _ in turns:
-        loss = torch.zeros((), device=device)
         for _ in range(spec["steps"]):
             rows = blocks[number % 8 * batch : (number % 8 + 1) * batch]
             number += 1
             loss = torch.zeros((), device=device)
             for part in rows.chunk(parts):
-                with autocast:
+                with harness.half(spec["device"]):
                     share = loss_of(model, part) / parts
                 share.backward()
                 loss += share.detach()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            harness.update(model, optimizer)
         turns.done(units=spec["steps"] * batch * width, loss=loss.item())
 
 
@@ -66,52 +63,32 @@ def ours(spec: Spec, turns: Turns, parts: int | None = None) -> None:
     train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, loss_of, parts)
 
 
-def ours_whole(spec: Spec, turns: Turns) -> None:
-    ours(spec, turns, parts=1)
-
-
 def ours_plain(spec: Spec, turns: Turns) -> None:
     """Our model without the fast paths."""
     train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, plain_loss)
 
 
-def peer(spec: Spec, turns: Turns) -> None:
-    train(harness.gpt2(spec["size"]), spec, turns, plain_loss)
-
-
-def peer_fused(spec: Spec, turns: Turns) -> None:
-    train(harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), spec, turns, plain_loss)
-
-
-def peer_fused_kept(spec: Spec, turns: Turns) -> None:
-    """The peer with our setting of the allocator too."""
+def peer(spec: Spec, turns: Turns, activation: str = "gelu_new", keep: bool = False, parts: int = 1) -> None:
+    """keep: with our setting of the allocator too."""
     from rlhf.ops.fast import keep_freed_memory
 
-    keep_freed_memory()
-    peer_fused(spec, turns)
+    if keep:
+        keep_freed_memory()
+    train(harness.gpt2(spec["size"], activation=activation), spec, turns, plain_loss, parts)
 
 
-def peer_fused_kept_halves(spec: Spec, turns: Turns) -> None:
-    """And with its batch in two parts, as ours takes it."""
-    from rlhf.ops.fast import keep_freed_memory
-
-    keep_freed_memory()
-    train(harness.gpt2(spec["size"], activation="gelu_pytorch_tanh"), spec, turns, plain_loss, parts=2)
-
-
-CONTESTANTS = {
-    "ours": ours, "ours, whole": ours_whole, "ours plain": ours_plain, "gpt2": peer, "gpt2 fused": peer_fused,
-    "gpt2 fused, kept memory": peer_fused_kept, "the same in halves": peer_fused_kept_halves,
+fused = partial(peer, activation="gelu_pytorch_tanh")
+CONTESTANTS: dict[str, harness.Contestant] = {
+    "ours": ours, "ours, whole": partial(ours, parts=1), "ours plain": ours_plain, "gpt2": peer, "gpt2 fused": fused,
+    "gpt2 fused, kept memory": partial(fused, keep=True), "the same in halves": partial(fused, keep=True, parts=2),
 }  # fmt: skip
 
 
 def main() -> None:
     options = harness.arguments(__doc__, repeats=9)
-    cases = harness.pick(options, {"quick": (4, 2)}, CASES, CUDA_CASES)
+    names = list(CONTESTANTS) if options.device == "cpu" else ["ours", "gpt2", "gpt2 fused"]
     results = {}
-    for size, (batch, steps) in cases.items():
-        spec = {"size": size, "shape": harness.SIZES[size], "batch": batch, "steps": steps}
-        names = list(CONTESTANTS) if options.device == "cpu" else ["ours", "gpt2", "gpt2 fused"]
+    for size, spec in harness.pick(options, FIELDS, {"quick": ("quick", 4, 2)}, CASES, CUDA_CASES).items():
         results[size] = harness.compare(__file__, names, spec, options)
         losses = [f["loss"] for f in results[size]["contestants"].values()]
         if max(losses) - min(losses) > 0.02:
@@ -135,14 +112,10 @@ def mfu(size: str, rate: float, device: str) -> float | None:
     sys.path.insert(0, str(harness.HERE.parents[1]))
     from rlhf.training.usage import known_peak
 
-    peak = known_peak(torch.cuda.get_device_name(), half=True)
-    return None if peak is None else rate * flops_per_token(size) / peak
-
-
-def flops_per_token(size: str) -> int:
-    s = harness.SIZES[size]
+    peak, s = known_peak(torch.cuda.get_device_name(), half=True), harness.SIZES[size]
     weights = 12 * s["n_layer"] * s["n_embd"] ** 2 + s["vocab_size"] * s["n_embd"]
-    return 6 * weights + 12 * s["n_layer"] * s["n_embd"] * s["n_positions"]
+    flops = 6 * weights + 12 * s["n_layer"] * s["n_embd"] * s["n_positions"]
+    return None if peak is None else rate * flops / peak
 
 
 if __name__ == "__main__":

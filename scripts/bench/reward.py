@@ -14,10 +14,11 @@ from typing import Any
 import harness
 from harness import Spec, Turns
 
-# size: (prompts per step, K, pairs per forward of the peer, answers per forward of ours)
-CASES = {"tiny": (4, 9, 36, 36), "tiny, K = 2": (36, 2, 36, 36)}
-QUICK = {"quick": (2, 4, 6, 8)}
-CUDA_CASES = {"gpt2": (64, 9, 144, 288)}
+# Prompts per step, K, pairs per forward of the peer, answers per forward of ours.
+FIELDS = "size prompts answers pairs micro"
+CASES = {"tiny": ("tiny", 4, 9, 36, 36), "tiny, K = 2": ("tiny", 36, 2, 36, 36)}
+QUICK = {"quick": ("quick", 2, 4, 6, 8)}
+CUDA_CASES = {"gpt2": ("gpt2", 64, 9, 144, 288)}
 
 
 def make_answers(spec: Spec) -> list[list[list[int]]]:
@@ -68,18 +69,15 @@ def ours(spec: Spec, turns: Turns) -> None:
         Item(str(i), rows, [0] * len(rows), judgements=[Judgement(None, pairs)])
         for i, rows in enumerate(make_answers(spec))
     ]
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     for turn, _ in enumerate(turns):
         batch = [items[(turn * spec["prompts"] + i) % len(items)] for i in range(spec["prompts"])]
         for part in scoring_batches(model, batch, spec["micro"]):
             inputs = put(model.collate([row for item in part for row in item.rows]), device)
-            with autocast:
+            with harness.half(spec["device"]):
                 scores = by_item(part, model(**inputs, calibrated=False))
             loss, _ = ranking_loss(scores, pad_weights(part, device), denominator=len(batch))
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        harness.update(model, optimizer)
         turns.done(units=float(spec["prompts"] * len(pairs)))
 
 
@@ -91,7 +89,6 @@ def bare(spec: Spec, turns: Turns) -> None:
     model = classifier(spec).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     prompts, size = make_answers(spec), spec["pairs"]
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     for turn, _ in enumerate(turns):
         batch = [prompts[(turn * spec["prompts"] + i) % len(prompts)] for i in range(spec["prompts"])]
         pairs = [pair for rows in batch for pair in itertools.combinations(rows, 2)]
@@ -101,12 +98,10 @@ def bare(spec: Spec, turns: Turns) -> None:
             width = max(map(len, rows))
             tokens = torch.tensor([row + [harness.PAD] * (width - len(row)) for row in rows], device=device)
             mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-            with autocast:
+            with harness.half(spec["device"]):
                 better, worse = model(tokens, attention_mask=mask, use_cache=False).logits[:, 0].chunk(2)
             (-torch.nn.functional.logsigmoid(better - worse).sum() / len(pairs)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        harness.update(model, optimizer)
         turns.done(units=float(len(pairs)))
 
 
@@ -138,15 +133,8 @@ CONTESTANTS = {"ours": ours, "RewardTrainer": reward_trainer, "bare pairs": bare
 
 def main() -> None:
     options = harness.arguments(__doc__, repeats=7)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES)
-    results = {}
-    for name, (prompts, answers, pairs, micro) in cases.items():
-        size = name.split(",")[0]
-        spec = {
-            "size": size, "shape": harness.SIZES[size], "prompts": prompts, "answers": answers, "pairs": pairs,
-            "micro": micro,
-        }  # fmt: skip
-        results[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
+    cases = harness.pick(options, FIELDS, QUICK, CASES, CUDA_CASES)
+    results = {name: harness.compare(__file__, list(CONTESTANTS), spec, options) for name, spec in cases.items()}
     harness.report("reward", "pairs", results, options)
 
 

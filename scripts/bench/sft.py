@@ -9,15 +9,18 @@ longest row. With --checkpoint FOLDER the bare loops train that model, with 8 ro
 steps; units are rows.
 """
 
+import contextlib
 import tempfile
+from functools import partial
 from typing import Any
 
 import harness
 from harness import Spec, Turns
 
-CASES = {"tiny": (32, 4), "small": (32, 1)}  # size: (rows per batch, steps per turn)
-QUICK = {"quick": (8, 2)}
-CUDA_CASES = {"gpt2": (64, 8)}
+FIELDS = "size batch steps context"  # rows per batch, steps per turn, the longest row
+CASES = {"tiny": ("tiny", 32, 4, 1024), "small": ("small", 32, 1, 1024)}
+QUICK = {"quick": ("quick", 8, 2, 1024)}
+CUDA_CASES = {"gpt2": ("gpt2", 64, 8, 1024)}
 IGNORED = -100
 
 
@@ -42,7 +45,7 @@ def by_turns(turns: Turns, steps: int, batch: int) -> Any:
 
     class ByTurns(TrainerCallback):
         def __init__(self) -> None:
-            self.turns, self.loss = iter(turns), 0.0
+            self.turns = iter(turns)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.global_step % steps == 0 and next(self.turns, self) is self:
@@ -56,24 +59,17 @@ def by_turns(turns: Turns, steps: int, batch: int) -> Any:
 
 
 def run(trainer: Any) -> None:
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         trainer.train()
-    except KeyboardInterrupt:
-        return
 
 
 def make_tokenizer(size: str) -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"t{i}": i for i in range(harness.SIZES[size]["vocab_size"])}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "t2")),
-        pad_token="t0",
-        eos_token="t1",
-        bos_token="t1",
-        unk_token="t2",
-    )
+    words = models.WordLevel({f"t{i}": i for i in range(harness.SIZES[size]["vocab_size"])}, "t2")
+    special = {"pad_token": "t0", "eos_token": "t1", "bos_token": "t1", "unk_token": "t2"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special)
 
 
 def ours(spec: Spec, turns: Turns) -> None:
@@ -115,13 +111,13 @@ def ours_bare(spec: Spec, turns: Turns) -> None:
     """Our model and loss in a bare loop, rows of similar length together."""
     import torch
 
-    from rlhf.model.batching import by_length
+    from rlhf.model import batching
     from rlhf.model.fused_loss import NextToken
     from rlhf.ops.fast import keep_freed_memory
 
     def loss_of(model: Any, tokens: Any, labels: Any, lengths: Any) -> Any:
         loss, count, parts = NextToken(model), int((labels[:, 1:] != IGNORED).sum()), []
-        for group in by_length(lengths.tolist(), 8):
+        for group in batching.by_length(lengths.tolist(), 8):
             width = int(lengths[group].max())
             parts.append(loss(labels[group, :width], count, input_ids=tokens[group, :width]))
         return torch.stack(parts).sum()
@@ -148,24 +144,18 @@ def bare_loop(model: Any, spec: Spec, turns: Turns, loss_of: Any) -> None:
     model = model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     rows, size, at = make_rows(spec), spec["batch"], 0
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     for _ in turns:
         for _ in range(spec["steps"]):
             batch = [rows[(at + i) % len(rows)] for i in range(size)]
             at += size
             tokens = pad_sequence([torch.tensor(r["prompt"] + r["response"]) for r in batch], batch_first=True)
-            labels = pad_sequence(
-                [torch.tensor([IGNORED] * len(r["prompt"]) + r["response"]) for r in batch],
-                batch_first=True,
-                padding_value=IGNORED,
-            )
+            marked = [torch.tensor([IGNORED] * len(r["prompt"]) + r["response"]) for r in batch]
+            labels = pad_sequence(marked, batch_first=True, padding_value=IGNORED)
             lengths = torch.tensor([len(r["prompt"]) + len(r["response"]) for r in batch])
-            with autocast:
+            with harness.half(spec["device"]):
                 loss = loss_of(model, tokens.to(device), labels.to(device), lengths.to(device))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            harness.update(model, optimizer)
         turns.done(units=float(spec["steps"] * size), loss=loss.item())
 
 
@@ -174,12 +164,8 @@ def sft_trainer(spec: Spec, turns: Turns, **settings: Any) -> None:
     from trl import SFTConfig, SFTTrainer
 
     rows = make_rows(spec)
-    data = datasets.Dataset.from_dict(
-        {
-            "input_ids": [row["prompt"] + row["response"] for row in rows],
-            "labels": [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows],
-        }
-    )
+    labels = [[IGNORED] * len(row["prompt"]) + row["response"] for row in rows]
+    data = datasets.Dataset.from_dict({"input_ids": [r["prompt"] + r["response"] for r in rows], "labels": labels})
     with tempfile.TemporaryDirectory() as home:
         longest = harness.SIZES[spec["size"]]["n_positions"]
         given = harness.trainer_settings(spec, spec["batch"], learning_rate=1e-4, max_length=longest, **settings)
@@ -194,30 +180,18 @@ def sft_trainer(spec: Spec, turns: Turns, **settings: Any) -> None:
         run(trainer)
 
 
-def peer(spec: Spec, turns: Turns) -> None:
-    sft_trainer(spec, turns)
-
-
-def peer_by_length(spec: Spec, turns: Turns) -> None:
-    sft_trainer(spec, turns, train_sampling_strategy="group_by_length")
-
-
-CONTESTANTS = {
-    "ours": ours, "ours, bare loop": ours_bare, "SFTTrainer": peer, "SFTTrainer, by length": peer_by_length,
+by_length = partial(sft_trainer, train_sampling_strategy="group_by_length")
+CONTESTANTS: dict[str, harness.Contestant] = {
+    "ours": ours, "ours, bare loop": ours_bare, "SFTTrainer": sft_trainer, "SFTTrainer, by length": by_length,
     "bare": bare,
 }  # fmt: skip
 
 
 def main() -> None:
     options = harness.arguments(__doc__, repeats=9)
-    cases = harness.pick(options, QUICK, CASES, CUDA_CASES, (8, 1))
-    results = {}
-    for size, (batch, steps) in cases.items():
-        spec = {"size": size, "shape": harness.shape_of(size), "batch": batch, "steps": steps, "context": 1024}
-        names = list(CONTESTANTS)
-        if options.checkpoint:
-            spec["context"], names = 160, ["ours, bare loop", "bare"]
-        results[size] = harness.compare(__file__, names, spec, options)
+    cases = harness.pick(options, FIELDS, QUICK, CASES, CUDA_CASES, (8, 1, 160))
+    names = ["ours, bare loop", "bare"] if options.checkpoint else list(CONTESTANTS)
+    results = {name: harness.compare(__file__, names, spec, options) for name, spec in cases.items()}
     harness.report("sft", "rows", results, options)
 
 
