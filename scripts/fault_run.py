@@ -9,15 +9,21 @@ anything differs. Stages run in processes forked from this one, which has import
 Run nothing else meanwhile: the machine's load shifts the moments of the kills.
 """
 
-import json
+import contextlib
+import importlib
 import os
 import random
 import shutil
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from rlhf.runs.run_files import read_jsonl
+from rlhf.system.files import read_json, write_json
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "RLHF_PROGRESS": "off"}
@@ -40,32 +46,45 @@ RUN = Path("runs", "small")
 PATIENCE = 120.0  # seconds after which a stage that neither ends nor saves is an error
 
 
+def arguments(**defaults: Any) -> tuple[Any, ...]:
+    """The command line `OUT [name=value] …`: the folder, and the value of each name, of its default's type."""
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[2:])
+    if len(sys.argv) < 2 or not given.keys() <= defaults.keys():
+        usage = " ".join(f"[{name}={value}]" for name, value in defaults.items())
+        sys.exit(f"usage: python {sys.argv[0]} OUT {usage}")
+    return Path(sys.argv[1]).absolute(), *(type(value)(given.get(name, value)) for name, value in defaults.items())
+
+
 def start(stage: str, home: Path, overrides: list[str]) -> int:
     """Start the stage's command in a new process, in the folder `home` that contains the run; returns its id."""
     pid = os.fork()
     if pid:
         return pid
-    code = 1
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        os.chdir(home)  # so that stored paths are the same in all runs
-        out = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
+    home.mkdir(parents=True, exist_ok=True)
+    os.chdir(home)  # so that stored paths are the same in all runs
+    out = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
+
+    def stage_command() -> None:
         from rlhf.cli import main
 
         main([stage, "--shared-settings", *SMALL, "runs_dir=runs", "run=small", *overrides])
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        import traceback
 
+    leave_after(stage_command)
+
+
+def leave_after(work: Callable[[], None]) -> NoReturn:
+    """Do the work of a forked process, which ends with the exit code that Python would end with."""
+    code = 0
+    try:
+        work()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+    except BaseException:
         traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
 
 
 def wait(pid: int, seconds: float) -> int | None:
@@ -81,22 +100,20 @@ def wait(pid: int, seconds: float) -> int | None:
         time.sleep(min(left, 0.002))
 
 
-def unsealed(folder: Path) -> list[Path]:
+def unsealed(folder: Path) -> set[str]:
     """Checkpoints without a manifest: being written, or interrupted by a kill."""
-    return [path for path in (folder / "checkpoints").glob("*-*") if not (path / "manifest.json").exists()]
+    return {path.name for path in (folder / "checkpoints").glob("*-*") if not (path / "manifest.json").exists()}
 
 
 def wait_for_save(pid: int, folder: Path) -> int | None:
     """Wait until a new checkpoint is being written, or return the exit code of a stage that ends before."""
-    before = {path.name for path in unsealed(folder)}
+    before = unsealed(folder)
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
-        if {path.name for path in unsealed(folder)} - before:
+        if unsealed(folder) - before:
             return None
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.0005)
+        if (code := wait(pid, 0.0005)) is not None:
+            return code
     raise TimeoutError(f"{folder}: neither saved nor ended within {PATIENCE:.0f} s")
 
 
@@ -117,7 +134,7 @@ def kill_stage(
     seconds: the random moment is at most this long after the start.
     """
     folder = home / RUN / stage
-    before = {path.name for path in unsealed(folder)}
+    before = unsealed(folder)
     pid = start(stage, home, overrides)
     begun = time.monotonic()
     code = wait_for_save(pid, folder) if in_save else None
@@ -129,15 +146,12 @@ def kill_stage(
         return None
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    interrupted = {path.name for path in unsealed(folder)} - before
     hit = {"stage": stage, "after_s": round(time.monotonic() - begun, 3), "aimed_at": "save" if in_save else "moment"}
-    return hit | {"in_save": bool(interrupted)}
+    return hit | {"in_save": bool(unsealed(folder) - before)}
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without figures of speed and memory."""
-    from rlhf.runs.run_files import read_jsonl
-
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
         for row in read_jsonl(folder / "metrics.jsonl")
@@ -148,22 +162,19 @@ def differences(whole: Path, killed: Path) -> list[str]:
     """The differences between two runs: output files by hash, figures by value."""
     differing = []
     for stage in PLAN:
-        one, two = (json.loads((run / stage / "stage.json").read_text(encoding="utf-8")) for run in (whole, killed))
+        one, two = (read_json(run / stage / "stage.json") for run in (whole, killed))
         names = sorted((one["files"].keys() | two["files"].keys()) - {"results.json"})
         differing += [f"{stage}/{name}" for name in names if one["files"].get(name) != two["files"].get(name)]
         differing += [f"{stage}: {key}" for key in ("summary", "parents") if one[key] != two[key]]
         if numbers(whole / stage) != numbers(killed / stage):
             differing.append(f"{stage}/metrics.jsonl")
-    results = [json.loads((run / "evaluate" / "results.json").read_text(encoding="utf-8")) for run in (whole, killed)]
+    results = [read_json(run / "evaluate" / "results.json") for run in (whole, killed)]
     figures = [{k: v for k, v in one.items() if k not in ("seconds", "peak_rss_mb")} for one in results]
     return differing + (["evaluate/results.json"] if figures[0] != figures[1] else [])
 
 
 def import_everything() -> None:
     """Import the stages' modules and libraries once, before forking."""
-    import contextlib
-    import importlib
-
     from rlhf.cli import COMMANDS
     from rlhf.config.compose import compose_config
 
@@ -218,7 +229,7 @@ def main(out: Path, kills: int, saves: int, seed: int) -> int:
     seconds = time.monotonic() - started
     result: dict[str, Any] = {"kills": len(hits), "in_save": sum(hit["in_save"] for hit in hits), "runs": runs}
     result |= {"seed": seed, "seconds": round(seconds, 1), "undisturbed_s": {k: round(v, 2) for k, v in times.items()}}
-    (out / "faults.json").write_text(json.dumps(result | {"hits": hits}, indent=1), encoding="utf-8")
+    write_json(out / "faults.json", result | {"hits": hits})
     print(f"\n{'stage':<11}{'kills':>7}{'in a save':>11}")
     for stage in PLAN:
         of_stage = [hit for hit in hits if hit["stage"] == stage]
@@ -232,8 +243,4 @@ def main(out: Path, kills: int, saves: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or any("=" not in argument for argument in sys.argv[2:]):
-        sys.exit("usage: python scripts/fault_run.py OUT [kills=100] [saves=20] [seed=0]")
-    given = dict(argument.split("=", 1) for argument in sys.argv[2:])
-    settings = {"kills": 100, "saves": 20, "seed": 0} | {key: int(value) for key, value in given.items()}
-    sys.exit(main(Path(sys.argv[1]).absolute(), settings["kills"], settings["saves"], settings["seed"]))
+    sys.exit(main(*arguments(kills=100, saves=20, seed=0)))

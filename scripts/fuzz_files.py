@@ -24,8 +24,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fault_run import import_everything, run_stage, wait
+from fault_run import arguments, import_everything, leave_after, run_stage, wait
 from fuzz_rows import DAMAGES, byte_flip, cut, swapped
+from safetensors.torch import save_file
+
+import rlhf.cli
+from rlhf.commands.sample import check_free
+from rlhf.commands.serve import UserError, check_address
+from rlhf.config import CheckpointConfig, Config
+from rlhf.data.corpus import PackedCorpus
+from rlhf.data.reading import load_all
+from rlhf.data.storage import read_assignments
+from rlhf.model.adopt import adopt
+from rlhf.model.classifier import load_reward_model
+from rlhf.runs.checkpoints import latest_checkpoint, save_checkpoint
+from rlhf.runs.folders import hash_of
+from rlhf.runs.sources import classifier_folder
+from rlhf.runs.stage import RECORDS
+from rlhf.serving.labelling import LabelFile, Labelling, ServeConfig
+from rlhf.serving.managing import Staff
+from rlhf.serving.security import Access, Guard, RefusedError
+from rlhf.system.exits import ending
+from rlhf.system.files import hash_files, read_json, write_json, write_jsonl
+from rlhf.training.state import put_random_state, random_state, read_state, write_state
 
 CASE_SECONDS, CASE_BYTES = 90, 12 << 30  # of address space, of which libraries map most
 STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
@@ -93,10 +114,6 @@ def put(path: Path, chance: random.Random) -> str:
 
 def forge(stage: Path) -> None:
     """Give a stage's record the hashes of what is there."""
-    from rlhf.runs.folders import hash_of
-    from rlhf.runs.stage import RECORDS
-    from rlhf.system.files import hash_files, read_json, write_json
-
     with contextlib.suppress(Exception):
         record = read_json(stage / "stage.json")
         record["files"] = hash_files(stage, skip=(*RECORDS, "checkpoints"))
@@ -105,67 +122,45 @@ def forge(stage: Path) -> None:
 
 def command(*words: str) -> Callable[[], None]:
     def read() -> None:
-        from rlhf.cli import main
-
-        main([*words, *(RUN if words[0] != "import" else ())])
+        rlhf.cli.main([*words, *(RUN if words[0] != "import" else ())])
 
     read.__name__ = " ".join(words)
     return read
 
 
 def scores() -> None:
-    import rlhf
-
     run = rlhf.load("runs/small", device="cpu")
     run.score(["hello"], ["there"])
     run.sample(["hello"], "sft", max_new_tokens=4)
 
 
 def adopts() -> None:
-    from rlhf.model.adopt import adopt
-
     adopt("foreign", say=lambda _: None)
 
 
 def classifies() -> None:
     import torch
 
-    from rlhf.config import Config
-    from rlhf.model.classifier import load_reward_model
-    from rlhf.runs.sources import classifier_folder
-
     model: Any = load_reward_model(classifier_folder(Config(), "judge", "reward.model"), torch.device("cpu"))
     model.network.eval()
 
 
 def reads_import() -> None:
-    from rlhf.data.reading import load_all
-    from rlhf.data.storage import read_assignments
-
     load_all("imported")
     read_assignments(Path("imported"))
 
 
 def reads_corpus() -> None:
-    from rlhf.data.corpus import PackedCorpus
-
     PackedCorpus.load("runs/small/pretrain/corpus").blocks("train", 16)
 
 
 def reads_checkpoint() -> None:
-    from rlhf.runs.checkpoints import latest_checkpoint
-    from rlhf.training.state import put_random_state, read_state
-
     if (folder := latest_checkpoint(Path("runs/small/sft/checkpoints"), say=lambda _: None)) is not None:
         read_state(folder)
         put_random_state(folder)
 
 
 def reads_labelling() -> None:
-    from rlhf.commands.sample import check_free
-    from rlhf.serving.labelling import LabelFile, Labelling, ServeConfig
-    from rlhf.serving.managing import Staff
-
     Labelling(LabelFile(Path("serve/labels.jsonl")), [], ServeConfig(), 0)
     Staff(Path("serve"), ["ann"], "http://127.0.0.1/", Path("serve/instructions.txt"))
     check_free(Path("serve/sample"), overwrite=True)
@@ -173,8 +168,6 @@ def reads_labelling() -> None:
 
 def odd_call() -> None:
     """A loaded run with arguments of other types."""
-    import rlhf
-
     given: dict[str, Any] = {"prompts": ["hello"], "stage": "sft", "temperature": 1.0, "max_new_tokens": 2, "seed": 0}
     given[random.choice(list(given))] = random.choice((*ODD, ["sft"], [{"role": "user"}], [["a"]], float("nan")))
     rlhf.load("runs/small", device="cpu").sample(**given)
@@ -182,28 +175,7 @@ def odd_call() -> None:
 
 def odd_host() -> None:
     """A Host header, and an address to listen at."""
-    from rlhf.commands.serve import UserError, check_address
-    from rlhf.config import Config
-    from rlhf.serving.security import Access, Guard, RefusedError
-
-    parts = (
-        "127.0.0.1",
-        "localhost",
-        "[::1]",
-        "[",
-        "]",
-        ":",
-        "8000",
-        "x",
-        "@",
-        "evil.com",
-        "#",
-        "\\",
-        "/",
-        "\0",
-        " ",
-        "é",
-    )
+    parts = ("127.0.0.1", "localhost", "[::1]", "8000", "evil.com", *"[]:x@#\\/\0 é")
     host = "".join(random.choices(parts, k=random.randint(1, 5)))
     with contextlib.suppress(RefusedError):
         Guard(None, Access(Config().serve, {}, True)).check({"path": "/", "method": "GET"}, {"host": host})
@@ -237,17 +209,11 @@ SHOW = command("report"), command("watch", "watch.wait=false")
 READERS: dict[str, tuple[Callable[[], None], ...]] = {
     "runs/small/sft/stage.json": (EXPORT, *SHOW, TALK, scores, command("reward", "overwrite=true", "reward.epochs=0")),
     "runs/small/reward/stage.json": (EXPORT_REWARD, *SHOW, scores),
-    "runs/small/evaluate/results.json": SHOW,
-    "runs/small/evaluate/samples.jsonl": SHOW,
-    "runs/small/pipeline.json": SHOW,
-    "runs/small/reward/audit.json": SHOW,
-    "runs/small/sft/metrics.jsonl": SHOW,
-    "runs/small/sft/samples.jsonl": SHOW,
-    "runs/small/sft/config.yaml": SHOW,
-    "runs/small/sft/model/config.json": (EXPORT, TALK, scores),
-    "runs/small/sft/model/generation_config.json": (EXPORT, TALK, scores),
-    "runs/small/sft/model/tokenizer.json": (EXPORT, TALK, scores),
-    "runs/small/sft/model/tokenizer_config.json": (EXPORT, TALK, scores),
+    **{f"runs/small/{name}": SHOW for name in (
+        "evaluate/results.json", "evaluate/samples.jsonl", "pipeline.json", "reward/audit.json", "sft/metrics.jsonl",
+        "sft/samples.jsonl", "sft/config.yaml")},
+    **{f"runs/small/sft/model/{name}.json": (EXPORT, TALK, scores) for name in (
+        "config", "generation_config", "tokenizer", "tokenizer_config")},
     "runs/small/sft/model/model.safetensors": (EXPORT, TALK),
     "runs/small/reward/model/config.json": (EXPORT_REWARD, scores),
     "runs/small/pretrain/corpus/meta.json": (reads_corpus,),
@@ -256,8 +222,7 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
     "own/experiment/mine.yaml": (command("chat", "--config-dir", "own", "experiment=mine", *CHAT, "chat.message=hello"),),
     **{f"serve/{name}": (reads_labelling,) for name in ("labels.jsonl", "labelers.json", "labelers.txt", "sample/sample.json")},
     "serve/instructions.txt": ODD_READERS,
-    "runs/small/sft/checkpoints/step-1/manifest.json": (reads_checkpoint,),
-    "runs/small/sft/checkpoints/step-1/state.json": (reads_checkpoint,),
+    **{f"runs/small/sft/checkpoints/step-1/{name}.json": (reads_checkpoint,) for name in ("manifest", "state")},
     **{f"foreign/{name}": (adopts,) for name in (
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
         "special_tokens_map.json", "chat_template.jinja", "README.md")},
@@ -270,8 +235,6 @@ READERS: dict[str, tuple[Callable[[], None], ...]] = {
 def make_models() -> None:
     """A language model and a classifier under transformers' names."""
     import transformers
-
-    from rlhf.system.files import write_json
 
     tokenizer = transformers.AutoTokenizer.from_pretrained("runs/small/sft/model", trust_remote_code=False)
     blocks = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
@@ -296,12 +259,6 @@ def make_files(home: Path) -> None:
     os.chdir(home)
     make_models()
     import torch
-    from safetensors.torch import save_file
-
-    from rlhf.config import CheckpointConfig
-    from rlhf.runs.checkpoints import save_checkpoint
-    from rlhf.system.files import write_json, write_jsonl
-    from rlhf.training.state import random_state, write_state
 
     run = Path("runs/small")
     (run / "evaluate").mkdir(exist_ok=True)
@@ -309,13 +266,8 @@ def make_files(home: Path) -> None:
     gold: dict[str, Any] = dict.fromkeys(("win_rate_vs_sft", "win_rate_greedy"), interval)
     gold |= {"mean_score": {"ppo": interval}, "parts": {"ppo": {"a": 1}}}
     reward = {"accuracy": interval, "calibration": [{"gap": 1, "predicted": 0.5, "observed": 0.5, "n": 3}]}
-    results = {
-        "kl_to_sft_nats": 1.0,
-        "gold": gold,
-        "reward_model": reward,
-        "reward": {"ppo": interval},
-        "ended": {"ppo": 1.0},
-    }
+    results = {"kl_to_sft_nats": 1.0, "gold": gold, "reward_model": reward}
+    results |= {"reward": {"ppo": interval}, "ended": {"ppo": 1.0}}
     write_json(run / "evaluate/results.json", results)
     prompt = [{"role": "user", "content": "a"}]
     sample = {"step": 1, "prompt": prompt, "response": "b", "score": 1.0, "answers": {"sft": "c"}}
@@ -345,9 +297,8 @@ def make_files(home: Path) -> None:
     write_json(run / "pretrain/adopted.json", {"source": "x", "revision": None, "licence": "mit", "sha256": {}})
     write_json(run / "settings.json", {"sft.lr": "0.001"})
     Path("own/experiment").mkdir(parents=True)
-    Path("own/experiment/mine.yaml").write_bytes(
-        PACKAGE + b'{"sft": {"lr": 0.001, "epochs": 1}, "chat": {"greedy": true}}'
-    )
+    mine = b'{"sft": {"lr": 0.001, "epochs": 1}, "chat": {"greedy": true}}'
+    Path("own/experiment/mine.yaml").write_bytes(PACKAGE + mine)
     command("import", "path=labels.jsonl", "out=imported")()
 
 
@@ -361,21 +312,12 @@ def run_reader(reader: Callable[[], None], said: Path) -> tuple[int | None, str]
         os.dup2(out, 1), os.dup2(out, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdin = io.StringIO()
         resource.setrlimit(resource.RLIMIT_AS, (CASE_BYTES, CASE_BYTES))
-        code = 0
-        try:
-            from rlhf.system.exits import ending
 
+        def read() -> None:
             with ending():
                 reader()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1 if error.code else 0
-        except BaseException:
-            import traceback
 
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+        leave_after(read)
     ended = wait(pid, CASE_SECONDS)
     if ended is None:
         os.kill(pid, signal.SIGKILL)
@@ -429,11 +371,9 @@ def main(folder: Path, minutes: float, seed: int) -> int:
                 shutil.copy(home / name, broken / f"{cases}-{Path(name).name}")
             (broken / f"{cases}.txt").write_text(f"{told}\n{said}", encoding="utf-8")
             print(f"BROKEN {cases}: {told}: {said.strip().splitlines()[-1:]}", flush=True)
-        for place in {home / name, *([home / stage / "stage.json"] if stage else [])}:
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
-            else:
-                place.unlink(missing_ok=True)
+        for place in {home / name, home / (stage or "") / "stage.json"}:
+            shutil.rmtree(place, ignore_errors=True)
+            place.unlink(missing_ok=True)
             if (good / place.relative_to(home)).exists():
                 shutil.copy(good / place.relative_to(home), place)
         cases += 1
@@ -444,7 +384,4 @@ def main(folder: Path, minutes: float, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or any("=" not in argument for argument in sys.argv[2:]):
-        sys.exit("usage: python scripts/fuzz_files.py FOLDER [minutes=5] [seed=0]")
-    given = dict(argument.split("=", 1) for argument in sys.argv[2:])
-    sys.exit(main(Path(sys.argv[1]).absolute(), float(given.get("minutes", 5)), int(given.get("seed", 0))))
+    sys.exit(main(*arguments(minutes=5.0, seed=0)))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from fuzz_rows import DAMAGES, FLAT, GOOD, byte_flip, control, cut, swapped
 
-ROWS_A_FILE, FILES_A_CHUNK = 500, 1
+ROWS_A_FILE = 500
 DAMAGED = 0.8  # of the rows
 LONGEST_IMPORT = 300  # seconds
 MARKER = re.compile(rb"mk\d{4}x\d{5}z")
@@ -84,50 +84,48 @@ def csv_line(cells: Any) -> bytes:
     return text.getvalue().encode("utf-8", "replace")
 
 
-def check(files: list[File], out: Path, code: int, said: str, tally: Counter[str], strict: bool) -> list[str]:
+def check(file: File, out: Path, code: int, said: str, tally: Counter[str], strict: bool) -> list[str]:
     """The promises that one import broke. strict: nothing was filtered or dropped."""
     if code not in (0, 2) or "Traceback" in said:
-        return [f"{files[0].path.parent}: exit code {code}: {said[-2000:]}"]
+        return [f"{file.path}: exit code {code}: {said[-2000:]}"]
     written_to = out if out.exists() else out.with_name(out.name + ".partial")
-    if not written_to.exists() and "damaged" in said and files[0].path.suffix != ".jsonl":
+    if not written_to.exists():
+        if "damaged" not in said or file.path.suffix == ".jsonl":
+            return [f"{file.path}: nothing was written: {said[-500:]}"]
         tally["refused"] += 1
         return []
-    if not written_to.exists():
-        return [f"{files[0].path.parent}: nothing was written: {said[-500:]}"]
     problems = []
-    by_name = {str(file.path): file for file in files}
-    for entry in json.loads((written_to / "report.json").read_text(encoding="utf-8"))["files"]:
-        counts, file = entry["counts"], by_name[entry["file"]]
-        tally.update(counts)
-        if counts["input"] != sum(counts[name] for name in ("accepted", "duplicates", "filtered", "rejected")):
-            problems.append(f"{entry['file']}: counts do not add up: {counts}")
-        lines = file.content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        if file.path.suffix == ".jsonl" and sum(bool(line.strip(BLANK)) for line in lines) != counts["input"]:
-            problems.append(f"{entry['file']}: {counts['input']} of its lines counted")
-    originals: dict[str, list[bytes]] = {name: [] for name in by_name}
+    (entry,) = json.loads((written_to / "report.json").read_text(encoding="utf-8"))["files"]
+    counts = entry["counts"]
+    tally.update(counts)
+    if counts["input"] != sum(counts[name] for name in ("accepted", "duplicates", "filtered", "rejected")):
+        problems.append(f"{file.path}: counts do not add up: {counts}")
+    lines = file.content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    if file.path.suffix == ".jsonl" and sum(bool(line.strip(BLANK)) for line in lines) != counts["input"]:
+        problems.append(f"{file.path}: {counts['input']} of its lines counted")
+    originals: list[bytes] = []
     for number, line in enumerate((written_to / "rejects.jsonl").read_bytes().split(b"\n")[:-1], start=1):
-        problems += check_reject(f"{written_to}/rejects.jsonl:{number}", line, by_name, originals)
-    written = {marker for path in written_to.glob("*/*.jsonl") for marker in MARKER.findall(path.read_bytes())}
-    for file in files if strict else ():
+        problems += check_reject(f"{written_to}/rejects.jsonl:{number}", line, file, originals)
+    if strict:
+        written = {marker for path in written_to.glob("*/*.jsonl") for marker in MARKER.findall(path.read_bytes())}
         named = set(MARKER.findall(file.content))
         assert named >= file.markers
         tally["found again"] += len(named)
-        if lost := sorted(named - written - set(MARKER.findall(b"\n".join(originals[str(file.path)])))):
+        if lost := sorted(named - written - set(MARKER.findall(b"\n".join(originals)))):
             problems.append(f"{file.path}: {len(lost)} rows are nowhere, first {lost[0].decode()}")
     return problems
 
 
-def check_reject(where: str, line: bytes, by_name: dict[str, File], originals: dict[str, list[bytes]]) -> list[str]:
+def check_reject(where: str, line: bytes, file: File, originals: list[bytes]) -> list[str]:
     """Compare a reject's original with the file, and add it to `originals`."""
     try:
         entry = json.loads(line)
     except ValueError as error:
         return [f"{where}: {error}"]
-    file = by_name[entry["file"]]
     raw = entry["original"].encode() if "original" in entry else base64.b64decode(entry.get("base64", ""))
+    originals.append(raw)
     if "bytes" in entry:  # a long one, of which the beginning is kept
-        originals[entry["file"]].append(file.content.split(b"\n")[entry["line"] - 1])
-    originals[entry["file"]].append(raw)
+        originals.append(file.content.split(b"\n")[entry["line"] - 1])
     problems = []
     if file.path.suffix == ".jsonl" and (raw not in file.content or not raw):
         problems.append(f"{where}: the original is not in the file")
@@ -139,14 +137,9 @@ def check_reject(where: str, line: bytes, by_name: dict[str, File], originals: d
 def run_import(folder: Path, out: Path, more: list[str]) -> tuple[int, str]:
     """Exit code and what was printed."""
     command = [sys.executable, "-m", "rlhf", "import", f"path={folder}", f"out={out}", *more]
+    both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"RLHF_PROGRESS": "off"},
-            timeout=LONGEST_IMPORT,
-        )
+        done = subprocess.run(command, **both, env=os.environ | {"RLHF_PROGRESS": "off"}, timeout=LONGEST_IMPORT)
     except subprocess.TimeoutExpired:
         return -1, f"no end within {LONGEST_IMPORT} s"
     return done.returncode, done.stdout.decode(errors="replace")
@@ -159,7 +152,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the files; chunks with a problem stay there")
     given = parser.parse_args()
     tally: Counter[str] = Counter()
-    broken = number = done = chunk = 0
+    broken = done = chunk = 0
     started = time.monotonic()
     while done < given.rows:
         random_ = random.Random(f"{given.seed}-{chunk}")
@@ -168,19 +161,16 @@ def main() -> None:
         for old in places:
             shutil.rmtree(old, ignore_errors=True)
         inside.mkdir(parents=True)
-        files: list[File] = []
-        while len(files) < FILES_A_CHUNK and done < given.rows:
-            count = min(ROWS_A_FILE, given.rows - done)
-            files.append(make_file(inside, number, count, random_, tally))
-            number, done = number + 1, done + count
+        count = min(ROWS_A_FILE, given.rows - done)
+        file = make_file(inside, chunk, count, random_, tally)
         strict = chunk % 3 != 2
         more = ["duplicates=keep", "filter_prefixes=false", "max_prompts_per_user=1000000"] if strict else []
-        problems = check(files, out, *run_import(inside, out, more), tally, strict)
+        problems = check(file, out, *run_import(inside, out, more), tally, strict)
         for problem in problems:
             print(f"PROBLEM: {problem}", flush=True)
         for old in () if problems else places:
             shutil.rmtree(old, ignore_errors=True)
-        broken, chunk = broken + len(problems), chunk + 1
+        broken, chunk, done = broken + len(problems), chunk + 1, done + count
     print(f"{done:,} rows in {chunk} imports, {time.monotonic() - started:.0f} s; promises broken: {broken}")
     print(", ".join(f"{count:,} {name}" for name, count in tally.items()))
     sys.exit(1 if broken else 0)

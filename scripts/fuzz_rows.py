@@ -3,56 +3,24 @@
 import json
 import random
 import re
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.data.importers.samples import SAMPLES
 
 # --- good rows -------------------------------------------------------------------------------------------------------
 
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def says(who: str, text: str) -> dict[str, str]:
-    return {"from": who, "value": text}
-
-
-def _oasst(m: str) -> dict[str, Any]:
-    replies: list[Any] = [
-        {"message_id": f"{m}-{i}", "text": f"Reply {i}.", "role": "assistant", "rank": i, "replies": []} for i in (0, 1)
-    ]
-    root = {"message_id": m, "text": f"Name {m}.", "role": "prompter", "lang": "en", "replies": replies}
-    return {"message_tree_id": m, "tree_state": "ready_for_export", "prompt": root}
-
-
-def _summaries(m: str) -> dict[str, Any]:
-    info = {"id": m, "post": f"Post {m}.", "title": "T", "subreddit": "s", "site": None, "article": None}
-    both = [{"text": f" Short {i}.", "policy": f"p{i}", "note": None} for i in (0, 1)]
-    return {"info": info, "split": "train", "summaries": both, "choice": 1, "worker": "w", "batch": "b", "extra": {}}
-
-
-def _webgpt(m: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"question": {"dataset": "d", "id": m, "full_text": f"Why {m}?"}}
-    for i in (0, 1):
-        row |= {f"quotes_{i}": {"title": [], "extract": []}, f"answer_{i}": f"Since {i}.", f"score_{i}": i - 0.5}
-        row[f"tokens_{i}"] = {"prefix": [1], "completion": [i]}
-    return row
-
-
-def _ultrafeedback(m: str) -> dict[str, Any]:
-    made: list[Any] = [
-        {"model": f"m{i}", "response": f"R{i}.", "overall_score": i, "fine-grained_score": i, "annotations": {}}
-        for i in (1, 2)
-    ]
-    return {"source": "s", "instruction": f"Say {m}.", "models": ["m1", "m2"], "completions": made}
+# What is asked in the tests' samples: a row's marker follows it.
+ASKED = re.compile(r"\b(Hi|Name a colour|Who|My cat|Rain fell|Why|Add|1 \+ 1|Say a|It is)\b")
 
 
 def _label_studio(m: str) -> dict[str, Any]:
     result = {"value": {"selected": "left"}, "from_name": "better", "to_name": "left", "type": "pairwise"}
+    about: dict[str, Any] = {"a": {"policy": "p"}, "b": {"policy": "p"}}
     data: dict[str, Any] = {
         "item": m,
         "prompt": f"Say {m}.",
@@ -61,39 +29,20 @@ def _label_studio(m: str) -> dict[str, Any]:
         "left_id": "a",
         "right_id": "b",
     }
-    data |= {"dialogue": [user(f"Say {m}.")], "about": {"a": {"policy": "p"}, "b": {"policy": "p"}}, "metadata": {}}
+    data |= {"dialogue": [{"role": "user", "content": f"Say {m}."}], "about": about, "metadata": {}}
     return {"id": 1, "data": data, "annotations": [{"id": 1, "completed_by": 1, "result": [result], "lead_time": 2.5}]}
-
-
-def _argilla(m: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"id": m, "fields": {"instruction": f"Say {m}.", "response": "Yes."}, "metadata": {}}
-    return (
-        row
-        | {"suggestions": {}}
-        | {"responses": {"quality": [{"value": 5, "user_id": "u"}]}, "vectors": {}, "_server_id": m}
-    )
-
-
-def _nectar(m: str) -> dict[str, Any]:
-    answers = [{"answer": f"A{i}.", "model": f"m{i}", "rank": float(i)} for i in (1, 2)]
-    return {"prompt": f"\n\nHuman: Say {m}.\n\nAssistant: ", "answers": answers, "turns": 1, "source": ["s"]}
-
-
-def _qa_feedback(m: str) -> dict[str, Any]:
-    row = {"question": f"Who is {m}?", "passages": [["T", "First."]], "gold": "g", "feedback": {"errors": []}}
-    return row | {f"prediction {i}": f"w{i}" for i in range(1, 5)} | {"preference": [1, 1, 0, 0, 2, 2]}
 
 
 def _native(m: str) -> dict[str, Any]:
     responses = [{"id": name, "text": f"Text {name}.", "policy": "p"} for name in "abc"]
-    row: dict[str, Any] = {"kind": "ranking", "id": m, "prompt": [user(f"Say {m}.")], "ranking": [["b"], ["a", "c"]]}
-    row |= {"responses": responses} | {
-        "ratings": {"a": 3},
-        "flags": {"c": ["harmful"]},
-        "labeler": "ann",
-        "seconds": 3.5,
-    }
+    row: dict[str, Any] = {"kind": "ranking", "id": m, "prompt": [{"role": "user", "content": f"Say {m}."}]}
+    row |= {"ranking": [["b"], ["a", "c"]], "responses": responses, "ratings": {"a": 3}, "flags": {"c": ["harmful"]}}
+    row |= {"labeler": "ann", "seconds": 3.5}
     return row | {"created": "2026-05-01T10:00:00Z", "metadata": {"user": m, "group": m}}
+
+
+def _sample(row: dict[str, Any], marker: str) -> dict[str, Any]:
+    return json.loads(ASKED.sub(rf"\1 {marker}", json.dumps(row)))
 
 
 GOOD: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -103,27 +52,11 @@ GOOD: dict[str, Callable[[str], dict[str, Any]]] = {
     "hh": lambda m: {"chosen": f"\n\nHuman: {m}\n\nAssistant: Yes", "rejected": f"\n\nHuman: {m}\n\nAssistant: No"},
     "hh scores": lambda m: {"text": [f"\n\nHuman: {m}\n\nAssistant: {a}" for a in ("Yes", "No")], "score": [1.0, 0.0]},
     "trl": lambda m: {"prompt": f"Say {m}.", "chosen": "Yes.", "rejected": "No."},
-    "trl turns": lambda m: {"chosen": [user(m), answer("Yes.")], "rejected": [user(m), answer("No.")]},
-    "pairs": lambda m: {"question": f"Say {m}.", "response_j": "Yes.", "response_k": "No."},
-    "alpaca": lambda m: {"instruction": f"Say {m}.", "input": "", "output": "Yes."},
-    "sharegpt": lambda m: {"conversations": [says("human", m), says("gpt", "Yes.")]},
-    "messages": lambda m: {"messages": [user(m), answer("Yes.")]},
-    "openai_comparisons": _summaries,
-    "webgpt": _webgpt,
-    "oasst": _oasst,
-    "ultrafeedback": _ultrafeedback,
-    "nectar": _nectar,
-    "choices": lambda m: {"prompt": f"Say {m}.", "chosen": ["Yes."], "rejected": ["No.", "Nay."], "id": m},
-    "kto": lambda m: {"prompt": f"Say {m}.", "completion": "Yes.", "label": True},
-    "self_instruct": lambda m: {"id": m, "name": "n", "instruction": f"Add {m}.",
-                                "instances": [{"input": "1", "output": "3"}]},
-    "qa_feedback": _qa_feedback,
-    "question_answer": lambda m: {"question": f"{m}?", "answer": "2"},
-    "decoded": lambda m: {"id": 0, "instruction": m, "text": "Hello", "decoded": "Hum"},
-    "mt_bench": lambda m: {"question_id": 81, "category": "c", "turns": [f"Say {m}.", "Say b."]},
-    "argilla": _argilla,
     "label_studio": _label_studio,
 }  # fmt: skip
+for _name, _row, _ in SAMPLES:
+    if _name not in ("native", "hh"):
+        GOOD[f"{_name} {len(GOOD)}" if _name in GOOD else _name] = partial(_sample, _row)
 FLAT = ("trl", "pairs", "alpaca", "kto", "question_answer")  # their rows are as good in CSV
 
 

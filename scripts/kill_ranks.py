@@ -12,7 +12,6 @@ run to 1e-5. Prints a table and writes OUT/kills.json; if it is stopped, the sam
 
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import shutil
@@ -24,9 +23,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fault_run import SMALL, import_everything, numbers, run_stage
+from fault_run import SMALL, arguments, import_everything, numbers, run_stage
 
-from rlhf.system.files import write_json
+from rlhf.system.files import read_json, write_json
 
 PARENTS = ("world", "tokenizer", "pretrain", "sft", "label", "reward")
 WAYS = {
@@ -54,12 +53,10 @@ class Launch(subprocess.Popen):
         self.ranks, self.mark = 1 if "vllm" in way else 2, f"RLHF_KILL_RANKS={home}"
         stage, *more = WAYS[way]
         words = [stage, "--shared-settings", *SMALL, "runs_dir=runs", "run=small", *SHORT, *more]
-        start, environment = ["-m", "rlhf"] if self.ranks == 1 else ["-c", LAUNCH], dict([self.mark.split("=", 1)])
+        command = [sys.executable, *(["-m", "rlhf"] if self.ranks == 1 else ["-c", LAUNCH]), *words]
+        environment = os.environ | {"RLHF_KILL_RANKS": str(home)}
         with (home / "log.txt").open("a", encoding="utf-8") as log:
-            super().__init__(
-                [sys.executable, *start, *words], cwd=home, stdout=log, stderr=log, start_new_session=True,
-                env=os.environ | environment,
-            )  # fmt: skip
+            super().__init__(command, cwd=home, stdout=log, stderr=log, start_new_session=True, env=environment)
 
     def processes(self) -> dict[int, int]:
         """{process: its parent} of its session, or with its environment; zombies left out."""
@@ -77,10 +74,9 @@ class Launch(subprocess.Popen):
     def running_ranks(self) -> list[int]:
         """The ranks: what the launcher's server of processes has forked."""
         parents = self.processes()
-        one = self.pid if self.ranks == 1 else None
-        return sorted(
-            pid for pid, parent in parents.items() if pid == one or (one is None and parents.get(parent) == self.pid)
-        )
+        if self.ranks == 1:
+            return [self.pid] * (self.pid in parents)
+        return sorted(pid for pid, parent in parents.items() if parents.get(parent) == self.pid)
 
     def ports(self) -> set[str]:
         """The addresses at which its processes listen."""
@@ -93,12 +89,8 @@ class Launch(subprocess.Popen):
 
 def listening() -> dict[str, str]:
     """{inode: address} of the TCP sockets that listen on this machine."""
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path("/proc/net", name).read_text(encoding="utf-8").splitlines()[1:]
-    ]
-    return {row[9]: row[1] for row in rows if row[3] == "0A"}
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text("utf-8").splitlines()[1:]]
+    return {row[9]: row[1] for row in map(str.split, lines) if row[3] == "0A"}
 
 
 def commands(processes: Iterable[int]) -> list[str]:
@@ -134,10 +126,9 @@ def kill_once(way: str, home: Path, chance: random.Random, seconds: float, in_tr
     broken, ports = list[str](), process.ports()
     os.kill(victim, signal.SIGKILL)
     after = time.monotonic() - begun
-    try:
+    code = -1
+    with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(60)
-    except subprocess.TimeoutExpired:
-        code = -1
     if code == 0:  # the rank had done its work
         return None
     broken += [] if code in (137, -9) else [f"the launcher ended with {code}"]
@@ -206,7 +197,7 @@ def main(out: Path, only: str, kills: int, seed: int) -> int:
             run_stage(stage, out / "base", [])
         (out / "base" / "whole").touch()
     file, wrong = out / "kills.json", 0
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    result = read_json(file)
     kinds = ("zero2", "zero3", *(["vllm"] if importlib.util.find_spec("vllm") else []))
     if not any(only in way for way in WAYS for kind in kinds if kind in way):
         sys.exit(f"only={only}: no way of {', '.join(WAYS)} that runs in this environment")
@@ -226,8 +217,4 @@ def main(out: Path, only: str, kills: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    given = {"only": "", "kills": "20", "seed": "0"}
-    given |= dict(argument.partition("=")[::2] for argument in sys.argv[2:])
-    if len(sys.argv) < 2 or len(given) > 3:
-        sys.exit("usage: python scripts/kill_ranks.py OUT [only=TEXT] [kills=20] [seed=0]")
-    sys.exit(main(Path(sys.argv[1]).absolute(), given["only"], int(given["kills"]), int(given["seed"])))
+    sys.exit(main(*arguments(only="", kills=20, seed=0)))

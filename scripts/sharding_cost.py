@@ -8,19 +8,18 @@ and the computed time of the same communication over a real interconnect.
 """
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.model.fused_loss import NextToken
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.system.exits import leave
+from rlhf.system.files import write_json
 from rlhf.system.processes import disconnect, process_count, rank
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import set_up
@@ -44,57 +43,46 @@ def make(size: str, way: str, device: torch.device) -> Engine:
     return make_engine(config, module, config.sft, device, groups=[{"params": list(module.parameters()), "lr": 1e-4}])
 
 
-def step(engine: Engine, tokens: Tensor, denominator: int) -> None:
-    engine.backward(engine(tokens, denominator, input_ids=tokens))
-    engine.step()
-
-
 def measure(size: str, rounds: int, device: torch.device) -> dict[str, list[float]]:
     """{way: seconds of each step}; the ways alternate, and the first round is left out."""
     shape = SIZES[size]
-    tokens = torch.randint(
-        shape["vocab_size"], (ROWS, shape["context_length"]), generator=torch.Generator().manual_seed(1)
-    )
-    tokens = tokens.to(device)
-    denominator = ROWS * (shape["context_length"] - 1)
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(shape["vocab_size"], (ROWS, shape["context_length"]), generator=drawn).to(device)
+    mine, denominator = tokens[rank() :: process_count()], ROWS * (shape["context_length"] - 1)
     engines = {way: make(size, way, device) for way in WAYS}
     torch.manual_seed(0)
     alone = NextToken(GPTForCausalLM(GPTConfig(**shape))).to(device)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    mine = tokens[rank() :: process_count()]
-    wait = torch.distributed.barrier if process_count() > 1 else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in ("one process", *WAYS)}
     for turn in range(rounds + 1):
         for way in seconds:
-            wait()
+            torch.distributed.barrier()
             began = time.perf_counter()
             if way != "one process":
-                step(engines[way], mine, denominator)
+                engines[way].backward(engines[way](mine, denominator, input_ids=mine))
+                engines[way].step()
             elif rank() == 0:
                 alone(tokens, denominator, input_ids=tokens).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            wait()
+            torch.distributed.barrier()
             if turn:
                 seconds[way].append(time.perf_counter() - began)
     return seconds
 
 
-def volumes(way: str, element: int) -> float:
-    """Bytes per parameter that a rank sends in a step among many ranks (Rajbhandari et al. 2020, section 7)."""
-    return (3.0 if way == "zero3" else 2.0) * element
-
-
 def on_paper(parameters: float = 1.3e9, tokens: int = 16 * 2048) -> list[dict[str, Any]]:
-    """Communication's share of a step without overlap: bfloat16, `tokens` per GPU and step."""
-    compute = 6 * parameters * tokens / (PEAK * MFU)
+    """Communication's share of a step without overlap: bfloat16, `tokens` per GPU and step.
+
+    Among many ranks each sends 3 times the weights' bytes in a step of ZeRO-3, else twice (Rajbhandari et al. 2020, section 7).
+    """
+    compute, weights = 6 * parameters * tokens / (PEAK * MFU), 2 * parameters
     return [
-        {"link": name, "way": way, "compute_s": compute, "communication_s": volumes(way, 2) * parameters / speed}
-        for name, speed in LINKS.items()
-        for way in WAYS
-    ]
+        {"link": name, "way": way, "compute_s": compute, "communication_s": (3 if way == "zero3" else 2) * weights / speed}
+        for name, speed in LINKS.items() for way in WAYS
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -102,38 +90,27 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="a JSON file")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     if process_count() < 2:
         parser.error("start it with torchrun --nproc-per-node 2")
-    config = Config(threads=1)
-    device = set_up(config)
-    seconds = measure(arguments.size, arguments.rounds, device)
+    device = set_up(Config(threads=1))
+    seconds = measure(given.size, given.rounds, device)
     if rank():
         return
-    base = statistics.median(seconds["one process"])
-    figures = {}
+    base, figures = statistics.median(seconds["one process"]), {}
+    print(f"{given.size}, {process_count()} processes on {device}, {given.rounds} steps each, {ROWS} rows per step")
     for way, times in seconds.items():
-        median = statistics.median(times)
-        figures[way] = {"median_s": median, "ratio": median / base, "least_s": min(times), "most_s": max(times)}
-    print(
-        f"{arguments.size}, {process_count()} processes on {device}, {arguments.rounds} steps each, {ROWS} rows per step"
-    )
-    for way, row in figures.items():
-        print(
-            f"{way:<12} {1000 * row['median_s']:8.1f} ms  {row['ratio']:.2f} x one process  "
-            f"({1000 * row['least_s']:.1f} to {1000 * row['most_s']:.1f})"
-        )
-    paper = on_paper()
+        median, least, most = statistics.median(times), min(times), max(times)
+        figures[way] = {"median_s": median, "ratio": median / base, "least_s": least, "most_s": most}
+        spread = f"({1000 * least:.1f} to {1000 * most:.1f})"
+        print(f"{way:<12} {1000 * median:8.1f} ms  {median / base:.2f} x one process  {spread}")
     print("on paper, 1.3 B parameters in bfloat16, 32,768 tokens per GPU and step, an H100 at 40% MFU, no overlap:")
-    for row in paper:
+    for row in (paper := on_paper()):
         share = row["communication_s"] / (row["communication_s"] + row["compute_s"])
         beside = f"{1000 * row['communication_s']:7.1f} ms beside {1000 * row['compute_s']:.0f} ms"
         print(f"{row['link']:<15} {row['way']:<6} {beside}: {share:.1%}")
-    if arguments.out:
-        arguments.out.write_text(
-            json.dumps({"size": arguments.size, "measured": figures, "on_paper": paper}, indent=1) + "\n",
-            encoding="utf-8",
-        )
+    if given.out:
+        write_json(given.out, {"size": given.size, "measured": figures, "on_paper": paper})
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ policy, or critic with a new scalar head: with DeepSpeed's engine and AdamW. --w
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import multiprocessing
 
 SHAPES = {  # width, layers, heads, of a Llama with tied embeddings
@@ -22,48 +22,25 @@ SHAPES = {  # width, layers, heads, of a Llama with tied embeddings
     "350m": (1024, 24, 16),
     "1.3b": (2048, 24, 16),
 }
-SHARD = 500e6  # bytes
+SHARD = 500_000_000  # bytes
 GIB = 2**30
 
 
 def make_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> None:
-    """Random weights in shards, written one after the other."""
+    """Random weights in shards."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers, heads = SHAPES[shape]
-    given: Any = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    described = LlamaConfig(
-        **given, intermediate_size=8 * width // 3, vocab_size=50304, tie_word_embeddings=True, dtype=dtype
-    )
-    described.architectures = ["LlamaForCausalLM"]
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in LlamaForCausalLM(described).named_parameters()}
-    folder.mkdir(parents=True)
-    described.save_pretrained(str(folder))
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, size in shapes.items():
-        held += size.numel() * dtype.itemsize
-        if held > SHARD:
-            shards.append([])
-            held = size.numel() * dtype.itemsize
-        shards[-1].append(name)
-    files: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        made = {n: torch.ones(shapes[n]) if "norm" in n else torch.randn(shapes[n]) * 0.02 for n in names}
-        save_file({n: t.to(dtype) for n, t in made.items()}, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    sizes: Any = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 8 * width // 3, "vocab_size": 50304}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).to(dtype)
+    model.save_pretrained(str(folder), max_shard_size=SHARD)
 
 
 def memory(name: str) -> float:
     """VmRSS or VmHWM of this process in GiB."""
-    status = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if ":" in line
-    )
-    return int(status[name].split()[0]) / 2**20
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.findall(rf"{name}:\s*(\d+) kB", status)[0]) / 2**20
 
 
 def rank_main(rank: int, folder: Path, asked: Any) -> None:
@@ -93,10 +70,8 @@ def rank_main(rank: int, folder: Path, asked: Any) -> None:
     width = 2 if asked.precision == "bfloat16" else 4
     # float32: weights, the optimizer's copy, its gradients and two moments; bfloat16: weights and gradients take half
     share = numbers * (width if asked.what == "reference" else 2 * width + 4 + 8) / 2 / GIB
-    kept = memory("VmRSS") - before
-    limit = 1.3 * share + SHARD / GIB
-    found = {"rank": rank, "numbers": numbers, "read": loaded - before, "peak": peak, "kept": kept}
-    found |= {"share": share, "limit": limit}
+    found = {"rank": rank, "numbers": numbers, "read": loaded - before, "peak": peak, "kept": memory("VmRSS") - before}
+    found |= {"share": share, "limit": 1.3 * share + SHARD / GIB}
     print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
     torch.distributed.barrier()
     os._exit(0)
@@ -104,10 +79,15 @@ def rank_main(rank: int, folder: Path, asked: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="350m")
-    parser.add_argument("--what", choices=("reference", "policy", "critic"), default="reference")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--stored", choices=("float32", "bfloat16"), default="float32")
+    types = ("float32", "bfloat16")
+    choices = {
+        "shape": ("350m", *SHAPES),
+        "what": ("reference", "policy", "critic"),
+        "precision": types,
+        "stored": types,
+    }
+    for name, values in choices.items():  # the first is the default
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--port", type=int, default=29547)
     parser.add_argument("--out", type=Path, default=Path("startup"))

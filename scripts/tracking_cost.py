@@ -27,14 +27,11 @@ class Timed:
         self._tracker, self.seconds = tracker, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        call = getattr(self._tracker, name)
-
         def timed(*arguments: Any, **options: Any) -> Any:
             started = time.perf_counter()
-            try:
-                return call(*arguments, **options)
-            finally:
-                self.seconds += time.perf_counter() - started
+            result = getattr(self._tracker, name)(*arguments, **options)
+            self.seconds += time.perf_counter() - started
+            return result
 
         return timed
 
@@ -61,9 +58,8 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
         for parent in ancestors("ppo"):
             if (Path(runs_dir) / name / parent).is_dir():
                 shutil.copytree(Path(runs_dir) / name / parent, Path(home) / name / parent)
-        config = compose_config(
-            [*overrides, f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
-        )
+        own = [f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
+        config = compose_config([*overrides, *own])
         with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
             truth = make_truth(config)
             parts = ppo.load_parts(config, stage, truth)
@@ -96,10 +92,8 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     each = statistics.median(spent["off"])
     for unit, times in (("seconds", spent), ("processor seconds of the loop", worked)):
         without, with_ = statistics.median(times["off"]), statistics.median(times["on"])
-        change = 100 * (with_ / without - 1)
-        print(
-            f"{unit} per update, medians of {len(times['on'])}: {without:.3f} without, {with_:.3f} with ({change:+.2f}%)"
-        )
+        change = f"{without:.3f} without, {with_:.3f} with ({100 * (with_ / without - 1):+.2f}%)"
+        print(f"{unit} per update, medians of {len(times['on'])}: {change}")
     print(f"in the tracker's calls: {1000 * calls:.2f} ms per update ({100 * calls / each:.3f}%)")
     print(f"processor time beside the loop: {1000 * other:.2f} ms per update ({100 * other / each:.3f}%)")
 
