@@ -33,8 +33,8 @@ def make_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> None:
     width, layers, heads = SHAPES[shape]
     sizes: Any = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     sizes |= {"intermediate_size": 8 * width // 3, "vocab_size": 50304}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).to(dtype)
-    model.save_pretrained(str(folder), max_shard_size=SHARD)
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    model.to(dtype).save_pretrained(str(folder), max_shard_size=SHARD)
 
 
 def memory(name: str) -> float:
