@@ -211,18 +211,6 @@ def test_nothing_prints_past_the_one_function():
                 assert name not in ("print", "sys.stdout.write", "sys.stderr.write"), f"{path}:{node.lineno}: {name}"
 
 
-def test_standard_output_that_is_gone_is_named(monkeypatch):
-    class Full(io.StringIO):
-        def flush(self):
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError) as refusal:
-        say("text", Full())
-    assert refusal.value.filename == "standard output"
-    monkeypatch.setattr(sys, "stdout", None)
-    say("nobody listens")
-
-
 def given(monkeypatch: pytest.MonkeyPatch, content: bytes, errors: str = "strict") -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors))
 

@@ -10,6 +10,8 @@ PAPER_TOKENS = 300_000_000_000  # Brown et al. 2020, table 2.1
 FALLING = ("cosine", "linear")  # schedules that end at final_lr_fraction
 SCHEDULES = (*FALLING, "constant")
 PAIRS = ("none", "next", "order")
+CORRECTIONS = ("auto", "none", "truncate", "mask")
+ESTIMATORS = ("gae", "reinforce", "rloo", "grpo")
 
 
 @dataclass(slots=True)
@@ -119,9 +121,7 @@ class RewardConfig(EvaluatedConfig):
     labeler_weights: Any = setting(None, "{name: weight of this labeler's judgements}; others: 1", kind="weights")
     model: str | None = setting(None, "a text model with its own tokenizer: folder or hub id; none: SFT's trunk")
     audit: int = setting(96, "held-out pairs that the audit attacks; 0: no audit", min=0, max=100_000, changes=NOTHING)
-    audit_with: Any = setting(
-        None, "runs with other reward models that the audit asks too", kind="names", changes=NOTHING
-    )
+    audit_with: Any = setting(None, "runs with reward models that the audit asks too", kind="names", changes=NOTHING)
 
 
 @dataclass(slots=True)
@@ -158,9 +158,7 @@ class PpoConfig(WarmupConfig):
     value_coef: float | None = setting(None, "weight of the value loss; none: 1, or 0.1 with a shared trunk", above=0)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", min=0)
     max_grad_norm: float = setting(1.0, "maximum norm of each model's gradient; larger ones are scaled down", above=0)
-    advantages: str = setting(
-        "gae", "estimator; only gae has a critic", choices=("gae", "reinforce", "rloo", "grpo"), kind="function"
-    )
+    advantages: str = setting("gae", "estimator; only gae has a critic", choices=ESTIMATORS, kind="function")
     responses_per_prompt: int = setting(1, "responses per prompt, k; rloo and grpo need 2 or more", min=1)
     drop_tied_groups: bool = setting(False, "prompts whose responses all have one score train nothing (rloo and grpo)")
     whiten_advantages: bool = setting(True, "mean 0 and variance 1 over the rollout (not rloo and grpo)")
@@ -176,9 +174,7 @@ class PpoConfig(WarmupConfig):
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     reward_parameters: Any = setting(None, "{name: value} for the functions' further arguments", kind="parameters")
     sampler_correction: str = setting(
-        "auto",
-        "weights of tokens in the policy loss if another engine sampled; auto: truncate above 0.01 nats of mismatch",
-        choices=("auto", "none", "truncate", "mask"),
+        "auto", "weights of tokens that vllm sampled; auto: by mismatch", choices=CORRECTIONS
     )
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)

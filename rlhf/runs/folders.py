@@ -197,7 +197,10 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
     if record is not None and record.get("stage") != stage:
         raise UserError(f"{folder}: was written by {record.get('stage')}, want a {stage}: point parents.{stage} at one")
     if record is None:
-        raise UserError(f"{folder}: no finished {stage} there: run `rlhf {stage}`, or name one with parents.{stage}=…")
+        other = ", or give ppo.rewards=…" if stage == "reward" else ""
+        raise UserError(
+            f"{folder}: no finished {stage} there: run `rlhf {stage}`, or name one with parents.{stage}=…{other}"
+        )
     if record.get("status") != "complete":
         raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
     if hash_of(record) != record["hash"]:
@@ -216,9 +219,6 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     records = {}
     for parent in parents_of(config, stage):
         folder = stage_folder(config, parent)
-        if parent == "reward" and stage in SCORED_STAGES and read_stage(folder) is None:
-            others = "name one with parents.reward=…, or give ppo.rewards=… a finished classifier or a function"
-            raise UserError(f"{folder}: no finished reward there: run `rlhf reward` first, {others}")
         records[parent] = check_output(folder, parent) | {"folder": folder}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:

@@ -97,9 +97,7 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Reads a run's folder. Raises: FileNotFoundError if it is not a folder; UserError for a damaged record."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such run folder")
+    """Reads a run's folder. Raises: UserError for a damaged record."""
     places = stage_places(folder)
     stages = [read_stage_files(place, name) for name, place in places.items()]
     shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started

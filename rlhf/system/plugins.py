@@ -92,9 +92,8 @@ def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence
         else:
             function = getattr(importlib.import_module(place), attribute)
     except (Exception, SystemExit) as error:  # a module's code can raise anything
-        raise UserError(
-            f"{what} {name}: cannot be imported ({type(error).__name__}: {error}): check the name"
-        ) from error
+        reason = f"cannot be imported ({type(error).__name__}: {error})"
+        raise UserError(f"{what} {name}: {reason}: check module and name") from error
     if not callable(function):
         raise UserError(f"{what} {name}: want a function, got a {type(function).__name__}")
     given, positional = list(arguments), [argument for argument in arguments if not argument.endswith("=")]
