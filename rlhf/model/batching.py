@@ -54,7 +54,8 @@ def scoring_tokens(model: Any) -> int:
     config = next((part.config for part in model.modules() if hasattr(part, "config")), None)
     config = getattr(config, "trunk", None) or config  # of a reward model
     width = getattr(config, "hidden_size", None) or 1024
-    hidden = next(filter(None, (getattr(config, name, None) for name in HIDDEN_UNITS)), 4 * width)
+    names = ("intermediate_size", "ffn_dim", "n_inner")  # of the MLP's width in transformers' configurations
+    hidden = next(filter(None, (getattr(config, name, None) for name in names)), 4 * width)
     element = next(model.parameters()).element_size()
     return max(1, int(SCORING_BYTES / (element * (2 * width + 4 * hidden))))
 
@@ -67,10 +68,6 @@ def joins_rows(model: Any) -> bool:
     return native and not getattr(model, "reads_text", False) and not next(model.parameters()).is_cuda
 
 
-HIDDEN_UNITS = ("intermediate_size", "ffn_dim", "n_inner")  # names of the MLP's width in transformers' configurations
-
-
-PADDING = -1  # the segment of padding; the prefix has 0, the rests of the rows 1, 2, …
 WORTH = 0.8  # rows are joined if that costs at most this share, since the mask costs a part of the saving
 
 
@@ -146,7 +143,8 @@ def join(rows: Sequence[list[int]], groups: Sequence[Sequence[int]], device: tor
             positions += range(start, len(rows[i]))
             segments += [k] * (len(rows[i]) - start)
         lines.append((tokens, positions, segments))
-    padded = zip(zip(*lines, strict=True), (0, 0, PADDING), strict=True)
+    # the segment of the prefix is 0, of the rests of the rows 1, 2, …, of padding -1
+    padded = zip(zip(*lines, strict=True), (0, 0, -1), strict=True)
     u, place, segment = (right_pad(values, pad)[0].to(device) for values, pad in padded)  # (N, T) each
     same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
     mask = (same & torch.ones_like(same[0]).tril())[:, None]

@@ -287,9 +287,8 @@ def check_weights(what: str, config: Any, files: Iterable[Path]) -> None:
             wanted = "want floating point numbers: give the checkpoint in full precision"
             raise UserError(f"{what}: {name} in {file} is {kind}: {wanted}")
     numbers, trunk = sum(count for _, count, _ in tensors.values()), getattr(config, "trunk", None) or config
-    stated = [(f"{name}=", getattr(trunk, name, None) or 0, numbers) for name in ("hidden_size", "vocab_size")]
-    stated += [("num_hidden_layers=", getattr(trunk, "num_hidden_layers", None) or 0, len(tensors))]
-    for name, size, most in stated if tensors else ():
-        if size > most:
-            came = f"config.json says {name}{size:,}, the files have {len(tensors):,} tensors of {numbers:,} numbers"
+    limits = {"hidden_size": numbers, "vocab_size": numbers, "num_hidden_layers": len(tensors)}
+    for name, most in limits.items() if tensors else ():
+        if (size := getattr(trunk, name, None) or 0) > most:
+            came = f"config.json says {name}={size:,}, the files have {len(tensors):,} tensors of {numbers:,} numbers"
             raise UserError(f"{what}: weights are missing: {came}: restore both")

@@ -93,15 +93,10 @@ def products_cast(model: nn.Module) -> Iterator[None]:
 
 def product_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of linear layers, without those that an embedding shares, and without slices (ZeRO-3)."""
-    products = [module for module in model.modules() if is_product(module)]
-    elsewhere = {id(p) for m in model.modules() if not is_product(m) for p in m.parameters(recurse=False)}
-    weights = {id(p): p for module in products for p in module.parameters(recurse=False) if id(p) not in elsewhere}
-    return [p for p in weights.values() if not hasattr(p, "ds_id")]
-
-
-def is_product(module: nn.Module) -> bool:
-    """Whether the module is a linear layer that autocast runs in half precision."""
-    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, Float32Linear)
+    modules = [(m, isinstance(m, nn.Linear | Conv1D) and not isinstance(m, Float32Linear)) for m in model.modules()]
+    elsewhere = {id(p) for m, is_product in modules if not is_product for p in m.parameters(recurse=False)}
+    found = {id(p): p for m, is_product in modules if is_product for p in m.parameters(recurse=False)}
+    return [p for key, p in found.items() if key not in elsewhere and not hasattr(p, "ds_id")]
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
