@@ -3,7 +3,7 @@
 Numbers never change, only names and layouts. `register_architecture` adds a row from outside the package.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ def _square(c: GPTConfig) -> list[str]:
     return wrong + ([f"head_dim is {c.head_dim}"] if c.head_dim * c.n_head != c.width else [])
 
 
-def _entries(c: GPTConfig, outside: dict[str, str], layers: str, parts: list[Entry]) -> Iterator[Entry]:
+def _entries(c: GPTConfig, outside: dict[str, str], layers: str, parts: Sequence[Entry]) -> Iterator[Entry]:
     """The tensors outside the layers, and the `parts` of each layer, whose names begin with `layers` there."""
     for ours, theirs in outside.items():
         yield ours, (theirs,), SAME
