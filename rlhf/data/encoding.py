@@ -173,6 +173,9 @@ class Judgement:
     labeler: str | None
     pairs: list[tuple[int, int]]  # (better, worse), each once
     weight: float = 1.0  # of the labeler
+    gap_of: Mapping[tuple[int, int], int | None] = field(
+        default_factory=dict
+    )  # rank difference of a pair; None without ranks
 
 
 @dataclass(slots=True)
@@ -260,8 +263,11 @@ def join_rankings(
         item = same[-1]
         item.answers = list(dict.fromkeys([*item.answers, *answers]))
         place = {answer: i for i, answer in enumerate(item.answers)}
-        ordered = sorted({(place[answers[i]], place[answers[j]]) for i, j in pairs})
-        item.judgements.append(Judgement(record.labeler, ordered, weight))
+        ranks = record.ranks() if record.pairs is None else None
+        gap_of: dict[tuple[int, int], int | None] = {}
+        for i, j in pairs:
+            gap_of.setdefault((place[answers[i]], place[answers[j]]), ranks and ranks[j] - ranks[i])
+        item.judgements.append(Judgement(record.labeler, sorted(gap_of), weight, gap_of))
 
     items = []
     for item in chain.from_iterable(items_of.values()):

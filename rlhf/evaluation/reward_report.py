@@ -88,6 +88,7 @@ def comparison_figures(
             name: accuracy([pair for pair in everyone if pair.labeler == name]) | {"held_out": name in strangers}
             for name in sorted({pair.labeler for pair in everyone if pair.labeler is not None})
         },
+        "by_rank_gap": by_rank_gap(pairs),
         "calibration": curve,
         "calibration_error": calibration_error(curve),
     }
@@ -97,6 +98,12 @@ def comparison_figures(
             "accuracy": accuracy(theirs) if theirs else None,
         }
     return results
+
+
+def by_rank_gap(pairs: Sequence[JudgedPair]) -> list[Figures]:
+    """Accuracy on pairs that their labeler put 1, 2, … ranks apart; judgements without ranks are left out."""
+    gaps = sorted({pair.rank_gap for pair in pairs if pair.rank_gap is not None})
+    return [{"gap": gap} | accuracy([pair for pair in pairs if pair.rank_gap == gap]) for gap in gaps]
 
 
 def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]:

@@ -128,6 +128,7 @@ class JudgedPair(NamedTuple):
 
     item: int  # the prompt
     labeler: str | None
+    rank_gap: int | None  # None if the judgements are pairs without ranks
     margin: float  # the better answer's score minus the worse one's
 
     @property
@@ -139,7 +140,7 @@ class JudgedPair(NamedTuple):
 def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[JudgedPair]:
     """Every pair that a labeler ordered."""
     return [
-        JudgedPair(n, judgement.labeler, s[better] - s[worse])
+        JudgedPair(n, judgement.labeler, judgement.gap_of.get((better, worse)), s[better] - s[worse])
         for n, (item, s) in enumerate(zip(items, scores, strict=True))
         for judgement in item.judgements
         for better, worse in judgement.pairs

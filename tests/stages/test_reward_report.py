@@ -29,7 +29,7 @@ def item(key: str, lengths: list[int], *judgements: tuple[str, list[list[int]]])
     for labeler, order in judgements:
         rank = {i: r for r, tie in enumerate(order) for i in tie}
         pairs = sorted((i, j) for i in rank for j in rank if rank[i] < rank[j])
-        made.append(Judgement(labeler, pairs))
+        made.append(Judgement(labeler, pairs, gap_of={(i, j): rank[j] - rank[i] for i, j in pairs}))
     return Item(key, [[1]] * len(lengths), lengths, judgements=made)
 
 
@@ -37,11 +37,17 @@ ITEMS = [item("1", [3, 5, 4], ("x", [[0], [1], [2]]), ("y", [[1], [0, 2]])), ite
 SCORES = [[2.0, 1.0, 1.5], [0.5, 0.5]]
 
 
-def test_accuracy_by_hand():
+def test_accuracy_by_hand_and_by_gap_in_rank():
     # x on 1: 0>1 right, 0>2 right, 1>2 wrong; y: 1>0 wrong, 1>2 wrong; x on 2: equal scores, half: 2.5 of 6
-    found = accuracy(judged_pairs(ITEMS, SCORES))
+    pairs = judged_pairs(ITEMS, SCORES)
+    found = accuracy(pairs)
     assert found["value"] == round(2.5 / 6, 4) and found["n"] == 6
     assert found["ci95"] is None, "of two prompts"
+    # gap 1: x: 0>1 right, 1>2 wrong, on item 2 half; y: 1>0 and 1>2 wrong: 1.5 of 5. gap 2: x: 0>2 right
+    rows = report.by_rank_gap(pairs)
+    assert [(row["gap"], row["value"], row["n"]) for row in rows] == [(1, 0.3, 5), (2, 1.0, 1)]
+    unranked = Item("3", [[1]] * 2, [1, 1], judgements=[Judgement("x", [(0, 1)])])
+    assert report.by_rank_gap(judged_pairs([unranked], [[1.0, 0.0]])) == []
 
 
 def test_calibration_curve_by_hand():
