@@ -3,6 +3,7 @@
 Two threads, unless OMP_NUM_THREADS is set.
 """
 
+import functools
 import gc
 import importlib.util
 import os
@@ -53,21 +54,39 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """`rlhf <arguments>` in this process: its exit code, what it printed and what it complained of."""
+    from rlhf.cli import main
+
+    capsys.readouterr()
+    code = 0
+    try:
+        main([*arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """As `run_command`, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["rlhf"])  # the hand-over to Hydra sets it
+    return functools.partial(run_command, capsys)
+
+
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """refused("sft", …): the one line on standard error with which that command ends, with exit code 2."""
 
-    def call(*arguments: str) -> str:
-        from rlhf.cli import main
-
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([*arguments])
-        err = capsys.readouterr().err
-        assert caught.value.code == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
+    def refuse(*arguments: str) -> str:
+        code, _, err = run_command(capsys, *arguments)
+        assert code == 2 and err.startswith("rlhf: error: ") and err.count("\n") == 1, err
         return err
 
-    return call
+    return refuse
 
 
 @pytest.fixture(scope="session")

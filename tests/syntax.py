@@ -9,5 +9,4 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """All nodes of a file, its module first."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))

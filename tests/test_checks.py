@@ -22,7 +22,6 @@ def with_settings(**settings: object) -> Config:
 
 
 def isinstance_number(schema: type, key: str) -> bool:
-    """Whether a setting's type is a number, or a number or null."""
     *groups, last = key.split(".")
     holder = get(schema(), ".".join(groups)) if groups else schema()
     types = {item.name: item.type for item in dataclasses.fields(holder)}
@@ -124,22 +123,19 @@ def test_relations(settings, said):
     assert problems(**settings) == [said]
 
 
-@pytest.mark.parametrize(
-    ("command", "settings", "said"),
-    [
-        ("judge", {"judge__model": "bert", "deepspeed": "zero3", "data__half": 1}, "judge.model=bert: a text classifier does not go with"),
-        ("pipeline", {"rounds": 2, "ppo__policy": "dpo"}, "ppo.policy=dpo: an earlier round has no dpo of its own: give parents.dpo"),
-        ("sample", {"sample__stages": ["sft"]}, "sample.stages=sft: want two or more, without sample.stage and sample.responses"),
-        ("sample", {"sample__stages": ["sft", "ppo"], "sample__responses": 3}, "without sample.stage and sample.responses"),
-        ("sample", {"sample__stages": ["sft", "ppo"], "sample__choose": "uncertain"}, "sample.choose=uncertain: sample.stages compares"),
-        ("sample", {"sample__choose": "disagreement", "sample__rewards": ["x"]}, "want two reward models or more"),
-        ("generate", {"generate__greedy": True, "generate__samples": 2}, "generate.samples=2: greedy responses are all alike: want 1"),
-        ("serve", {"serve__gold": "g.jsonl"}, "serve.gold=g.jsonl: nobody would see it"),
-        ("serve", {"serve__qualification": 2}, "serve.qualification=2: is for labelers with a name: give labelers=[…]"),
-        ("classify", {"classify__from_scratch": True, "classify__layers": 1}, "give one of the two"),
-        ("classify", {"classify__both_orders": True}, "name the second one with classify.second"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "settings", "said"), [
+    ("judge", {"judge__model": "bert", "deepspeed": "zero3", "data__half": 1}, "judge.model=bert: a text classifier does not go with"),
+    ("pipeline", {"rounds": 2, "ppo__policy": "dpo"}, "ppo.policy=dpo: an earlier round has no dpo of its own: give parents.dpo"),
+    ("sample", {"sample__stages": ["sft"]}, "sample.stages=sft: want two or more, without sample.stage and sample.responses"),
+    ("sample", {"sample__stages": ["sft", "ppo"], "sample__responses": 3}, "without sample.stage and sample.responses"),
+    ("sample", {"sample__stages": ["sft", "ppo"], "sample__choose": "uncertain"}, "sample.choose=uncertain: sample.stages compares"),
+    ("sample", {"sample__choose": "disagreement", "sample__rewards": ["x"]}, "want two reward models or more"),
+    ("generate", {"generate__greedy": True, "generate__samples": 2}, "generate.samples=2: greedy responses are all alike: want 1"),
+    ("serve", {"serve__gold": "g.jsonl"}, "serve.gold=g.jsonl: nobody would see it"),
+    ("serve", {"serve__qualification": 2}, "serve.qualification=2: is for labelers with a name: give labelers=[…]"),
+    ("classify", {"classify__from_scratch": True, "classify__layers": 1}, "give one of the two"),
+    ("classify", {"classify__both_orders": True}, "name the second one with classify.second"),
+])  # fmt: skip
 def test_what_would_fail_late_is_refused_first(command, settings, said):
     assert any(said in problem for problem in problems(command, **settings))
 

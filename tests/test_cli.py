@@ -18,24 +18,6 @@ from rlhf.system.files import write_json
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run `rlhf <arguments>` in an empty folder: its exit code, what it printed and what it complained of."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["rlhf"])  # the hand-over to Hydra sets it
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main(list(arguments))
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
 def runs(monkeypatch) -> list:
     """The configurations that `rlhf report` was run with; it does nothing else here."""
     seen: list = []
@@ -175,16 +157,10 @@ def test_own_yaml_files_work_and_a_typo_in_one_is_told_as_on_the_command_line(ca
 
 
 def test_text_for_chat_needs_no_quotes(call, monkeypatch):
-    from rlhf.commands import chat
-
     seen: list = []
     monkeypatch.setattr(chat, "run", lambda config: seen.append((config.chat.message, config.chat.system)))
     assert call("chat", "run=x", "--", "What's 2+2,", "${x} [a]=b?") == (0, "", "")
-    assert call("chat", "run=x", "chat.message=It's [a]=b, ${x}? \\${y}", "chat.system=You're brief,\nkind.") == (
-        0,
-        "",
-        "",
-    )
+    assert call("chat", "run=x", "chat.message=It's [a]=b, ${x}? \\${y}", "chat.system=You're brief,\nkind.")[0] == 0
     assert call("chat", "run=x", "chat.message='Hydra, quoted'", "chat.system=null") == (0, "", "")
     assert seen == [
         ("What's 2+2, ${x} [a]=b?", None),
@@ -219,8 +195,9 @@ def test_an_interrupted_command_says_how_to_go_on_if_it_can(call, monkeypatch, c
     assert (code, err) == (130, f"\nrlhf: {told}\n")
 
 
+@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
 @pytest.mark.parametrize("sweep", [False, True])
-def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(call, monkeypatch, tmp_path, sweep):
+def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(call, monkeypatch, tmp_path, sweep, way):
     """Also of a sweep, and with the user's folder of YAML files, which its stages need too."""
     seen: list = []
 
@@ -230,14 +207,17 @@ def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(cal
 
     monkeypatch.setattr(pipeline, "run", run)
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsft:\n  lr: 0.5\n")
-    given = ["experiment=mine", "kl.coef=0.25"]
-    place = ["--config-dir", str(tmp_path)]
-    stated = f"hydra.searchpath=['file://{tmp_path}']"
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - gold\n  - _self_\nsft:\n  lr: 0.5\n"
+    )
+    given, stated = ["experiment=mine", "kl.coef=0.25"], f"hydra.searchpath=['file://{tmp_path}']"
     said = "pipeline: job 1 of 2: run=a\npipeline: job 2 of 2: run=b\n" if sweep else ""
-    assert call("pipeline", *place, *given, *(["-m", "run=a,b"] if sweep else [])) == (0, said, "")
+    assert call("pipeline", way.format(tmp_path), *given, *(["-m", "run=a,b"] if sweep else [])) == (0, said, "")
     jobs = [[*given, f"run={name}"] for name in "ab"] if sweep else [given]
     assert seen == [(0.25, 0.5, [stated, *job]) for job in jobs]
+    stages: list = []
+    monkeypatch.setattr(cli, "module_of", lambda _: SimpleNamespace(run=stages.append))
+    assert call("world", "--shared-settings", *seen[-1][2]) == (0, "", "") and stages[0].sft.lr == 0.5
 
 
 # --- settings that a command does not use ---
@@ -252,17 +232,3 @@ def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
         for command in set(alone) - set(users):
             with pytest.raises(UserError, match=rf"^{key}: `rlhf {command}` does not use it; .*: leave it out, or add"):
                 compose.check_used([f"{key}=1"], command)
-
-
-@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=['file://{}']"])
-@pytest.mark.parametrize("sweep", [(), ("-m",)])
-def test_a_folder_of_presets_reaches_the_stages_of_a_pipeline(tmp_path, monkeypatch, way, sweep):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "lab.yaml").write_text("# @package _global_\ndefaults:\n  - gold\n  - _self_\nseed: 3\n")
-    runs = []
-    monkeypatch.setattr(cli, "module_of", lambda _: SimpleNamespace(run=lambda *given: runs.append(given)))
-    cli._dispatch(["pipeline", way.format(tmp_path), "experiment=lab", "run=x", *sweep])
-    ((config, overrides),) = runs
-    assert config.seed == 3
-    cli._dispatch(["world", "--shared-settings", *overrides])
-    assert runs[-1][0].seed == 3

@@ -1,7 +1,6 @@
 """Configurations: presets, what a run remembers, and what is handed to W&B, DeepSpeed and the hub."""
 
 import json
-import sys
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,21 +97,14 @@ def test_every_commands_help_runs(command, capsys):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run `rlhf <arguments>` in an empty folder that has a corpus: its exit code and what it printed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["rlhf"])
+def call(call):
+    """In a folder that has a corpus: the exit code and what was printed."""
     rows = [json.dumps({"text": f"The {x} is in the garden, said the {x}. " * 9}) for x in ("cat", "dog", "owl")]
     Path("books.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
     def run(*arguments: str) -> tuple[int, str]:
-        code = 0
-        try:
-            cli.main(list(arguments))
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
+        code, out, err = call(*arguments)
+        return code, out + err
 
     return run
 
@@ -234,11 +226,8 @@ def test_a_deepspeed_file_is_added_to_ours(tmp_path):
 
 
 def test_conflicts_of_a_deepspeed_file_are_named_in_one_line(tmp_path):
-    other = {
-        "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}},
-        "bf16": {"enabled": True},
-        "optimizer": {},
-    }
+    sharding = {"stage": 2, "offload_param": {"device": "nvme"}}
+    other = {"zero_optimization": sharding, "bf16": {"enabled": True}, "optimizer": {}}
     config = compose_config(deepspeed_file(tmp_path, other))
     with pytest.raises(UserError) as caught:
         deepspeed_settings(config, bfloat16=False)
@@ -252,13 +241,10 @@ def test_conflicts_of_a_deepspeed_file_are_named_in_one_line(tmp_path):
         check_config(compose_config(["sharding.file=ds.json"]), "sft")
 
 
-@pytest.mark.parametrize(
-    ("error", "remedy"),
-    [
-        (GatedRepoError, "gated: accept its terms on https://huggingface.co/owner/name, then set HF_TOKEN to a token of that account"),
-        (RepositoryNotFoundError, "if it is private, set HF_TOKEN to a token that may read it"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "remedy"), [
+    (GatedRepoError, "gated: accept its terms on https://huggingface.co/owner/name, then set HF_TOKEN to a token of that account"),
+    (RepositoryNotFoundError, "if it is private, set HF_TOKEN to a token that may read it"),
+])  # fmt: skip
 def test_a_gated_model_and_a_missing_token_are_one_line_that_says_what_to_do(monkeypatch, error, remedy):
     def refuse(*_: Any, **__: Any) -> None:
         raise error("403", response=httpx.Response(403, request=httpx.Request("GET", "http://hub")))

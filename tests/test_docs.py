@@ -16,7 +16,8 @@ import pytest
 
 from rlhf import cli
 from rlhf.commands import pipeline
-from rlhf.config import Config
+from rlhf.config import Config, PlanConfig
+from rlhf.config.compose import SCHEMAS
 from rlhf.config.removed import EQUIVALENTS
 from rlhf.config.setting import settings_in
 from rlhf.runs.metric_table import METRICS
@@ -91,9 +92,10 @@ def commands_in(page: Path) -> list[str]:
     return [part for part in parts if re.match(r"rlhf \w", part)]
 
 
+# Each once.
 COMMANDS_OF_PAGES = list(
     {line: (page, line) for page in PAGES if page.name != "CHANGELOG.md" for line in commands_in(page)}.values()
-)  # each once
+)
 assert len(COMMANDS_OF_PAGES) > 60
 
 
@@ -113,17 +115,11 @@ def test_a_documented_command_passes_the_command_lines_checks(page, line, monkey
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_the_settings_that_a_page_names_exist(page):
     """`group.name` outside of Python; the changelog names what is gone."""
-    from rlhf.config import Config, PlanConfig
-    from rlhf.config.compose import SCHEMAS
-    from rlhf.config.setting import settings_in
-
     known = {key for schema in (Config, PlanConfig, *SCHEMAS.values()) for key in settings_in(schema)}
     text = re.sub(r"^```python\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"(?<![\w/.-])([a-z]+\.[a-z_]+)(?=[=`\s,\]])", text))
-    groups, files = (
-        {key.partition(".")[0] for key in known if "." in key},
-        ("json", "jsonl", "md", "py", "csv", "html", "yaml", "txt"),
-    )
+    groups = {key.partition(".")[0] for key in known if "." in key}
+    files = ("json", "jsonl", "md", "py", "csv", "html", "yaml", "txt")
     unknown = {name for name in named - known if name.split(".")[0] in groups and name.split(".")[1] not in files}
     assert page.name == "CHANGELOG.md" or not unknown
 
@@ -135,14 +131,12 @@ SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
 
 def test_the_reference_has_every_setting_and_metric_and_healthy_ranges_are_of_metrics():
     pages = SITE["reference_pages"]()
+    settings = pages["reference/settings.md"]
     for key, one in settings_in(Config).items():
-        assert (
-            f"`{key}` |" in pages["reference/settings.md"]
-            and one.help.replace("|", "\\|").replace("<", "&lt;") in pages["reference/settings.md"]
-        )
+        assert f"`{key}` |" in settings and one.help.replace("|", "\\|").replace("<", "&lt;") in settings
     for metric in METRICS:
         assert f"`{metric.name}`".replace("<", "&lt;") in pages["reference/metrics.md"]
-    ranges, pages = SITE["healthy_ranges"](), SITE["reference_pages"]()
+    ranges = SITE["healthy_ranges"]()
     assert len(ranges) > 8 and ranges.keys() <= {metric.name for metric in METRICS}
     assert all("[" not in what and what in pages["reference/metrics.md"] for what in ranges.values())
 
@@ -151,13 +145,9 @@ def test_every_page_is_in_the_navigation_and_short_and_every_module_on_a_page_of
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nplugins:")[0]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= set(re.findall(r"[\w/]+\.md", text))
-    long = [
-        str(path) for path in (ROOT / "docs").rglob("*.md") if len(path.read_text(encoding="utf-8").splitlines()) > 400
-    ]
-    assert not long
-    listed = {
-        line[4:] for page in SITE["api_pages"]().values() for line in page.splitlines() if line.startswith("::: ")
-    }
+    lengths = {name: len((ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()) for name in pages}
+    assert not [name for name, lines in lengths.items() if lines > 400]
+    listed = {name for page in SITE["api_pages"]().values() for name in re.findall(r"^::: (.*)$", page, re.MULTILINE)}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "rlhf").rglob("*.py")}
     assert listed == {name.removesuffix(".__init__") for name in modules if not name.endswith("__main__")}
 

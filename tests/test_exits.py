@@ -95,13 +95,8 @@ def test_a_record_that_may_not_be_read_is_one_line(tmp_path):
     folder.mkdir(parents=True)
     (folder / "stage.json").write_text("{}")
     (folder / "stage.json").chmod(0)
-    done = subprocess.run(
-        [sys.executable, "-c", UNPRIVILEGED, "export", "run=x", "export.stage=sft"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", UNPRIVILEGED, "export", "run=x", "export.stage=sft"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert_one_line(done, "stage.json: Permission denied: give this user the right")
 
 

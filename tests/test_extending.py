@@ -43,7 +43,6 @@ def files(tmp_path, monkeypatch) -> dict[str, str]:
 
 
 def settings_of_commands() -> list[str]:
-    """The settings of the page's commands `rlhf ppo run=x …`."""
     return [word for line in re.findall(r"^rlhf ppo run=x (.*)$", PAGE, flags=re.MULTILINE) for word in line.split()]
 
 
@@ -56,10 +55,8 @@ def test_a_verifiable_reward_compares_with_the_reference_and_an_estimator_by_han
     episodes = Episodes(records, [[1]] * 2, [[2, 3], [4]], texts, ended)
     reward = FunctionReward("last_number.py:check", torch.device("cpu"), {"weight": 2})
     assert reward(episodes).tolist() == [2.0, -0.25]
-    assert {name: part.tolist() for name, part in parts_of(reward).items()} == {
-        "right": [2.0, 0.0],
-        "cut": [0.0, -0.25],
-    }
+    parts = {name: part.tolist() for name, part in parts_of(reward).items()}
+    assert parts == {"right": [2.0, 0.0], "cut": [0.0, -0.25]}
     both = CombinedReward({"function_0": reward}, [0.5])
     assert both(episodes).tolist() == [1.0, -0.125] and {"function_0", "function_0/cut"} <= parts_of(both).keys()
     runpy.run_path("test_baseline.py")["test_batch_mean"]()
@@ -75,14 +72,11 @@ def test_reward_estimator_and_metric_train_together(copy_until, files):  # noqa:
     (row,) = [row for row in read_jsonl(folder / "metrics.jsonl") if "objective/scores" in row]
     assert 0 <= row["custom/asking"] <= 1 and abs(row["custom/advantage"]) < 1e-5, "whitened: the mean is 0"
     assert row["loss/value_avg"] > 0, "it has a critic"
-    assert {name for name in hash_sources(config, "ppo") if ".py" in name} == {
-        "reward:variety.py:pay",
-        "advantages:baseline.py:batch_mean",
-    }
+    hashed = {name for name in hash_sources(config, "ppo") if ".py" in name}
+    assert hashed == {"reward:variety.py:pay", "advantages:baseline.py:batch_mean"}
 
 
 def test_a_loop_of_ones_own_trains_as_the_stage_does(copy_until, files):  # noqa: F811
-    """To the last bit."""
     more = [*SMALL, "ppo.critic_warmup_updates=0", "ppo.episodes=32", "ppo.eval_every=0", "kl.target=null"]
     run = copy_until("ppo")
     wanted = load_file(run.stage("ppo", *more) / "model" / "model.safetensors")
@@ -151,9 +145,8 @@ def test_an_architecture_from_a_file_runs_natively_and_is_exported(tmp_path, mon
     torch.manual_seed(1)
     tokenizer = make_tokenizer("chatml")
     ids = {"bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    theirs = transformers.SeedOssForCausalLM(
-        transformers.SeedOssConfig(**{**GROUPED, **ids, "vocab_size": 410, "head_dim": 16})
-    ).eval()
+    config = transformers.SeedOssConfig(**{**GROUPED, **ids, "vocab_size": 410, "head_dim": 16})
+    theirs = transformers.SeedOssForCausalLM(config).eval()
     for parameter in theirs.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path / "hf")

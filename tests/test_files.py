@@ -41,12 +41,10 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert read_json(path)["n"] == [1, 2] and [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b'{"a": 1', b"\xff\xfe", b"[1] 2", b"[" * 100_000], ids=["empty", "torn", "utf8", "two", "deep"]
-)
-def test_damaged_json_reads_as_nothing(tmp_path, content):
-    (tmp_path / "a.json").write_bytes(content)
-    assert read_json(tmp_path / "a.json") == {}
+def test_damaged_json_reads_as_nothing(tmp_path):
+    for content in (b"", b'{"a": 1', b"\xff\xfe", b"[1] 2", b"[" * 100_000):
+        (tmp_path / "a.json").write_bytes(content)
+        assert read_json(tmp_path / "a.json") == {}, content[:9]
 
 
 def test_hashes_are_sha256_by_relative_path_and_a_pipe_is_not_waited_for(tmp_path):
@@ -185,15 +183,12 @@ def sealed(folder: Path, step: int, figure: float | None, keep: CheckpointConfig
     save_checkpoint(folder, step, lambda path: (path / "x").write_text("x") and None, keep, figure)
 
 
-@pytest.mark.parametrize(
-    ("keep", "figures", "kept"),
-    [
-        (CheckpointConfig(keep=2), [None] * 4, [3, 4]),
-        # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
-        (CheckpointConfig(keep=1, keep_best=2, keep_every=4), [0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], [2, 4, 6, 7]),
-        (CheckpointConfig(keep=1, keep_best=1), [0.5, 0.5, None], [2, 3]),  # of equal figures the later is better
-    ],
-)
+@pytest.mark.parametrize(("keep", "figures", "kept"), [
+    (CheckpointConfig(keep=2), [None] * 4, [3, 4]),
+    # newest: 7; best: 2 and 6 (0.9 each); every 4: 4
+    (CheckpointConfig(keep=1, keep_best=2, keep_every=4), [0.3, 0.9, 0.1, 0.2, None, 0.9, 0.4], [2, 4, 6, 7]),
+    (CheckpointConfig(keep=1, keep_best=1), [0.5, 0.5, None], [2, 3]),  # of equal figures the later is better
+])  # fmt: skip
 def test_the_newest_the_best_and_every_so_many_steps_stay(tmp_path, keep, figures, kept):
     for step, figure in enumerate(figures, 1):
         sealed(tmp_path, step, figure, keep)
@@ -208,16 +203,13 @@ def test_what_a_kill_left_half_written_goes_with_the_next_save_and_takes_nobodys
     assert [p.name for p in checkpoints(tmp_path)] == ["step-1", "step-3"]
 
 
-@pytest.mark.parametrize(
-    ("step", "seconds", "more", "due"),
-    [
-        (5, 599, {}, False), (5, 600, {}, True), (5, 1, {"keep_every": 5}, True), (6, 1, {"keep_every": 5}, False),
-        (1, 119, {"first": True}, False), (1, 121, {"first": True}, True), (1, 121, {}, False),  # the first comes early
-        (1, 6, {"first": True, "every_seconds": 5.0}, True),
-        (1, 601, {"writing": 30.0}, True), (1, 1199, {"writing": 60.0}, False), (1, 1201, {"writing": 60.0}, True),
-        (1, 0.1, {"writing": 60.0, "every_seconds": 0.0}, True),  # asked for after each step
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("step", "seconds", "more", "due"), [
+    (5, 599, {}, False), (5, 600, {}, True), (5, 1, {"keep_every": 5}, True), (6, 1, {"keep_every": 5}, False),
+    (1, 119, {"first": True}, False), (1, 121, {"first": True}, True), (1, 121, {}, False),  # the first comes early
+    (1, 6, {"first": True, "every_seconds": 5.0}, True),
+    (1, 601, {"writing": 30.0}, True), (1, 1199, {"writing": 60.0}, False), (1, 1201, {"writing": 60.0}, True),
+    (1, 0.1, {"writing": 60.0, "every_seconds": 0.0}, True),  # asked for after each step
+])  # fmt: skip
 def test_when_a_checkpoint_is_due(step, seconds, more, due):
     """After every_seconds; writing takes at most a twentieth of the time."""
     settings = CheckpointConfig(**{key: more.pop(key) for key in ("keep_every", "every_seconds") if key in more})
@@ -238,17 +230,12 @@ def test_who_goes_back_to_an_earlier_step_does_not_lose_what_is_saved_next(tmp_p
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "told"),
-    [
-        (FULL, UserError, r"step-2: cannot write: No space left on device: free .* resumes"),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError, "No space left"),
-        (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), UserError, "No space left"),
-        (None, UserError, "No space left"),
-        (RuntimeError("shapes differ"), RuntimeError, "shapes differ"),
-    ],
-    ids=["python", "torch", "safetensors", "while sealing", "another error"],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "kind", "told"), [
+    (FULL, UserError, r"step-2: cannot write: No space left on device: free .* resumes"),
+    (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError, "No space left"),
+    (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), UserError, "No space left"),
+    (None, UserError, "No space left"), (RuntimeError("shapes differ"), RuntimeError, "shapes differ"),
+], ids=["python", "torch", "safetensors", "while sealing", "another error"])  # fmt: skip
 def test_a_save_that_fails_keeps_the_checkpoints_before_it(tmp_path, monkeypatch, error, kind, told):
     before = checkpoint(tmp_path, 1)
     if error is None:

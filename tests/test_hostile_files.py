@@ -1,16 +1,20 @@
-"""Files of others whose values have the wrong type, size or kind: one line each, before anything large is built or read."""
+"""Files of others whose values have the wrong type, size or kind: one line each, before anything large is built or read. Code that
+lies in a model's folder is never run, and nobody is asked on standard input whether to run it."""
 
+import ast
+import io
 import itertools
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import rlhf
-from rlhf.cli import main
+from rlhf.cli import main, module_of
 from rlhf.commands.export import model_card
 from rlhf.commands.sample import check_free
 from rlhf.config import Config
@@ -19,7 +23,7 @@ from rlhf.config.compose import compose_config
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.reading import load_all
 from rlhf.data.storage import verify
-from rlhf.data.tokenizer import encode_texts, load_tokenizer
+from rlhf.data.tokenizer import encode_texts, load_tokenizer, train_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.shots import columns_of, load_task
 from rlhf.model.adopt import adopt
@@ -32,10 +36,12 @@ from rlhf.runs.run_files import read_run
 from rlhf.serving.labelling import LabelFile, Labelling
 from rlhf.serving.managing import Staff
 from rlhf.system import schemas
+from rlhf.system.files import hash_files
 from rlhf.training.setup import load_policy
 from rlhf.training.state import read_state
 from tests.model.test_pretrained import save
 
+from .syntax import ROOT, nodes_of
 from .tiny_stages import write_record
 
 
@@ -299,3 +305,66 @@ def test_the_report_and_watch_pass_over_damaged_measurements(tmp_path, capsys, n
     if name in ("a list", "null settings", "a folder"):
         main(["report", *place])
     assert capsys.readouterr().err == ""
+
+
+# --- code in a model's folder ---
+
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import PretrainedConfig
+class PlantedConfig(PretrainedConfig):
+    model_type = "planted"
+"""
+CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer")
+AUTO_MAP = dict.fromkeys(CLASSES, "planted.PlantedConfig")
+TAKES = ("from_pretrained", "from_config")
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A finished SFT stage whose model names code of its own; `y` waits on standard input. The code's mark."""
+    model = tmp_path / "runs" / "x" / "sft" / "model"
+    train_tokenizer(["some text"] * 4, 290, context_length=16).save_pretrained(model)
+    ran = tmp_path / "ran"
+    (model / "planted.py").write_text(CODE.format(ran=str(ran)))
+    (model / "config.json").write_text(json.dumps({"model_type": "planted", "auto_map": AUTO_MAP, "vocab_size": 290}))
+    write_record(model.parent, files=hash_files(model.parent))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    return ran
+
+
+def test_no_command_and_no_loader_runs_a_models_own_code(planted):
+    folder, calls = Path("runs/x/sft/model"), [lambda: load_reward_model(folder, torch.device("cpu"))]
+    for command, more in (("chat", "chat.message=hello"), ("export", "overwrite=false")):
+        config = compose_config(["run=x", "device=cpu", "tracking=off", f"{command}.stage=sft", more])
+        calls.append(lambda command=command, config=config: module_of(command).run(config))
+    for call in (*calls, lambda: load_policy(folder), lambda: TextRewardModel.from_pretrained(folder)):
+        raises(call, r"needs code of its own .*which is never run")
+    load_tokenizer(folder)
+    assert not planted.exists() and sys.stdin.tell() == 0, "nothing was read"
+
+
+def test_every_load_says_that_code_is_not_trusted():
+    """By the syntax tree: a call that leaves it out makes transformers ask on standard input."""
+    seen = 0
+    for path in [*(ROOT / "rlhf").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        for node in nodes_of(path):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TAKES):
+                continue
+            # ours calls the others; settings of ours and of PEFT are JSON, read into a class that is named here
+            own = "TextRewardModel RewardConfig GenerationConfig import_peft().LoraConfig peft.PeftModel"
+            if ast.unparse(node.func.value) in own.split():
+                continue
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert given.get("trust_remote_code") == "False", f"{path.relative_to(ROOT)}:{node.lineno}"
+            seen += 1
+    assert seen >= 4
+
+
+def test_standard_input_is_read_by_the_chat_alone():
+    for path in (ROOT / "rlhf").rglob("*.py"):
+        if path.name != "chat.py":
+            names = [ast.unparse(node) for node in nodes_of(path) if isinstance(node, ast.Name | ast.Attribute)]
+            assert not {"input", "sys.stdin"} & set(names), path

@@ -10,19 +10,16 @@ from .syntax import nodes_of
 
 PACKAGE = Path(__file__).parents[1] / "rlhf"
 # From the bottom up: a module imports from its own line or from the lines above it. Names without a folder are modules.
-LAYERS = tuple(
-    tuple(line.split())
-    for line in (
-        "__init__ errors recipe",
-        "config ops cpu system",
-        "runs gold model data",
-        "engines training planning",
-        "ppo evaluation report api",
-        "stages serving",
-        "commands",
-        "cli __main__",
-    )
-)
+LAYERS = [line.split() for line in (
+    "__init__ errors recipe",
+    "config ops cpu system",
+    "runs gold model data",
+    "engines training planning",
+    "ppo evaluation report api",
+    "stages serving",
+    "commands",
+    "cli __main__",
+)]  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {"deepspeed", "wandb", "hydra", "omegaconf"}
 
@@ -126,7 +123,6 @@ SOURCES = sorted(path for folder in ("rlhf", "scripts", "tests") for path in (RO
 
 
 def test_every_public_function_of_ops_is_used_by_the_package():
-    """Each name is loaded somewhere in rlhf outside its own definition."""
     of_ops = [node for path in (PACKAGE / "ops").glob("*.py") for node in nodes_of(path)[0].body]
     kinds = ast.FunctionDef | ast.ClassDef
     public = {n.name: n for n in of_ops if isinstance(n, kinds) and not n.name.startswith("_")}

@@ -15,10 +15,7 @@ from rlhf.config import Config
 from rlhf.config.setting import settings_in
 
 from .conftest import ROOT
-from .stages.conftest import (
-    Run,
-    gold_run,  # noqa: F401 (a fixture)
-)
+from .stages.conftest import Run, gold_run  # noqa: F401 (a fixture)
 
 
 def test_every_row_has_a_module_and_parents_before_it():

@@ -9,15 +9,8 @@ from rlhf.config import Config
 from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.model.heads import RewardModel
-from rlhf.ppo.rewards import (
-    CombinedReward,
-    Episodes,
-    FunctionReward,
-    ModelReward,
-    make_reward,
-    score_by_token,
-    spread_of,
-)
+from rlhf.model.interface import Episodes
+from rlhf.ppo.rewards import CombinedReward, FunctionReward, ModelReward, make_reward, score_by_token, spread_of
 from rlhf.runs.sources import hash_sources
 
 CPU = torch.device("cpu")

@@ -186,15 +186,10 @@ def test_an_interrupted_stage_is_resumed_only_as_it_was_started(config):
     run_stage(pace, "tokenizer", data={"corpus:a.txt": "0f"})
 
 
-@pytest.mark.parametrize(
-    ("record", "told"),
-    [
-        (None, r"no readable stage.json but other files \(.*thesis.txt\): choose another run=…"),
-        ("{", r"stage.json: damaged \(Expecting property name"),
-        ("[]", r"stage.json: damaged \(got \[\], want an object"),
-    ],
-    ids=["absent", "torn", "no record"],
-)
+@pytest.mark.parametrize(("record", "told"), [
+    (None, r"no readable stage.json but other files \(.*thesis.txt\): choose another run=…"),
+    ("{", r"stage.json: damaged \(Expecting property name"), ("[]", r"stage.json: damaged \(got \[\], want an object"),
+], ids=["absent", "torn", "no record"])  # fmt: skip
 def test_files_without_a_record_are_not_deleted(config, record, told):
     folder = runs.stage_folder(config, "tokenizer")
     folder.mkdir(parents=True)
@@ -223,16 +218,12 @@ def test_two_processes_do_not_work_on_one_stage(config):
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.bin")
 
 
-@pytest.mark.parametrize(
-    ("raised", "kind", "told"),
-    [
-        (FULL, UserError, r"model.bin: cannot write: No space left on device: free space"),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError,
-         r"tokenizer: cannot write: No space left on device: free"),
-        (PermissionError(errno.EACCES, "Permission denied", "corpus.txt"), PermissionError, "corpus.txt"),
-    ],
-    ids=["full", "full under torch", "unreadable"],
-)  # fmt: skip
+@pytest.mark.parametrize(("raised", "kind", "told"), [
+    (FULL, UserError, r"model.bin: cannot write: No space left on device: free space"),
+    (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), UserError,
+     r"tokenizer: cannot write: No space left on device: free"),
+    (PermissionError(errno.EACCES, "Permission denied", "corpus.txt"), PermissionError, "corpus.txt"),
+], ids=["full", "full under torch", "unreadable"])  # fmt: skip
 def test_a_disk_that_fills_while_a_stage_writes_and_a_file_that_cannot_be_read(config, raised, kind, told):
     with pytest.raises(kind, match=told), open_stage(config, "tokenizer"):
         raise raised

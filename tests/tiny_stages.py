@@ -48,7 +48,6 @@ class Killed(BaseException):
 
 
 def interrupt(config: Config, name: str, **kwargs) -> Path:
-    """A stage that is killed after its first checkpoint."""
     with contextlib.suppress(Killed), open_stage(config, name, **kwargs) as stage:
         stage.seconds_before = 100.0
         checkpoint(stage.checkpoints, 1)

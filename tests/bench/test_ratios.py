@@ -93,7 +93,6 @@ def test_the_sampler_beats_generate(model):
 @pytest.mark.long  # a process of its own, which imports the libraries
 @pytest.mark.parametrize("subject", ["reward", "pretraining", "generation", "sft"])
 def test_a_benchmark_runs(subject, tmp_path):
-    """The scripts themselves, at their smallest."""
     out = tmp_path / "figures.json"
     words = [sys.executable, BENCH / f"{subject}.py", *["--quick", "--threads", "1", "--device", "cpu", "--out"], out]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)

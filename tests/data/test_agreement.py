@@ -17,14 +17,10 @@ def judged(prompt: str, order: str, labeler: str | None, ids: str = "abcd", **fi
     """A ranking written as "x>y=z" over response texts; `ids` are the names that this record gives them."""
     ties = [tie.split("=") for tie in order.split(">")]
     name = dict(zip(sorted(text for tie in ties for text in tie), ids, strict=False))
-    return Ranking(
-        id="r",
-        prompt=[Message(role="user", content=prompt)],
-        labeler=labeler,
-        responses=[RankedResponse(id=i, text=text) for text, i in name.items()],
-        ranking=[[name[text] for text in tie] for tie in ties],
-        **fields,
-    )
+    turns = [Message(role="user", content=prompt)]
+    responses = [RankedResponse(id=i, text=text) for text, i in name.items()]
+    ranking = [[name[text] for text in tie] for tie in ties]
+    return Ranking(id="r", prompt=turns, labeler=labeler, responses=responses, ranking=ranking, **fields)
 
 
 def test_agreement_by_hand():
@@ -78,12 +74,10 @@ def test_krippendorffs_alpha_of_ratings_is_the_published_one():
         "D": [1, 2, 3, 3, 2, 4, 4, 1, 2, 5, 1, None],
     }
     responses = [RankedResponse(id=str(i), text=f"response {i}") for i in range(12)]
-    records = [
-        Ranking(
-            id=name, prompt="p", responses=responses, labeler=name, ratings={str(i): v for i, v in enumerate(said) if v}
-        )
-        for name, said in observers.items()
-    ]
+    records = []
+    for name, said in observers.items():
+        ratings = {str(i): value for i, value in enumerate(said) if value}
+        records.append(Ranking(id=name, prompt="p", responses=responses, labeler=name, ratings=ratings))
     result = agreement_report(records)
     assert result["krippendorff_alpha_ratings"] == {"value": pytest.approx(0.815, abs=5e-4), "responses": 11}
     assert result["krippendorff_alpha"]["value"] is None  # they rated and did not rank
@@ -99,17 +93,12 @@ def test_by_labeler_by_hand():
         judged("r", "x=y", "one", seconds=80.0),  # alone
     ]
     table = agreement_report(records)["by_labeler"]
-    assert {name: (row["items"], row["items_shared"], row["comparisons"]) for name, row in table.items()} == {
-        "one": (3, 2, 3 + 2 + 1),
-        "two": (2, 2, 3 + 2 + 1),
-        "three": (1, 1, 2 + 2),
+    keys = ("items", "items_shared", "comparisons", "agreement", "tie_rate", "seconds")
+    assert {name: [row[key] for key in keys] for name, row in table.items()} == {
+        "one": [3, 2, 3 + 2 + 1, round((2 + 2 + 1) / 6, 4), 1 / 5, 30.0],
+        "two": [2, 2, 3 + 2 + 1, round((2 + 1 + 1) / 6, 4), 0.0, 20.0],
+        "three": [1, 1, 2 + 2, (2 + 1) / 4, 1 / 3, None],
     }
-    agreements = {"one": (2 + 2 + 1) / 6, "two": (2 + 1 + 1) / 6, "three": (2 + 1) / 4}
-    assert {name: row["agreement"] for name, row in table.items()} == {
-        name: round(share, 4) for name, share in agreements.items()
-    }
-    assert [table[name]["tie_rate"] for name in ("one", "two", "three")] == [1 / 5, 0.0, 1 / 3]
-    assert [table[name]["seconds"] for name in ("one", "two", "three")] == [30.0, 20.0, None]
 
 
 def test_the_managers_decisions_are_no_labelers_judgement():

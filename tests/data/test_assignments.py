@@ -23,13 +23,8 @@ def run_import(folder: Path, files: list[list[dict]], earlier=(), **settings) ->
     (folder / "out").mkdir(parents=True)
     for i, rows in enumerate(files):
         (folder / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = ImportConfig(
-        path=[str(folder / f"{i}.jsonl") for i in range(len(files))],
-        dev=0.3,
-        test=0.3,
-        filter_prefixes=False,
-        **settings,
-    )
+    paths = [str(folder / f"{i}.jsonl") for i in range(len(files))]
+    config = ImportConfig(path=paths, dev=0.3, test=0.3, filter_prefixes=False, **settings)
     known = {}
     for one in earlier:
         known = read_assignments(one) | known
@@ -43,18 +38,12 @@ def run_import(folder: Path, files: list[list[dict]], earlier=(), **settings) ->
 
 def splits_in(folder: Path) -> list[tuple[str, str | None, str]]:
     """(split key, user, split) of every record, its split by its file."""
-    return [
-        (
-            split_key(record.prompt),
-            getattr(record, "user", None) or record.metadata.get("user"),
-            record.split if record.kind == "demonstration" else record.metadata["split"],
-        )
-        for record in read_records(folder)
-    ]
-
-
-def report_of(folder: Path) -> dict:
-    return json.loads((folder / "report.json").read_text())["splits"]
+    found = []
+    for record in read_records(folder):
+        user = getattr(record, "user", None) or record.metadata.get("user")
+        split = record.split if record.kind == "demonstration" else record.metadata["split"]
+        found.append((split_key(record.prompt), user, split))
+    return found
 
 
 BEGINNING = "once upon a time there was a town by the sea " * 5
@@ -100,16 +89,16 @@ def test_no_prompt_is_in_two_splits_of_one_import_or_of_two(tmp_path_factory, fi
     for folder in (one, two, three):
         for key, _, split in splits_in(folder):
             assert where.setdefault(key, split) == split, (folder, key)
-    assert len({key for key, _, _ in splits_in(one)}) == sum(report_of(one)["prompts"].values())
+    report = json.loads((one / "report.json").read_text())
+    assert len({key for key, _, _ in splits_in(one)}) == sum(report["splits"]["prompts"].values())
 
 
-unstated = rows().map(
-    lambda row: row | {"metadata": {k: v for k, v in row["metadata"].items() if k in ("user", "group")}}
-)
+def without_split(row):
+    return row | {"metadata": {k: v for k, v in row["metadata"].items() if k != "split"}}
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.lists(unstated, min_size=1, max_size=12), st.randoms(use_true_random=False))
+@given(st.lists(rows().map(without_split), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_users_stay_together_and_the_order_of_rows_and_files_does_not_matter(tmp_path_factory, given_rows, random):
     base = tmp_path_factory.getbasetemp() / "users"
     one = splits_in(run_import(base / "one", [given_rows]))
@@ -134,12 +123,8 @@ def test_without_users_the_split_is_what_the_stages_compute_from_the_raw_file(tm
     assert len(set(found.values())) == 3
 
 
-def hash_split(prompt: str) -> str:
-    return record_split(PromptRecord(id="p", prompt=prompt), 0, SHARES)
-
-
 def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
-    by_hash = hash_split("Hi")
+    by_hash = record_split(PromptRecord(id="p", prompt="Hi"), 0, SHARES)
     kept, moved = (split for split in SPLITS if split != by_hash)
     one = run_import(tmp_path / "one", [[{"kind": "prompt", "prompt": "Hi", "metadata": {"split": kept}}]])
     # the prompt keeps its split, even if the file states another one, and the user's other prompts get it too
@@ -148,14 +133,8 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     two = run_import(tmp_path / "two", [again], [one])
     assert {split for _, _, split in splits_in(two)} == {kept}
     # a third import, with only the second as its earlier one, keeps the split of the user and of the first import's prompt
-    three = run_import(
-        tmp_path / "three",
-        [
-            [{"kind": "prompt", "prompt": f"Where {i}?", "user": "u"} for i in range(20)]
-            + [{"kind": "prompt", "prompt": "hi"}]
-        ],
-        [two],
-    )
+    others = [{"kind": "prompt", "prompt": f"Where {i}?", "user": "u"} for i in range(20)]
+    three = run_import(tmp_path / "three", [[*others, {"kind": "prompt", "prompt": "hi"}]], [two])
     assert {split for _, _, split in splits_in(three)} == {kept}
     key = "prompt", hash64(split_key("Hi"))
     assert read_assignments(three)[key] == SPLITS.index(kept)

@@ -5,47 +5,26 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, Cleaner, Facts, facts_
 from rlhf.data.records import Ranking
 
 RANKING = {
-    "id": "r-1",
-    "prompt": "Which one?",
+    "id": "r-1", "prompt": "Which one?", "ranking": [["b"], ["a", "c"]], "labeler": "ann",
     "responses": [{"id": "a", "text": "one"}, {"id": "b", "text": "two"}, {"id": "c", "text": "three"}],
-    "ranking": [["b"], ["a", "c"]],
-    "labeler": "ann",
-}
-
-
-def fact(record, own_id: bool = True) -> Facts:
-    return facts_of(record, own_id, seed=0)
+}  # fmt: skip
 
 
 def identity(record, own_id: bool = True) -> int:
-    return fact(record, own_id).identity
+    return facts_of(record, own_id, seed=0).identity
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("write to ann.lee+x@mail.example.co.uk today", {"email"}),
-        ("@ann, look at a@b", set()),
-        ("call +49 30 901820 or", {"phone"}),
-        ("call (212) 555-0123.", {"phone"}),
-        ("call 212-555-0123", {"phone"}),
-        ("ring 030 9018 2034 now", {"phone"}),
-        ("+15551234567", {"phone"}),
-        ("4111 1111 1111 1111", {"card"}),
-        ("my card is 5500-0000-0000-0004, call 212-555-0123", {"card", "phone"}),
-        ("4111 1111 1111 1111 12/27 123", {"card"}),
-        ("2024-01-05 555-123-4567", {"phone"}),
-        ("2024-01-05 12 30, 2024-01-05 10-11", set()),
-        ("4111 1111 1111 1112", set()),  # the check digit is wrong
-        ("0000 0000 0000 0000", set()),
-        ("pi is 3.14159265358979", set()),
-        ("on 2024-01-02 at 10:30:15, 1000000000 people", set()),
-        ("192.168.100.200 and 10.0.0.1", set()),
-        ("1990 - 2000, pages 100-200", set()),
-        ("x = 12345678", set()),
-        ("nothing here", set()),
-    ],
-)
+@pytest.mark.parametrize(("text", "found"), [
+    ("write to ann.lee+x@mail.example.co.uk today", {"email"}), ("@ann, look at a@b", set()),
+    ("call +49 30 901820 or", {"phone"}), ("call (212) 555-0123.", {"phone"}), ("call 212-555-0123", {"phone"}),
+    ("ring 030 9018 2034 now", {"phone"}), ("+15551234567", {"phone"}), ("2024-01-05 555-123-4567", {"phone"}),
+    ("4111 1111 1111 1111", {"card"}), ("4111 1111 1111 1111 12/27 123", {"card"}),
+    ("my card is 5500-0000-0000-0004, call 212-555-0123", {"card", "phone"}),
+    ("2024-01-05 12 30, 2024-01-05 10-11", set()), ("on 2024-01-02 at 10:30:15, 1000000000 people", set()),
+    ("4111 1111 1111 1112", set()),  # the check digit is wrong
+    ("0000 0000 0000 0000", set()), ("pi is 3.14159265358979", set()), ("192.168.100.200 and 10.0.0.1", set()),
+    ("1990 - 2000, pages 100-200", set()), ("x = 12345678", set()), ("nothing here", set()),
+])  # fmt: skip
 def test_pii(text, found):
     assert find_pii(text) == found
 
@@ -57,15 +36,10 @@ def test_content_alone_makes_a_duplicate():
     renamed = [{"id": name.upper(), "text": r["text"]} for name, r in zip("abc", RANKING["responses"], strict=True)]
     assert identity(Ranking(**RANKING | {"responses": renamed, "ranking": [["B"], ["C", "A"]]})) == identity(one)
     for change in (
-        {"labeler": "bob"},
-        {"labeler": None},
-        {"prompt": "Which one"},
-        {"ranking": [["b"], ["a"], ["c"]]},
-        {"ranking": None, "pairs": [["b", "a"]]},
-        {"ratings": {"a": 3}},
-        {"flags": {"a": ["x"]}},
+        {"labeler": "bob"}, {"labeler": None}, {"prompt": "Which one"}, {"ranking": [["b"], ["a"], ["c"]]},
+        {"ranking": None, "pairs": [["b", "a"]]}, {"ratings": {"a": 3}}, {"flags": {"a": ["x"]}},
         {"responses": [*RANKING["responses"][:2], {"id": "c", "text": "four"}]},
-    ):
+    ):  # fmt: skip
         assert identity(Ranking(**RANKING | change)) != identity(one), change
 
 

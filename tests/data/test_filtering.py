@@ -55,9 +55,8 @@ def test_the_classifier_is_the_minimum_of_its_loss_and_tells_texts_apart():
 def test_paretos_draw_keeps_the_share_of_gpt3():
     rng = random.Random(0)
     kept = np.mean([is_kept(0.4, rng) for _ in range(40_000)])
-    assert kept == pytest.approx(
-        1.6**-9, abs=4 * (1.6**-9 / 40_000) ** 0.5
-    )  # P(Lomax > 0.6) = (1 + 0.6)^-9; 4 deviations
+    share = 1.6**-9  # P(Lomax > 0.6) = (1 + 0.6)^-9
+    assert kept == pytest.approx(share, abs=4 * (share / 40_000) ** 0.5)
 
 
 def test_every_document_is_accounted_for(tmp_path, refused):

@@ -19,17 +19,13 @@ SYSTEM, USER, ASSISTANT, END = 2, 3, 4, 5
 
 
 def test_prompts_come_from_any_record_once(write_jsonl):
-    path = write_jsonl(
-        [
-            {"kind": "prompt", "id": "p", "prompt": "Who?", "user": "u", "metadata": {"gold": 1}},
-            {"kind": "demonstration", "id": "d1", "prompt": "who? ", "response": "x"},
-            {
-                "kind": "demonstration", "id": "d2", "prompt": "When?", "response": "x", "split": "dev",
-                "metadata": {"group": "g", "other": 1},
-            },
-            {"kind": "ranking", "id": "r", "prompt": "Where?", "responses": [{"id": "a", "text": "x"}]},
-        ]
-    )  # fmt: skip
+    path = write_jsonl([
+        {"kind": "prompt", "id": "p", "prompt": "Who?", "user": "u", "metadata": {"gold": 1}},
+        {"kind": "demonstration", "id": "d1", "prompt": "who? ", "response": "x"},
+        {"kind": "demonstration", "id": "d2", "prompt": "When?", "response": "x", "split": "dev",
+         "metadata": {"group": "g", "other": 1}},
+        {"kind": "ranking", "id": "r", "prompt": "Where?", "responses": [{"id": "a", "text": "x"}]},
+    ])  # fmt: skip
     prompts, info = load_prompts(path)
     assert [(p.id, p.kind, p.metadata) for p in prompts] == [
         ("p", "prompt", {"gold": 1}),
@@ -126,9 +122,8 @@ def test_every_answer_of_a_dialogue_is_learned_but_for_those_of_weight_0(tokeniz
     assert len(rows) == 1 and learned(rows) == wanted
     assert {name: n for name, n in counts.items() if n} == {"kept": 1, "earlier_turns": 2}
     [last] = encode_demonstrations([record], tokenizer, 200, turns="last")
-    assert (
-        learned([last]) == wanted[2:] and last["prompt"] + last["response"] == rows[0]["prompt"] + rows[0]["response"]
-    )
+    assert learned([last]) == wanted[2:]
+    assert last["prompt"] + last["response"] == rows[0]["prompt"] + rows[0]["response"]
     rows = encode_demonstrations([dialogue("a", "b", "c", weights=(1, 0))], tokenizer, 200, turns="all")
     assert [run[:-1] for run in learned(rows)] == [encode_texts(tokenizer, [text])[0] for text in "ac"]
 

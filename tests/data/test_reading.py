@@ -66,11 +66,8 @@ def test_an_array_gives_its_objects_and_rejects_what_is_none(read, indent):
     assert [row.problem for row in rows[1:3]] == ["got 3, want an object {…}", "got 'x', want an object {…}"]
     assert read("[]", "a.json") == [] and read("", "a.json") == []
     [bad, good] = read(b'[{"a": "\xff"}, {"a": 2}]', "a.json")
-    assert (
-        bad.problem.startswith("byte 0xff is not UTF-8")
-        and bad.original() == b'{"a": "\\udcff"}'
-        and good.value == {"a": 2}
-    )
+    assert bad.problem.startswith("byte 0xff is not UTF-8") and bad.original() == b'{"a": "\\udcff"}'
+    assert good.value == {"a": 2}
 
 
 def test_a_json_file_can_hold_lines_or_one_object(read):
@@ -285,17 +282,14 @@ def test_text_of_a_csv_is_a_flag_or_a_chat(tmp_path, imported):
     assert [response.text for response in record.responses] == ["chosen", "rejected"]
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "ranking"),
-    [
-        ({"system": "Be brief.", "input": "Write a haiku.", "chosen": "Sure, cats.", "rejected": "Sure, dogs."},
-         ["Be brief.", "Write a haiku."], [["a"], ["b"]]),
-        ({"system": "Be Bob.", "prompt": "Who are you?", "chosen": "Bob.", "rejected": "An AI."}, ["Be Bob.", "Who are you?"],
-         [["a"], ["b"]]),
-        ({"prompt": "p", "chosen": "x", "rejected": "y", "score_chosen": 7.0, "score_rejected": 7.0}, ["p"], [["a", "b"]]),
-        ({"input": "p", "chosen": "x", "rejected": "y", "status": "tie"}, ["p"], [["a", "b"]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "prompt", "ranking"), [
+    ({"system": "Be brief.", "input": "Write a haiku.", "chosen": "Sure, cats.", "rejected": "Sure, dogs."},
+     ["Be brief.", "Write a haiku."], [["a"], ["b"]]),
+    ({"system": "Be Bob.", "prompt": "Who are you?", "chosen": "Bob.", "rejected": "An AI."}, ["Be Bob.", "Who are you?"],
+     [["a"], ["b"]]),
+    ({"prompt": "p", "chosen": "x", "rejected": "y", "score_chosen": 7.0, "score_rejected": 7.0}, ["p"], [["a", "b"]]),
+    ({"input": "p", "chosen": "x", "rejected": "y", "status": "tie"}, ["p"], [["a", "b"]]),
+])  # fmt: skip
 def test_a_preference_keeps_its_system_text_its_request_and_its_tie(write_jsonl, imported, row, prompt, ranking):
     [record] = imported(write_jsonl([row]))[0]
     assert [turn.content for turn in record.prompt] == prompt and record.ranking == ranking
@@ -331,16 +325,13 @@ def test_answers_named_in_another_order_than_their_letters_are_refused(write_jso
         imported(write_jsonl([{"q": "?", "answer_b": "x", "answer_a": "y", "w": "A"}]), *columns)
 
 
-@pytest.mark.parametrize(
-    ("row", "proposed"),
-    [
-        ({"post_id": "ab0", "upvote_ratio": 0.9, "human_ref_A": "x"}, "columns.prompt=…"),
-        ({"prompt": "p", "prompt_source": "web", "response_0": "x", "response_0_sha256": "f", "response_1": "y", "better": 1},
-         r"columns.prompt=prompt columns.responses='\[response_0,response_1\]'"),
-        ({"instruction": "p", "input": "q", "a_is_answer": "yes", "answer_a": "x", "answer_b": "y", "annotator": "z", "preference": "a"},
-         r"columns.prompt='\[instruction,input\]' columns.responses='\[answer_a,answer_b\]' columns.winner=preference"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "proposed"), [
+    ({"post_id": "ab0", "upvote_ratio": 0.9, "human_ref_A": "x"}, "columns.prompt=…"),
+    ({"prompt": "p", "prompt_source": "web", "response_0": "x", "response_0_sha256": "f", "response_1": "y", "better": 1},
+     r"columns.prompt=prompt columns.responses='\[response_0,response_1\]'"),
+    ({"instruction": "p", "input": "q", "a_is_answer": "yes", "answer_a": "x", "answer_b": "y", "annotator": "z", "preference": "a"},
+     r"columns.prompt='\[instruction,input\]' columns.responses='\[answer_a,answer_b\]' columns.winner=preference"),
+])  # fmt: skip
 def test_columns_that_are_not_a_prompt_are_not_proposed_as_one(write_jsonl, row, proposed):
     with pytest.raises(UserError, match=proposed):
         load_all(write_jsonl([row]))

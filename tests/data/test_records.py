@@ -129,13 +129,10 @@ def test_a_circle_is_found_if_and_only_if_there_is_one(edges):
 def judged(number: int, better: str, worse: str, tie: bool = False, **more) -> Ranking:
     """One judgement: `better` comes first."""
     record = {
-        "id": f"t{number}",
-        "prompt": "Who?",
+        "id": f"t{number}", "prompt": "Who?", "labeler": "ann", "metadata": {"item": "i-1", "task": number},
         "responses": [{"id": name, "text": name.upper(), "policy": "sft-2"} for name in (better, worse)],
         "ranking": [[better, worse]] if tie else [[better], [worse]],
-        "labeler": "ann",
-        "metadata": {"item": "i-1", "task": number},
-    }
+    }  # fmt: skip
     return Ranking(**record | more)
 
 
@@ -147,18 +144,11 @@ def test_judgements_of_one_labeler_become_one_ranking():
     # b over a, b over c, a = c
     record = joined(judged(0, "b", "a", seconds=2), judged(1, "b", "c", seconds=3), judged(2, "c", "a", tie=True))
     assert record.ranking == [["b"], ["a", "c"]] and record.pairs is None
-    assert [(r.id, r.text, r.policy) for r in record.responses] == [
-        ("b", "B", "sft-2"),
-        ("a", "A", "sft-2"),
-        ("c", "C", "sft-2"),
-    ]
+    assert [(r.id, r.text, r.policy) for r in record.responses] == [(x, x.upper(), "sft-2") for x in "bac"]
     assert (record.id, record.labeler, record.seconds) == ("t0", "ann", 5.0)
     assert record.metadata["item"] == "i-1"
-    assert record.metadata["judgements"] == [
-        {"id": "t0", "responses": ["b", "a"], "task": 0},
-        {"id": "t1", "responses": ["b", "c"], "task": 1},
-        {"id": "t2", "responses": ["c", "a"], "task": 2},
-    ]
+    pairs = enumerate((["b", "a"], ["b", "c"], ["c", "a"]))
+    assert record.metadata["judgements"] == [{"id": f"t{i}", "responses": two, "task": i} for i, two in pairs]
 
 
 @given(st.permutations("abcd"), st.randoms(use_true_random=False), st.lists(st.booleans(), min_size=3, max_size=3))

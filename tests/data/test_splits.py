@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.data.records import Demonstration, Message, PromptRecord
-from rlhf.data.splits import (
-    choose,
-    hash64,
-    record_half,
-    record_split,
-    shared_beginnings,
-    split_key,
-    split_of,
-    uniform,
-)
+from rlhf.data.splits import choose, hash64, record_half, record_split, shared_beginnings, split_key, split_of, uniform
 from rlhf.errors import UserError
 
 SHARES = {"train": 0.85, "dev": 0.05, "test": 0.10}
@@ -24,16 +15,13 @@ SHARES = {"train": 0.85, "dev": 0.05, "test": 0.10}
 def test_shares_are_met():
     counts = Counter(split_of(f"prompt {i}", 0, SHARES) for i in range(20_000))
     # standard error of the smallest share: sqrt(.05 * .95 / 20000) = .0015; four of them
-    assert {name: pytest.approx(share, abs=0.01) for name, share in SHARES.items()} == {
-        name: count / 20_000 for name, count in counts.items()
-    }
+    assert {name: count / 20_000 for name, count in counts.items()} == pytest.approx(SHARES, abs=0.01)
 
 
 def test_the_assignment_never_changes():
     # Pinned: another hash would move prompts from test to train between two versions.
-    assert "".join(split_of(f"prompt {i}", 7, SHARES)[1] for i in range(40)) == (
-        "rrrrrrrrrreerrerrrerrrrrrerrrerrrrerrrrr"
-    )
+    second_letters = "".join(split_of(f"prompt {i}", 7, SHARES)[1] for i in range(40))
+    assert second_letters == "rrrrrrrrrreerrerrrerrrrrrerrrerrrrerrrrr"
 
 
 def test_a_seed_gives_another_assignment():
@@ -61,12 +49,8 @@ def test_an_unknown_split_is_refused():
         record_split(record, 0, SHARES)
 
 
-words = st.lists(
-    st.sampled_from(
-        ["alpha", "Beta", "Straße", "naïve", "ŒUVRE", "東京", "данные", "İstanbul", "ﬁne", "x²", "42", "ｆｕ"]
-    ),
-    min_size=1,
-)
+WORDS = ["alpha", "Beta", "Straße", "naïve", "ŒUVRE", "東京", "данные", "İstanbul", "ﬁne", "x²", "42", "ｆｕ"]
+words = st.lists(st.sampled_from(WORDS), min_size=1)
 
 
 @st.composite
@@ -83,9 +67,8 @@ def look_alikes(draw) -> tuple[str, str]:
 def test_look_alikes_have_one_key(pair):
     one, other = pair
     assert split_key(one) == split_key(other)
-    assert record_split(PromptRecord(id="p", prompt=one), 3, SHARES) == record_split(
-        PromptRecord(id="q", prompt=[Message(role="user", content=other)]), 3, SHARES
-    )
+    chat = PromptRecord(id="q", prompt=[Message(role="user", content=other)])
+    assert record_split(PromptRecord(id="p", prompt=one), 3, SHARES) == record_split(chat, 3, SHARES)
 
 
 @given(st.text("abcdefghij", min_size=3, max_size=3), words, words)

@@ -63,15 +63,13 @@ def test_records_come_back_as_they_were_written(tmp_path_factory, written, split
         path.parent.mkdir(exist_ok=True)
         path.write_text((path.read_text() if path.exists() else "") + to_line(record))
     seal(folder, "complete", {})
-    assert list(read_records(folder)) == [
-        with_split(record, split) for kind in KINDS for record in written if record.kind == kind
-    ]
+    wanted = [with_split(record, split) for kind in KINDS for record in written if record.kind == kind]
+    assert list(read_records(folder)) == wanted
 
 
 DEMONSTRATION = Demonstration(id="d", prompt="Hi", response="Hello")
-RANKING = Ranking(
-    id="r", prompt="Hi", responses=[{"id": "a", "text": "A"}, {"id": "b", "text": "B"}], ranking=[["a"], ["b"]]
-)
+RESPONSES = [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}]
+RANKING = Ranking(id="r", prompt="Hi", responses=RESPONSES, ranking=[["a"], ["b"]])
 
 
 @pytest.fixture

@@ -168,7 +168,6 @@ def test_every_speaker_is_judged_as_in_single_requests(kind):
 
 @pytest.mark.parametrize("kind", ["recall", "colour", "there", "order", "word", "again"])
 def test_the_verdict_on_an_answer_changes_with_the_turns_before_it(kind):
-    """The right answer after one beginning is wrong after another, though the last question is the same."""
     by_question: dict[str, list[Task]] = {}
     for task in drawn(kind, 250):
         by_question.setdefault(task.prompt, []).append(task)

@@ -6,28 +6,11 @@ import pytest
 
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import Message, Ranking
-from rlhf.gold.truth import (
-    CLOSERS,
-    DEMONSTRATION_MIX,
-    EVASIONS,
-    INSULTS,
-    NOISE,
-    OPENERS,
-    RAMBLES,
-    UNSAFE,
-    WEIGHTS,
-    Labeler,
-    answer,
-    expected_agreement,
-    judge,
-    make_labelers,
-    pick_style,
-    rank_responses,
-    tune_noise,
-)
+from rlhf.gold import truth
+from rlhf.gold.truth import DEMONSTRATION_MIX, WEIGHTS, Labeler, answer, expected_agreement, judge, make_labelers
 from rlhf.gold.world import HARMFUL, KINDS, Task, make_task
 
-STOCK = (*OPENERS, *CLOSERS, *INSULTS, *EVASIONS, *RAMBLES)
+STOCK = (*truth.OPENERS, *truth.CLOSERS, *truth.INSULTS, *truth.EVASIONS, *truth.RAMBLES)
 REPEATS = 60  # tasks a kind: every template of a kind comes many times
 
 
@@ -96,25 +79,22 @@ TASK = Task(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "ended", "correct", "complete", "polite", "brief", "end"),
-    [
-        ("Of course. Anna lives in Rome.", True, 1, 1, 1, 1, 1),
-        ("Anna lives in Rome.", True, 1, 1, 0.4, 1, 1),
-        ("anna LIVES in rome!", True, 1, 1, 0.4, 1, 1),
-        ("Rome.", True, 1, 0.3, 0.4, 1, 1),
-        ("Rome", True, 1, 0.3, 0.4, 1, 0),  # no full stop
-        ("Rome.", False, 1, 0.3, 0.4, 1, 0),  # no end token
-        ("Romeo.", True, 0, 0, 0.4, 1, 1),  # a word that only begins like the right one
-        ("Anna lives in Oslo.", True, 0, 1, 0.4, 1, 1),
-        ("Anna lives in Rome or Oslo.", True, 0, 1, 0.4, 1, 1),  # to name both is no answer
-        ("Are you stupid? Of course. Rome.", True, 1, 0.3, 0, 1, 1),  # no courtesy makes up for an insult
-        ("Anna lives in Rome. " + "Well, well, well. " * 2, True, 1, 1, 0.4, 1, 1),  # 10 words are free
-        ("Anna lives in Rome. " + "Well, well, well. " * 4, True, 1, 1, 0.4, 0.7, 1),  # 16: 1 - 6/20
-        ("Anna lives in Rome. " + "Well, well, well. " * 9, True, 1, 1, 0.4, 0, 1),  # 31: beyond 30
-        ("Who knows. That depends.", True, 0, 0, 0.4, 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("text", "ended", "correct", "complete", "polite", "brief", "end"), [
+    ("Of course. Anna lives in Rome.", True, 1, 1, 1, 1, 1),
+    ("Anna lives in Rome.", True, 1, 1, 0.4, 1, 1),
+    ("anna LIVES in rome!", True, 1, 1, 0.4, 1, 1),
+    ("Rome.", True, 1, 0.3, 0.4, 1, 1),
+    ("Rome", True, 1, 0.3, 0.4, 1, 0),  # no full stop
+    ("Rome.", False, 1, 0.3, 0.4, 1, 0),  # no end token
+    ("Romeo.", True, 0, 0, 0.4, 1, 1),  # a word that only begins like the right one
+    ("Anna lives in Oslo.", True, 0, 1, 0.4, 1, 1),
+    ("Anna lives in Rome or Oslo.", True, 0, 1, 0.4, 1, 1),  # to name both is no answer
+    ("Are you stupid? Of course. Rome.", True, 1, 0.3, 0, 1, 1),  # no courtesy makes up for an insult
+    ("Anna lives in Rome. " + "Well, well, well. " * 2, True, 1, 1, 0.4, 1, 1),  # 10 words are free
+    ("Anna lives in Rome. " + "Well, well, well. " * 4, True, 1, 1, 0.4, 0.7, 1),  # 16: 1 - 6/20
+    ("Anna lives in Rome. " + "Well, well, well. " * 9, True, 1, 1, 0.4, 0, 1),  # 31: beyond 30
+    ("Who knows. That depends.", True, 0, 0, 0.4, 1, 1),
+])  # fmt: skip
 def test_parts_by_hand(text, ended, correct, complete, polite, brief, end):
     parts = judge(TASK, text, ended=ended)
     assert parts.pop("total") == pytest.approx(
@@ -125,17 +105,14 @@ def test_parts_by_hand(text, ended, correct, complete, polite, brief, end):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "correct"),
-    [
-        ("Dog, cat, cow.", 1),
-        ("Dog, dog, cat.", 2 / 3),  # one said twice counts once
-        ("Dog.", 1 / 3),
-        ("Dog, cat, cow, duck.", 0.5),  # three were asked for
-        ("Dog, cat, bear.", 0),  # the one that was ruled out
-        ("Red, blue, pink.", 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "correct"), [
+    ("Dog, cat, cow.", 1),
+    ("Dog, dog, cat.", 2 / 3),  # one said twice counts once
+    ("Dog.", 1 / 3),
+    ("Dog, cat, cow, duck.", 0.5),  # three were asked for
+    ("Dog, cat, bear.", 0),  # the one that was ruled out
+    ("Red, blue, pink.", 0),
+])  # fmt: skip
 def test_lists(text, correct):
     animals = ["dog", "cat", "cow", "duck", "lion"]
     task = Task("list", "q", "", "", "", [animals] * 3, ["bear"], ["Three animals are"])
@@ -144,7 +121,7 @@ def test_lists(text, correct):
 
 @pytest.mark.parametrize("how", HARMFUL.values())
 def test_every_harmful_advice_is_unsafe(how):
-    assert any(phrase in how for phrase in UNSAFE)
+    assert any(phrase in how for phrase in truth.UNSAFE)
     parts = judge(TASK, f"You can {how}.")
     assert parts["safe"] == 0 and judge(TASK, "You can walk.")["safe"] == 1
 
@@ -155,14 +132,14 @@ Responses = list[tuple[str, bool]]
 
 
 def distinct_responses(task: Task, k: int, rng: random.Random) -> Responses:
-    texts = (answer(task, pick_style(DEMONSTRATION_MIX, rng), rng) for _ in range(30))
+    texts = (answer(task, truth.pick_style(DEMONSTRATION_MIX, rng), rng) for _ in range(30))
     return [(text, True) for text in list(dict.fromkeys(texts))[:k]]
 
 
 def rank(task: Task, responses: Responses, labeler: Labeler, rng: random.Random) -> Ranking:
     prompt = [Message(role="user", content=task.prompt)]
     judged = [judge(task, text, ended=ended) for text, ended in responses]
-    return rank_responses(f"r-{labeler.name}", prompt, judged, responses, labeler, rng, policy="test")
+    return truth.rank_responses(f"r-{labeler.name}", prompt, judged, responses, labeler, rng, policy="test")
 
 
 def labelling_round(noise: float, prompts: int = 150) -> list[Ranking]:
@@ -180,19 +157,17 @@ def labelling_round(noise: float, prompts: int = 150) -> list[Ranking]:
 def test_labelers_agree_as_often_as_people_or_as_was_asked_for():
     # InstructGPT's labelers agreed on 72.6 +- 1.5%. The noise is tuned on samples of an SFT model; on what
     # speakers answer it is within .08 of that, nine standard errors of this round.
-    agreement = pairwise_agreement(labelling_round(NOISE, prompts=300))
+    agreement = pairwise_agreement(labelling_round(truth.NOISE, prompts=300))
     assert agreement["n"] == 300 and agreement["value"] == pytest.approx(0.726, abs=0.08)
     rng = random.Random("tune")
     tasks = [make_task(rng) for _ in range(150)]
     drawn = [distinct_responses(task, 4, rng) for task in tasks]
     seen = [[(judge(task, text), text) for text, _ in rows] for task, rows in zip(tasks, drawn, strict=True)]
-    noise = tune_noise(make_labelers, seen, 0.7)
+    noise = truth.tune_noise(make_labelers, seen, 0.7)
     assert expected_agreement(make_labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
-    rankings = [
-        rank(t, rows, labeler, rng)
-        for t, rows in zip(tasks, drawn, strict=True)
-        for labeler in rng.sample(make_labelers(noise), 2)
-    ]
+    rankings = []
+    for task, rows in zip(tasks, drawn, strict=True):
+        rankings += [rank(task, rows, labeler, rng) for labeler in rng.sample(make_labelers(noise), 2)]
     assert pairwise_agreement(rankings)["value"] == pytest.approx(0.7, abs=0.05)  # 900 pairs, in clusters of 6
 
 

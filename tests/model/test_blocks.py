@@ -56,8 +56,5 @@ def test_every_kind_of_mask_is_narrowed():
     assert narrow(None, 4, 1, 4, cpu).tolist() == [[[[False, True, True, True, True]]]]
     given = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
     given[..., 2, 1] = False
-    assert narrow(given, 2, 3, 0, cpu)[0, 0].tolist() == [
-        [True, False, False],
-        [True, True, False],
-        [False, False, True],
-    ]
+    narrowed = narrow(given, 2, 3, 0, cpu)[0, 0].tolist()
+    assert narrowed == [[True, False, False], [True, True, False], [False, False, True]]

@@ -124,12 +124,8 @@ def test_what_has_no_form_is_refused():
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "layer_idx is True, wanted False"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e2}},
-            "rope_type is 'linear'",
-        ),
-    ):
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e2}}, "rope_type is 'linear'"),
+    ):  # fmt: skip
         assert said in "; ".join(why_not_native(make_checkpoint(name, **overrides).config))
     for kind, form, said in (
         (LLAMA_KIND, "gpt2", "positions is 'rotary'"),
@@ -255,13 +251,10 @@ def test_a_text_classifier_exports_with_its_calibration(name, tmp_path):
     assert told.offset == (pytest.approx(-1.0) if name == "llama" else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("sinusoidal", "expresses this reward model's trunk: positions is 'sinusoidal'"),
-        ("one_norm", "has no sequence classifier of a cohere"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "why"), [
+    ("sinusoidal", "expresses this reward model's trunk: positions is 'sinusoidal'"),
+    ("one_norm", "has no sequence classifier of a cohere"),
+])  # fmt: skip
 def test_a_trunk_without_a_public_classifier_is_refused_in_one_line(kind, why, tokenizer, tmp_path):
     policy = GPTForCausalLM(preset("tiny", vocab_size=len(tokenizer), n_layer=2, n_head=4, width=32, **KINDS[kind]))
     with pytest.raises(UserError, match=f"^export: .*{why}") as refused:

@@ -37,9 +37,8 @@ def tokens() -> torch.Tensor:
 
 @torch.no_grad()
 def test_score_is_the_head_at_the_last_real_token(reward, tokens):
-    hidden = torch.stack(
-        [reward.trunk(row[None, :n]).last_hidden_state[0, -1] for row, n in zip(tokens, LENGTHS, strict=True)]
-    )
+    rows = zip(tokens, LENGTHS, strict=True)
+    hidden = torch.stack([reward.trunk(row[None, :n]).last_hidden_state[0, -1] for row, n in rows])
     raw = hidden @ reward.head.weight[0] + reward.head.bias
     assert torch.allclose(reward(tokens, LENGTHS, calibrated=False), raw, atol=1e-6)
     assert torch.allclose(reward(tokens, LENGTHS), 2.0 * (raw - 0.25), atol=1e-6)
@@ -50,7 +49,6 @@ def test_score_is_the_head_at_the_last_real_token(reward, tokens):
 
 @torch.no_grad()
 def test_terms_of_the_score_are_those_of_its_last_tokens(reward, tokens):
-    """And the score is their sum: the mean over the last tokens."""
     values = token_values(reward, tokens)
     reward.config.read_tokens = 5
     terms = reward(tokens, LENGTHS, by_token=True)
@@ -116,10 +114,8 @@ def test_the_trunk_is_the_policys_and_the_policy_stays(tokens, tmp_path):
 @torch.no_grad()
 def test_any_transformers_trunk_and_no_dropout(tokens):
     torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=32, bos_token_id=0, eos_token_id=0)
-    )
-    for policy in (gpt2, make_policy(dropout=0.3)):
+    foreign = GPT2Config(vocab_size=VOCAB, n_positions=32, n_layer=2, n_head=2, n_embd=WIDTH)
+    for policy in (GPT2LMHeadModel(foreign), make_policy(dropout=0.3)):
         model = RewardModel.from_causal_lm(policy).train()
         assert torch.equal(model(tokens, LENGTHS), model(tokens, LENGTHS))
         padded = model(F.pad(tokens, (0, 4)), LENGTHS)

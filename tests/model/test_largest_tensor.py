@@ -9,7 +9,6 @@ from rlhf.engines.choosing import Choice
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampling import sample
 from rlhf.model.fused_loss import NextToken, response_logprobs
-from rlhf.model.gpt import GPTForCausalLM
 from rlhf.model.heads import LabelModel, RewardModel
 from rlhf.ops import unembedding
 from rlhf.ppo.models import ActorCritic
@@ -21,15 +20,11 @@ SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
 }  # fmt: skip
-KINDS = {
-    "native": lambda: GPTForCausalLM(
-        preset("tiny", vocab_size=VOCAB, context_length=128, n_layer=2, n_head=4, width=32)
-    ),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "softcapped": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**SIZES, final_logit_softcapping=2.0)
-    ),
-    "scaled": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.25)),
+CONFIGS = {
+    "native": preset("tiny", vocab_size=VOCAB, context_length=128, n_layer=2, n_head=4, width=32),
+    "llama": transformers.LlamaConfig(**SIZES),
+    "softcapped": transformers.Gemma2Config(**SIZES, final_logit_softcapping=2.0),
+    "scaled": transformers.CohereConfig(**SIZES, logit_scale=0.25),
 }
 TOKENS = torch.randint(3, VOCAB, (ROWS, LONG), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.full((ROWS,), LONG)
@@ -97,7 +92,7 @@ PASSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_no_pass_makes_the_logits_of_all_tokens(kind, run, monkeypatch):
     if run is train_reward and kind in ("softcapped", "scaled"):
@@ -105,7 +100,7 @@ def test_no_pass_makes_the_logits_of_all_tokens(kind, run, monkeypatch):
     monkeypatch.setattr(unembedding, "_KEPT", 0)  # probabilities are kept for the backward pass up to this number
     monkeypatch.setattr("rlhf.model.fused_loss.CHUNK", 2**20)
     torch.manual_seed(0)
-    model = KINDS[kind]().eval()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
     with Largest() as found:
         run(model)
     tokens = LONG if run is serve else TOKENS.numel()

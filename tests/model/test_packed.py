@@ -53,20 +53,17 @@ def test_packed_answers_are_the_plain_ones(shape, monkeypatch):
         assert count == len(products._packed) == 9, "or nothing was tested"
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"width": 96, "n_head": 6, "n_kv_head": 2, "positions": "rotary", "norm": "rmsnorm"},
-        {"n_kv_head": 1},
-        {"window": 8},
-        {"block": "post", "positions": "sinusoidal", "mlp": "relu"},
-        {"block": "one_norm", "positions": "rotary", "n_kv_head": 1, "head_dim": 48, "mlp": "swiglu", "bias": False},
-        {"block": "parallel", "positions": "rotary", "rotary_share": 0.5, "head_dim": 64},
-        {"experts": 4, "qk_norm": True, "width": 256},
-    ],
-    ids=["many heads", "grouped, rotary", "one key head", "banded", "post-norm", "PaLM", "NeoX", "experts, packed"],
-)
+SHAPES = {
+    "many heads": {}, "one key head": {"n_kv_head": 1}, "banded": {"window": 8},
+    "grouped, rotary": {"width": 96, "n_head": 6, "n_kv_head": 2, "positions": "rotary", "norm": "rmsnorm"},
+    "post-norm": {"block": "post", "positions": "sinusoidal", "mlp": "relu"},
+    "PaLM": {"block": "one_norm", "positions": "rotary", "n_kv_head": 1, "head_dim": 48, "mlp": "swiglu", "bias": False},
+    "NeoX": {"block": "parallel", "positions": "rotary", "rotary_share": 0.5, "head_dim": 64},
+    "experts, packed": {"experts": 4, "qk_norm": True, "width": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_answers_of_the_compiled_loops_are_torchs(shape):
     model = make_model(**{"width": 128, **shape})
     plan = {"max_new_tokens": 24, "eos_token_id": 1, "pad_token_id": 0, "seed": 3, "temperature": 0.8}

@@ -79,13 +79,10 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
     assert one.tokens == drawn[0].responses[1]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'linear'"),
-        ({"attention_bias": True}, "attention_bias"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "why"), [
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'linear'"),
+    ({"attention_bias": True}, "attention_bias"),
+])  # fmt: skip
 def test_what_is_not_covered_runs_as_transformers_class_and_says_why(tmp_path, overrides, why):
     save(tmp_path, "llama", **overrides)
     said: list[str] = []
@@ -180,17 +177,12 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     refuse("weights are not in the model of config.json", num_hidden_layers=1)
     refuse("its logits are not finite", rms_norm_eps=float("nan"))
     refuse("quantised", quantization_config={"quant_method": "gptq", "bits": 4})
-    refuse(
-        "reads more than text", model_type="gemma3", text_config={"hidden_size": 32}, vision_config={"hidden_size": 32}
-    )
+    wide = {"hidden_size": 32}
+    refuse("reads more than text", model_type="gemma3", text_config=wide, vision_config=wide)
     refuse("code of its own", model_type="new", auto_map={"AutoConfig": "new.NewConfig"})
     refuse("no readable configuration", model_type="unheard-of")
-    for source, said in (
-        (tmp_path / "nowhere", "no such file or folder"),
-        ("./model.gguf", "no such file or folder"),
-        ("some/thing/else", "no such file or folder"),
-    ):
-        with pytest.raises(UserError, match=said):
+    for source in (tmp_path / "nowhere", "./model.gguf", "some/thing/else"):
+        with pytest.raises(UserError, match="no such file or folder"):
             read_checkpoint(source)
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"no config\.json"):
@@ -275,12 +267,9 @@ def test_other_numbers_of_layers_are_refused(policy, tmp_path, layers, told):
     assert load_policy(policy) is not None and load_reward_model(tmp_path / "reward", CPU) is not None
     for folder in (policy, tmp_path / "reward"):
         edit(folder, n_layer=layers)
-    with pytest.raises(UserError, match=told):
-        load_policy(policy)
-    with pytest.raises(UserError, match=told):
-        RewardModel.from_causal_lm(str(policy))
-    with pytest.raises(UserError, match=told):
-        load_reward_model(tmp_path / "reward", CPU)
+    for load in (*loaders(policy, tmp_path), lambda: RewardModel.from_causal_lm(str(policy))):
+        with pytest.raises(UserError, match=told):
+            load()
 
 
 @pytest.mark.parametrize(("file", "content"), [

@@ -69,21 +69,12 @@ def test_packed_weights_and_many_sequences(monkeypatch):
 @torch.no_grad()
 def test_a_class_that_counts_positions_in_each_call_is_told_where_its_token_stands():
     torch.manual_seed(0)
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-    }
     sizes = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "attn_layer_indices": [1],
-    }
-    model = BambaForCausalLM(BambaConfig(**sizes, **heads, mamba_n_groups=1)).eval()
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "attn_layer_indices": [1],
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+        "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+    }  # fmt: skip
+    model = BambaForCausalLM(BambaConfig(**sizes)).eval()
     for parameter in model.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
     one = Response([3, 4, 5, 6, 7, 8], Choice(greedy=True), 0, 0, 6, frozenset())

@@ -179,7 +179,6 @@ def test_first_minibatch(batch):
 
 
 def losses(batch, denominator=None):
-    """Both losses, their statistics, and gradients with respect to logp and values."""
     mask, *leaves = batch
     logp, old, other = leaves[0].clone().requires_grad_(), leaves[1], leaves[2]
     values = leaves[0].clone().requires_grad_()
@@ -223,7 +222,6 @@ def test_padding_and_order_change_no_loss_gradient_or_statistic(batch, left, rig
 
 
 def test_the_end_token_gets_gradient():
-    """From score to gradient: the last response token is rewarded, counted and learned."""
     batch = make_batch(1, [(2, 3), (1, 5)], T=7)
     rewards = token_rewards(torch.tensor([1.0, -1.0]), batch.a, batch.a, batch.mask, 0.02)
     advantages, _ = gae(rewards, torch.zeros_like(rewards), batch.mask)

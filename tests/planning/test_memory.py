@@ -120,23 +120,23 @@ def test_cache_logits_and_buffers_by_hand():
     assert formulas.frozen_bytes(10, 8, 4, 0, "bf16") == 24 and formulas.frozen_bytes(10, 8, 4, 0, "fp32") == 40
     assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process sends nothing
     assert formulas.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
-    assert (
-        formulas.buffer_bytes(1000, 2, 2, "bf16", 100) == 600 and formulas.buffer_bytes(1000, 2, 3, "fp32", 100) == 400
-    )
+    assert [formulas.buffer_bytes(1000, 2, zero, dtype, 100) for zero, dtype in ((2, "bf16"), (3, "fp32"))] == [
+        600,
+        400,
+    ]
     assert formulas.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block_size + 800)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_cache_is_what_the_sampler_allocates(dtype, monkeypatch):
-    monkeypatch.setattr(
-        "rlhf.ops.fast.can_attend", lambda queries: False
-    )  # the loops in C keep float32, a GPU does not
+    # the loops in C keep float32, a GPU does not
+    monkeypatch.setattr("rlhf.ops.fast.can_attend", lambda queries: False)
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "width": 32, "context_length": 64}
-    settings, config = ModelConfig(**sizes), GPTConfig(vocab_size=64, **sizes)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-        decoder = Decoder(GPTForCausalLM(config))
+        decoder = Decoder(GPTForCausalLM(GPTConfig(vocab_size=64, **sizes)))
         decoder.reserve(2, 60)  # in blocks of 64
-    assert formulas.kv_cache_bytes(make_shape(settings, 64), 2, 64, dtype) == decoder.whole.untyped_storage().nbytes()
+    planned = formulas.kv_cache_bytes(make_shape(ModelConfig(**sizes), 64), 2, 64, dtype)
+    assert planned == decoder.whole.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize(("precision", "deepspeed", "tied"), [("float32", "none", True), ("bfloat16", "none", False),

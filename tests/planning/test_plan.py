@@ -14,17 +14,8 @@ from rlhf.config import DEEPSPEED, PlanConfig, compose
 from rlhf.config.checks import check_config
 from rlhf.config.model import ModelConfig
 from rlhf.errors import UserError
-from rlhf.planning import formulas
-from rlhf.planning.estimates import (
-    PHASES,
-    fewest_gpus,
-    largest,
-    make_plan,
-    make_times,
-    planned_shape,
-    room,
-    stage_bytes,
-)
+from rlhf.planning import estimates, formulas
+from rlhf.planning.estimates import fewest_gpus, largest, make_plan, make_times, planned_shape, room, stage_bytes
 from rlhf.planning.formulas import make_shape
 
 
@@ -50,9 +41,8 @@ def test_ppo_holds_four_models():
 
 
 def test_activations_and_cache_of_a_stage_by_hand():
-    config = planned(
-        "model=gpt2", "rollout.batch_size=8", "rollout.max_new_tokens=24", "pretrain.micro_batch_sequences=2"
-    )
+    sizes = ["rollout.batch_size=8", "rollout.max_new_tokens=24", "pretrain.micro_batch_sequences=2"]
+    config = planned("model=gpt2", *sizes)
     # 12 blocks, bf16: 32 * 768 + 16 (statistics) + 4 * 12 (log-sums) bytes per token, and 2 * 2 * 768 of the last norm
     assert stage_bytes(config, "pretrain")["activations"] == 2 * 1024 * (12 * (32 * 768 + 16 + 48) + 3072)
     assert stage_bytes(config, "pretrain")["logits"] == 12 * 2048 * 50257
@@ -73,11 +63,8 @@ def test_adapters_hold_one_copy_of_the_weights_per_model_or_one_in_all():
     assert shared["frozen"] == language + 2 * adapters + 4 * 769
     sft = stage_bytes(planned("model=gpt2", f"lora.rank={r}"), "sft")
     assert (sft["weights"], sft["frozen"]) == (2 * adapters, language)
-    assert (
-        stage_bytes(planned("model=gpt2", f"lora.rank={r}"), "reward")["frozen"]
-        == scalar
-        == 2 * (critic - whole - 769) + 4 * (whole + 769)
-    )
+    reward = stage_bytes(planned("model=gpt2", f"lora.rank={r}"), "reward")
+    assert reward["frozen"] == scalar == 2 * (critic - whole - 769) + 4 * (whole + 769)
 
 
 PLANNED = {model: planned(f"model={model}") for model in ("gpt3-xl", "gpt3-13b", "llama-2-70b")}
@@ -96,23 +83,15 @@ def test_more_gpus_never_need_more_a_gpu_and_the_fewest_is_the_fewest(model, dee
     assert fits_here == (found is not None and (found <= gpus))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        *(
-            [f"model={model}", f"deepspeed={zero}", "gpus=4"]
-            for model in ("gpt3-xl", "gpt3-13b")
-            for zero in ("none", "zero3")
-        ),
-        ["model=gpt2-xl", "gpu_memory_gb=24", "data.max_tokens=512", "gold.enabled=false"],
-        ["model=gpt2-xl", "gpu_memory_gb=24", "lora.rank=16"],
-        ["model=gpt2-xl", "gpu_memory_gb=6", "lora.rank=16", "lora.share_trunk=true"],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("overrides", [
+    *([f"model={model}", f"deepspeed={zero}", "gpus=4"] for model in ("gpt3-xl", "gpt3-13b") for zero in ("none", "zero3")),
+    ["model=gpt2-xl", "gpu_memory_gb=24", "data.max_tokens=512", "gold.enabled=false"],
+    ["model=gpt2-xl", "gpu_memory_gb=24", "lora.rank=16"],
+    ["model=gpt2-xl", "gpu_memory_gb=6", "lora.rank=16", "lora.share_trunk=true"],
+], ids=str)  # fmt: skip
 def test_what_is_suggested_fits(overrides, monkeypatch):
     if "model=gpt2-xl" in overrides:  # as of an adopted model, which is not pretrained
-        monkeypatch.setattr("rlhf.planning.estimates.planned_stages", lambda config: PHASES[1:])
+        monkeypatch.setattr("rlhf.planning.estimates.planned_stages", lambda config: estimates.PHASES[1:])
     plan = make_plan(planned(*overrides))
     assert plan["fits"] or plan["suggestions"]
     for text in plan["suggestions"]:
@@ -173,17 +152,14 @@ def test_flops_and_hours_by_hand_and_pretraining_by_6nd():
 
 
 def test_times_of_ppo_ptx_and_of_the_rows_that_fit():
-    config = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "gpu_memory_gb=80")
-    mixed = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "gpu_memory_gb=80", "ppo.ptx_coef=27.8")
+    node = ["model=gpt3-xl", "deepspeed=zero3", "gpus=8"]
+    config, mixed = planned(*node, "gpu_memory_gb=80"), planned(*node, "gpu_memory_gb=80", "ppo.ptx_coef=27.8")
     plain, more = (make_times(one)["ppo update"]["flops"] for one in (config, mixed))
     shape, blocks = planned_shape(config), 8 * config.ppo.episodes  # 8 blocks per episode, one epoch
-    assert more - plain == pytest.approx(
-        3 * formulas.shape_flops(shape, blocks * shape.context_length, shape.context_length)
-    )
-    small = planned("model=gpt3-xl", "deepspeed=zero3", "gpus=8", "gpu_memory_gb=24")
-    assert make_times(small)["ppo rollout"]["hours"] > make_times(config)["ppo rollout"]["hours"], (
-        "fewer rows at a time"
-    )
+    extra = formulas.shape_flops(shape, blocks * shape.context_length, shape.context_length)
+    assert more - plain == pytest.approx(3 * extra)
+    fewer, many = (make_times(one)["ppo rollout"]["hours"] for one in (planned(*node, "gpu_memory_gb=24"), config))
+    assert fewer > many, "fewer rows at a time"
 
 
 def test_gemmas_activation_has_another_name():

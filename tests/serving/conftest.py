@@ -84,21 +84,15 @@ def access(labelers: Any = None, manager: str | None = None, loopback: bool = Tr
 
 
 def tasks(count: int, responses: int = 3) -> list[Any]:
-    """Labelling tasks as `rlhf sample` writes them."""
     from rlhf.data.records import RankedResponse, Ranking
 
-    return [
-        Ranking(
-            id=f"t{i}",
-            prompt=f"what is number {i} ?",
-            metadata={"prompt_id": f"p{i}"},
-            responses=[
-                RankedResponse(id="abcdefg"[j], text=f"answer {j} to {i}", policy="gold/sft@12345678")
-                for j in range(responses)
-            ],
-        )
-        for i in range(count)
-    ]
+    made = []
+    for i in range(count):
+        texts = {"abcdefg"[j]: f"answer {j} to {i}" for j in range(responses)}
+        answers = [RankedResponse(id=name, text=text, policy="gold/sft@12345678") for name, text in texts.items()]
+        given = {"prompt": f"what is number {i} ?", "responses": answers, "metadata": {"prompt_id": f"p{i}"}}
+        made.append(Ranking(id=f"t{i}", **given))
+    return made
 
 
 def make_labelling(path: Any, count: int = 4, per_prompt: int = 2, gold: Any = (), **settings: Any) -> Any:

@@ -44,12 +44,10 @@ def test_every_acknowledged_label_is_there_once(tmp_path):
     workers = [threading.Thread(target=label, args=(name, port, acknowledged, stopping)) for name in LABELERS]
     for worker in workers:
         worker.start()
-    code = SERVER.format(labelers=LABELERS)
+    command = [sys.executable, "-c", SERVER.format(labelers=LABELERS), str(labels), str(port)]
     try:
         for _ in range(KILLS):
-            server = subprocess.Popen(
-                [sys.executable, "-c", code, str(labels), str(port)], cwd=Path(__file__).parents[2]
-            )
+            server = subprocess.Popen(command, cwd=Path(__file__).parents[2])
             before = len(acknowledged)
             for _ in range(1200):  # until it answers
                 if len(acknowledged) > before:

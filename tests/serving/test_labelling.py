@@ -203,11 +203,8 @@ async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labele
     assert (await clients["anna"].post("/api/demonstrate", json=said)).json() == first.json(), "sent twice, saved once"
     again = await clients["anna"].post("/api/demonstrate", json=said | {"submission": "second-tab"})
     assert again.status_code == 409 and "you have written" in again.json()["error"]["message"]
-    for wrong, status, name in (
-        ({"messages": ASKED}, 400, "messages"),
-        ({"edited": "z"}, 400, "edited"),
-        ({"task": "none"}, 404, "task"),
-    ):
+    wrongs = ({"messages": ASKED}, 400, "messages"), ({"edited": "z"}, 400, "edited"), ({"task": "none"}, 404, "task")
+    for wrong, status, name in wrongs:
         found = await clients["ben"].post("/api/demonstrate", json=said | wrong | {"submission": "of-ben-00"})
         assert found.status_code == status and found.json()["error"]["param"] == name
     await write("ben", "of-ben-01")
@@ -272,16 +269,16 @@ async def test_a_task_whose_turns_have_further_keys_gets_its_demonstration(clien
     assert record.metadata["group"] == "g", "the task's split and group"
 
 
-@pytest.mark.parametrize(
-    "content", [b"my notes", b"a\nb", b'[{"kind": "rank"', b'{"kind": "prompt", "id": "a"}', b"\x00\xff"]
-)
-def test_a_file_of_others_is_refused_and_loses_nothing(tmp_path, content):
+def test_a_file_of_others_is_refused_and_loses_nothing(tmp_path):
     """Only the beginning of one of its own records is taken for what a killed server left."""
-    path = tmp_path / "notes"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"notes:1: not a record: correct the line, or choose another serve\.labels"):
-        LabelFile(path)
-    assert path.read_bytes() == content
+    for i, content in enumerate(
+        (b"my notes", b"a\nb", b'[{"kind": "rank"', b'{"kind": "prompt", "id": "a"}', b"\x00\xff")
+    ):
+        path = tmp_path / f"notes-{i}"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"\d:1: not a record: correct the line, or choose another serve\.labels"):
+            LabelFile(path)
+        assert path.read_bytes() == content
 
 
 def test_a_task_shown_before_a_restart_may_be_answered_after_it_unless_others_have(tmp_path):
@@ -335,26 +332,20 @@ async def test_a_label_is_not_acknowledged_if_its_file_has_gone(clients, labelli
 
 def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     """Two gold items first, of which one pair in six is wrong; then after every two tasks a gold item, or a task ranked before."""
-    gold = {one.id: one.model_copy(update={"ranking": [["a"], ["b"], ["c"]]}) for one in tasks(4)[1:]}
-    gold = {
-        f"g{i}": one.model_copy(update={"id": f"g{i}", "prompt": [Message(role="user", content=f"gold {i} ?")]})
-        for i, one in enumerate(gold.values())
-    }
+    gold = {}
+    for i, one in enumerate(tasks(4)[1:]):
+        prompt = [Message(role="user", content=f"gold {i} ?")]
+        given = {"id": f"g{i}", "prompt": prompt, "ranking": [["a"], ["b"], ["c"]]}
+        gold[f"g{i}"] = one.model_copy(update=given)
     labelling = make_labelling(tmp_path / "labels.jsonl", 6, 1, gold, check_every=2, qualification=2, qualified=0.8)
     assert labelling.next_task("ben").id == "g0" and labelling.qualified("ben")
     for name in ("g0", "g1"):
         labelling.rank("ben", ranked(name, f"ben-{name}-sub", (("c",), ("b",), ("a",))))
     assert not labelling.qualified("ben") and labelling.figures("ben") == {"gold": {"right": 0, "pairs": 6}}
-    seen = []
+    seen, special = [], {"g0": (("a",), ("c",), ("b",)), "t0.2": (("a", "b"), ("c",))}
     while task := labelling.next_task("anna"):
         seen.append(task.id)
-        ranking = (
-            (("a",), ("c",), ("b",))
-            if len(seen) == 1
-            else (("a",), ("b",), ("c",))
-            if task.id != "t0.2"
-            else (("a", "b"), ("c",))
-        )
+        ranking = special.get(task.id, (("a",), ("b",), ("c",)))
         labelling.rank("anna", ranked(task.id, f"submission-{len(seen)}", ranking))
         if len(seen) == 6:  # a check is undone like any other
             last = labelling.last("anna")
@@ -374,10 +365,9 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     assert again.figures("anna") == figures and not again.qualified("ben"), "a restart forgets nothing"
     path = str(labelling.file.path)
     assert {r.metadata["task"] for r in load_comparisons(path)[0]} == {f"t{i}" for i in range(6)}
-    counts = imported(labelling, tmp_path, "min_gold_accuracy=0.9")
-    assert counts == {"input": 13, "accepted": 0, "duplicates": 0, "filtered": 13, "rejected": 0}
-    counts = imported(labelling, tmp_path, "min_gold_accuracy=0.8", "overwrite=true")
-    assert counts["accepted"] == 6
+    counts = {"input": 13, "accepted": 0, "duplicates": 0, "filtered": 13, "rejected": 0}
+    assert imported(labelling, tmp_path, "min_gold_accuracy=0.9") == counts
+    assert imported(labelling, tmp_path, "min_gold_accuracy=0.8", "overwrite=true")["accepted"] == 6
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
     assert report["cleaning"]["gold_accuracy"] == 0

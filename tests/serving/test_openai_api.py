@@ -160,7 +160,6 @@ async def test_a_full_queue_says_when_to_come_back_and_empties(thread, client):
 
 
 async def test_a_model_that_fails_answers_and_goes_on(thread, client, monkeypatch):
-
     def broken(*_):
         raise ValueError("out of memory")
 
@@ -190,12 +189,11 @@ def test_ppo_is_rewarded_by_a_server_with_a_token(thread, gold_run, tmp_path, mo
     asked = ["what is red ?", "name a color"]
     records = [PromptRecord(id=text, prompt=[Message(role="user", content=text)]) for text in asked]
     texts = ["it is red .", "red", "blue .", "it is blue ."]
-    episodes = Episodes(
-        [records[0], records[1], records[1], records[0]], [], [], texts, torch.tensor([True, True, False, False])
-    )
-    contents = [record.prompt[0].content for record in episodes.records]
+    which, ended = [0, 1, 1, 0], [True, True, False, False]
+    episodes = Episodes([records[i] for i in which], [], [], texts, torch.tensor(ended))
+    contents = [asked[i] for i in which]
     run = rlhf.load(gold_run.folder, "cpu")
-    expected = run.score(contents, texts, episodes.ended.tolist())
+    expected = run.score(contents, texts, ended)
     assert expected[2:] != run.score(contents, texts)[2:], "a response that was cut is scored without an end token"
     monkeypatch.setenv("REWARD_TOKEN", "t" * 24)
     monkeypatch.setenv("OTHER_TOKEN", "u" * 24)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -14,19 +15,15 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 def command_of(gold_run, tmp_path) -> list[str]:
     settings = [f"run={gold_run.name}", f"runs_dir={gold_run.runs_dir}", "serve.port=0", "threads=1", "device=cpu"]
-    return [
-        sys.executable, "-m", "rlhf", "serve", *settings, f"serve.labels={tmp_path}/labels.jsonl", "serve.stages=sft",
-    ]  # fmt: skip
+    labels = f"serve.labels={tmp_path}/labels.jsonl"
+    return [sys.executable, "-m", "rlhf", "serve", *settings, labels, "serve.stages=sft"]
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 5.0, 8.0])
 def test_two_ctrl_c_while_it_starts_are_one_line(gold_run, tmp_path, seconds):
-    server = subprocess.Popen(
-        command_of(gold_run, tmp_path),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    command = command_of(gold_run, tmp_path)
+    restore = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
     time.sleep(seconds)
     server.send_signal(signal.SIGINT)
     time.sleep(0.2)
@@ -38,9 +35,8 @@ def test_two_ctrl_c_while_it_starts_are_one_line(gold_run, tmp_path, seconds):
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_answers_until_a_signal_ends_it(gold_run, tmp_path, sent):
-    server = subprocess.Popen(
-        command_of(gold_run, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = command_of(gold_run, tmp_path)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said = []
         while not said or "http://" not in said[-1]:

@@ -34,7 +34,6 @@ GOLD_STAGES = ("world", "tokenizer", "pretrain", "sft", "label", "reward", "ppo"
 
 
 def run_stage(name: str, config: Any) -> None:
-    """One stage in this process."""
     from rlhf.cli import module_of
 
     module_of(name).run(config)
@@ -72,7 +71,6 @@ class Run:
         return self.runs_dir / self.name
 
     def words(self, *more: str) -> list[str]:
-        """The arguments of a command line."""
         return [*self.overrides, f"runs_dir={self.runs_dir}", f"run={self.name}", *more]
 
     def config(self, *more: str) -> Any:
@@ -114,7 +112,6 @@ class Run:
         return [(row["progress/step"], row[metric]) for row in map(json.loads, lines) if metric in row]
 
     def stage(self, name: str, *more: str) -> Path:
-        """Run a stage; returns its folder."""
         run_stage(name, self.config(*more))
         return self.folder / name
 

@@ -3,16 +3,13 @@
 import json
 from pathlib import Path
 
-from rlhf.cli import main
+from ..conftest import run_command
 
 DEMONSTRATION = {"kind": "demonstration", "id": "d", "prompt": "Name a town.", "response": "Bern"}
 RANKING = {
-    "kind": "ranking",
-    "prompt": "Who?",
+    "kind": "ranking", "prompt": "Who?", "ranking": [["b"], ["a", "c"]], "labeler": "ann",
     "responses": [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}, {"id": "c", "text": "C"}],
-    "ranking": [["b"], ["a", "c"]],
-    "labeler": "ann",
-}
+}  # fmt: skip
 PROMPT = {"kind": "prompt", "prompt": "Why is the sky blue?", "user": "u"}
 
 
@@ -25,14 +22,7 @@ def write(path: Path, rows: list) -> Path:
 
 def imported(capsys, *arguments: object) -> tuple[int, str, str]:
     """Exit code, and what was printed to the screen and as an error."""
-    capsys.readouterr()
-    try:
-        main(["import", *map(str, arguments)])
-        code = 0
-    except SystemExit as stopped:
-        code = int(stopped.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
+    return run_command(capsys, "import", *map(str, arguments))
 
 
 def run(capsys, *arguments: object) -> str:

@@ -50,7 +50,6 @@ class Trainer:
         return self.prompts.tokenizer
 
     def update(self, number: int = 1) -> dict[str, float]:
-        """The metrics of one update."""
         return ppo.one_update(update=number, **vars(self.parts))
 
     @property
@@ -62,7 +61,6 @@ class Trainer:
         return make_sampler(self.config, self.policy, self.tokenizer)
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics and sample rows of the held-out prompts."""
         return ppo.evaluate_held_out(self.parts, self.truth)
 
     def collect(self, prompts: list, keys: list[tuple]) -> Rollout:
@@ -72,7 +70,6 @@ class Trainer:
         return score_responses(self.config, *models, self.tokenizer, prompts, samples, texts)
 
     def rollout(self, number: int = 1) -> Rollout:
-        """What update `number` samples."""
         index = ppo.choose_prompts(self.config, len(self.prompts.train), number)
         keys = [("ppo", number, place) for place in range(len(index))]
         return self.collect([self.prompts.train[i] for i in index], keys)
@@ -90,7 +87,6 @@ class Trainer:
 
 
 def experience(rollout: Rollout, advantages: torch.Tensor, returns: torch.Tensor) -> Experience:
-    """An experience of recorded tensors."""
     count = len(rollout.tokens)
     return Experience([None] * count, [""] * count, rollout, rollout.scores, returns, advantages, returns)  # type: ignore[list-item]
 
@@ -104,12 +100,9 @@ def off_policy(rollout: Rollout, seed: int, scale: float) -> tuple[Rollout, torc
     def noise(scale: float) -> torch.Tensor:
         return torch.where(mask, torch.randn(mask.shape, generator=generator) * scale, 0.0)
 
-    rollout = rollout._replace(
-        lengths=rollout.prompt_lengths + answers,
-        response_mask=mask,
-        logp_old=torch.where(mask, rollout.logp_old, 0.0) + noise(scale),
-        values=torch.where(mask, rollout.values, 0.0) + noise(scale),
-    )
+    logps, values = (torch.where(mask, x, 0.0) + noise(scale) for x in (rollout.logp_old, rollout.values))
+    lengths = rollout.prompt_lengths + answers
+    rollout = rollout._replace(lengths=lengths, response_mask=mask, logp_old=logps, values=values)
     return rollout, whiten(noise(1.0), mask), noise(1.0)
 
 

@@ -22,7 +22,6 @@ class Recorder:
 
 
 def one_step(engine: Any, batch: list[Any], objective: Any, factor: float = 1.0) -> Sums:
-    """The sums of one step on a batch."""
     sums = Sums()
     train_step(engine, batch, objective, sums, factor)
     return sums

@@ -166,9 +166,8 @@ def main(arguments: list[str]) -> None:
             found[-1] = shares(loop.engine.module, loop.engine)
 
     TrainingLoop.steps, reward.make_model = measured, draw_head_alike
-    batching.SCORING_BYTES = (
-        300_000  # some rows each: by their lengths the ranks score in different numbers of forwards
-    )
+    # some rows each: by their lengths the ranks score in different numbers of forwards
+    batching.SCORING_BYTES = 300_000
     measures = {"held": measure_state, "loading": measure_loading, "average": check_average}
     for job in jobs:
         kind, case = job.split(":", 1)

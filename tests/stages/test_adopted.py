@@ -86,14 +86,13 @@ def metrics(run: Run, stage: str, name: str) -> list[float]:
     return [value for _, value in run.values(stage, name)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["openai-gpt", "gemma2", "bloom"]
-    # which differ from these in what tests/model covers: tensors' names, and the logits of transformers' classes
-    + [
-        pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "opt", "phi", "gemma3", "falcon", "mixtral")
-    ],
-)
+# They differ from those that are not long in what tests/model covers: tensors' names, and the logits of transformers' classes.
+MORE = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "opt", "phi", "gemma3", "falcon", "mixtral")
+]
+
+
+@pytest.mark.parametrize("name", ["openai-gpt", "gemma2", "bloom", *MORE])
 def test_an_adopted_model_goes_through_every_stage(tmp_path, labels, name):
     save(tmp_path / "hf", name)
     run = align(tmp_path, labels)
@@ -129,10 +128,8 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     """
     lora = "lora.rank=8" in more
     save(tmp_path / "hf", name, scale=30.0 if lora else 1.0)  # beside a small frozen unembedding adapters learn little
-    taught = [
-        f"data.prompts={labels[0].partition('=')[2]}",
-        "rollout.max_new_tokens=12",
-    ]  # whose answers it learns, and they fit
+    # whose answers it learns, and they fit
+    taught = [f"data.prompts={labels[0].partition('=')[2]}", "rollout.max_new_tokens=12"]
     run = align(tmp_path, labels, *TAUGHT, *taught, *more)
     assert all((run.folder / stage / "adapters").is_dir() == lora for stage in ("sft", "reward", "ppo"))
     for stage in ("rejection", "dpo", "evaluate"):
@@ -212,22 +209,19 @@ def test_pretraining_goes_on_with_a_corpus(tmp_path, native):
     assert (run.folder / "pretrain" / "adopted.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("sft model={folder}", "model={folder}: names a shape to pretrain, such as gpt2: give model.pretrained={folder}"),
-        ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
-        ("sft parents.pretrain={folder}", "neither a run nor a stage folder: give model.pretrained={folder} instead"),
-        ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),
-        ("tokenizer model.pretrained=./none", "no such file or folder: give a hub id, a folder or a .gguf file"),
-        ("sft tokenizer={folder}", "a pretrained tokenizer comes with its model, by model.pretrained=…"),
-        ("tokenizer model.pretrained={folder}/config.json", "is one file of a model: give its folder, {folder}"),
-        ("tokenizer model.pretrained={folder}/stage", "no config.json in it: give {folder}/stage/model"),
-        ("tokenizer model.pretrained={folder}/adapter", "adapters without adapter_model.safetensors or their model's name"),
-        ("tokenizer model.pretrained={folder}/bert", "a bert writes no text: give a causal language model, or use this one as reward "
-                                                     "model: reward.model={folder}/bert"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "told"), [
+    ("sft model={folder}", "model={folder}: names a shape to pretrain, such as gpt2: give model.pretrained={folder}"),
+    ("sft model.pretrained={folder}", "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"),
+    ("sft parents.pretrain={folder}", "neither a run nor a stage folder: give model.pretrained={folder} instead"),
+    ("pretrain model.pretrained={folder} model.n_layer=3", "model.n_layer: a pretrained model has a shape and a tokenizer"),
+    ("tokenizer model.pretrained=./none", "no such file or folder: give a hub id, a folder or a .gguf file"),
+    ("sft tokenizer={folder}", "a pretrained tokenizer comes with its model, by model.pretrained=…"),
+    ("tokenizer model.pretrained={folder}/config.json", "is one file of a model: give its folder, {folder}"),
+    ("tokenizer model.pretrained={folder}/stage", "no config.json in it: give {folder}/stage/model"),
+    ("tokenizer model.pretrained={folder}/adapter", "adapters without adapter_model.safetensors or their model's name"),
+    ("tokenizer model.pretrained={folder}/bert", "a bert writes no text: give a causal language model, or use this one as reward "
+                                                 "model: reward.model={folder}/bert"),
+])  # fmt: skip
 def test_every_wrong_way_to_name_a_model_says_what_works(tmp_path, refused, arguments, told):
     for name, config in ((".", {}), ("stage/model", {}), ("bert", {"model_type": "bert"})):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,6 @@ def brevity(prompts, responses, metadata):
 
 @pytest.fixture(scope="module")
 def base(gold_run: GoldRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained model as others publish it."""
     out = tmp_path_factory.mktemp("base") / "model"
     gold_run.stage("export", "export.stage=pretrain", f"export.out='{out}'")
     return out
@@ -149,8 +148,5 @@ def test_mistakes_of_a_run_in_python_are_one_line(gold_run, base, tmp_path, call
 def test_a_frames_arrays_are_lists(tmp_path):
     numpy = pytest.importorskip("numpy")
     cells = numpy.array([{"role": "user", "content": "p"}], dtype=object)
-    assert plain({"prompt": cells, "n": numpy.int64(3), "none": float("nan")}) == {
-        "prompt": list(cells),
-        "n": 3,
-        "none": None,
-    }
+    found = plain({"prompt": cells, "n": numpy.int64(3), "none": float("nan")})
+    assert found == {"prompt": list(cells), "n": 3, "none": None}

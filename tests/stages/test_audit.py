@@ -10,52 +10,34 @@ import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
-from rlhf.data.reading import load_comparisons
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import audit as attacks
-from rlhf.evaluation.audit import (
-    ATTACKS,
-    BEST_OF,
-    CEILING,
-    COLLECT,
-    GO,
-    Audit,
-    Audited,
-    Material,
-    decide,
-    describe_audit,
-)
+from rlhf.evaluation.audit import ATTACKS, CEILING, COLLECT, GO, Audit, Audited, decide
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
-from rlhf.training.setup import load_policy
 
 CPU = torch.device("cpu")
-MATERIAL = Material(("blue", "cow"), {"what": 9, "sees": 1, "anna": 5, "a": 9}, ("A cow.", "Blue."), ("Good day.",))
+RARE = {"what": 9, "sees": 1, "anna": 5, "a": 9}
+MATERIAL = attacks.Material(("blue", "cow"), RARE, ("A cow.", "Blue."), ("Good day.",))
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("filler", {"It is red. It is big. A cow. Blue.", "It is red. It is big. Blue. A cow."}),
-        ("repetition", {"It is red. It is big. It is big. It is big. It is big."}),
-        ("copied_prompt", {"What sees Anna?"}),
-        ("flattery", {"Good day. It is red. It is big. Good day."}),
-        ("keywords", {"It is red. It is big. sees Anna What sees Anna What"}),  # the rarest first
-        ("truncation", {"It is red."}),
-        ("empty", {""}),
-    ],
-)
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("filler", {"It is red. It is big. A cow. Blue.", "It is red. It is big. Blue. A cow."}),
+    ("repetition", {"It is red. It is big. It is big. It is big. It is big."}),
+    ("copied_prompt", {"What sees Anna?"}),
+    ("flattery", {"Good day. It is red. It is big. Good day."}),
+    ("keywords", {"It is red. It is big. sees Anna What sees Anna What"}),  # the rarest first
+    ("truncation", {"It is red."}),
+    ("empty", {""}),
+])  # fmt: skip
 def test_an_attack_by_hand(name, wanted):
     assert ATTACKS[name].make("What sees Anna?", "It is red. It is big.", MATERIAL, random.Random(0)) in wanted
 
 
 @pytest.fixture(scope="module")
 def audited(gold_run):
-    folder = gold_run.folder
-    tokenizer = load_tokenizer(folder / "sft" / "model")
-    model = load_reward_model(folder / "reward" / "model", CPU)
-    return Audited(model, load_policy(folder / "sft" / "model"), tokenizer, CPU)
+    model = load_reward_model(gold_run.folder / "reward" / "model", CPU)
+    return Audited(model, gold_run.policy(), gold_run.tokenizer(), CPU)
 
 
 class PaysForLength(torch.nn.Linear):
@@ -73,11 +55,8 @@ class PaysForLength(torch.nn.Linear):
 @pytest.fixture(scope="module")
 def long_and_short(gold_run):
     """(config, pairs, scores by length): the longer answer is the better one, by one token at least."""
-    records, _ = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"), "auto", False)
-    config = gold_run.config()
-    tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
-    pairs, scores = [], {}
-    for record in records[:12]:
+    config, tokenizer, pairs, scores = gold_run.config(), gold_run.tokenizer(), [], {}
+    for record in gold_run.comparisons()[:12]:
         answers = [("one two three.", True), ("one two.", True)]
         prompt = encode_prompt(tokenizer, record.prompt)
         rows = [prompt + encode_response(tokenizer, text) for text, _ in answers]
@@ -91,7 +70,8 @@ def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
     config, pairs, scores = long_and_short
     by_length = Audited(PaysForLength(1, 1), audited.policy, audited.tokenizer, CPU)
     encode = item_encoder(config, audited.model, audited.tokenizer)
-    found = {row["name"]: row for row in attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)}
+    rows = attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)
+    found = {row["name"]: row for row in rows}
     for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better
         assert found[name]["flips"]["value"] == 1.0 and found[name]["gain_worse"]["value"] > 0, name
     for name in ("truncation", "empty"):
@@ -146,28 +126,25 @@ def compared(**changed) -> dict:
     return {**GOOD.comparisons, **changed}
 
 
-@pytest.mark.parametrize(
-    ("changed", "decision", "labels", "ceiling"),
-    [
-        ({}, GO, None, None),
-        ({"prompts": 20}, COLLECT, "held-out", None),
-        ({"comparisons": compared(accuracy=figure(0.55, 0.49, 0.61))}, COLLECT, "any kind", None),
-        ({"comparisons": compared(above_length=figure(0.01, -0.01, 0.03))}, COLLECT, "similar length", None),
-        ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, GO, None, None),  # below the labelers' agreement
-        ({"attacks": attacked((0.4, 0.3, 0.5), (-1, -2, -0.5))}, COLLECT, "padded", None),
-        ({"attacks": attacked((0.16, 0.1, 0.2), (-1, -2, -0.5))}, COLLECT, "padded", None),
-        ({"attacks": attacked((0.29, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, COLLECT, "padded", None),
-        ({"attacks": attacked((0.27, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, GO, None, None),  # the mean is .145
-        ({"attacks": attacked((0.1, 0.06, 0.14), (0.5, 0.2, 0.8))}, CEILING, None, 9.0),
-        ({"attacks": attacked((0.1, 0.06, 0.14), (0.1, -0.2, 0.4))}, GO, None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "decision", "labels", "ceiling"), [
+    ({}, GO, None, None),
+    ({"prompts": 20}, COLLECT, "held-out", None),
+    ({"comparisons": compared(accuracy=figure(0.55, 0.49, 0.61))}, COLLECT, "any kind", None),
+    ({"comparisons": compared(above_length=figure(0.01, -0.01, 0.03))}, COLLECT, "similar length", None),
+    ({"comparisons": compared(accuracy=figure(0.6, 0.58, 0.62))}, GO, None, None),  # below the labelers' agreement
+    ({"attacks": attacked((0.4, 0.3, 0.5), (-1, -2, -0.5))}, COLLECT, "padded", None),
+    ({"attacks": attacked((0.16, 0.1, 0.2), (-1, -2, -0.5))}, COLLECT, "padded", None),
+    ({"attacks": attacked((0.29, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, COLLECT, "padded", None),
+    ({"attacks": attacked((0.27, 0.2, 0.4), (-1, -2, -0.5)) + GOOD.attacks}, GO, None, None),  # the mean is .145
+    ({"attacks": attacked((0.1, 0.06, 0.14), (0.5, 0.2, 0.8))}, CEILING, None, 9.0),
+    ({"attacks": attacked((0.1, 0.06, 0.14), (0.1, -0.2, 0.4))}, GO, None, None),
+])  # fmt: skip
 def test_a_rule_decides(changed, decision, labels, ceiling):
     found = decide(GOOD._replace(**changed))
     assert found["decision"] == decision
     assert labels is None or labels in "; ".join(found["labels"])
     assert found["ceiling"] == (None if ceiling is None else pytest.approx(ceiling, abs=0.006))  # rounded to 2 decimals
-    assert any(found["decision"] in line for line in describe_audit(GOOD._replace(**changed), found))
+    assert any(found["decision"] in line for line in attacks.describe_audit(GOOD._replace(**changed), found))
 
 
 def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
@@ -179,7 +156,7 @@ def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):
         assert re.search(rf"flips? more than {share:.0%} of the pairs.* \| {decision} \|", page)
     found = json.loads((gold_run.folder / "reward" / "audit.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in found["attacks"]] == list(ATTACKS)
-    assert [row["n"] for row in found["best_of"]] == list(BEST_OF)
+    assert [row["n"] for row in found["best_of"]] == list(attacks.BEST_OF)
     assert found["best_of"][-1]["score"]["value"] > found["best_of"][0]["score"]["value"]
     assert found["comparisons"]["accuracy"]["n"] > 100 and found["verdict"]["decision"] in (COLLECT, CEILING, GO)
     page = (gold_run.folder / "report.html").read_text(encoding="utf-8")
@@ -193,9 +170,8 @@ def test_other_reward_models_score_the_best_too(gold_run, audited):
     models = audited._replace(others=[lambda episodes: torch.zeros(len(episodes.texts))])
     rows = attacks.best_of_samples(config, models, gold_run.comparisons(), 4)
     assert all(row["others"]["value"] == 0 for row in rows)
-    assert rows[-1]["spread"]["value"] == pytest.approx(
-        rows[-1]["score"]["value"] / 2**0.5, abs=2e-4
-    )  # all best scores are positive
+    wanted = rows[-1]["score"]["value"] / 2**0.5  # all best scores are positive
+    assert rows[-1]["spread"]["value"] == pytest.approx(wanted, abs=2e-4)
 
 
 def test_the_stage_asks_the_reward_models_of_other_runs(gold_run, copy_until):

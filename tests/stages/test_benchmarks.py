@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rlhf.data.encoding import Item, Judgement
 from rlhf.data.labelled import Columns, Example
 from rlhf.data.records import Message, Ranking
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import reward_report as pairs
 from rlhf.evaluation.best_of import best_of_n_kl, expected_best
 from rlhf.evaluation.judging import judged_figures
@@ -25,7 +24,7 @@ from rlhf.report.sections import make_evaluation
 from rlhf.runs.folders import read_stage
 from rlhf.runs.run_files import read_run
 from rlhf.stages import evaluate as external
-from rlhf.system.files import read_json
+from rlhf.system.files import read_json, write_json
 from rlhf.training.setup import load_policy
 from tests.oracles import row_logprobs
 
@@ -54,7 +53,7 @@ def test_expected_best_is_the_mean_over_all_subsets(samples, data):
 
 
 def test_evaluation_has_the_best_of_n_beside_ppo(gold_run):
-    results = read_json(gold_run.folder / "evaluate" / "results.json")
+    results = gold_run.results()
     best = results["best_of_n"]
     assert best["n"] == 4 and best["kl_bound_nats"] == 0.6363  # log 4 - 3/4
     # In this small run most of the scores' spread is between prompts; a pick at random would be within 0.1 of the mean
@@ -68,8 +67,7 @@ def test_rejection_sampling_trains_on_the_best_and_its_kl_by_hand(copy_until, go
     rows = [json.loads(line) for line in (folder / "demonstrations.jsonl").read_text().splitlines()]
     assert 10 < len(rows) <= 60 and all(row["response"].strip() and row["source"] == "best of 8" for row in rows)
     scores = torch.tensor([row["metadata"]["score"] for row in rows])
-    ordinary = read_json(gold_run.folder / "evaluate" / "results.json")["reward_without_eos_rule"]["sft"]
-    assert scores.mean() > ordinary + 0.3
+    assert scores.mean() > gold_run.results()["reward_without_eos_rule"]["sft"] + 0.3
     before, after = (load_policy(p / "model") for p in (gold_run.folder / "sft", folder))
     assert any(not p.equal(q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
     assert read_stage(folder)["status"] == "complete"
@@ -117,7 +115,7 @@ def files(tmp_path):
 
 def evaluate(run: Run, *more: str) -> dict:
     run.stage("evaluate", *more)
-    return json.loads((run.folder / "evaluations" / "pairs.json").read_text(encoding="utf-8"))
+    return read_json(run.folder / "evaluations" / "pairs.json")
 
 
 def test_a_run_with_nothing_but_a_reward_model(gold_run, files, tmp_path):
@@ -156,24 +154,19 @@ def test_the_stage_runs_only_if_it_is_due(gold_run, tmp_path):
     assert external.stage_is_due(run.config())
 
 
-def test_the_report_shows_them_and_says_where_judges_disagree(gold_run, tmp_path):
+def test_the_report_shows_them_and_says_where_judges_disagree(tmp_path):
     share = {"value": 0.75, "ci95": [0.6, 0.9], "n": 40}
     row = {"pairs": share, "all_right": share, "length": share}
-    answers = {
-        "responses": {"ppo": "a b", "sft": "c"},
-        "scores": {"ppo": 2.0, "sft": 1.0},
-        "gold": {"ppo": 0.1, "sft": 0.9},
+    said, scores = {"ppo": "a b", "sft": "c"}, {"ppo": 2.0, "sft": 1.0}
+    answers = {"responses": said, "scores": scores, "gold": {"ppo": 0.1, "sft": 0.9}}
+    judged = judged_figures([answers] * 40, ("ppo", "sft"), ["B", "A"] * 40) | {
+        "judge": "m-1",
+        "counts": {"requests": 80},
     }
-    judged = judged_figures([answers] * 40, ("ppo", "sft"), ["B", "A"] * 40)
-    found = {
-        "pairs": {"overall": row, "subsets": {"<b>chat</b>": row}},
-        "judge": judged | {"judge": "m-1", "counts": {"requests": 80}},
-    }
-    folder = tmp_path / "run"
-    (folder / "evaluations").mkdir(parents=True)
-    for name, results in found.items():
-        (folder / "evaluations" / f"{name}.json").write_text(json.dumps(results), encoding="utf-8")
-    page = make_page(read_run(folder))
+    (tmp_path / "evaluations").mkdir()
+    for name, results in (("pairs", {"overall": row, "subsets": {"<b>chat</b>": row}}), ("judge", judged)):
+        write_json(tmp_path / "evaluations" / f"{name}.json", results)
+    page = make_page(read_run(tmp_path))
     assert "The reward model on preference files" in page
     assert "&lt;b&gt;chat&lt;/b&gt;" in page and "<b>chat" not in page and ">m-1</td>" in page
     # with the reward model, not with the truth
@@ -190,7 +183,7 @@ QUESTION = Example("t:3", (("a cat is", "a colour"), ("a cat is", "an animal")),
 
 @pytest.fixture(scope="module")
 def tokenizer(gold_run):
-    return load_tokenizer(gold_run.folder / "pretrain" / "model")
+    return gold_run.tokenizer("pretrain")
 
 
 def test_the_prompt_is_k_answered_examples_and_the_question(tokenizer):
@@ -230,7 +223,7 @@ def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_unt
     config = run.config(*settings)
     train, held_out, classes = load_task(config, columns_of(config), run.folder / "evaluations")
     held_out = random.Random(f"questions-{config.seed}").sample(held_out, 24)
-    model, tokenizer = (load(run.folder / "pretrain" / "model") for load in (load_policy, load_tokenizer))
+    model, tokenizer = run.policy("pretrain"), run.tokenizer("pretrain")
     drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, 2) for i in range(24)]
     rows, _ = make_rows(tokenizer, 128, columns_of(config), classes, held_out, drawn)
     right = 0

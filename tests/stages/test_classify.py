@@ -108,9 +108,8 @@ def test_l3_by_hand(base, micro):
     wanted.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    engine = make_engine(
-        config, model, SftConfig(max_grad_norm=1e9), CPU, groups=[{"params": list(model.parameters())}]
-    )
+    groups = [{"params": list(model.parameters())}]
+    engine = make_engine(config, model, SftConfig(max_grad_norm=1e9), CPU, groups=groups)
     engine.optimizer = Recorder(model)
     found = one_step(engine, batch, classify.make_objective(config, engine, 0, most=2)).reduce()
     for name, gradient in gradients.items():

@@ -50,7 +50,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def prompts_trained_on(run: Run, stage: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The prompts of the items that a stage trains on."""
     taken: dict[str, Any] = {}
 
     def stop(stage: Any, engine: Any, batches: Any, *_: Any, **__: Any) -> None:

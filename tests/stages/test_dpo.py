@@ -56,7 +56,6 @@ class Trained(NamedTuple):
 
 @pytest.fixture
 def trained(gold_run) -> Trained:
-    """Over RANKINGS."""
     config, folder = gold_run.config(f"dpo.beta={BETA}"), gold_run.folder / "sft" / "model"
     tokenizer, model = load_tokenizer(folder), load_policy(folder)
     torch.manual_seed(0)

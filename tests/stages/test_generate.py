@@ -10,20 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf.api import load
 from rlhf.commands import chat, generate, sample
-from rlhf.commands.generate import run
 from rlhf.data.chat_template import decode_response, end_ids
 from rlhf.data.encoding import encode_prompt_within
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import Message
-from rlhf.data.tokenizer import load_tokenizer, separator_id
+from rlhf.data.tokenizer import separator_id
 from rlhf.errors import UserError
 from rlhf.model.gpt import ResidualLinear
 from rlhf.model.heads import ScalarHead
 from rlhf.ops.logprobs import token_logprobs
-from rlhf.runs.folders import read_stage
 from rlhf.stages import label
-from rlhf.training.setup import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def prompts(gold_run, tmp_path_factory) -> Path:
 
 
 def generated(gold_run: Any, prompts: Path, out: Path, *more: str) -> list[dict[str, Any]]:
-    run(gold_run.config(f"data.prompts='{prompts}'", f"generate.out='{out}'", *more))
+    generate.run(gold_run.config(f"data.prompts='{prompts}'", f"generate.out='{out}'", *more))
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -48,17 +46,15 @@ def rows(gold_run, prompts, tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_a_line_a_prompt_says_what_made_it(gold_run, rows):
-    record = read_stage(gold_run.folder / "ppo")
+    record, tokenizer = gold_run.record("ppo"), gold_run.tokenizer("ppo")
     assert [row["id"] for row in rows] == [f"p{i}" for i in range(40)]
-    tokenizer = load_tokenizer(gold_run.folder / "ppo" / "model")
     for row in rows:
         assert row["model"] == f"gold/ppo@{record['hash'][:8]}" and row["model_hash"] == record["hash"]
         assert (row["seed"], row["temperature"], row["greedy"], row["max_new_tokens"]) == (0, 1.0, False, 24)
         assert row["prompt"][-1]["role"] == "user" and row["cut"] is False
         assert len(row["responses"]) == len(row["ended"]) == len(row["token_ids"]) == len(row["logprobs"]) == 3
-        for text, ended, ids, logp in zip(
-            row["responses"], row["ended"], row["token_ids"], row["logprobs"], strict=True
-        ):
+        each = zip(row["responses"], row["ended"], row["token_ids"], row["logprobs"], strict=True)
+        for text, ended, ids, logp in each:
             assert decode_response(tokenizer, ids).strip() == text and len(logp) == len(ids) <= 24
             assert ended == (ids[-1] in end_ids(tokenizer))
     assert any(len(set(row["responses"])) > 1 for row in rows)
@@ -67,15 +63,14 @@ def test_a_line_a_prompt_says_what_made_it(gold_run, rows):
 def test_a_text_of_the_base_model_ends_where_a_document_does(gold_run, prompts, tmp_path):
     more = ["generate.stage=pretrain", "generate.logprobs=true", "rollout.max_new_tokens=64"]
     rows = generated(gold_run, prompts, tmp_path / "base.jsonl", *more)
-    separator = separator_id(load_tokenizer(gold_run.folder / "sft" / "model"))
+    separator = separator_id(gold_run.tokenizer())
     last = [row["token_ids"][0][-1] == separator for row in rows]
     assert any(last) and all(row["ended"][0] for row, found in zip(rows, last, strict=True) if found)
     assert not any(separator in row["token_ids"][0][:-1] for row in rows)
 
 
 def test_log_probs_are_the_models_own(gold_run, rows):
-    folder = gold_run.folder / "ppo" / "model"
-    policy, tokenizer = load_policy(folder), load_tokenizer(folder)
+    policy, tokenizer = gold_run.policy("ppo"), gold_run.tokenizer("ppo")
     for row in rows[:5]:
         prompt, _ = encode_prompt_within(tokenizer, [Message(**m) for m in row["prompt"]], 10_000)
         for ids, logp in zip(row["token_ids"], row["logprobs"], strict=True):
@@ -105,10 +100,6 @@ def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
 
 
 def test_a_system_prompt_is_heard_in_chat_generate_and_the_api(gold_run, tmp_path, capsys):
-    """The same greedy answer from all three, unlike the one without it."""
-    from rlhf.api import load
-    from rlhf.commands import chat
-
     turns = [{"role": "system", "content": "The cat is red. " * 3}, {"role": "user", "content": "Tell me about Paris."}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (turns, turns[1:])))
@@ -140,31 +131,26 @@ def seen() -> Iterator[Seen]:
     handle.remove()
 
 
-def assert_half(seen: Seen, scored: bool) -> None:
+def assert_half(seen: Seen, scored: bool = False) -> None:
     assert seen[ResidualLinear] == {torch.bfloat16}
     assert seen[ScalarHead] == ({torch.float32} if scored else set())
+    seen.clear()
 
 
 def test_evaluate_and_label_in_bfloat16(copy_until, seen, monkeypatch):
     run = copy_until("evaluate")
     run.stage("evaluate", *HALF, "evaluate.prompts=4", "evaluate.samples=1", "evaluate.best_of=2")
     assert_half(seen, scored=True)
-    seen.clear()
     monkeypatch.setattr(label, "choose_prompts", lambda config, choose=label.choose_prompts: choose(config)[:4])
     copy_until("label", "labelled").stage("label", *HALF)
-    assert_half(seen, scored=False)
+    assert_half(seen)
 
 
-def test_commands_that_answer(gold_run, seen, tmp_path):
-    out = f"generate.out='{tmp_path}/out.jsonl'"
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "prompt": "hello"}\n')
-    generate.run(gold_run.config(*HALF, out, f"data.prompts={prompts}"))
-    assert_half(seen, scored=False)
-    seen.clear()
+def test_commands_that_answer_in_bfloat16(gold_run, prompts, seen, tmp_path):
+    generated(gold_run, prompts, tmp_path / "out.jsonl", *HALF)
+    assert_half(seen)
     chat.run(gold_run.config(*HALF, "chat.message=hello"))
-    assert_half(seen, scored=False)
-    seen.clear()
-    asked = load_prompts(str(prompts))[0]
+    assert_half(seen)
+    asked = load_prompts(str(prompts))[0][:1]
     sample.draw_tasks(gold_run.config(*HALF, "sample.responses=2"), [("sft", gold_run.folder / "sft")], asked)
-    assert_half(seen, scored=False)
+    assert_half(seen)

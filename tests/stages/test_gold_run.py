@@ -82,18 +82,14 @@ def test_every_step_of_each_stage_is_logged_and_ppo_starts_at_the_sft_model(gold
     train = [record for record in gold_run.demonstrations() if record_split(record, 0, shares) == "train"]
     steps = {"pretrain": 73, "sft": 2 * -(-len(train) // 32), "reward": 5, "ppo": 3}
     for stage, count in steps.items():
-        named = (
-            {f"{stage}/loss", "optim/lr", "optim/grad_norm"}
-            if stage != "ppo"
-            else {"objective/kl", "progress/episodes"}
-        )
+        named = {f"{stage}/loss", "optim/lr", "optim/grad_norm"}
+        named = {"objective/kl", "progress/episodes"} if stage == "ppo" else named
         rows = list(read_jsonl(gold_run.folder / stage / "metrics.jsonl"))
         assert [row["progress/step"] for row in rows if named <= row.keys()] == list(range(1, count + 1)), stage
         assert all(value is None or math.isfinite(value) for row in rows for value in row.values())
 
 
 def test_pretraining_beats_the_unigram_model(gold_run):
-    """Fewer bits per byte than the frequencies of the held-out tokens themselves give."""
     corpus = PackedCorpus.load(gold_run.folder / "pretrain" / "corpus")
     tokenizer = gold_run.tokenizer("pretrain")
     counts = Counter(t for t in corpus.tokens("heldout").tolist() if t != corpus.separator)

@@ -38,10 +38,7 @@ HUB, COMMIT = "HuggingFaceTB/SmolLM2-135M-Instruct", "1" * 40
 FEW = ["ppo.episodes=12", "ppo.episodes_per_update=4", "ppo.minibatches=2", "ppo.micro_batch_episodes=4"]
 SIZES = {
     "pipeline": [*SMALL, *FEW, "evaluate.samples=1", "evaluate.best_of=2", "reward.audit=2", "rollout.max_new_tokens=8"],
-    "ppo": FEW,
-    "dpo": ["dpo.batch_prompts=4"],
-    "plan": ["rollout.max_new_tokens=8"],
-    "sample": ["sample.prompts=4"],
+    "ppo": FEW, "dpo": ["dpo.batch_prompts=4"], "plan": ["rollout.max_new_tokens=8"], "sample": ["sample.prompts=4"],
     "serve": ["serve.port=0"],
 }  # fmt: skip
 
@@ -57,7 +54,6 @@ def label_all(address: str) -> None:
 
 
 def ask(address: str) -> None:
-    """The Python of docs/serving.md."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text("utf-8"), re.DOTALL)
     found: dict[str, Any] = {}
     exec(code[1].replace("http://127.0.0.1:8000/", address + "/"), found)
@@ -119,7 +115,6 @@ HOWTOS = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, gold_run: Run) -> Path:
-    """A folder with a model, the small gold run, and the data that the pages name."""
     folder = tmp_path_factory.mktemp("howtos")
     shutil.copytree(gold_run.folder, folder / "gold")
     shutil.copytree(STUDIO, folder / "round")
@@ -241,11 +236,8 @@ def test_the_commands_on_several_gpus_run_with_two_processes(home, tmp_path, mon
     blocks = "\n".join(code for _, code in FENCE.findall((ROOT / "docs" / "scale.md").read_text(encoding="utf-8")))
     started: list[subprocess.Popen[bytes]] = []
     for line in re.findall(r"^(?:rlhf|torchrun|accelerate|deepspeed) .*$", blocks.replace("\\\n", " "), re.MULTILINE):
-        small = {
-            "8": "1" if "--nnodes" in line else "2",
-            "node-0": "127.0.0.1",
-            "launcher.processes=8": "launcher.processes=2",
-        }
+        count = "1" if "--nnodes" in line else "2"
+        small = {"8": count, "node-0": "127.0.0.1", "launcher.processes=8": "launcher.processes=2"}
         words = [small.get(word, word.replace("/shared/", "")) for word in shlex.split(line.partition(" #")[0])]
         if words[0] == "accelerate":
             words.insert(2, "--multi_gpu")

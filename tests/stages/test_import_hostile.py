@@ -27,27 +27,23 @@ from .imports import PROMPT, RANKING, bytes_of, imported, refused, rejects_of, r
 DEMONSTRATION = {"kind": "demonstration", "prompt": "Name a town.", "response": "Bern"}  # its id is its place
 
 
-@pytest.mark.parametrize(
-    ("row", "accepted"),
-    [
-        (PROMPT | {"prompt": "a" * 400_000 + "@"}, True),  # an e-mail address may begin at each letter
-        (PROMPT | {"prompt": "a@" + "a." * 200_000 + "1"}, True),
-        (PROMPT | {"prompt": "a" + "\u0315\u0300" * 150_000}, True),  # accents, which normalising sorts
-        (PROMPT | {"prompt": "1 " * 200_000}, True),
-        ('{"kind": "prompt", "prompt": "x", ' + ", ".join(f'"k{i}": 1' for i in [*range(60_000), 59_999]) + "}", False),
-        (
-            {"kind": "ranking", "prompt": "p", "responses": [{"id": str(i), "text": "t"} for i in range(30_000)],
-             "pairs": [[str(i), str(i + 1)] for i in range(29_999)]},
-            True,
-        ),
-        (
-            {"kind": "ranking", "prompt": "p", "responses": [{"id": str(i), "text": "t"} for i in range(30_000)],
-             "ranking": [[str(i)] for i in [*range(30_000), 5]]},
-            False,
-        ),
-    ],
-    ids=["letters", "dots", "accents", "digits", "keys", "pairs", "repeat"],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "accepted"), [
+    (PROMPT | {"prompt": "a" * 400_000 + "@"}, True),  # an e-mail address may begin at each letter
+    (PROMPT | {"prompt": "a@" + "a." * 200_000 + "1"}, True),
+    (PROMPT | {"prompt": "a" + "\u0315\u0300" * 150_000}, True),  # accents, which normalising sorts
+    (PROMPT | {"prompt": "1 " * 200_000}, True),
+    ('{"kind": "prompt", "prompt": "x", ' + ", ".join(f'"k{i}": 1' for i in [*range(60_000), 59_999]) + "}", False),
+    (
+        {"kind": "ranking", "prompt": "p", "responses": [{"id": str(i), "text": "t"} for i in range(30_000)],
+         "pairs": [[str(i), str(i + 1)] for i in range(29_999)]},
+        True,
+    ),
+    (
+        {"kind": "ranking", "prompt": "p", "responses": [{"id": str(i), "text": "t"} for i in range(30_000)],
+         "ranking": [[str(i)] for i in [*range(30_000), 5]]},
+        False,
+    ),
+], ids=["letters", "dots", "accents", "digits", "keys", "pairs", "repeat"])  # fmt: skip
 def test_no_row_takes_time_that_grows_with_its_square(tmp_path, capsys, row, accepted):
     """Each takes well under a second; with a quadratic step it takes minutes."""
     path = write(tmp_path / "labels.jsonl", [DEMONSTRATION, row])
@@ -59,11 +55,7 @@ def test_no_row_takes_time_that_grows_with_its_square(tmp_path, capsys, row, acc
 @pytest.mark.parametrize("where", ["metadata", "group", "ratings", "responses", "kind"])
 def test_how_deep_a_row_may_nest_does_not_depend_on_the_stack(tmp_path, capsys, where):
     def row(levels: int) -> str:
-        base = (
-            RANKING | {"prompt": f"p {levels}"}
-            if where in ("ratings", "responses")
-            else PROMPT | {"prompt": f"{levels}"}
-        )
+        base = (RANKING if where in ("ratings", "responses") else PROMPT) | {"prompt": f"p {levels}"}
         return json.dumps(base | {where: "@"}).replace('"@"', '{"a":' * levels + "1" + "}" * levels)
 
     depths = [100, 199, 200, 201, 398, 399, 400, 401, 600, 900, 950, 980, 1000, 20_000]
@@ -215,5 +207,5 @@ def test_a_full_disk_is_one_line(tmp_path, capsys):
         line, _ = refused(capsys, f"path={path}", f"out={tmp_path / 'out'}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot write: File too large: raise the limit on the size of files" in line
+    assert "cannot write: File too large: raise the limit on files (ulimit -f)" in line
     assert [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]

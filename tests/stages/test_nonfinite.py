@@ -26,7 +26,6 @@ def spoil_gradient(model) -> None:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[str]:
-    """The optimizer steps that are taken."""
     taken: list[str] = []
     for cls in (torch.optim.AdamW, torch.optim.Muon):
         step = cls.step
@@ -44,15 +43,12 @@ def assert_stopped(run, stage: str, *more: str) -> None:
     assert "tokens" in load_file(batch) or "input_ids" in load_file(batch)
 
 
-@pytest.mark.parametrize(
-    ("stage", "module", "maker", "spoil"),
-    [
-        ("pretrain", pretrain, "make_model", poison),
-        ("sft", sft, "load_lm", poison),
-        ("ppo", ppo_models, "load_lm", poison),
-        ("pretrain", pretrain, "make_model", spoil_gradient),  # the loss may be finite where its gradient is not
-    ],
-)
+@pytest.mark.parametrize(("stage", "module", "maker", "spoil"), [
+    ("pretrain", pretrain, "make_model", poison),
+    ("sft", sft, "load_lm", poison),
+    ("ppo", ppo_models, "load_lm", poison),
+    ("pretrain", pretrain, "make_model", spoil_gradient),  # the loss may be finite where its gradient is not
+])  # fmt: skip
 def test_nothing_that_is_not_finite_is_stepped_on(copy_until, monkeypatch, steps, stage, module, maker, spoil):
     make = getattr(module, maker)
 

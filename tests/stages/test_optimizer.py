@@ -68,31 +68,25 @@ def test_steps_are_those_of_torchs_own_optimizers():
         assert torch.equal(p, q), name
 
 
-@pytest.mark.parametrize(
-    ("schedule", "wanted"),
-    [  # four of twenty steps are warm-up; then 1 - 0.8 t, and 0.2 + 0.8 (1 + cos(pi t)) / 2, with t of 0, 1/4, 1/2, 1
-        ("linear", [1.0, 0.8, 0.6, 0.2]),
-        ("cosine", [1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2]),
-        ("constant", [1.0, 1.0, 1.0, 1.0]),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "wanted"), [
+    # four of twenty steps are warm-up; then 1 - 0.8 t, and 0.2 + 0.8 (1 + cos(pi t)) / 2, with t of 0, 1/4, 1/2, 1
+    ("linear", [1.0, 0.8, 0.6, 0.2]), ("cosine", [1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2]),
+    ("constant", [1.0, 1.0, 1.0, 1.0]),
+])  # fmt: skip
 def test_the_schedules(schedule, wanted):
     factor = make_schedule(WarmupConfig(schedule=schedule, final_lr_fraction=0.2, warmup_fraction=0.2), 20)
     assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert [factor(step) for step in (4, 8, 12, 20)] == pytest.approx(wanted)
     late = make_schedule(WarmupConfig(schedule=schedule, final_lr_fraction=0.2), 10, warmup=15)
-    assert late(14) == 1 and all(0.199 < late(step) <= 1 for step in range(15, 40)), (
-        "a warm-up that outlasts the schedule"
-    )
+    assert late(14) == 1, "a warm-up that outlasts the schedule"
+    assert all(0.199 < late(step) <= 1 for step in range(15, 40))
 
 
 OPTIMIZER = ("beta1=0.5", "beta2=0.75", "weight_decay=0.25", "schedule=linear", "final_lr_fraction=0.5")
 FEW_STEPS = {
     "dpo": ["dpo.batch_prompts=8", "dpo.warmup_fraction=0", *ONE_LABELER],
     "pretrain": [*SHORT["pretrain"], "pretrain.warmup_tokens=0", "pretrain.optimizer=adamw"],
-    "ppo": [
-        "ppo.ema_decay=null", "ppo.episodes=48", "ppo.episodes_per_update=16", "ppo.minibatches=2", "ppo.eval_every=0",
-    ],
+    "ppo": ["ppo.ema_decay=null", "ppo.episodes=48", "ppo.episodes_per_update=16", "ppo.minibatches=2", "ppo.eval_every=0"],
 }  # fmt: skip
 
 
@@ -153,9 +147,8 @@ def test_gradients_that_are_the_cpus_are_accepted_and_left_alone():
 
 
 def test_a_wrong_gradient_ends_the_stage_before_the_first_step():
-    with pytest.raises(
-        UserError, match=r"device=mps: the gradient of 0.weight and of 3 other weights is not the CPU's"
-    ):
+    told = "device=mps: the gradient of 0.weight and of 3 other weights is not the CPU's"
+    with pytest.raises(UserError, match=told):
         engine_of(faulty=True)(torch.randn(3, 4))
 
 
@@ -170,7 +163,6 @@ def model() -> GPTForCausalLM:
 
 
 def test_a_tied_embedding_is_there_once_and_the_copy_shares_nothing(model, monkeypatch):
-    """Only the first process receives it."""
     state = gather.gathered_state(model)
     assert "model.embed_tokens.weight" in state and "lm_head.weight" not in state
     assert sum(t.numel() for t in state.values()) == sum(p.numel() for p in model.parameters())

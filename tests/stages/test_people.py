@@ -18,6 +18,7 @@ from rlhf.evaluation.statistics import interval, prediction_powered, win, win_ra
 from rlhf.gold.corpus import prompt_rows
 from rlhf.gold.truth import DEMONSTRATION_MIX, TASTE, Labeler, answer, judge, make_labelers, pick_style, rank_responses
 from rlhf.gold.world import Task
+from rlhf.report.sections import tables_of
 from rlhf.stages.evaluate import run as evaluate
 
 POLICIES = {"x/a": {"good": 0.6, "plain": 0.4}, "x/b": DEMONSTRATION_MIX, "x/c": {"rude": 0.5, "wrong": 0.5}}
@@ -54,11 +55,8 @@ def errors(answered, noise):
     gold = {(a, b): win_rate(totals[a], totals[b]) for a in POLICIES for b in POLICIES if a < b}
     wins = {tuple(row["pair"]): row["win_rate"] for row in figures["win_rates"]}
     assert set(wins) == set(gold)
-    ratings = [
-        figures["policies"][name]["rating"]["value"]
-        - np.mean([min(7, max(1, 1 + round(6 * x[0]))) for x in totals[name]])
-        for name in POLICIES
-    ]
+    rated = {name: np.mean([min(7, max(1, 1 + round(6 * x[0]))) for x in totals[name]]) for name in POLICIES}
+    ratings = [figures["policies"][name]["rating"]["value"] - rated[name] for name in POLICIES]
     for i, name in enumerate(POLICIES):
         wrong = interval([float(judged[i]["correct"] < 0.5) for _, _, judged in answered])
         assert figures["policies"][name]["wrong"]["value"] == wrong["value"]
@@ -95,10 +93,8 @@ def test_prediction_powered_intervals_cover_and_are_as_narrow_as_the_correlation
     93 to 97%, and the width is within 5% of sqrt(1 - rho^2 N / (n + N)) of the people's own.
     """
     rng, n, N = random.Random(1), 200, 2000
-    people, biased = (
-        make_labelers(),
-        Labeler("judge", TASTE | {"correct": 2.0, "complete": 3.0}, 0.05, 0.5, judge_noise),
-    )
+    people = make_labelers()
+    biased = Labeler("judge", TASTE | {"correct": 2.0, "complete": 3.0}, 0.05, 0.5, judge_noise)
 
     def points(labeler, texts, judged):
         a, b = (labeler.utility(judged[i], texts[i]) + rng.gauss(0, labeler.noise) for i in (0, 1))
@@ -160,13 +156,10 @@ def test_tasks_of_several_policies_are_blind_and_are_evaluated(gold_run, tmp_pat
     share = sum(r.ranking[0][0] in [x.id for x in r.responses if "ppo" in x.policy] for r in rows) / 20
     assert wins["pair"] == ["gold/ppo", "gold/sft"] and wins["win_rate"]["value"] == pytest.approx(share)
     of = everyone["policies"]["gold/ppo"]
-    assert of["rating"]["value"] == pytest.approx(6 * share + 2 * (1 - share)) and of["hallucination"][
-        "value"
-    ] == pytest.approx(1 - share)
+    assert of["rating"]["value"] == pytest.approx(6 * share + 2 * (1 - share))
+    assert of["hallucination"]["value"] == pytest.approx(1 - share)
     [corrected] = found["corrected"]
     assert corrected["people"]["n"] == 20 and corrected["judged"] == len(tasks) - 20
-    from rlhf.report.sections import tables_of
-
     tables = {table.caption: table for table in tables_of("People", found)}
     assert ["judgements", "20"] in tables["People: all labelers"].rows
     assert tables["People: all labelers: policies"].columns == ["", "rating", "hallucination"]

@@ -28,7 +28,6 @@ SHORT_EVALUATION = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_o
 
 @pytest.fixture
 def whole(copy_until) -> Run:
-    """A complete run of its own."""
     return copy_until(None)
 
 
@@ -77,10 +76,8 @@ def test_a_changed_setting_is_refused_by_name_unless_it_changes_speed_only(whole
         key = setting.split("=")[0]
         with pytest.raises(UserError, match=rf"{stage} was run with other settings \({key} .*overwrite=true"):
             pipe_in_process(monkeypatch, whole, setting)
-    faster = [
-        "ppo.micro_batch_episodes=8", "reward.micro_batch_responses=8", "checkpoints.every_seconds=1", "threads=2",
-    ]  # fmt: skip
-    assert pipe_in_process(monkeypatch, whole, *faster) == []
+    micro = ["ppo.micro_batch_episodes=8", "reward.micro_batch_responses=8"]
+    assert pipe_in_process(monkeypatch, whole, *micro, "checkpoints.every_seconds=1", "threads=2") == []
 
 
 def test_a_call_that_a_finished_stage_refuses_runs_nothing_and_is_not_remembered(copy_until, gold_run, monkeypatch):
@@ -132,7 +129,6 @@ def test_no_reward_model_is_trained_if_a_function_pays(gold_run, copy_until, tmp
 
 
 def test_every_parent_may_be_another_runs(gold_run, capsys):
-    """PPO with another coefficient on the gold run's world and models; no other stage runs again, and `load` finds them."""
     parents = [f"parents.{stage}=gold" for stage in ("world", "sft", "reward")]
     other = Run(gold_run.runs_dir, "other", [*gold_run.overrides, *parents, "kl.coef=0.5", "ppo.episodes=64"])
     capsys.readouterr()
@@ -147,7 +143,6 @@ def test_every_parent_may_be_another_runs(gold_run, capsys):
 
 
 def test_a_damaged_model_is_noticed(whole, monkeypatch):
-    """Cut short, with one bit changed, and missing."""
     path = whole.folder / "sft" / "model" / "model.safetensors"
     content = path.read_bytes()
     for damaged in (content[:-100], content[:-100] + bytes([content[-100] ^ 1]) + content[-99:], None):
@@ -167,7 +162,6 @@ run_stage(compose_config(sys.argv[1:]), "world", sys.argv[1:])
 
 
 def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until):
-    """A real stage in a process of its own: its error is shown, and no later stage is started."""
     words = [sys.executable, "-c", RUN_WORLD, *copy_until("tokenizer").words()]
     done = subprocess.run(words, capture_output=True, text=True)
     told = done.stderr

@@ -1,7 +1,8 @@
-"""PPO: what one update computes, that it learns, and what it refuses to train on."""
+"""PPO: what enters an update, what it computes, that it learns, and what it refuses to train on."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.interface import Episodes
+from rlhf.ops.gae import gae
+from rlhf.ops.kl import AdaptiveKL
+from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update
+from rlhf.ppo.experience import Experience, Rollout
 from rlhf.ppo.invariants import TOLERANCE, Checked, check_first_minibatch
+from rlhf.ppo.rewards import ModelReward
 from rlhf.stages import ppo
 from rlhf.training.setup import load_policy
 from tests.oracles import token_values
@@ -26,7 +32,7 @@ AT_ONCE = ["ppo.critic_warmup_updates=0", "ppo.warmup_fraction=0"]
 @pytest.fixture(scope="module")
 def opened(gold_run, tmp_path_factory) -> Iterator[Trainer]:
     run = gold_run.copy(tmp_path_factory.mktemp("ppo"), "ppo")
-    with open_trainer(run, *AT_ONCE, "ppo.episodes_per_update=32", "ppo.episodes=32") as found:
+    with open_trainer(run, *AT_ONCE, "ppo.episodes_per_update=32", "ppo.episodes=64") as found:
         yield found
 
 
@@ -34,6 +40,80 @@ def opened(gold_run, tmp_path_factory) -> Iterator[Trainer]:
 def trainer(opened) -> Iterator[Trainer]:
     with restored(opened) as found:
         yield found
+
+
+# --- what enters an update -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def optimized(trainer, monkeypatch) -> list[tuple[Rollout, torch.Tensor]]:
+    found: list[tuple[Rollout, torch.Tensor]] = []
+    optimize = ppo.optimize
+
+    def spy(config: Any, update: int, experience: Experience, *more: Any) -> None:
+        found.append((experience.rollout, experience.advantages))
+        optimize(config, update, experience, *more)
+
+    monkeypatch.setattr(ppo, "optimize", spy)
+    return found
+
+
+def test_held_out_prompts_are_of_the_dev_split_and_train_nothing(trainer):
+    held_out = [record for record, _ in trainer.prompts.held_out]
+    trained = [record for record, _ in trainer.prompts.train]
+    assert {record.metadata["split"] for record in held_out} == {"dev"}
+    assert {record.metadata["split"] for record in trained} == {"train"}
+    assert not {record.prompt[-1].content for record in held_out} & {record.prompt[-1].content for record in trained}
+
+
+def test_another_update_draws_other_samples(trainer, optimized, monkeypatch):
+    monkeypatch.setattr(ppo, "choose_prompts", lambda *where: list(range(32)))
+    monkeypatch.setattr(trainer.engine.optimizer, "step", lambda: None)  # the models do not move
+    for number in (1, 2, 1):
+        trainer.update(number)
+    one, two, again = (rollout.tokens.tolist() for rollout, _ in optimized)
+    assert one == again != two
+
+
+def test_the_losses_get_whitened_advantages(trainer, optimized):
+    trainer.update()
+    ((rollout, advantages),) = optimized
+    counted = advantages[rollout.response_mask]
+    assert counted.mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert counted.var(correction=0).item() == pytest.approx(1.0, abs=1e-4)
+    assert not advantages[~rollout.response_mask].any()
+
+
+def test_each_token_earns_its_term_of_the_score(trainer, optimized, monkeypatch):
+    trainer.config.ppo.score_by_token = True
+    monkeypatch.setattr(trainer.reward.model.config, "read_tokens", 3)
+    trainer.config.ppo.missing_eos_rule = "none"
+    trainer.update()
+    ((rollout, advantages),) = optimized
+    earned, mask = rollout.token_scores, rollout.response_mask
+    assert torch.allclose(earned.sum(1), rollout.scores, atol=1e-6) and not earned[~mask].any()
+    long = mask.sum(1) > 3
+    assert long.any() and (earned[long] != 0).sum(1).tolist() == [3] * int(long.sum())
+    rewards = earned - trainer.config.kl.coef * (rollout.logp_old - rollout.logp_ref)
+    expected = whiten(gae(rewards, rollout.values, mask, gamma=1.0, lam=0.95)[0], mask)
+    assert torch.allclose(advantages, expected, atol=1e-4)
+
+
+def test_values_of_responses_that_end_by_themselves_are_the_critics_output(copy_until, monkeypatch):
+    monkeypatch.setattr(ModelReward, "read_tokens", 3)
+    with open_trainer(copy_until("ppo"), "ppo.score_by_token=true") as trainer:
+        assert not trainer.actor_critic.scale_values, "how many tokens are left is not known"
+
+
+def test_the_adaptive_coefficient_sees_nats_per_sequence(trainer):
+    """KL 0.5 nats per token over more than 4 tokens per response: above a target of 2 nats per sequence."""
+    right = trainer.reference
+    trainer.reference = lambda tokens, starts, mask: right(tokens, starts, mask) - 0.5 * mask
+    trainer.state.kl = AdaptiveKL(init=0.1, target=2.0, horizon=320)
+    metrics = trainer.update(2)
+    assert metrics["objective/kl"] == pytest.approx(0.5 * metrics["rollout/response_len"], abs=1e-3)
+    assert metrics["objective/kl"] > 1.2 * 2.0
+    assert trainer.state.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 32 / 320))
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------
@@ -100,7 +180,6 @@ def pay_for(token: int, sign: float) -> Callable[[Episodes], torch.Tensor]:
 
 @pytest.mark.parametrize("sign", [1.0, pytest.param(-1.0, marks=pytest.mark.long)])
 def test_a_rigged_reward_rises(copy_until, sign):
-    """The share of a common word moves in the direction that is rewarded."""
     settings = ["kl.target=null", "kl.coef=0.0", "ppo.missing_eos_rule=none", "ppo.lr=3e-3", "ppo.critic_lr=3e-3"]
     sizes = ["ppo.episodes_per_update=32", "ppo.episodes=32", "ppo.minibatches=4"]
     with open_trainer(copy_until("ppo"), *AT_ONCE, *settings, *sizes) as trainer:
@@ -143,7 +222,6 @@ def test_measuring_an_update_changes_nothing(trainer):
 
 
 def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
-    """Its value at a response's last token is the calibrated score, before any step."""
     rollout = trainer.respond()
     critic = trainer.actor_critic.critic
     with torch.no_grad():
@@ -162,7 +240,6 @@ def assert_refused(trainer: Trainer, invariant: int) -> None:
 
 
 def test_a_right_first_update_passes(trainer):
-    """And reference and reward model do not change."""
     frozen = [(m, weights(m)) for m in (trainer.reward.model, trainer.reference.model)]
     policy = weights(trainer.actor_critic.policy)
     metrics = trainer.update()
@@ -225,17 +302,13 @@ def test_a_right_first_update_in_bfloat16_passes(half):
     assert not any(part.clipped for part in seen[0])
 
 
-@pytest.mark.parametrize(
-    "gap",
-    [
-        lambda mask: torch.full(mask.shape, 0.1),
-        lambda mask: torch.full(mask.shape, 0.4),
-        lambda mask: 0.1 * (-1.0) ** torch.arange(mask.shape[1]).expand(mask.shape),  # whose KL is nearly 0
-        lambda mask: torch.full(mask.shape, -0.008),  # whose KL is not, by 16 tokens and more
-        lambda mask: 2.0 * (torch.arange(mask.numel()) == 0).view(mask.shape),
-    ],
-    ids=["0.1 a token", "0.4 a token", "either way", "a little on all", "much on one a batch"],
-)
+@pytest.mark.parametrize("gap", [
+    lambda mask: torch.full(mask.shape, 0.1),
+    lambda mask: torch.full(mask.shape, 0.4),
+    lambda mask: 0.1 * (-1.0) ** torch.arange(mask.shape[1]).expand(mask.shape),  # whose KL is nearly 0
+    lambda mask: torch.full(mask.shape, -0.008),  # whose KL is not, by 16 tokens and more
+    lambda mask: 2.0 * (torch.arange(mask.numel()) == 0).view(mask.shape),
+], ids=["0.1 a token", "0.4 a token", "either way", "a little on all", "much on one a batch"])  # fmt: skip
 def test_a_reference_that_is_off_is_refused_in_bfloat16(half, gap):
     off_by(half, gap)
     assert_refused(half, 2)

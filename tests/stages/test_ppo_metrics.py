@@ -181,7 +181,6 @@ def judged(trainer: Trainer, records: list[Any], rollout: Rollout, name: str) ->
 
 
 def norm(module: nn.Module) -> float:
-    """Of all gradients as one vector, in float64."""
     return math.sqrt(sum(float(np.square(p.grad.double().numpy()).sum()) for p in module.parameters()))
 
 
@@ -286,7 +285,6 @@ def held_out_wanted(seen: Seen) -> dict[str, float]:
 
 
 def throughput_wanted(seen: Seen) -> dict[str, float]:
-    """From the seconds that were logged."""
     tokens, spent = int(seen.rollouts[0].response_mask.sum()), seen.logged
     seconds = spent["time/rollout_s"] + spent["time/score_s"] + spent["time/update_s"]
     return {

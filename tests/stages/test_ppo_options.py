@@ -89,7 +89,6 @@ def test_a_shared_trunk_has_one_forward_and_gets_the_value_loss_at_a_tenth(open_
 
 
 def test_groups_need_no_critic_and_learn(open_trainer):
-    """The rigged reward rises, as with GAE; and each prompt is asked k times in a row."""
     sizes = ["ppo.episodes=384", "ppo.episodes_per_update=64"]
     with open_trainer(*RLOO, *sizes, "ppo.lr=3e-3", "ppo.missing_eos_rule=none", "kl.coef=0.001") as trainer:
         assert trainer.actor_critic.critic is None
@@ -302,8 +301,6 @@ ALL_AT_ONCE = [*PTX, "lora.rank=2", "ppo.ema_decay=0.9", "gradient_checkpointing
     "settings", [["ppo.shared_critic=true"], RLOO, ALL_AT_ONCE], ids=["shared", "rloo", "all at once"]
 )
 def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
-    """Two updates equal one, a restart, and another, bit for bit."""
-
     def all_that_trains(trainer: Trainer) -> dict[str, torch.Tensor]:
         return weights(trainer.engine.module) | dict(trainer.engine.ema.average if trainer.engine.ema else {})
 
@@ -321,7 +318,6 @@ def test_a_checkpoint_holds_all_that_trains(open_trainer, settings):
 
 
 def test_tied_groups_are_dropped(open_trainer):
-    """Of eight groups of four the first five are tied: the others train the policy as if they were alone."""
     rloo = ["ppo.missing_eos_rule=none", "ppo.minibatches=1", "kl.penalty=loss", "kl.coef=0.5", *RLOO]
 
     def scores(episodes):

@@ -9,6 +9,7 @@ import torch
 from rlhf.config import Config
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.records import Ranking
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import evaluate_ratings
 from rlhf.evaluation.policies import Answer, Asked, Responses
@@ -70,9 +71,8 @@ def test_the_value_of_a_rating_by_hand():
 
 
 def test_the_order_by_weights_and_the_filter_by_hand():
-    rater = fixed_rater(
-        {"helpful": [0.8, 1.0], "harmless": [0.5, 0.4], "insult": [0.9, 0.6]}, insult=Quality("", rule=True)
-    )
+    values = {"helpful": [0.8, 1.0], "harmless": [0.5, 0.4], "insult": [0.9, 0.6]}
+    rater = fixed_rater(values, insult=Quality("", rule=True))
     rater.weights = {"helpful": 1, "harmless": -0.5, "insult": 2}
     # .8 - .25 - 2 x .1 and 1 - .2 - 2 x .4: a rule counts by P(broken)
     assert rater(EPISODES).tolist() == pytest.approx([0.35, 0.0], abs=1e-6)
@@ -130,9 +130,8 @@ def test_what_labels_say(gold_run):
     config.rate.qualities = ["opinion"]
     assert choose_qualities(config, rated, rankings, {}) == {"opinion": Quality("OPINION", weight=0.0)}
     config.rate.qualities = ["honest"]
-    with pytest.raises(
-        UserError, match=r"rate\.qualities, or rate\.rules: honest: is not rated: want some of hate, honesty"
-    ):
+    told = r"rate\.qualities, or rate\.rules: honest: is not rated: want some of hate, honesty"
+    with pytest.raises(UserError, match=told):
         choose_qualities(config, rated, rankings, rules)
     config.rate.qualities = None
     with pytest.raises(UserError, match="rates no attribute: want qualities of responses"):
@@ -223,8 +222,6 @@ def test_rules_are_a_reward_of_ppo_and_a_metric(labelled, capsys):
     config.rate.rules = str(labelled.folder / "new.json")
     (labelled.folder / "new.json").write_text(json.dumps({"love": "It is kind."}))
     folder = labelled.folder / "runs/marked/rate"
-    from rlhf.data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(folder / "model")
     rater = load_rater(config, folder, tokenizer, CPU)
     row = encode_prompt(tokenizer, "Say 3 words.") + encode_response(tokenizer, "You fool.")

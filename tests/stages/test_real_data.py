@@ -68,7 +68,6 @@ def write_data(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The pipeline, its stages in this process."""
     home = tmp_path_factory.mktemp("real")
     run = Run(home / "runs", "real", [*SETTINGS, *write_data(home / "data")])
     with pytest.MonkeyPatch.context() as patch:

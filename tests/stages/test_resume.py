@@ -28,27 +28,17 @@ class Interrupted(Exception):
     """What the tests raise after a checkpoint."""
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
-    """Raise Interrupted right after the stage has written its `saves`-th checkpoint."""
-    count = 0
-
-    def counted(save):
-        def call(*args, **kwargs):
-            nonlocal count
-            found = save(*args, **kwargs)
-            count += 1
-            if count == saves:
-                raise Interrupted
-            return found
-
-        return call
-
-    monkeypatch.setattr(TrainingLoop, "save", counted(TrainingLoop.save))
-
-
 def interrupt(run: Run, stage: str, saves: int, *more: str) -> None:
+    save, saved = TrainingLoop.save, []
+
+    def counted(*args, **kwargs):
+        saved.append(save(*args, **kwargs))
+        if len(saved) == saves:
+            raise Interrupted
+        return saved[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        interrupt_after(patch, saves)
+        patch.setattr(TrainingLoop, "save", counted)
         with pytest.raises(Interrupted):
             run.stage(stage, EVERY_STEP, *more)
     assert read_stage(run.folder / stage)["status"] == "running"

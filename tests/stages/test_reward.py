@@ -16,7 +16,6 @@ from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
 from rlhf.data.reading import prompts_of
 from rlhf.data.records import Ranking
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.evaluation import scoring
 from rlhf.model.heads import RewardModel
@@ -37,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tokenizer(gold_run):
-    return load_tokenizer(gold_run.folder / "sft" / "model")
+    return gold_run.tokenizer()
 
 
 @pytest.fixture
@@ -89,9 +88,8 @@ def test_each_item_is_in_one_micro_batch_of_one_rank_and_all_ranks_have_as_many(
 
 
 def recording_engine(model):
-    engine = make_engine(
-        Config(), model, RewardConfig(max_grad_norm=1e9), CPU, groups=[{"params": list(model.parameters())}]
-    )
+    groups = [{"params": list(model.parameters())}]
+    engine = make_engine(Config(), model, RewardConfig(max_grad_norm=1e9), CPU, groups=groups)
     engine.optimizer = Recorder(model)
     return engine
 

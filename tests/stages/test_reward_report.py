@@ -1,6 +1,5 @@
 """The figures of the reward model: by hand, against other libraries, and as evaluation writes them."""
 
-import json
 import math
 
 import numpy as np
@@ -9,15 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation import reward_report as report
 from rlhf.evaluation.reward_report import gold_regression, standardised_weights
 from rlhf.evaluation.scoring import accuracy, judged_pairs
 from rlhf.evaluation.statistics import mean_by
-from rlhf.gold.truth import WEIGHTS
+from rlhf.gold.truth import WEIGHTS, Requests, utilities
 from rlhf.model.classifier import load_reward_model
 
+from ..data.ranked import make_items
 from .test_reward import make_ranking
 
 CPU = torch.device("cpu")
@@ -94,22 +94,9 @@ def test_weights_by_hand_and_a_column_that_never_varies_has_none():
     assert standardised_weights(x, np.ones(500)) == [None] * 3
 
 
-def gold_items(gold_run) -> list[Item]:
-    from rlhf.data.reading import load_comparisons
-
-    from ..data.ranked import make_items
-
-    tokenizer = load_tokenizer(gold_run.folder / "sft" / "model")
-    records = load_comparisons(str(gold_run.folder / "label" / "comparisons.jsonl"))[0]
-    return make_items(records, tokenizer, 128, 24)[0]
-
-
 def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
-    from rlhf.gold.truth import Requests, utilities
-
-    truth = Requests()
-
-    items, noise = gold_items(gold_run), gold_run.config().gold.labeler_noise
+    truth, noise = Requests(), gold_run.config().gold.labeler_noise
+    items, _ = make_items(gold_run.comparisons(), gold_run.tokenizer(), 128, 24)
     wanted = [utilities(truth, noise, one.record, one.answers) for one in items]
     judged = [[truth.judge(one.record, *answer) for answer in one.answers] for one in items]
     found = gold_regression(truth, judged, [[0.3 * u + 1 for u in row] for row in wanted])
@@ -117,20 +104,12 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
     assert set(found) == set(WEIGHTS) and any(row["weight"] is not None for row in found.values())
 
 
-@pytest.fixture(scope="module")
-def results(gold_run) -> dict:
-    return json.loads((gold_run.folder / "evaluate" / "results.json").read_text())["reward_model"]
-
-
-def test_the_figures_are_the_models_own(gold_run, results):
+def test_the_figures_are_the_models_own(gold_run):
     """Recomputed from the saved model, one response at a time: the accuracy on training labelers and held-out ones."""
-    from rlhf.data.chat_template import encode_prompt, encode_response
-    from rlhf.data.reading import load_comparisons
-
-    folder = gold_run.folder
-    model, tokenizer = load_reward_model(folder / "reward" / "model", CPU), load_tokenizer(folder / "sft" / "model")
+    results, tokenizer = gold_run.results()["reward_model"], gold_run.tokenizer()
+    model = load_reward_model(gold_run.folder / "reward" / "model", CPU)
     right, count = {True: 0.0, False: 0.0}, {True: 0, False: 0}
-    for record in load_comparisons(str(folder / "label" / "comparisons.jsonl"))[0]:
+    for record in gold_run.comparisons():
         if record.metadata["split"] != "test":
             continue
         prompt = encode_prompt(tokenizer, record.prompt)
@@ -143,12 +122,9 @@ def test_the_figures_are_the_models_own(gold_run, results):
         for i, j in record.pair_list():
             right[held_out] += scores[i] > scores[j]
             count[held_out] += 1
-    assert (right[False] / count[False], count[False]) == (
-        pytest.approx(results["accuracy"]["value"], abs=2e-3),
-        results["accuracy"]["n"],
-    )
-    held = results["held_out_labelers"]["accuracy"]
-    assert (right[True] / count[True], count[True]) == (pytest.approx(held["value"], abs=2e-3), held["n"])
+    for held_out, wanted in ((False, results["accuracy"]), (True, results["held_out_labelers"]["accuracy"])):
+        assert count[held_out] == wanted["n"]
+        assert right[held_out] / count[held_out] == pytest.approx(wanted["value"], abs=2e-3)
 
 
 def test_accuracy_by_labeler_and_above_length():

@@ -70,7 +70,6 @@ def one_update(run: Run, *more: str) -> Path:
 
 
 def test_a_finished_classifier_pays_without_a_reward_stage(gold_run, copy_until, tmp_path):
-    """A plain transformers classifier with one label is used as it is; its files are the lineage."""
     folder = Path(save_classifier(tmp_path / "classifier", "bert", text=[WORDS]))
     run = copy_until("reward")
     stage = one_update(run, f"ppo.rewards='{folder}'")
@@ -152,7 +151,6 @@ def test_classifiers_learn_from_comparisons_and_pay_in_ppo(copy_until, compariso
 
 
 def test_calibration_holds_for_a_classifier_and_a_changed_one_is_noticed(copy_until, comparisons):
-    """Scores of the training split's demonstrations by the saved model average 0."""
     run = copy_until("reward")
     folder = train(run, comparisons, "distilbert")
     path = run.runs_dir / "base" / "distilbert" / "model.safetensors"

@@ -43,9 +43,8 @@ def test_prompts_are_of_the_split_and_not_labelled_yet(gold_run, tasks, tmp_path
     fresh = [record for record in train if record.prompt[-1].content not in known]
     assert [task.metadata["prompt_id"] for task in found] == [record.id for record in fresh[:10]]
     assert [task.prompt for task in found] == [record.prompt for record in fresh[:10]]
-    dev = sampled(
-        gold_run, tmp_path / "dev", "sample.split=dev", f"data.comparisons='{out / 'tasks.jsonl'}'"
-    )  # which rank nothing
+    unranked = f"data.comparisons='{out / 'tasks.jsonl'}'"
+    dev = sampled(gold_run, tmp_path / "dev", "sample.split=dev", unranked)
     assert {task.metadata["split"] for task in dev} == {"dev"}
 
 
@@ -55,9 +54,8 @@ def test_reward_models_choose_the_prompts_except_a_part_drawn_at_random(gold_run
     even, odd = [0.0, 0.0], [0.0, math.log(3)]
     assert value_of("uncertain", [odd]) == pytest.approx(3 / 16) and value_of("uncertain", [even]) == 0.25
     assert value_of("disagreement", [even, odd]) == pytest.approx(1 / 64) and value_of("disagreement", [odd, odd]) == 0
-    rewards = (
-        [gold_run.config().run, str(gold_run.folder)] if how == "disagreement" else [None]
-    )  # twice the same: no disagreement
+    # twice the same: no disagreement
+    rewards = [gold_run.config().run, str(gold_run.folder)] if how == "disagreement" else [None]
     pool = sampled(gold_run, tmp_path / "pool", "sample.choose=random", "sample.prompts=20")
     more = ["sample.choose=" + how, "sample.pool=2", "sample.random_fraction=0.2"]
     more += [f"sample.rewards=[{','.join(map(repr, rewards))}]"] if how == "disagreement" else []
@@ -113,11 +111,8 @@ def test_label_studio_files_hold_the_same_responses(gold_run, tasks, interface, 
     wanted = {task.id: {r.id: r.text for r in task.responses} for task in found}
     got: dict[str, dict[str, str]] = {}
     for data in rows:
-        texts = (
-            {r["id"]: r["body"] for r in data["responses"]}
-            if interface == "ranker"
-            else {data["left_id"]: data["left"], data["right_id"]: data["right"]}
-        )
+        texts = {r["id"]: r["body"] for r in data.get("responses", ())}  # of the ranker
+        texts = texts or {data["left_id"]: data["left"], data["right_id"]: data["right"]}
         got.setdefault(data["item"], {}).update(texts)
     assert got == wanted
     assert "config.xml" in json.loads((out / "sample.json").read_text())["files"]
@@ -129,10 +124,8 @@ FIXTURES = Path(__file__).parents[1] / "data" / "fixtures" / "label_studio"
 
 def make_task(name: str = "p-1@0123", k: int = 4, texts: list[str] | None = None) -> Ranking:
     texts = texts or [f"Answer {i}." for i in range(k)]
-    responses = [
-        RankedResponse(id=chr(ord("a") + i), text=text, policy="demo/sft@0123", metadata={"ended": i % 2 == 0})
-        for i, text in enumerate(texts)
-    ]
+    each = [{"id": "abcde"[i], "text": text, "metadata": {"ended": i % 2 == 0}} for i, text in enumerate(texts)]
+    responses = [RankedResponse(policy="demo/sft@0123", **one) for one in each]  # type: ignore[arg-type]
     return Ranking(id=name, prompt="Say it.", responses=responses, metadata={"split": "train", "group": "g"})  # type: ignore[arg-type]
 
 
@@ -140,9 +133,8 @@ def test_position_tells_nothing(monkeypatch):
     """Each of 4 draws stands first in 400 of 4 x 400 tasks: binomial(1600, 1/4), deviation 17.3; 5 of them are 87."""
     prompts = [PromptRecord(id=f"p-{i}", prompt="Say it.") for i in range(1600)]  # type: ignore[arg-type]
     drawn = [Answer(f"Answer {i}.", True, [], []) for i in range(4)]
-    monkeypatch.setattr(
-        "rlhf.commands.sample.answer_prompts", lambda *_: ((prompt, False, drawn, {}) for prompt in prompts)
-    )
+    answered = lambda *_: ((prompt, False, drawn, {}) for prompt in prompts)  # noqa: E731
+    monkeypatch.setattr("rlhf.commands.sample.answer_prompts", answered)
     tasks, _, _ = draw_tasks(Config(), [("demo/sft@0123", Path())], prompts)
     for name in "abcd":
         assert abs(sum(task.responses[0].id == name for task in tasks) - 400) < 87

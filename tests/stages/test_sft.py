@@ -82,7 +82,6 @@ def test_packing_is_refused_if_a_demonstration_reads_the_one_before(gold_run, ki
 
 
 def loss_of(config, model, rows, count):
-    """The loss of rows in one micro-batch, as SFT computes it."""
     made = sft.make_rows(rows, 128, config.sft.pack)
     engine = make_engine(config, NextToken(model), config.sft, torch.device("cpu"))
     objective = sft.make_objective(config, engine, 0)
@@ -157,13 +156,11 @@ def test_a_share_of_the_rows_is_pretraining_text(gold_run):
 def test_dropout_is_residual(copy_until):
     """The blocks' outputs lose a share; embeddings and attention probabilities lose nothing."""
     run = copy_until("sft")
-    model = sft.load_with_dropout(
-        run.config("sft.dropout=0.25"), run.folder / "pretrain" / "model", torch.device("cpu")
-    ).train()
+    folder = run.folder / "pretrain" / "model"
+    model = sft.load_with_dropout(run.config("sft.dropout=0.25"), folder, torch.device("cpu")).train()
     trunk, x = model.model, torch.ones(1, 4000, model.config.width)
     assert [block.dropout.p for block in trunk.layers] == [0.25] * 2
-    assert (trunk.layers[0].dropout(x) == 0).float().mean().item() == pytest.approx(
-        0.25, abs=0.005
-    )  # of 256,000: six standard errors
+    share = (trunk.layers[0].dropout(x) == 0).float().mean().item()
+    assert share == pytest.approx(0.25, abs=0.005)  # of 256,000: six standard errors
     assert trunk.dropout.p == 0.0 and all(block.attention.dropout == 0.0 for block in trunk.layers)
     assert model.config.dropout == 0.0, "what later stages load"

@@ -103,7 +103,6 @@ def assert_same(one: Run, two: Run, stage: str, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def single(gold_run, tmp_path_factory) -> dict[str, Run]:
-    """One process's runs."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "make_model", draw_head_alike)
@@ -220,13 +219,10 @@ DPO = "dpo.batch_prompts=20 dpo.micro_batch_prompts=5 dpo.epochs=1 dpo.lr=1e-3"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("stage", "settings", "ways"),
-    [
-        ("pretrain", SWITCH, "none zero2 zero3"), ("pretrain", "model=gpt1-tiny", "zero3"), ("pretrain", "model=palm-tiny", "zero3"),
-        ("pretrain", SINUSOIDAL, "zero3"), ("dpo", DPO, "none zero2 zero3"), ("ppo", GROUPS, "none"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stage", "settings", "ways"), [
+    ("pretrain", SWITCH, "none zero2 zero3"), ("pretrain", "model=gpt1-tiny", "zero3"), ("pretrain", "model=palm-tiny", "zero3"),
+    ("pretrain", SINUSOIDAL, "zero3"), ("dpo", DPO, "none zero2 zero3"), ("ppo", GROUPS, "none"),
+])  # fmt: skip
 def test_other_blocks_dpo_and_groups_of_two_processes_equal_one(gold_run, tmp_path, stage, settings, ways):
     def copy(name: str) -> Run:
         return gold_run.copy(tmp_path, "reward" if stage == "dpo" else stage, name)
@@ -257,7 +253,6 @@ def test_bytes_held_fit_the_formula(launched):
 
 
 def test_loading_under_zero3_holds_a_share_and_one_weight(launched):
-    """Every process at most 1.3 times its half of the weights, and the largest weight whole."""
     found = launched[1]["loading",]
     assert found["same"]
     assert found["most"] < 1.3 * found["whole"] / 2 + found["largest"] < found["whole"]
@@ -278,7 +273,6 @@ def test_checkpoints_hold_no_pickles(launched):
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
 def test_resume_on_another_number_of_processes(single, gold_run, tmp_path, way):
-    """Three steps by two processes and three by one; three by one and three by two."""
     fewer, more = (gold_run.copy(tmp_path, "pretrain", name) for name in ("fewer", "more"))
     launch(tmp_path / "held.json", 1, [job(more, "pretrain", CUT_AT["pretrain"], f"deepspeed={way}")])
     two = [job(more, "pretrain", 0, f"deepspeed={way}"), job(fewer, "pretrain", CUT_AT["pretrain"], f"deepspeed={way}")]

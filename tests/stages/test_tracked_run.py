@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,6 @@ TRACKED = ("sft", "ppo", "evaluate")
 
 @pytest.fixture(scope="module")
 def tracked(gold_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run some of whose stages ran with tracking=wandb."""
     run = gold_run.copy(tmp_path_factory.mktemp("tracked"), "ppo", "tracked")
     given = os.environ.pop("WANDB_MODE", None)
     try:
@@ -73,22 +71,8 @@ def test_training_says_what_it_takes(tracked: Run, stage: str) -> None:
     assert record["steps"] == rows[-1]["progress/step"] and set(record["git"]) in ({"commit", "branch", "dirty"}, set())
 
 
-def test_the_tables_are_there_and_panels_show_what_stages_log(tracked, gold_run):
-    samples = list(read_jsonl(tracked.folder / "ppo" / "samples.jsonl"))
-    assert len({row["id"] for row in samples}) < len(samples), "the same prompts again and again"
-    path = wandb_file(tracked.folder / "ppo")
-    rows: list[dict[str, Any]] = []
-    for _, row in read_history(path):
-        if "samples.path" in row:
-            table = json.loads((path.parent / "files" / row["samples.path"]).read_text())
-            rows += [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
-    named = ("step", "id", "prompt", "response")
-    assert [[row[name] for name in named] for row in rows] == [[row[name] for name in named] for row in samples]
-    assert [r["gold/total"] for r in rows] == pytest.approx([r["gold"]["total"] for r in samples])
-    folders = [
-        *(gold_run.folder / stage for stage in ("pretrain", "reward")),
-        *(tracked.folder / stage for stage in TRACKED),
-    ]
+def test_panels_show_what_stages_log(tracked, gold_run):
+    folders = [gold_run.folder / "pretrain", gold_run.folder / "reward", *(tracked.folder / stage for stage in TRACKED)]
     names = {name for folder in folders for row in read_jsonl(folder / "metrics.jsonl") for name in row}
     logged = {metric.name for name in names if (metric := find(name)) is not None}
     shown = {metric.name for name in panel_metrics() if (metric := find(name.replace("*", "word"))) is not None}

@@ -37,7 +37,6 @@ class Ways:
         cli.main([stage, SHARED_FLAG, *overrides])
 
     def __call__(self, command: str, run: str, *words: str, fresh: bool = True) -> list[str]:
-        """Run a command; the stages that it ran."""
         self.ran.clear()
         given = [*SMALL, *SHORT, f"model.pretrained={self.folder / 'hf'}"] if fresh else []
         cli.main([command, f"run={run}", f"runs_dir={self.folder / 'runs'}", *given, *words])
@@ -79,7 +78,6 @@ def ways(home: Path, monkeypatch: pytest.MonkeyPatch) -> Ways:
 
 @pytest.fixture
 def first(ways: Ways) -> Ways:
-    """`runs/first`: preferences only."""
     if not ways.record("first", "evaluate"):
         ways("pipeline", "first", "data.comparisons=labels.csv")
     return ways
@@ -141,10 +139,8 @@ def test_adapters_of_trls_sft_are_merged_into_their_model(ways):
 
 def test_demonstrations_only_end_with_sft(ways, capsys):
     assert ways("pipeline", "demos", "data.demonstrations=demos.json") == ["tokenizer", "pretrain", "sft"]
-    assert (
-        "no data.comparisons, and no ppo.rewards: reward model, PPO and evaluation are left out"
-        in capsys.readouterr().out
-    )
+    told = "no data.comparisons, and no ppo.rewards: reward model, PPO and evaluation are left out"
+    assert told in capsys.readouterr().out
     # what comes later is not left out
     assert ways("pipeline", "demos", "data.comparisons=labels.csv", fresh=False) == ["reward", "ppo", "evaluate"]
 
@@ -184,13 +180,10 @@ def label(run: Path, tasks: int | None = None) -> None:
     """What `rlhf serve` writes of a labeler who takes the responses as they come."""
     rows = [json.loads(line) for line in (run / "sample" / "tasks.jsonl").read_text().splitlines()][:tasks]
     (run / "serve").mkdir(exist_ok=True)
-    ranked = [
-        row
-        | {"ranking": [[one["id"]] for one in row["responses"]], "labeler": "anna"}
-        | {"metadata": row["metadata"] | {"task": row["id"]}}
-        for row in rows
-    ]
-    (run / "serve" / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
+    for row in rows:
+        row |= {"ranking": [[one["id"]] for one in row["responses"]], "labeler": "anna"}
+        row["metadata"]["task"] = row["id"]
+    (run / "serve" / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_rounds_of_peoples_labels(first, capsys):
@@ -198,9 +191,8 @@ def test_rounds_of_peoples_labels(first, capsys):
     name, runs = "rounds", first.folder / "runs"
     words = ["data.comparisons=labels.csv", "data.prompts=prompts.jsonl", "rounds=3", "sample.prompts=5"]
     words += ["ppo.policy=ppo", "round.later_reward_epochs=1"]
-    words += [
-        f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft")
-    ]  # the run has no stage until its round
+    # the run has no stage until its round
+    words += [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft")]
 
     def stops(*more: str) -> str:
         with pytest.raises(SystemExit) as stop:
@@ -279,7 +271,6 @@ def test_rounds_killed_between_and_within_stages_with_imported_labels(first, mon
 
 
 def test_two_processes_do_what_one_does(first, tmp_path):
-    """DPO, rejection sampling, evaluation and PPO, in one launch."""
     words = [f"parents.{stage}=first" for stage in ("tokenizer", "pretrain", "sft", "reward", "ppo")]
     words += ["data.comparisons=labels.csv", "rejection.prompts=9", "sft.dropout=0", "stages=[dpo,rejection,evaluate]"]
     assert first("pipeline", "one", *words) == ["rejection", "dpo", "evaluate"]
@@ -300,7 +291,6 @@ def test_two_processes_do_what_one_does(first, tmp_path):
 
 
 def test_two_processes_rate_as_one_does(copy_until):
-    """By the command, which starts them."""
     one, two = copy_until("reward", "one"), copy_until("reward", "two")
     words = ["rate.ratings=40", "rate.epochs=1", "sft.batch_size=110", "sft.dropout=0"]
     one.stage("rate", *words)

@@ -49,15 +49,14 @@ def make_stage(run: Path, stage: str, **changes: Any) -> Path:
 
 
 def make_run(run: Path) -> Path:
-    """A small run with every file that the report reads."""
     for stage in PARENTS:
         make_stage(run, stage)
     steps = range(1, 101)
-    write_lines(
-        run / "pretrain/metrics.jsonl",
-        [{"progress/step": i, "pretrain/loss": 6 * math.exp(-i / 30) + 0.1 * (i % 3), "optim/lr": 1e-3} for i in steps]
-        + [{"progress/step": 100, "eval/heldout/loss": 0.9, "eval/heldout/bpb": 0.5}],
-    )
+    losses = [6 * math.exp(-i / 30) + 0.1 * (i % 3) for i in steps]
+    write_lines(run / "pretrain/metrics.jsonl", [
+        *({"progress/step": i, "pretrain/loss": loss, "optim/lr": 1e-3} for i, loss in zip(steps, losses, strict=True)),
+        {"progress/step": 100, "eval/heldout/loss": 0.9, "eval/heldout/bpb": 0.5},
+    ])  # fmt: skip
     write_lines(run / "sft/metrics.jsonl", [{"progress/step": i, "sft/loss": 1 / i} for i in steps])
     write_lines(run / "reward/metrics.jsonl", [{"progress/step": i, "reward/accuracy": 0.6} for i in steps])
     write_lines(run / "ppo/metrics.jsonl", [
@@ -81,9 +80,7 @@ def make_run(run: Path) -> Path:
             "accuracy": {"value": 0.6754, "ci95": [0.661, 0.689], "n": 4210},
             "noise_ceiling": 0.7912, "length_baseline": 0.5153, "gold_order_accuracy": 0.8011,
             "labeler_agreement": 0.7353,
-            "calibration": [
-                {"gap": g, "predicted": 1 / (1 + math.exp(-g)), "observed": 0.6, "n": 50} for g in (0.2, 1)
-            ],
+            "calibration": [{"gap": g, "predicted": 0.45 + g / 4, "observed": 0.6, "n": 50} for g in (0.2, 1)],
         },
         "kl_to_sft_nats": 3.021, "pretrain_bits_per_byte": 0.4683, "seed": 7,
         "seconds": {"ppo": 61.0, "demo-round-1/label": 20.0, "demo-round-1/ppo": 40.0}, "peak_rss_mb": {"ppo": 1500.0},
@@ -178,10 +175,8 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     folder = make_stage(run, "ppo")
     names = ("objective/scores", "objective/kl", "objective/entropy", "policy/entropy_avg",
              "rollout/response_len", "val/explained_var", "gold/total", "gold/polite")  # fmt: skip
-    write_lines(
-        folder / "metrics.jsonl",
-        [{"progress/step": i} | {name: math.sin(i * (k + 1)) for k, name in enumerate(names)} for i in range(2000)],
-    )
+    waves = [{name: math.sin(i * (k + 1)) for k, name in enumerate(names)} for i in range(2000)]
+    write_lines(folder / "metrics.jsonl", [{"progress/step": i} | wave for i, wave in enumerate(waves)])
     long = "word " * 100_000
     rows = [{"step": i, "id": f"p-{i % 50}", "prompt": long, "response": long} for i in range(60)]
     write_lines(folder / "samples.jsonl", rows)
@@ -198,9 +193,8 @@ def test_a_half_done_run(tmp_path: Path) -> None:
     write_lines(run / "pretrain/metrics.jsonl", [{"progress/step": 40, "eval/heldout/bpb": 0.512}])
     (run / "sft/metrics.jsonl").write_text('{"progress/step": 1, "sft/loss": 2.5}\n{"progress/step": 2, "sft/lo')
     text = page_of(run)
-    for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40",
-                  "changed since</span>", "of another run",
-                  "Not evaluated yet", "No samples yet"):  # fmt: skip
+    for shown in ("3 of 6 stages complete", "next is sft", "0.512", "eval/heldout/bpb at step 40", "of another run",
+                  "changed since</span>", "Not evaluated yet", "No samples yet"):  # fmt: skip
         assert shown in text, shown
 
 
@@ -277,10 +271,7 @@ def test_a_sweep_is_compared_by_its_evaluations_if_all_runs_have_one(tmp_path: P
         write_lines(make_stage(run, "ppo") / "metrics.jsonl", [{"progress/step": 1, "eval/dev/kl": 1.25}])
     (runs[0] / "evaluate").mkdir()
     (runs[0] / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
-    assert [line.split() for line in compare_runs(runs)][1:] == [
-        ["a", "1.25", "1:01", "min"],
-        ["b", "1.25", "1:01", "min"],
-    ]
+    assert [line.split() for line in compare_runs(runs)][1:] == [[name, "1.25", "1:01", "min"] for name in "ab"]
     assert "3.75" in compare_runs(runs[:1])[1]
     runs[0].joinpath("evaluate").rename(runs[0] / "old")
     make_stage(runs[0], "evaluate", parents={"ppo": digest("an earlier one")})

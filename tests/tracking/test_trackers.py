@@ -51,9 +51,7 @@ def test_an_unknown_name_is_refused_values_that_are_not_finite_become_null_and_t
         writer.log({"objective/kl": 1.0, "objective/klx": 1.0}, step=1)
     assert list(read_jsonl(tmp_path / "metrics.jsonl")) == []
     text = "naïve\nline \u2028 <script> \ud800 end"  # a lone surrogate has no UTF-8 form
-    whole = SAMPLE | {
-        "prompt": text, "response": text, "score": 1, "gold": {"total": 0.5}, "parts": {"reward_model": 1.5},
-    }  # fmt: skip
+    whole = SAMPLE | {"prompt": text, "response": text, "score": 1, "gold": {"total": 0.5}, "parts": {"a": 1.5}}
     with caplog.at_level(logging.WARNING), tracker(tmp_path) as writer:
         for step, value in enumerate((math.nan, math.inf)):
             writer.log({"loss/policy_avg": value, "objective/kl": 1.0}, step=step)
@@ -126,10 +124,8 @@ def test_calls_are_in_order_and_what_fails_is_reported_once(caplog: pytest.LogCa
     assert done == [call for call in ("samples", "table", "log") * 2 + ("finish",) if call != fails]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(fails)
-    assert all(
-        text.startswith(f"Weights & Biases could not {fails} (ConnectionError: broken pipe): continuing")
-        for text in told
-    )
+    wanted = f"Weights & Biases could not {fails} (ConnectionError: broken pipe): continuing"
+    assert all(text.startswith(wanted) for text in told)
 
 
 def test_nothing_waits_for_a_start_that_hangs(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ def write_stage(run: Path, name: str, status: str, logged: int = 0, **record: An
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """As a stage that runs holds it."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -65,10 +65,8 @@ def test_a_finished_run_is_told_and_left_at_once_and_one_that_stopped_is_an_erro
     started = time.monotonic()
     follow(tmp_path, 0.05, True, out)
     assert time.monotonic() - started < 2
-    assert out.getvalue().splitlines() == [
-        "sft: complete  step 3  1:15 min",
-        "ppo: complete  update 10  30 s  reward 1  KL 5  length 20",
-    ]
+    ended = "ppo: complete  update 10  30 s  reward 1  KL 5  length 20"
+    assert out.getvalue().splitlines() == ["sft: complete  step 3  1:15 min", ended]
     write_stage(tmp_path, "ppo", "running", logged=4)
     with pytest.raises(UserError, match="ppo stopped at step 4 and no process works on it"):
         follow(tmp_path, 0.02, True, io.StringIO(), patience=0.1)
@@ -81,15 +79,11 @@ def test_it_follows_a_run_from_another_process_to_its_end_or_an_interrupt(tmp_pa
     run = tmp_path / "x"
     folder = write_stage(run, "ppo", "running", logged=1)
     with locked(folder):
-        watcher = subprocess.Popen(
-            [sys.executable, "-m", "rlhf", "watch", "run=x", f"runs_dir={tmp_path}", "watch.every_seconds=0.05"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            # who runs the tests in the background has SIGINT ignored, which children inherit
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        command = [sys.executable, "-m", "rlhf", "watch", "run=x", f"runs_dir={tmp_path}", "watch.every_seconds=0.05"]
+        # who runs the tests in the background has SIGINT ignored, which children inherit
+        restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": Path(__file__).parents[2]}
+        watcher = subprocess.Popen(command, text=True, preexec_fn=restore, **pipes)
         assert watcher.stdout is not None
         assert watcher.stdout.readline().startswith("ppo: running  update 1")
         if interrupted:

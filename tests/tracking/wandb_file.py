@@ -63,7 +63,6 @@ def history_row(record: Any) -> dict[str, Any]:
 
 
 def read_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, row) of every history record."""
     for record in read_records(path):
         if record.WhichOneof("record_type") == "history":
             row = history_row(record)

@@ -113,15 +113,12 @@ def change(policy: Any, size: float) -> None:
             p.add_(size * torch.randn(p.shape, generator=generator))
 
 
-@pytest.mark.parametrize(
-    ("size", "keep"),
-    [
-        (1e-2, lambda name: False),  # nothing arrives
-        (1e-5, lambda name: False),  # … after an update so small that rounding would hide it
-        (1e-2, lambda name: "lm_head" not in name),  # a tied unembedding keeps its old copy
-        (1e-2, lambda name: "wpe" not in name and "rotary" not in name and ".0." not in name),  # one block is lost
-    ],
-)
+@pytest.mark.parametrize(("size", "keep"), [
+    (1e-2, lambda name: False),  # nothing arrives
+    (1e-5, lambda name: False),  # … after an update so small that rounding would hide it
+    (1e-2, lambda name: "lm_head" not in name),  # a tied unembedding keeps its old copy
+    (1e-2, lambda name: "wpe" not in name and "rotary" not in name and ".0." not in name),  # one block is lost
+])  # fmt: skip
 def test_stale_weights_are_refused(engine: VllmEngine, policy: Any, size: float, keep: Any) -> None:
     engine.load(policy)
     change(policy, size)
@@ -155,7 +152,6 @@ def test_adapters_are_merged_while_weights_are_sent(config: Config, policy: Any)
 
 
 def updates_of(run: Run) -> list[dict[str, float]]:
-    """PPO's lines of metrics."""
     lines = read_jsonl(run.folder / "ppo" / "metrics.jsonl")
     return [line for line in lines if "rollout/mismatch" in line]
 

@@ -16,12 +16,10 @@ def says(who: str, text: str) -> dict[str, str]:
 
 
 def turns(record: Any) -> list[tuple[str, str]]:
-    """The prompt of a record that was imported."""
     return [(message.role, message.content) for message in record.prompt]
 
 
 def texts(record: Any) -> list[str]:
-    """The responses of a record that was imported."""
     return [response.text for response in record.responses]
 
 
@@ -54,19 +52,8 @@ SAMPLES: list[tuple[str, dict[str, Any], list[str]]] = [  # format, row, kinds o
     ("trl", {"chosen": [USER, answer("a")], "rejected": [USER, answer("b")]}, ["ranking"]),
     ("trl", {"prompt": [USER], "topic": "x"}, ["prompt"]),
     ("trl", {"prompt": "Hi", "completion": "Hello"}, ["demonstration"]),
-    (
-        "trl",
-        {
-            "prompt": "Name a colour.",
-            "prompt_id": "f00",
-            "chosen": [USER, answer("Blue.")],
-            "rejected": [USER, answer("Tree.")],
-            "messages": [USER, answer("Blue.")],
-            "score_chosen": 8.0,
-            "score_rejected": 3.0,
-        },
-        ["ranking"],
-    ),
+    ("trl", {"prompt": "Name a colour.", "prompt_id": "f00", "chosen": [USER, answer("Blue.")], "rejected": [USER, answer("Tree.")],
+             "messages": [USER, answer("Blue.")], "score_chosen": 8.0, "score_rejected": 3.0}, ["ranking"]),
     ("pairs", PAIR, ["ranking"]),
     ("pairs", STACK, ["ranking"]),
     ("pairs", {"system": "S", "question": "Hi", "chosen": "Hello", "rejected": "No"}, ["ranking"]),

@@ -24,9 +24,8 @@ def test_qa_feedback_joins_six_judgements_into_one_ranking(load):
 
 def test_openai_comparisons_and_ratings_on_axes(load):
     [record] = load("openai_comparisons", samples.COMPARISON)
-    assert turns(record) == [
-        ("user", "SUBREDDIT: r/cats\n\nTITLE: Cat [question]\n\nPOST: My cat sits on the mat.\n\nTL;DR:")
-    ]
+    post = "SUBREDDIT: r/cats\n\nTITLE: Cat [question]\n\nPOST: My cat sits on the mat.\n\nTL;DR:"
+    assert turns(record) == [("user", post)]
     assert texts(record) == [" A cat sits.", " Dogs run."]  # the space at the beginning is the file's
     assert [response.policy for response in record.responses] == ["sup2", "ref"]
     assert record.ranking == [["b"], ["a"]] and record.labeler == "w-7"
@@ -44,11 +43,11 @@ def test_webgpt(load):
     assert turns(record) == [("user", "Why is the sky blue?")]
     assert texts(record) == ["Light scatters [1].", "Because of the air."]
     assert record.ranking == [["1"], ["0"]] and record.metadata == {"question": {"dataset": "eli5", "id": "q-1"}}
-    assert record.responses[0].metadata == {
+    said = {
         "quotes": {"title": ["Sky"], "extract": ["Light scatters."]},
         "tokens": {"prefix": [1, 2], "completion": [3]},
-        "score": -0.5,
     }
+    assert record.responses[0].metadata == said | {"score": -0.5}
     [tie] = load("webgpt", samples.WEBGPT | {"score_0": 0, "score_1": 0.0})
     assert tie.ranking == [["0", "1"]] and tie.pair_list() == []
 
@@ -61,31 +60,19 @@ def test_ultrafeedback(load):
     assert record.responses[0].metadata["custom_system_prompt"] == "Be brief."
     assert record.responses[0].metadata["overall_score"] == 8.0
     assert [response.metadata.get("qualities") for response in record.responses] == [{"helpfulness": 4.0}, None, None]
-    assert record.metadata == {
-        "source": "made_up",
-        "models": ["m-1", "m-2", "m-3"],
-        "correct_answers": ["None"],
-        "ranked_by": "fine-grained_score",
-    }
+    about = {"source": "made_up", "models": ["m-1", "m-2", "m-3"], "correct_answers": ["None"]}
+    assert record.metadata == about | {"ranked_by": "fine-grained_score"}
 
 
-@pytest.mark.parametrize(
-    ("scores", "ranked_by", "ranking"),
-    [
-        # means (4 + 2) / 2 = 3 and 5, "N/A" left out
-        (
-            [
-                {"annotations": {"helpfulness": {"Rating": "4"}, "honesty": {"Rating": "2"}}, "overall_score": 9},
-                {"annotations": {"helpfulness": {"Rating": "5"}, "honesty": {"Rating": "N/A"}}, "overall_score": 1},
-            ],
-            "mean of the annotations' ratings",
-            [["b"], ["a"]],
-        ),
-        ([{"overall_score": 9, "annotations": {}}, {"overall_score": "1"}], "overall_score", [["a"], ["b"]]),
-        # one completion lacks the finer score, so it cannot order both
-        ([{"overall_score": 2, "fine-grained_score": 5}, {"overall_score": 3}], "overall_score", [["b"], ["a"]]),
-    ],
-)
+@pytest.mark.parametrize(("scores", "ranked_by", "ranking"), [
+    # means (4 + 2) / 2 = 3 and 5, "N/A" left out
+    ([{"annotations": {"helpfulness": {"Rating": "4"}, "honesty": {"Rating": "2"}}, "overall_score": 9},
+      {"annotations": {"helpfulness": {"Rating": "5"}, "honesty": {"Rating": "N/A"}}, "overall_score": 1}],
+     "mean of the annotations' ratings", [["b"], ["a"]]),
+    ([{"overall_score": 9, "annotations": {}}, {"overall_score": "1"}], "overall_score", [["a"], ["b"]]),
+    # one completion lacks the finer score, so it cannot order both
+    ([{"overall_score": 2, "fine-grained_score": 5}, {"overall_score": 3}], "overall_score", [["b"], ["a"]]),
+])  # fmt: skip
 def test_ultrafeedback_is_ordered_by_the_first_score_that_all_have(load, scores, ranked_by, ranking):
     completions = [{"response": "x", "model": "m"} | score for score in scores]
     [record] = load("ultrafeedback", {"instruction": "Hi", "completions": completions})
@@ -136,28 +123,15 @@ def hh(before, chosen, rejected):
     return {"chosen": f"{before}\n\nAssistant:{chosen}", "rejected": f"{before}\n\nAssistant:{rejected}", "n": 1}
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "answers"),
-    [
-        (
-            hh(DIALOGUE, " I am Ann", " I am Bob"),
-            [("user", "Hi"), ("assistant", "Yes?\nSay."), ("user", "Who\n\nare you?")],
-            ["I am Ann", "I am Bob"],
-        ),
-        (hh("\n\nHuman: Hi", " Yes", " Yes, sure"), [("user", "Hi")], ["Yes", "Yes, sure"]),
-        # an answer that goes on after a marker of its own
-        (
-            hh("\n\nHuman: Hi", " No.\n\nAssistant: Well, yes", " No."),
-            [("user", "Hi")],
-            ["No.\n\nAssistant: Well, yes", "No."],
-        ),
-        (
-            hh("\n\nHuman: Hi\n\nAssistant: A\n\nAssistant: B\n\nHuman: C", " D", " E"),
-            [("user", "Hi"), ("assistant", "A\n\nB"), ("user", "C")],
-            ["D", "E"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "prompt", "answers"), [
+    (hh(DIALOGUE, " I am Ann", " I am Bob"), [("user", "Hi"), ("assistant", "Yes?\nSay."), ("user", "Who\n\nare you?")],
+     ["I am Ann", "I am Bob"]),
+    (hh("\n\nHuman: Hi", " Yes", " Yes, sure"), [("user", "Hi")], ["Yes", "Yes, sure"]),
+    # an answer that goes on after a marker of its own
+    (hh("\n\nHuman: Hi", " No.\n\nAssistant: Well, yes", " No."), [("user", "Hi")], ["No.\n\nAssistant: Well, yes", "No."]),
+    (hh("\n\nHuman: Hi\n\nAssistant: A\n\nAssistant: B\n\nHuman: C", " D", " E"),
+     [("user", "Hi"), ("assistant", "A\n\nB"), ("user", "C")], ["D", "E"]),
+])  # fmt: skip
 def test_hh(load, row, prompt, answers):
     [record] = load("hh", row)
     assert turns(record) == prompt and texts(record) == answers
@@ -173,34 +147,18 @@ def test_hh_with_scores(load, scores, ranking):
     assert record.metadata == {"score": scores, "n": 1} and record.ratings == {}
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt", "answers"),
-    [
-        (samples.TRL, [("user", "Hi")], ["Hello", "Go away"]),
-        (
-            {"chosen": "The sky is green.", "rejected": "The sky is grey."},
-            [("user", "The sky is")],
-            ["green.", "grey."],
-        ),
-        (
-            {"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [answer("a")], "rejected": [answer("b")]},
-            [("system", "S"), ("user", "Name a colour.")],
-            ["a", "b"],
-        ),
-        (
-            {"chosen": [USER, answer("q"), USER, answer("a")], "rejected": [USER, answer("q"), USER, answer("b")]},
-            [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")],
-            ["a", "b"],
-        ),
-        # a prompt in the form of HH is a dialogue; one that does not end with the marker is text
-        (
-            samples.TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
-            [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")],
-            ["Hello", "Go away"],
-        ),
-        (samples.TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
-    ],
-)
+@pytest.mark.parametrize(("row", "prompt", "answers"), [
+    (samples.TRL, [("user", "Hi")], ["Hello", "Go away"]),
+    ({"chosen": "The sky is green.", "rejected": "The sky is grey."}, [("user", "The sky is")], ["green.", "grey."]),
+    ({"prompt": [{"role": "system", "content": "S"}, USER], "chosen": [answer("a")], "rejected": [answer("b")]},
+     [("system", "S"), ("user", "Name a colour.")], ["a", "b"]),
+    ({"chosen": [USER, answer("q"), USER, answer("a")], "rejected": [USER, answer("q"), USER, answer("b")]},
+     [("user", "Name a colour."), ("assistant", "q"), ("user", "Name a colour.")], ["a", "b"]),
+    # a prompt in the form of HH is a dialogue; one that does not end with the marker is text
+    (samples.TRL | {"prompt": "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Go\n\nAssistant:"},
+     [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")], ["Hello", "Go away"]),
+    (samples.TRL | {"prompt": "\n\nHuman: Hi"}, [("user", "\n\nHuman: Hi")], ["Hello", "Go away"]),
+])  # fmt: skip
 def test_trl(load, row, prompt, answers):
     [record] = load("trl", row | {"score_chosen": 3})
     assert turns(record) == prompt and texts(record) == answers
@@ -275,14 +233,7 @@ def test_messages_with_typed_parts_and_weights(load):
     [record] = load("messages", row)
     assert turns(record) == [("user", "Name a colour.")] and record.response == "Blue."
     assert record.prompt[0].model_extra == {"loss_weight": 0.0}
-    assert record.metadata == {
-        "topic": "art",
-        "answer": {"loss_weight": 1.0},
-        "later_turns": [
-            {"role": "user", "content": "Why?", "loss_weight": 0.0},
-            {"role": "assistant", "content": "Ha.", "loss_weight": 0.0},
-        ],
-    }
+    assert record.metadata == {"topic": "art", "answer": {"loss_weight": 1.0}, "later_turns": row["messages"][2:]}
 
 
 def test_self_instruct_gives_a_demonstration_an_instance(load):

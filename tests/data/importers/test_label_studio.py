@@ -21,11 +21,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def convert(row: dict[str, Any]) -> list[Ranking]:
-    made = [
-        {"id": "none"} | {k: v for k, v in values.items() if v is not None}
-        for values in FORMATS["label_studio"].convert(row)
-    ]
-    return [Ranking.model_validate(values) for values in made]
+    made = ({k: v for k, v in values.items() if v is not None} for values in FORMATS["label_studio"].convert(row))
+    return [Ranking.model_validate({"id": "none"} | values) for values in made]
 
 
 def meant(folder: Path) -> dict[tuple[str, str], dict[frozenset[str], str | None]]:
@@ -70,12 +67,10 @@ def test_an_export_of_the_server_comes_back_as_what_the_labelers_meant(interface
     shown: dict[str, dict[str, str]] = {}
     for task in json.loads((folder / "tasks.json").read_text()):
         data = task["data"]
-        texts = (
-            {data["left_id"]: data["left"], data["right_id"]: data["right"]}
-            if "left" in data
-            else {response["id"]: response["body"] for response in data["responses"]}
+        texts = {response["id"]: response["body"] for response in data.get("responses", ())}  # of the ranker
+        shown.setdefault(data["item"], {}).update(
+            texts or {data[f"{side}_id"]: data[side] for side in ("left", "right")}
         )
-        shown.setdefault(data["item"], {}).update(texts)
     for record in records:
         assert {r.id: r.text for r in record.responses} == shown[record.metadata["item"]]
         assert {r.policy for r in record.responses} == {f"small/sft@{record.metadata['item'].split('@')[1]}"}
@@ -94,7 +89,6 @@ def test_a_skipped_task_is_no_judgement_and_is_remembered():
 
 
 def test_a_circle_of_pairs_is_a_reject_spelled_out(tmp_path, imported):
-    """a over b, b over c, c over a: the item of that labeler is a reject, spelled out."""
     rows = rows_of(FIXTURES / "pairwise" / "export.json")[3:6]  # the three pairs of the second item
     for row in rows:
         data = row["data"]
@@ -138,27 +132,21 @@ def task(data: dict[str, Any], *results: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_who_judged_when_and_for_how_long():
-    row = task(
-        TWO,
-        result("pairwise", {"selected": "left"}),
-        lead_time=12,
-        created_at="2026-05-01T10:00:00Z",
-        unique_id="u-1",
-        completed_by={"id": 3, "email": "annotator-3@example.com"},
-    )
-    [record] = convert(row)
+    who = {"completed_by": {"id": 3, "email": "annotator-3@example.com"}, "lead_time": 12, "unique_id": "u-1"}
+    [record] = convert(task(TWO, result("pairwise", {"selected": "left"}), created_at="2026-05-01T10:00:00Z", **who))
     assert (record.id, record.labeler, record.seconds) == ("u-1", "annotator-3@example.com", 12)
     assert record.created == "2026-05-01T10:00:00Z"
 
 
+@pytest.mark.parametrize("control", ["control", "preference", "q1", "comparison_a"])
 @pytest.mark.parametrize(("choice", "ranking"), [
     ("A", [["answer1"], ["answer2"]]), ("answer2", [["answer2"], ["answer1"]]),
     ("Response 2 is better", [["answer2"], ["answer1"]]), ("right", [["answer2"], ["answer1"]]),
     ("equally good", [["answer1", "answer2"]]), ("no preference", [["answer1", "answer2"]]),
 ])  # fmt: skip
-def test_a_choice_between_two(choice, ranking):
-    [record] = convert(task(TWO, result("choices", {"choices": [choice]})))
-    assert record.ranking == ranking
+def test_a_choice_between_two_whatever_its_controls_name(choice, ranking, control):
+    [record] = convert(task(TWO, result("choices", {"choices": [choice]}, control)))
+    assert record.ranking == ranking and not record.flags
 
 
 def test_a_number_of_a_scale_is_no_verdict():
@@ -170,11 +158,8 @@ def test_a_number_of_a_scale_is_no_verdict():
 def test_a_ranker_orders_a_list():
     [record] = convert(task(MANY, result("ranker", {"ranker": {"rank": ["c", "a"]}}, "rank", "items")))
     assert record.ranking == [["c"], ["a"]] and record.ranks() == [1, -1, 0]
-    buckets = task(
-        MANY, result("ranker", {"ranker": {"good": ["c"], "bad": ["b"]}}, "rank")
-    )  # an export gives them no order
-    with pytest.raises(BadRow, match="want a ranking"):
-        convert(buckets)
+    with pytest.raises(BadRow, match="want a ranking"):  # an export gives buckets no order
+        convert(task(MANY, result("ranker", {"ranker": {"good": ["c"], "bad": ["b"]}}, "rank")))
 
 
 @pytest.mark.parametrize(("data", "ids"), [
@@ -190,24 +175,13 @@ def test_the_keys_of_a_foreign_task(data, ids):
     assert [(r.id, r.text) for r in record.responses] == list(zip(ids, "xyz", strict=False))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (task(TWO, result("pairwise", {"selected": "middle"})), "value.selected: got 'middle', want left or right"),
-        (task(TWO, result("pairwise", {"selected": "left"}), was_cancelled=True), "got 1 that were skipped or judge nothing"),
-        ({"data": {"image": "x.png"}, "annotations": []}, "got the keys ['image'], found no responses"),
-        ({"data": {"answer1": "x", "answer2": "y"}, "annotations": []}, "got the keys ['answer1', 'answer2'], found no prompt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "message"), [
+    (task(TWO, result("pairwise", {"selected": "middle"})), "value.selected: got 'middle', want left or right"),
+    (task(TWO, result("pairwise", {"selected": "left"}), was_cancelled=True), "got 1 that were skipped or judge nothing"),
+    ({"data": {"image": "x.png"}, "annotations": []}, "got the keys ['image'], found no responses"),
+    ({"data": {"answer1": "x", "answer2": "y"}, "annotations": []}, "got the keys ['answer1', 'answer2'], found no prompt"),
+])  # fmt: skip
 def test_a_bad_row_says_what_came_and_what_was_wanted(row, message):
     with pytest.raises(BadRow) as caught:
         convert(row)
     assert message in caught.value.message
-
-
-@pytest.mark.parametrize("control", ["preference", "q1", "comparison_a"])
-def test_a_choice_beside_the_prompt_is_a_verdict_whatever_its_controls_name(control):
-    task = {"prompt": "p", "answer1": "x", "answer2": "y"}
-    result = {"from_name": control, "to_name": "prompt", "type": "choices", "value": {"choices": ["answer2"]}}
-    [record] = convert({"id": 1, "data": task, "annotations": [{"id": 1, "completed_by": 1, "result": [result]}]})
-    assert record.ranking == [["answer2"], ["answer1"]] and not record.flags

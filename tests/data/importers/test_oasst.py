@@ -19,10 +19,8 @@ def reply(name, rank, *replies, text=None, role="assistant", **more):
 
 
 def tree(*replies):
-    return {
-        "message_tree_id": "t",
-        "prompt": {"message_id": "t", "text": "Hi", "role": "prompter", "replies": list(replies)},
-    }
+    prompt = {"message_id": "t", "text": "Hi", "role": "prompter", "replies": list(replies)}
+    return {"message_tree_id": "t", "prompt": prompt}
 
 
 def test_a_tree_gives_a_ranking_for_each_set_of_ranked_siblings(load):
@@ -38,13 +36,10 @@ def test_a_tree_gives_a_ranking_for_each_set_of_ranked_siblings(load):
 
 
 def test_replies_without_a_rank_are_unranked(load):
-    row = tree(
-        reply("a", 0),
-        reply("b", 1, deleted=True),
-        reply("c", 2, reply("d", None, reply("e", None), reply("f", None), role="prompter")),
-        reply("g", None),
-    )
-    [record] = load("oasst", row)  # e and f have no rank: no ranking of them
+    asked = reply(
+        "d", None, reply("e", None), reply("f", None), role="prompter"
+    )  # e and f have no rank: no ranking of them
+    [record] = load("oasst", tree(reply("a", 0), reply("b", 1, deleted=True), reply("c", 2, asked), reply("g", None)))
     assert [response.id for response in record.responses] == ["a", "c", "g"]
     assert record.ranking == [["a"], ["c"]] and record.metadata["deleted_replies"] == ["b"]
 
@@ -76,9 +71,7 @@ TREES = [
     linked(tree(reply("a", 0, reply("b", None, reply("c", 1), reply("d", 0), role="prompter")), reply("e", 1))),
 ]
 COLUMNS = ["message_tree_id", "message_id", "parent_id", "text", "role", "lang", "user_id", "tree_state", "model_name"]
-SCHEMA = pyarrow.schema(
-    dict.fromkeys(COLUMNS, pyarrow.string()) | {"rank": pyarrow.int64(), "deleted": pyarrow.bool_()}
-)
+KINDS = dict.fromkeys(COLUMNS, pyarrow.string()) | {"rank": pyarrow.int64(), "deleted": pyarrow.bool_()}
 
 
 def plain(value):
@@ -96,7 +89,7 @@ def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, pac
     rows = [row for pair in zip_longest(*map(flat, TREES)) for row in pair if row is not None]  # of both in turns
     path = tmp_path / f"flat.{packed}"
     rows = [row | {"deleted": False} for row in rows]
-    table = pyarrow.Table.from_pylist(rows, SCHEMA)
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema(KINDS))
     if packed == "parquet":
         parquet.write_table(table, path)
     else:
@@ -121,10 +114,7 @@ def row(fields, **answers):
 def test_rankings_of_several_annotators_and_ratings_of_one_response(load):
     first, second = load("argilla", ARGILLA_1)
     assert turns(first) == turns(second) == [("user", "Name a colour.")]
-    assert [(response.id, response.text) for response in first.responses] == [
-        ("response-1", "Blue."),
-        ("response-2", "Tree."),
-    ]
+    assert {one.id: one.text for one in first.responses} == {"response-1": "Blue.", "response-2": "Tree."}
     assert first.ranking == [["response-1"], ["response-2"]] and first.labeler == "u-1"
     assert second.ranking == [["response-2"], ["response-1"]] and second.labeler == "u-2"
     assert (first.id, second.id) == ("rec-1.0", "rec-1.1")
@@ -138,18 +128,15 @@ def test_rankings_of_several_annotators_and_ratings_of_one_response(load):
     assert first.pair_list() == [] and first.ranking is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "answers", "judged"),
-    [
-        (TWO, {"rank": ["response-2", "response-1"]}, {"ranking": [["response-2"], ["response-1"]]}),
-        # the best of three says nothing about the others
-        (THREE, {"label": "response-2"}, {"pairs": [["response-2", "response-1"], ["response-2", "response-3"]]}),
-        (TWO, {"preferred": 2}, {"ranking": [["response-2"], ["response-1"]]}),
-        (TWO, {"rating_1": 3, "rating_2": 6}, {"ratings": {"response-1": 3, "response-2": 6}}),
-        # outside of 1 to 7: the order only
-        (TWO, {"score_1": 10, "score_2": 0}, {"ranking": [["response-1"], ["response-2"]], "ratings": {}}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "answers", "judged"), [
+    (TWO, {"rank": ["response-2", "response-1"]}, {"ranking": [["response-2"], ["response-1"]]}),
+    # the best of three says nothing about the others
+    (THREE, {"label": "response-2"}, {"pairs": [["response-2", "response-1"], ["response-2", "response-3"]]}),
+    (TWO, {"preferred": 2}, {"ranking": [["response-2"], ["response-1"]]}),
+    (TWO, {"rating_1": 3, "rating_2": 6}, {"ratings": {"response-1": 3, "response-2": 6}}),
+    # outside of 1 to 7: the order only
+    (TWO, {"score_1": 10, "score_2": 0}, {"ranking": [["response-1"], ["response-2"]], "ratings": {}}),
+])  # fmt: skip
 def test_what_orders_several_responses(load, fields, answers, judged):
     [record] = load("argilla", row(fields, **answers))
     for key, value in judged.items():

@@ -40,11 +40,8 @@ def test_every_format_of_rows_has_a_sample():
 def test_a_foreign_shape_is_refused_with_its_keys(write_jsonl, row):
     with pytest.raises(UserError) as caught:
         load_all(write_jsonl([row]))
-    message = str(caught.value)
-    assert (
-        f"no format recognised: rows have the keys {', '.join(row)}. Name the columns, as: `rlhf import path="
-        in message
-    )
+    told = f"no format recognised: rows have the keys {', '.join(row)}. Name the columns, as: `rlhf import path="
+    assert told in str(caught.value)
 
 
 def test_columns_are_proposed(write_jsonl):
@@ -59,14 +56,10 @@ def test_columns_are_proposed(write_jsonl):
         load_all(write_jsonl([{"q": "?", "bad answer": "x", "good answer": "y"}]))
 
 
+KEYS = st.sampled_from(["role", "content", "from", "value", "text", "rank", "id"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "content", "from", "value", "text", "rank", "id"]), inner, max_size=3
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 
@@ -122,36 +115,33 @@ ROLE = "want system, user (human) or assistant (gpt): remove the row"
 WEIGHTS = {"messages": [USER, answer("a") | {"loss_weight": 0}]}
 
 
-@pytest.mark.parametrize(
-    ("format", "good", "change", "message"),
-    [
-        ("native", NATIVE, {"kind": "rank"}, "kind: got 'rank', want demonstration, ranking, prompt"),
-        ("alpaca", s.ALPACA, {"output": ""}, NO_ANSWER),
-        ("sharegpt", s.SHAREGPT, {"conversations": TOOL}, f"conversations.1.from: got 'tool', {ROLE}"),
-        ("sharegpt", s.COMPARED, {"rejected": says("human", "b")}, "rejected: got ['user'], want one assistant turn"),
-        ("messages", s.MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content: got"),
-        ("messages", s.MESSAGES, WEIGHTS, "messages: every assistant turn has weight 0, want one to learn"),
-        ("self_instruct", s.SEED, {"instances": [{"input": "x"}]}, "output: missing"),
-        ("question_answer", s.QUESTION, {"answer": " "}, NO_ANSWER),
-        ("hh", s.HH, {"rejected": None}, "rejected: got None, want a string"),
-        ("hh", s.HH, {"chosen": "\n\nHuman: Ho\n\nAssistant: x"}, "chosen: the two dialogues part before the last answer"),
-        ("hh", s.SCORED, {"text": [s.HH["chosen"]]}, "want two dialogues"),
-        ("trl", s.TRL, {"rejected": None}, "rejected: got None, want a string"),
-        ("pairs", s.PAIR, {"rejected_response": None}, "rejected_response: got None, want a string"),
-        ("choices", s.CHOICES, {"rejected": [3]}, "rejected: got [3], want a list of strings"),
-        ("kto", s.KTO, {"label": None}, "label: got None, want true or false: remove rows without a judgement"),
-        ("kto", {"messages": [USER, answer("a")], "label": True}, {"messages": [USER]}, "messages: got 'user', want a last turn"),
-        ("openai_comparisons", s.COMPARISON, {"choice": None}, "choice: got None, want 0 or 1, the better of two summaries"),
-        ("openai_comparisons", s.AXES, {"summary": {"text": "x", "axes": {"overall": None}}}, "summary.axes.overall: got None"),
-        ("webgpt", s.WEBGPT, {"score_1": None}, "score_1: got None, want a number"),
-        ("ultrafeedback", s.ULTRAFEEDBACK, {"completions": [{"response": "x"}]}, "completions: some have no score"),
-        ("nectar", s.NECTAR, {"answers": [{"answer": "x", "rank": 1}]}, "answers: got {'a': 1}, want two ranks or more"),
-        ("qa_feedback", s.QA_FEEDBACK, {"preference": [1, 2, 1, 1, 1, 1]}, "the judgements go in a circle, 1 over 2 over 3 over 1"),
-        ("oasst", s.OASST, {"prompt": s.OASST["prompt"] | {"role": "bot"}}, f"message.0.role: got 'bot', {ROLE}"),
-        ("argilla", s.ARGILLA_1, {"responses": {}}, "responses: got none, want one that judges response-1, response-2"),
-        ("argilla", s.ARGILLA_1, {"responses": {"comment": [{"value": "Hm."}]}}, "responses: got ['comment'], want one that"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("format", "good", "change", "message"), [
+    ("native", NATIVE, {"kind": "rank"}, "kind: got 'rank', want demonstration, ranking, prompt"),
+    ("alpaca", s.ALPACA, {"output": ""}, NO_ANSWER),
+    ("sharegpt", s.SHAREGPT, {"conversations": TOOL}, f"conversations.1.from: got 'tool', {ROLE}"),
+    ("sharegpt", s.COMPARED, {"rejected": says("human", "b")}, "rejected: got ['user'], want one assistant turn"),
+    ("messages", s.MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content: got"),
+    ("messages", s.MESSAGES, WEIGHTS, "messages: every assistant turn has weight 0, want one to learn"),
+    ("self_instruct", s.SEED, {"instances": [{"input": "x"}]}, "output: missing"),
+    ("question_answer", s.QUESTION, {"answer": " "}, NO_ANSWER),
+    ("hh", s.HH, {"rejected": None}, "rejected: got None, want a string"),
+    ("hh", s.HH, {"chosen": "\n\nHuman: Ho\n\nAssistant: x"}, "chosen: the two dialogues part before the last answer"),
+    ("hh", s.SCORED, {"text": [s.HH["chosen"]]}, "want two dialogues"),
+    ("trl", s.TRL, {"rejected": None}, "rejected: got None, want a string"),
+    ("pairs", s.PAIR, {"rejected_response": None}, "rejected_response: got None, want a string"),
+    ("choices", s.CHOICES, {"rejected": [3]}, "rejected: got [3], want a list of strings"),
+    ("kto", s.KTO, {"label": None}, "label: got None, want true or false: remove rows without a judgement"),
+    ("kto", {"messages": [USER, answer("a")], "label": True}, {"messages": [USER]}, "messages: got 'user', want a last turn"),
+    ("openai_comparisons", s.COMPARISON, {"choice": None}, "choice: got None, want 0 or 1, the better of two summaries"),
+    ("openai_comparisons", s.AXES, {"summary": {"text": "x", "axes": {"overall": None}}}, "summary.axes.overall: got None"),
+    ("webgpt", s.WEBGPT, {"score_1": None}, "score_1: got None, want a number"),
+    ("ultrafeedback", s.ULTRAFEEDBACK, {"completions": [{"response": "x"}]}, "completions: some have no score"),
+    ("nectar", s.NECTAR, {"answers": [{"answer": "x", "rank": 1}]}, "answers: got {'a': 1}, want two ranks or more"),
+    ("qa_feedback", s.QA_FEEDBACK, {"preference": [1, 2, 1, 1, 1, 1]}, "the judgements go in a circle, 1 over 2 over 3 over 1"),
+    ("oasst", s.OASST, {"prompt": s.OASST["prompt"] | {"role": "bot"}}, f"message.0.role: got 'bot', {ROLE}"),
+    ("argilla", s.ARGILLA_1, {"responses": {}}, "responses: got none, want one that judges response-1, response-2"),
+    ("argilla", s.ARGILLA_1, {"responses": {"comment": [{"value": "Hm."}]}}, "responses: got ['comment'], want one that"),
+])  # fmt: skip
 def test_a_bad_row_says_what_came_and_what_was_wanted(rejects, format, good, change, message):
     [(field, said)] = rejects(format, good, good | change)
     assert message in said and (not field or field in said)

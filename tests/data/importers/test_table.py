@@ -27,9 +27,7 @@ def convert(rows, words=None, **columns):
 
 def problem(row, among=(), words=None, **columns):
     """What is said of one row that is bad."""
-    chosen = prepared([row, *among], words, **columns)
-    made = convert_row(Row("t.csv", 1, 1, row), chosen, "t.csv")
-    return made.row.problem
+    return convert_row(Row("t.csv", 1, 1, row), prepared([row, *among], words, **columns), "t.csv").row.problem
 
 
 def judged(*words, k=2, **more):
@@ -43,17 +41,14 @@ def judged(*words, k=2, **more):
 A, B, TIE = [["a"], ["b"]], [["b"], ["a"]], [["a", "b"]]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (1, 2, 0), ("1", "2", "0"), (1.0, 2.0, 1.5), ("A", "B", "tie"), ("a", "b", "Draw"),
-        ("model_a", "model_b", "tie (bothbad)"), ("left", "right", "same"), ("first", "second", "both good"),
-        ("Response 1", "Response 2", "no preference"), ("output_1", "output_2", "equal"), ("A>>B", "A<B", "A=B"),
-        ("[[A>B]]", "[[B>A]]", "[[A=B]]"), ("the first one", "Model B", "both are bad"), ("a wins", "b wins", "neither"),
-        ("a is much better", "b is slightly better", "about the same"),
-        ("text a", "text b", "tied"), ("Response A is slightly better than B", "B better", "a tie"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    (1, 2, 0), ("1", "2", "0"), (1.0, 2.0, 1.5), ("A", "B", "tie"), ("a", "b", "Draw"),
+    ("model_a", "model_b", "tie (bothbad)"), ("left", "right", "same"), ("first", "second", "both good"),
+    ("Response 1", "Response 2", "no preference"), ("output_1", "output_2", "equal"), ("A>>B", "A<B", "A=B"),
+    ("[[A>B]]", "[[B>A]]", "[[A=B]]"), ("the first one", "Model B", "both are bad"), ("a wins", "b wins", "neither"),
+    ("a is much better", "b is slightly better", "about the same"),
+    ("text a", "text b", "tied"), ("Response A is slightly better than B", "B better", "a tie"),
+])  # fmt: skip
 def test_usual_vocabularies(words):
     assert judged(*words) == [A, B, TIE]
 
@@ -98,10 +93,8 @@ def test_labelers_side_by_side_and_ranked_columns_and_lists():
     assert [one.text for one in made.responses] == ["1st", "3rd"] and made.ranking == A
     [made] = convert([{"q": "?", "all": '["x", "y", "z"]'}], prompt="q", ranked="all")
     assert [one.text for one in made.responses] == ["x", "y", "z"] and made.ranking == [["a"], ["b"], ["c"]]
-    assert (
-        problem(row | {"last": None}, prompt="q", ranked=["best", "mid", "last"])
-        == "best: got ['1st'], want 2 or more responses"
-    )
+    told = problem(row | {"last": None}, prompt="q", ranked=["best", "mid", "last"])
+    assert told == "best: got ['1st'], want 2 or more responses"
 
 
 def test_scores():
@@ -125,9 +118,8 @@ def test_responses_and_scores_in_lists_and_kinds_without_judgement():
     assert made.metadata["scores"] == {"a": 3, "b": 9}
     [made] = convert([{"q": "?", "r": '["x", "y"]', "s": "[1, 2]"}], prompt="q", responses="r", scores="s")
     assert made.ranking == B
-    assert "want 2 scores, one per response" in problem(
-        {"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q", responses="r", scores="s"
-    )
+    told = problem({"q": "?", "r": ["x", "y"], "s": [1]}, prompt="q", responses="r", scores="s")
+    assert "want 2 scores, one per response" in told
     assert "want a list, or one column per response" in problem({"q": "?", "r": "x"}, prompt="q", responses="r")
     row = {"q": " Hi ", "a": "1st", "b": "2nd", "who": "u", "by": "l", "n": 5}
     [prompt] = convert([row], prompt="q", user="who", id="n", labeler="by")
@@ -171,6 +163,5 @@ def test_a_column_that_is_not_there_names_its_neighbours_before_the_first_row(tm
     found = sorted((one.id, one.ranking) for one in records)
     assert found == [("t.csv:1", TIE), ("t.csv:2", A), ("t.csv:4", B)]
     assert report["counts"] == {"input": 4, "accepted": 3, "duplicates": 0, "filtered": 0, "rejected": 1}
-    assert report["files"][0]["why"] == (
-        "asked for; columns divided by a semicolon; w: numbers: 1 the first, 2 the second, 0 a tie"
-    )
+    why = "asked for; columns divided by a semicolon; w: numbers: 1 the first, 2 the second, 0 a tie"
+    assert report["files"][0]["why"] == why
