@@ -105,7 +105,8 @@ def read(source: Source, format: Format | None, setting: str = "data.format") ->
     values = [row.value for row in head if not row.problem]
     if not values:
         raise UserError(str(head[0]) if head else f"{source.name}: the file is empty: want rows of a known format")
-    chosen, source.why = choose_format(source.name, values, format, setting)
+    chosen = format or choose_format(source.name, values, setting)
+    source.why = "asked for" if format else chosen.wants
     source.format, source.joins = chosen.name, chosen.joins
     if chosen.prepare is not None:
         chosen = chosen.prepare(source.name, values)

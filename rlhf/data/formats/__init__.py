@@ -136,32 +136,16 @@ def find_format(name: str, setting: str) -> Format | None:
     return FORMATS[name]
 
 
-def choose_format(name: str, rows: Sequence[Values], asked: Format | None, setting: str) -> tuple[Format, str]:
-    """A file's format and why: `asked`, if it can read one of the first rows, or the recognised one if `asked` is None.
+def choose_format(name: str, rows: Sequence[Values], setting: str) -> Format:
+    """The format of the first of a file's rows that has one. For messages: the file's name, and the setting that chooses a format.
 
-    For messages: `name` is the file's name, `setting` the setting that chooses a format.
-
-    Raises: UserError if no format fits.
+    Raises: UserError that proposes columns, if there is none.
     """
     found = next((format for row in rows[:LOOK_AHEAD] if (format := recognise(row)) is not None), None)
+    if found is not None:
+        return FORMATS[found]
     keys = ", ".join(one_line(key, 60) for key in list(rows[0])[:_KEYS])
-    if asked is not None:
-        fits = asked.prepare or asked.name not in FORMATS or found == asked.name
-        if fits or any(_reads(asked, row) for row in rows[:LOOK_AHEAD]):
-            return asked, "asked for"
-        instead = f"it looks like {found} ({FORMATS[found].wants}): set {setting}={found} or auto" if found else ""
-        instead = instead or f"it has the keys {keys}"
-        raise UserError(f"{name}: not of {setting}={asked.name}, which wants {asked.wants}: {instead}")
-    if found is None:
-        how = f"format=table {propose_columns(rows)}"
-        if setting != "format":
-            how = f"`rlhf import path={shlex.quote(name)} out=imported {how}`, then give the folder imported instead"
-        raise UserError(f"{name}: no format recognised: rows have the keys {keys}. Name the columns, as: {how}")
-    return FORMATS[found], FORMATS[found].wants
-
-
-def _reads(format: Format, row: Values) -> bool:
-    try:
-        return bool(list(format.convert(row)))
-    except Exception:  # a foreign row can contain values of any type
-        return False
+    how = f"format=table {propose_columns(rows)}"
+    if setting != "format":
+        how = f"`rlhf import path={shlex.quote(name)} out=imported {how}`, then give the folder imported instead"
+    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. Name the columns, as: {how}")
