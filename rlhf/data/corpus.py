@@ -21,7 +21,6 @@ from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer
 from rlhf.errors import UserError
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.schemas import Count, Digest, Schema, read_checked, shown
-from rlhf.system.terminal import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,9 +80,8 @@ def _row_documents(source: Source) -> Iterator[str]:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):
-            keys = ", ".join(one_line(key, 60) for key in list(row.value)[:8])
-            came = f"text: got {shown(text)}" if "text" in row.value else f"the keys are {keys}"
-            raise UserError(f'{source.name}:{row.line}: {came}: want {{"text": "…"}} in each row of a corpus')
+            came = f"{source.name}:{row.line}: text: got {shown(text)}"
+            raise UserError(f'{came}, want {{"text": "…"}} in each row of a corpus')
         yield text
 
 
@@ -288,9 +286,8 @@ class PackedCorpus:
     def blocks(self, split: str, context_length: int) -> "Blocks":
         """The split as full blocks of `context_length` tokens, without the rest. Raises: UserError if it has less than one block."""
         if self.token_count(split) < context_length:
-            remedy = "raise data.held_out" if split == "heldout" else "add text"
             came = f"{split} has {self.token_count(split)} tokens, less than one block of {context_length}"
-            raise UserError(f"{self.path}: {came}: {remedy} or lower model.context_length")
+            raise UserError(f"{self.path}: {came}: add text, raise data.held_out or lower model.context_length")
         return Blocks(self, split, context_length)
 
 

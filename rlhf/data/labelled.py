@@ -18,6 +18,7 @@ from rlhf.data.reading import read_rows
 from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
 from rlhf.errors import UserError
+from rlhf.system.schemas import shown
 
 MADE = ("<|delimiter|>", "<|extract|>")  # tokens that are added to a vocabulary without our role tokens
 
@@ -101,11 +102,9 @@ def _text(where: str, value: Any) -> str:
     """A cell as text. Raises: UserError if it is empty, or a list or an object."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # as spreadsheets hold 1
-    shown = str(value).strip() if isinstance(value, str | int | float) else ""
-    if not shown:
-        came = "is empty" if value is None or isinstance(value, str) else f"is a {type(value).__name__}"
-        raise UserError(f"{where} {came}: want text: fill it in or remove this row")
-    return shown
+    if not isinstance(value, str | int | float) or not (text := str(value).strip()):
+        raise UserError(f"{where}: got {shown(value)}, want text: fill it in or remove this row")
+    return text
 
 
 def classes_of(examples: list[Example], columns: Columns) -> list[str]:

@@ -82,11 +82,9 @@ def verify(folder: Path, allow_partial: bool = True) -> None:
         raise UserError(f"{folder}: an import with more rejects than were allowed: {remedy}")
     for name, about in manifest["files"].items():
         path = folder / name
-        if not path.exists():
-            raise UserError(f"{path}: missing from the import: {again}")
-        state = path.stat()
-        if _sha256(path.resolve(), state.st_size, state.st_mtime_ns) != about["sha256"]:
-            raise UserError(f"{path}: changed since it was imported: {again}")
+        state = path.stat() if path.exists() else None
+        if state is None or _sha256(path.resolve(), state.st_size, state.st_mtime_ns) != about["sha256"]:
+            raise UserError(f"{path}: missing, or changed since it was imported: {again}")
 
 
 def read_records(folder: Path) -> Iterator[Record]:

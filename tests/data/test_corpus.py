@@ -67,7 +67,7 @@ def test_a_document_above_the_limit_becomes_several(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.txt", b" \n", "a.txt: the file has no text"),
     ("a.jsonl", b'{"text": "x"}\n{"title": "y", "body": "z"}',
-     r'a.jsonl:2: the keys are title, body: want {"text": "…"} in each row'),
+     r'a.jsonl:2: text: got None, want {"text": "…"} in each row'),
     ("a.txt", b"caf\xe9", "a.txt: byte 0xe9 at offset 3 is not utf-8 text: set data.encoding=latin-1"),
 ])  # fmt: skip
 def test_a_bad_corpus_is_refused(tmp_path, name, content, message):
