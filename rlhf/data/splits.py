@@ -59,8 +59,7 @@ def split_key(prompt: "str | Sequence[Message]", shared: Sequence[str] = ()) -> 
     """The key that decides a prompt's split: the letters and digits with which it begins, after `shared_beginnings`.
 
     Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key. So have two that
-    share PREFIX_CHARACTERS, of which at least KEY_LETTERS are letters and digits in ordinary text. Having the same key is an
-    equivalence relation, so a hash of the key determines the split of a prompt, whatever else is imported.
+    share PREFIX_CHARACTERS, of which at least KEY_LETTERS are letters and digits in ordinary text.
     """
     letters = _letters(conversation(prompt))
     for beginning in shared:

@@ -80,7 +80,7 @@ def from_webgpt(row: Values) -> Made:
     """One ranking with K = 2 by the scores. The quotes that an answer was written from, its tokens and its score are kept
     in the response's metadata.
     """
-    question = row["question"] if isinstance(row["question"], dict) else {"full_text": row["question"]}
+    question = row["question"]
     rest, about = other_keys(row, "question"), other_keys(question, "full_text")
     responses = []
     for name in ("0", "1"):

@@ -121,8 +121,8 @@ def as_flag(value: Any) -> Any:
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is a list of turns with roles."""
-    return is_list(value, dict) and all("role" in turn for turn in value)
+    """Whether a value is a list of turns, each with a role or, as in sharegpt, from whom it is."""
+    return is_list(value, dict) and all("role" in turn or "from" in turn for turn in value)
 
 
 def _turn(turn: Any, field: str) -> dict[str, Any]:

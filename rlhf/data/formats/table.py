@@ -31,7 +31,6 @@ from rlhf.data.formats.shapes import (
     chat_turns,
     is_chat,
     is_empty,
-    is_list,
     judged,
     letters,
     name_end,
@@ -206,7 +205,7 @@ class ColumnMap:
         paths = self.paths["prompt"]
         turns: Any = as_json(value_at(row, paths[0]))
         turns = [turns] if isinstance(turns, dict) else turns
-        if len(paths) == 1 and (is_chat(turns) or (is_list(turns, dict) and all("from" in turn for turn in turns))):
+        if len(paths) == 1 and is_chat(turns):
             turns = chat_turns(turns, paths[0])
         else:
             texts = [_text(value, path) for path in paths if (value := value_at(row, path)) is not None]
