@@ -10,7 +10,6 @@
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -61,12 +60,6 @@ class _Manifest(Schema):
     files: Annotated[dict[Inside, dict[Literal["sha256"], Digest]], Field(min_length=1)]
 
 
-@lru_cache(maxsize=1024)
-def _sha256(path: Path, size: int, changed: int) -> str:
-    """A file's hash, computed once per process unless its size or time of change differs."""
-    return sha256_file(path)
-
-
 def verify(folder: Path, allow_partial: bool = True) -> None:
     """Check that all files of an import are present and unchanged.
 
@@ -82,8 +75,7 @@ def verify(folder: Path, allow_partial: bool = True) -> None:
         raise UserError(f"{folder}: an import with more rejects than were allowed: {remedy}")
     for name, about in manifest["files"].items():
         path = folder / name
-        state = path.stat() if path.exists() else None
-        if state is None or _sha256(path.resolve(), state.st_size, state.st_mtime_ns) != about["sha256"]:
+        if not path.exists() or sha256_file(path) != about["sha256"]:
             raise UserError(f"{path}: missing, or changed since it was imported: {again}")
 
 
