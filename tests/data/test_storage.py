@@ -103,7 +103,9 @@ def test_the_files_are_json_lines_and_a_source_beside_raw_files(folder, write_js
 def test_a_damaged_import_is_refused(folder):
     data = folder / "demonstration" / "train.jsonl"
     data.write_bytes(data.read_bytes().replace(b"Hello", b"Jello"))
-    with pytest.raises(UserError, match=r"train.jsonl: missing, or changed since it was imported: run `rlhf import` again"):
+    with pytest.raises(
+        UserError, match=r"train.jsonl: missing, or changed since it was imported: run `rlhf import` again"
+    ):
         load_all(str(folder))
     data.unlink()
     with pytest.raises(UserError, match=r"train.jsonl: missing, or changed"):
