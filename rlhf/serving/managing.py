@@ -114,40 +114,7 @@ def make_manage_router(labelling: Labelling, staff: Staff, rounds: "Rounds | Non
 
     @router.get("")
     def overview() -> dict[str, Any]:
-        with labelling.lock:
-            said = {name: dict(labelling.ranked[name]) for name in labelling.tasks}
-        counter, by_name = AgreementCounter(), dict[str, list[Ranking]]()
-        for by_labeler in said.values():
-            for name, record in by_labeler.items():
-                by_name.setdefault(name, []).append(record)
-                if name != DECIDES:
-                    counter.add(record)
-        agreed = counter.report()["by_labeler"] if counter.rankings else {}
-        people = []
-        for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
-            records = by_name.get(name, [])
-            paused, checks = staff.paused(name, labelling), labelling.figures(name)
-            row = {"name": name, "known": name in staff.secrets, "paused": paused, "done": len(records)}
-            for kind in ("gold", "again"):
-                row[kind] = checks[kind]["right"] / checks[kind]["pairs"] if kind in checks else None
-            row["warnings"] = warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name))
-            row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
-            row["last"] = max((r.created or "" for r in records), default="")
-            people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
-        tasks, done, wanted, per_task = list[dict[str, Any]](), 0, 0, labelling.settings.labels_per_prompt
-        for name, by_labeler in said.items():
-            to, labels = staff.assigned.get(name, []), len(by_labeler.keys() - {DECIDES})
-            task = {"name": name, "labels": labels, "assigned": to, "decided": DECIDES in by_labeler}
-            tasks.append(task | clashes(by_labeler))
-            wanted += len(to) or per_task
-            done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
-        return {
-            "people": people,
-            "tasks": tasks,
-            "done": done,
-            "wanted": wanted,
-            "instructions": labelling.instructions,
-        }
+        return overview_of(labelling, staff)
 
     @router.get("/task")
     def one_task(name: str) -> dict[str, Any]:
@@ -186,6 +153,44 @@ def make_manage_router(labelling: Labelling, staff: Staff, rounds: "Rounds | Non
         router.get("/round")(rounds.state)
         router.post("/round")(rounds.start)
     return router
+
+
+def overview_of(labelling: Labelling, staff: Staff) -> dict[str, Any]:
+    """Each labeler and each task as the manager's page shows them, how many labels there are and should be, and the instructions."""
+    with labelling.lock:
+        said = {name: dict(labelling.ranked[name]) for name in labelling.tasks}
+    counter, by_name = AgreementCounter(), dict[str, list[Ranking]]()
+    for by_labeler in said.values():
+        for name, record in by_labeler.items():
+            by_name.setdefault(name, []).append(record)
+            if name != DECIDES:
+                counter.add(record)
+    agreed = counter.report()["by_labeler"] if counter.rankings else {}
+    people = []
+    for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
+        records = by_name.get(name, [])
+        paused, checks = staff.paused(name, labelling), labelling.figures(name)
+        row = {"name": name, "known": name in staff.secrets, "paused": paused, "done": len(records)}
+        for kind in ("gold", "again"):
+            row[kind] = checks[kind]["right"] / checks[kind]["pairs"] if kind in checks else None
+        row["warnings"] = warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name))
+        row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
+        row["last"] = max((r.created or "" for r in records), default="")
+        people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
+    tasks, done, wanted, per_task = list[dict[str, Any]](), 0, 0, labelling.settings.labels_per_prompt
+    for name, by_labeler in said.items():
+        to, labels = staff.assigned.get(name, []), len(by_labeler.keys() - {DECIDES})
+        task = {"name": name, "labels": labels, "assigned": to, "decided": DECIDES in by_labeler}
+        tasks.append(task | clashes(by_labeler))
+        wanted += len(to) or per_task
+        done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
+    return {
+        "people": people,
+        "tasks": tasks,
+        "done": done,
+        "wanted": wanted,
+        "instructions": labelling.instructions,
+    }
 
 
 def warnings_of(records: list[Ranking]) -> list[str]:
