@@ -22,22 +22,15 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[dict[str, str]]  # a user's message, or a dialogue of {"role", "content"}
 
 
-def load(run: str | Path, device: str = "auto", precision: str = "auto") -> "LoadedRun":
-    """Open a run folder. A model is loaded on first use, after its files have been checked against the run's record.
-
-    device: auto, cpu or cuda. precision: auto, float32 or bfloat16, as in training.
-
-    Raises: UserError if no stage of the recipe is finished there.
-    """
-    return LoadedRun(Path(run), device, precision)
-
-
 class LoadedRun:
-    """The models of one run folder, as `rlhf.load` returns them."""
+    """The models of one run folder. Each is loaded on first use, after its files have been checked against the run's record.
 
-    def __init__(self, folder: Path, device: str = "auto", precision: str = "auto"):
+    device: auto, cpu or cuda. precision: auto, float32 or bfloat16, as in training. Raises: UserError if no stage is finished there.
+    """
+
+    def __init__(self, run: str | Path, device: str = "auto", precision: str = "auto"):
         _check(device=("device", device), precision=("precision", precision))
-        self.folder = folder
+        self.folder = folder = Path(run)
         self._config = Config(run=folder.name, runs_dir=str(folder.parent), device=device, precision=precision)
         records = [read_stage(stage) or {} for stage in stages_of(folder).values()]
         if not records:
@@ -179,6 +172,9 @@ class LoadedRun:
         """The maximum length of a response in the stage's record."""
         recorded = ((self.record(stage).get("config") or {}).get("rollout") or {}).get("max_new_tokens")
         return recorded or self._config.rollout.max_new_tokens
+
+
+load = LoadedRun
 
 
 def _check(**given: tuple[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The progress of a long loop: a live line on a terminal, a plain line now and then in a log, or nothing.
 
-Set RLHF_PROGRESS=off to silence it. It draws on stderr, so that what a command prints stays clean; of several
-processes only the main one shows it. Metrics are not kept here (`trackers.py`).
+Set RLHF_PROGRESS=off to silence it. Of several processes only the main one shows it, on standard error.
 """
 
 import math

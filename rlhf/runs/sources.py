@@ -199,10 +199,7 @@ def hash_rewards(config: Config) -> dict[str, Any]:
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
-    """{kind:file: sha256} of the data files that the user named and the stage reads.
-
-    For a folder of `rlhf import` it is the hash of the manifest; the files are checked against it. The gold world's files
-    are covered by its stages' hashes.
+    """{kind:file: sha256} of the data files that the user named and the stage reads; the gold world's are covered by its stages' hashes.
 
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """

@@ -1,8 +1,7 @@
 """Printing. Text from files and models is printed through this module, without the terminal's control characters.
 
-A terminal obeys escape sequences: they retitle windows, write to the clipboard, hide what was printed before. Right-to-left
-overrides and zero-width characters make a name look like another one. `printable` shows each such character as its escape;
-since it looks at one character at a time, it does not matter how a sequence is split over tokens or calls.
+A terminal obeys escape sequences: they write to the clipboard, or hide what was printed before. `printable` shows each such character,
+also right-to-left overrides, as its escape, one at a time, so that it does not matter how a sequence is split over tokens or calls.
 """
 
 import os
