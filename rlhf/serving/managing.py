@@ -184,13 +184,8 @@ def overview_of(labelling: Labelling, staff: Staff) -> dict[str, Any]:
         tasks.append(task | clashes(by_labeler))
         wanted += len(to) or per_task
         done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
-    return {
-        "people": people,
-        "tasks": tasks,
-        "done": done,
-        "wanted": wanted,
-        "instructions": labelling.instructions,
-    }
+    progress = {"done": done, "wanted": wanted}
+    return {"people": people, "tasks": tasks, "instructions": labelling.instructions} | progress
 
 
 def warnings_of(records: list[Ranking]) -> list[str]:
