@@ -272,20 +272,15 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     alone = [{k: v for k, v in record.metadata.items() if k not in shared} for record in records]
     alone = [{"id": one.id, "responses": of} | more for one, of, more in zip(records, ids, alone, strict=True)]
     times = [record.seconds for record in records if record.seconds is not None]
-    return Ranking.model_validate(
-        {
-            "id": first.id,
-            "prompt": first.prompt,
-            "responses": list(responses.values()),
-            **(said if better or equal else {}),
-            "ratings": {key: value for record in reversed(records) for key, value in record.ratings.items()},
-            "flags": {key: value for record in reversed(records) for key, value in record.flags.items()},
-            "labeler": first.labeler,
-            "seconds": sum(times) if times else None,
-            "created": max((record.created for record in records if record.created is not None), default=None),
-            "metadata": shared | {"judgements": alone} | ties,
-        }
-    )
+    update = {
+        "responses": list(responses.values()),
+        "ratings": {key: value for record in reversed(records) for key, value in record.ratings.items()},
+        "flags": {key: value for record in reversed(records) for key, value in record.flags.items()},
+        "seconds": sum(times) if times else None,
+        "created": max((record.created for record in records if record.created is not None), default=None),
+        "metadata": shared | {"judgements": alone} | ties,
+    }
+    return first.model_copy(update=update | (said if better or equal else {}))
 
 
 class Summary:
