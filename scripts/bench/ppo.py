@@ -156,8 +156,8 @@ def peer(spec: Spec, turns: Turns) -> None:
 
     def classifier() -> Any:
         if spec["size"] not in harness.SIZES:
-            how = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
-            return AutoModelForSequenceClassification.from_pretrained(spec["size"], **how)
+            how = {"num_labels": 1, "dtype": torch.float32}
+            return AutoModelForSequenceClassification.from_pretrained(spec["size"], trust_remote_code=False, **how)
         base = gpt2(spec, seed=1, part="reward")
         base.config.num_labels, base.config.pad_token_id = 1, tokenizer.pad_token_id
         model = Classifier(base.config)
