@@ -28,9 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
 LINKED = re.compile(r"\[([^\]]+)\]\([^)]+\)")
-LANGUAGE = {".py": "python", ".sh": "bash", ".yml": "yaml"} | {
-    f".{name}": name for name in ("yaml", "toml", "json", "html")
-}
+LANGUAGE = {"py": "python", "sh": "bash", "yml": "yaml"} | {name: name for name in ("yaml", "toml", "json", "html")}
 
 
 def site_path(path: PurePosixPath) -> PurePosixPath:
@@ -64,7 +62,7 @@ def source_page(path: PurePosixPath) -> str:
     if place.is_dir():
         names = sorted(entry.name for entry in place.iterdir() if not entry.name.startswith((".", "__")))
         return f"# {path}/\n\n" + "".join(f"- `{name}`\n" for name in names)
-    return f"# {path}\n\n````{LANGUAGE.get(place.suffix, 'text')}\n{place.read_text(encoding='utf-8').rstrip()}\n````\n"
+    return f"# {path}\n\n````{LANGUAGE.get(place.suffix[1:], 'text')}\n{place.read_text(encoding='utf-8').rstrip()}\n````\n"
 
 
 def notebook_page(path: Path) -> str:
@@ -74,9 +72,8 @@ def notebook_page(path: Path) -> str:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
-            found = {
-                kind: "".join(text) for kind, text in output.get("data", {"text/plain": output.get("text", "")}).items()
-            }
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            found = {kind: "".join(text) for kind, text in data.items()}
             if "image/png" in found:
                 shown = f'<img alt="{found["text/plain"]}" src="data:image/png;base64,{found["image/png"].strip()}">'
             elif "text/html" in found:
@@ -90,10 +87,8 @@ def notebook_page(path: Path) -> str:
 def healthy_ranges() -> dict[str, str]:
     """metric: what is healthy, from the table of docs/curves.md."""
     text = (ROOT / "docs" / "curves.md").read_text(encoding="utf-8")
-    return {
-        name: LINKED.sub(r"\1", what)
-        for name, what in re.findall(r"^\| `([\w/<>]+)` \| ([^|]+) \|", text, re.MULTILINE)
-    }
+    rows = re.findall(r"^\| `([\w/<>]+)` \| ([^|]+) \|", text, re.MULTILINE)
+    return {name: LINKED.sub(r"\1", what) for name, what in rows}
 
 
 def api_pages() -> dict[str, str]:
@@ -131,20 +126,14 @@ def reference_pages() -> dict[str, str]:
     """The settings by group, and the metrics."""
     groups: dict[str, list[tuple[object, ...]]] = {}
     for key, one in settings_in(Config).items():
-        default = (
-            "null" if one.default is None else str(one.default).lower() if one.default in (True, False) else one.default
-        )
+        default = {"None": "null", "True": "true", "False": "false"}.get(str(one.default), one.default)
         row = (f"`{key}`", f"`{default}`", wanted(one), one.help, one.changes)
         groups.setdefault(key.rpartition(".")[0] or "of every command", []).append(row)
     intro = "Defaults without a preset. The last column: what another value changes, the result, only its rounding, or nothing.\n"
-    settings = [
-        f"## {name}\n\n" + table("setting | default | range | meaning | changes", rows) for name, rows in groups.items()
-    ]
-    healthy = healthy_ranges()
-    metrics = [
-        (f"`{one.name}`", one.unit or "-", healthy.get(one.name, ""), one.meaning, one.mask, one.reduction)
-        for one in METRICS
-    ]
+    head = "setting | default | range | meaning | changes"
+    settings = [f"## {name}\n\n" + table(head, rows) for name, rows in groups.items()]
+    ranges = healthy_ranges()
+    metrics = [(f"`{m.name}`", m.unit or "-", ranges.get(m.name, ""), m.meaning, m.mask, m.reduction) for m in METRICS]
     head = "metric | unit | healthy | meaning | over | reduction"
     return {
         "reference/settings.md": "\n".join(["# All settings\n", intro, *settings]),
@@ -157,9 +146,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in PAGES:
         uri = str(site_path(PurePosixPath(name)))
         files.append(File.generated(config, uri, content=(ROOT / name).read_text("utf-8")))
-    notebooks = {
-        f"notebooks/{path.stem}.md": notebook_page(path) for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")
-    }
+    paths = (ROOT / "docs" / "notebooks").glob("*.ipynb")
+    notebooks = {f"notebooks/{path.stem}.md": notebook_page(path) for path in paths}
     for uri, content in (api_pages() | reference_pages() | notebooks).items():
         files.append(File.generated(config, uri, content=content))
     for file in list(files.documentation_pages()):

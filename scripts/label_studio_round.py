@@ -32,6 +32,7 @@ from rlhf.gold.truth import Labeler, make_labelers
 from rlhf.gold.truth import judge as true_parts
 from rlhf.gold.world import Task
 from rlhf.runs.progress import Progress
+from rlhf.system.files import write_jsonl
 
 INTERFACES = ("pairwise", "ranker")
 RANK, BETTER, EQUAL, EQUALLY_GOOD = "rank", "better", "equal", "equally good"  # names in the interfaces of rlhf sample
@@ -80,9 +81,8 @@ def running_server(environment: Path, folder: Path, port: int) -> Iterator[Clien
     owner = Client(f"http://127.0.0.1:{port}", token)
     log = folder / "server.log"
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, env=variables, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        output: dict[str, Any] = {"stdout": file, "stderr": file, "start_new_session": True}
+        process = subprocess.Popen(command, env=variables, cwd=folder, **output)
         try:
             wait_until_up(owner, process, log)
             yield owner
@@ -133,38 +133,40 @@ def sign_up(owner: Client, email: str) -> Client:
     return person
 
 
+def shown(data: dict[str, Any]) -> dict[str, str]:
+    """{response id: text} of a task."""
+    if "responses" in data:
+        return {response["id"]: response["body"] for response in data["responses"]}
+    return {data["left_id"]: data["left"], data["right_id"]: data["right"]}
+
+
 def opinions(data: dict[str, Any], labeler: Labeler, seed: int) -> dict[str, float]:
     """{response id: a labeler's utility of the shown text, noise included}.
 
     The same labeler gives the same item the same utilities in every task.
     """
-    task = Task(**data["metadata"]["gold"])
-    if "responses" in data:
-        shown = {response["id"]: response["body"] for response in data["responses"]}
-    else:
-        shown = {data["left_id"]: data["left"], data["right_id"]: data["right"]}
+    task, key = Task(**data["metadata"]["gold"]), f"round-{seed}-{data['item']}-{labeler.name}"
     return {
-        name: labeler.utility(true_parts(task, text), text)
-        + random.Random(f"round-{seed}-{data['item']}-{labeler.name}-{name}").gauss(0, labeler.noise)
-        for name, text in shown.items()
+        name: labeler.utility(true_parts(task, text), text) + random.Random(f"{key}-{name}").gauss(0, labeler.noise)
+        for name, text in shown(data).items()
     }
 
 
 def judge(data: dict[str, Any], labeler: Labeler, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The annotation's result as Label Studio's page sends it, and the judgement in response ids."""
     utility = opinions(data, labeler, seed)
+    order = sorted(utility, key=lambda name: -utility[name])
+    value: dict[str, Any]
     if "responses" in data:
-        order = sorted(utility, key=lambda name: -utility[name])
-        value = {"from_name": RANK, "to_name": "responses", "type": "ranker", "value": {"ranker": {RANK: order}}}
-        return [value | {"origin": "manual"}], {"item": data["item"], "ranking": [[name] for name in order]}
-    left, right = data["left_id"], data["right_id"]
-    if abs(utility[left] - utility[right]) < CLOSE:
-        value = {"from_name": EQUAL, "to_name": "prompt", "type": "choices", "value": {"choices": [EQUALLY_GOOD]}}
-        return [value | {"origin": "manual"}], {"item": data["item"], "equal": sorted([left, right])}
-    selected = "left" if utility[left] > utility[right] else "right"
-    better, worse = (left, right) if selected == "left" else (right, left)
-    value = {"from_name": BETTER, "to_name": BETTER, "type": "pairwise", "value": {"selected": selected}}
-    return [value | {"origin": "manual"}], {"item": data["item"], "better": better, "worse": worse}
+        names, value = (RANK, "responses", "ranker"), {"ranker": {RANK: order}}
+        meant: dict[str, Any] = {"ranking": [[name] for name in order]}
+    elif utility[order[0]] - utility[order[1]] < CLOSE:
+        names, value, meant = (EQUAL, "prompt", "choices"), {"choices": [EQUALLY_GOOD]}, {"equal": sorted(order)}
+    else:
+        names, value = (BETTER, BETTER, "pairwise"), {"selected": "left" if order[0] == data["left_id"] else "right"}
+        meant = dict(zip(("better", "worse"), order, strict=True))
+    result = dict(zip(("from_name", "to_name", "type"), names, strict=True)) | {"value": value, "origin": "manual"}
+    return [result], {"item": data["item"], **meant}
 
 
 # --- the round -------------------------------------------------------------------------------------------------------
@@ -172,12 +174,8 @@ def judge(data: dict[str, Any], labeler: Labeler, seed: int) -> tuple[list[dict[
 
 def make_project(owner: Client, folder: Path, annotators: int) -> tuple[int, list[dict[str, Any]]]:
     """Make a project from the tasks and configuration of `rlhf sample`; returns its id and its tasks on the server."""
-    config = {
-        "title": folder.name,
-        "label_config": (folder / "config.xml").read_text(encoding="utf-8"),
-        "maximum_annotations": annotators,
-        "show_skip_button": True,
-    }
+    config = {"title": folder.name, "label_config": (folder / "config.xml").read_text(encoding="utf-8")}
+    config |= {"maximum_annotations": annotators, "show_skip_button": True}
     project = owner.json("POST", "/api/projects/", config)["id"]
     sent = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
     owner.json("POST", f"/api/projects/{project}/import", sent)
@@ -198,8 +196,8 @@ def annotate(people: dict[str, Client], tasks: list[dict[str, Any]], seed: int) 
                 data = task["data"]
                 result, meant = judge(data, labeler, seed)
                 skips = 0 < number == len(people) - 1 and task is tasks[0]
-                texts = [r["body"] for r in data["responses"]] if "responses" in data else [data["left"], data["right"]]
-                seconds = 4 + 0.25 * sum(len(text.split()) for text in (data["prompt"], *texts))  # of reading
+                texts = (data["prompt"], *shown(data).values())
+                seconds = 4 + 0.25 * sum(len(text.split()) for text in texts)  # of reading
                 body = {"result": [] if skips else result, "lead_time": seconds, "was_cancelled": skips}
                 answer = person.json("POST", f"/api/tasks/{task['id']}/annotations/", body)
                 if not skips:
@@ -245,13 +243,12 @@ def main() -> None:
         started = time.monotonic()
         with running_server(known.server.resolve(), Path(folder), known.port) as owner:
             print(f"server: {owner.base} up after {time.monotonic() - started:.0f} s", flush=True)
-            people = {f"annotator-{n}@example.com": Client(owner.base) for n in range(1, known.annotators + 1)}
-            people = {email: sign_up(owner, email) for email in people}
+            emails = [f"annotator-{n}@example.com" for n in range(1, known.annotators + 1)]
+            people = {email: sign_up(owner, email) for email in emails}
             for interface in INTERFACES:
                 project, made = make_project(owner, out / interface, known.annotators)
                 intended = annotate(people, made, known.seed)
-                text = "".join(json.dumps(one) + "\n" for one in intended)
-                (out / interface / "intended.jsonl").write_text(text, encoding="utf-8")
+                write_jsonl(out / interface / "intended.jsonl", intended)
                 exported = owner.request("GET", f"/api/projects/{project}/export?exportType=JSON")
                 (out / interface / "export.json").write_bytes(exported)
                 print(f"server: {interface}: {len(made)} tasks, {len(intended)} annotations by {len(people)} people")

@@ -8,12 +8,13 @@ what a stage needs: put the longest ones in.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from rlhf.system.files import read_json
 
 ADAPTERS = ["experiment=align-laptop", "run=adapters"]
 FULL = ["experiment=align", "run=full", "parents.tokenizer=adapters", "parents.pretrain=adapters", "reward.audit=0"]
@@ -54,11 +55,11 @@ def main() -> None:
     ]  # fmt: skip
     common += [] if given.budget is None else [f"memory.budget_gb={given.budget}"]
     given.out.mkdir(parents=True, exist_ok=True)
-    lines = ["| stage | peak, GB | said, GB | processor seconds | seconds |", "|---|---|---|---|---|"]
+    print("| stage | peak, GB | said, GB | processor seconds | seconds |\n|---|---|---|---|---|")
     for name, stage, settings in ROWS:
         run = [text for text in settings if text.startswith("run=")][-1].removeprefix("run=")
         record = given.out / run / stage / "stage.json"
-        if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["status"] == "complete":
+        if read_json(record).get("status") == "complete":
             continue
         command = [sys.executable, "-m", "rlhf", stage, "--shared-settings", *common, *settings]
         started = time.monotonic()
@@ -67,15 +68,13 @@ def main() -> None:
             _, code, used = os.wait4(process.pid, 0)
         if code:
             sys.exit(f"{name or stage}: ended with {os.waitstatus_to_exitcode(code)}: see {log.name}")
-        said = json.loads(record.read_text(encoding="utf-8")).get("memory", {}).get("needs_gb")
-        peak, processor = used.ru_maxrss * 1024 / 1e9, used.ru_utime + used.ru_stime
-        lines.append(
-            f"| {name or 'its weights'} | {peak:.1f} | {'–' if said is None else f'{said:.1f}'} | {processor:.0f} | "
-            f"{time.monotonic() - started:.0f} |"
-        )
-        print(lines[-1], flush=True)
+        said = read_json(record).get("memory", {}).get("needs_gb")
+        needs = "–" if said is None else f"{said:.1f}"
+        processor, seconds = used.ru_utime + used.ru_stime, time.monotonic() - started
+        figures = f"{used.ru_maxrss * 1024 / 1e9:.1f} | {needs} | {processor:.0f} | {seconds:.0f}"
         with (given.out / "table.md").open("a", encoding="utf-8") as table:
-            table.write(lines[-1] + "\n")
+            table.write(f"| {name or 'its weights'} | {figures} |\n")
+        print(f"| {name or 'its weights'} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("rlhf", "tests", "conf", "data", "pyproject.toml")
+COPIED = ("rlhf", "tests", "conf", "data")
 LIMIT = 600  # seconds per run of the tests
-FAILED, COLLECTION, NO_TEST = 1, (2, 3), (4, 5)  # pytest's exit codes
+FAILED, COLLECTION = 1, 2  # pytest's exit codes
+OUTCOMES = {None: "TIMEOUT", 0: "SURVIVED", FAILED: "killed", 4: "STALE (no such test)", 5: "STALE (no such test)"}
 FIRST_UPDATE = re.compile(r"invariant \d fails on the first update")
 
 
@@ -49,16 +50,11 @@ def read_table() -> list[Mutation]:
     return [Mutation(**row) for path in paths for row in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
-def copy_of_the_project(folder: Path) -> None:
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
-        else:
-            shutil.copy(ROOT / name, folder)
-
-
 def prepare(folder: Path) -> None:
-    """Set the environment and import the libraries once: each run is a fork of this process."""
+    """Copy the project, set the environment and import the libraries once: each run is a fork of this process."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
     os.chdir(folder)
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
@@ -85,15 +81,14 @@ def run_tests(nodes: list[str], log: Path) -> tuple[int | None, float]:
     if child == 0:
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.dup2(output, 1), os.dup2(output, 2)
         import pytest
 
         options = "-x -q --tb=short -p no:cacheprovider -p no:xdist -o addopts= --timeout=0"
         try:
             code = int(pytest.main([*options.split(), *nodes]))
         except BaseException:
-            code = COLLECTION[0]
+            code = COLLECTION
         sys.stdout.flush()
         os._exit(code)
     try:
@@ -126,16 +121,6 @@ def killer(log: Path) -> str:
     return (failed[0] if failed else "?") + (f" ({check[0]})" if check and failed else "")
 
 
-def outcome_of(code: int | None) -> str:
-    if code is None:
-        return "TIMEOUT"
-    if code == 0:
-        return "SURVIVED"
-    if code == FAILED:
-        return "killed"
-    return "STALE (no such test)" if code in NO_TEST else "BROKEN"
-
-
 def apply(number: int, mutation: Mutation, folder: Path) -> list[tuple[str, str, str, float]]:
     """(precision, outcome, killer, seconds) of each of the mutation's tests."""
     path = place_of(mutation, folder)
@@ -150,7 +135,9 @@ def apply(number: int, mutation: Mutation, folder: Path) -> list[tuple[str, str,
             if test:
                 log = folder / f"{number}-{precision}.log"
                 code, seconds = run_tests([test], log)
-                results.append((precision, outcome_of(code), killer(log) if code == FAILED else "", seconds))
+                results.append(
+                    (precision, OUTCOMES.get(code, "BROKEN"), killer(log) if code == FAILED else "", seconds)
+                )
     finally:
         path.write_text(before, encoding="utf-8")
         os.utime(path, (stamp, stamp))
@@ -159,18 +146,12 @@ def apply(number: int, mutation: Mutation, folder: Path) -> list[tuple[str, str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="words; a mutation runs if its place or text contains one"
-    )
+    parser.add_argument("--only", nargs="*", help="words; a mutation runs if its place or text contains one")
     parser.add_argument("--part", default="1/1", help="2/3: every third mutation, from the second on")
     parser.add_argument("--list", action="store_true", help="print the table and stop")
     arguments = parser.parse_args()
-    rows = [
-        (number, mutation)
-        for number, mutation in enumerate(read_table(), 1)
-        if not arguments.only
-        or any(word in f"{mutation.where} {mutation.wrong} {mutation.new}" for word in arguments.only)
-    ]
+    words = arguments.only or [""]
+    rows = [(n, m) for n, m in enumerate(read_table(), 1) if any(w in f"{m.where} {m.wrong} {m.new}" for w in words)]
     part, parts = map(int, arguments.part.split("/"))
     rows = rows[part - 1 :: parts]
     if arguments.list:
@@ -180,7 +161,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)
-        copy_of_the_project(folder)
         prepare(folder)
         nodes = sorted({test for _, m in rows for test in (m.float32, m.bfloat16) if test})
         code, seconds = run_tests(nodes, folder / "baseline.log")

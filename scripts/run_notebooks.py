@@ -23,18 +23,15 @@ def execute(name: str, folder: Path) -> Any:
     """Run a notebook in a working folder with this checkout's code."""
     notebook = nbformat.read(FOLDER / name, as_version=4)
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    client = NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
+    place = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=place)
     client.execute(env=os.environ | paths)
     return cleaned(notebook)
 
 
 def cleaned(notebook: Any) -> Any:
-    notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     for cell in notebook.cells:
         cell.metadata = {}
         joined: list[Any] = []

@@ -14,16 +14,15 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 from urllib.parse import urlparse
 
-PROMPTS = [
-    f"Give me {n} {what} ."
-    for n in ("one", "two", "three", "four")
-    for what in ("colours", "animals", "names", "cities")
-]
+WHAT = ("colours", "animals", "names", "cities")
+PROMPTS = [f"Give me {n} {what} ." for n in ("one", "two", "three", "four") for what in WHAT]
 USAGE = re.compile(rb'"completion_tokens":(\d+)')
 LAST_CHUNK = b"0\r\n\r\n"  # of a chunked body
 
@@ -36,6 +35,9 @@ class Round:
     seconds: float = 0.0
     processor: float = 0.0  # processor seconds of the server or sampler
     firsts: list[float] = field(default_factory=list)  # seconds to the first event, per request
+
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
 class Client(asyncio.Protocol):
@@ -79,18 +81,11 @@ class Client(asyncio.Protocol):
 
 def request(model: str, seed: int, length: int, host: str) -> bytes:
     """The bytes of a streaming chat request."""
-    body = json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}],
-            "seed": seed,
-            "max_tokens": length,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    asked = {"model": model, "messages": [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}], "seed": seed}
+    asked |= {"max_tokens": length, "stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps(asked)
+    head = f"host: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode()
 
 
 async def load(url: str, model: str, clients: int, requests: int, length: int, pids: list[int]) -> Round:
@@ -99,38 +94,30 @@ async def load(url: str, model: str, clients: int, requests: int, length: int, p
     assert place.hostname is not None
     bodies = [request(model, seed, length, str(place.netloc)) for seed in range(requests)]
     before, start = processor_seconds(pids), time.perf_counter()
-    loop = asyncio.get_running_loop()
-    made = [
-        await loop.create_connection(lambda: Client(bodies, result), place.hostname, place.port or 80)
-        for _ in range(clients)
-    ]
+    connect, to = asyncio.get_running_loop().create_connection, (place.hostname, place.port or 80)
+    made = [await connect(lambda: Client(bodies, result), *to) for _ in range(clients)]
     await asyncio.gather(*(client.done for _, client in made))
     result.seconds, result.processor = time.perf_counter() - start, processor_seconds(pids) - before
     return result
 
 
-class Sampler:
-    """The sampler on the same prompts, in batches of the same size."""
+def make_sampler(run: str, stage: str, batch: int, requests: int, length: int) -> Callable[[], Round]:
+    """Rounds of the sampler on the same prompts, in batches of the same size."""
+    import rlhf
+    from rlhf.data.chat_template import encode_prompts, end_ids
+    from rlhf.engines.sampling import sample
 
-    def __init__(self, run: str, stage: str, batch: int, requests: int, length: int):
-        import rlhf
-        from rlhf.data.chat_template import encode_prompts, end_ids
+    loaded = rlhf.load(run, "cpu")
+    policy, tokenizer = loaded.policy(stage), loaded.tokenizer
+    prompts = encode_prompts(tokenizer, [PROMPTS[seed % len(PROMPTS)] for seed in range(requests)])
+    how: Any = {"max_new_tokens": length, "eos_token_id": end_ids(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
-        loaded = rlhf.load(run, "cpu")
-        self.policy, self.batch, tokenizer = loaded.policy(stage), batch, loaded.tokenizer
-        self.prompts = encode_prompts(tokenizer, [PROMPTS[seed % len(PROMPTS)] for seed in range(requests)])
-        self.settings = {
-            "max_new_tokens": length,
-            "eos_token_id": end_ids(tokenizer),
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-
-    def round(self) -> Round:
-        from rlhf.engines.sampling import sample
-
+    def draw() -> Round:
         start, before = time.perf_counter(), time.process_time()
-        drawn = sample(self.policy, self.prompts, batch_size=self.batch, **self.settings)
+        drawn = sample(policy, prompts, batch_size=batch, **how)
         return Round(sum(map(len, drawn.responses)), time.perf_counter() - start, time.process_time() - before)
+
+    return draw
 
 
 def processor_seconds(pids: list[int]) -> float:
@@ -167,38 +154,24 @@ def main() -> None:
     def served(clients: int, requests: int) -> Round:
         return asyncio.run(load(given.url, given.model, clients, requests, given.length, pids))
 
-    sampler = Sampler(given.run, given.model.rpartition("/")[2], given.clients, given.requests, given.length)
-    served(given.clients, given.requests), sampler.round()  # the first of either is slower
+    sampler = make_sampler(given.run, given.model.rpartition("/")[2], given.clients, given.requests, given.length)
+    served(given.clients, given.requests), sampler()  # the first of either is slower
     alone, together, drawn = [], [], []
     for number in range(given.rounds):
         alone.append(served(1, max(4, given.requests // 16)))
         together.append(served(given.clients, given.requests))
-        drawn.append(sampler.round())
+        drawn.append(sampler())
         if pids:
             print(f"round {number + 1}: {resident(pids):.0f} MB")
-    report(given, alone, together, drawn)
-
-
-def report(given: argparse.Namespace, alone: list[Round], together: list[Round], drawn: list[Round]) -> None:
-    """Print medians of the rounds."""
-
-    def rate(rounds: list[Round]) -> float:
-        return median(one.tokens / one.seconds for one in rounds)
-
-    def of_processor(rounds: list[Round]) -> float:
-        return median(one.tokens / one.processor for one in rounds)
-
-    many, clients = rate(together), given.clients
-    ratios = sorted((a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(together, drawn, strict=True))
+    one, many, batch = (median(map(Round.rate, rounds)) for rounds in (alone, together, drawn))
+    ratios = sorted(a.rate() / b.rate() for a, b in zip(together, drawn, strict=True))
     firsts = sorted(1000 * first for one in together for first in one.firsts)
-    print(f"one client: {rate(alone):,.0f} tokens/s; {clients} clients: {many:,.0f} ({many / rate(alone):.1f} times)")
-    print(f"sampler, batch of {clients}: {rate(drawn):,.0f} tokens/s")
+    print(f"one client: {one:,.0f} tokens/s; {given.clients} clients: {many:,.0f} ({many / one:.1f} times)")
+    print(f"sampler, batch of {given.clients}: {batch:,.0f} tokens/s")
     print(f"the server reaches {median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] of the sampler")
-    if given.pid:
-        server, sampler = of_processor(together), of_processor(drawn)
-        print(
-            f"tokens per second of processor time: server {server:,.0f}, sampler {sampler:,.0f} ({server / sampler:.2f})"
-        )
+    if pids:
+        a, b = (median(one.tokens / one.processor for one in rounds) for rounds in (together, drawn))
+        print(f"tokens per second of processor time: server {a:,.0f}, sampler {b:,.0f} ({a / b:.2f})")
     print(f"to the first token: median {median(firsts):.0f} ms, 95th percentile {quantiles(firsts, n=20)[-1]:.0f} ms")
     print(f"tokens per response: {together[0].tokens / given.requests:.1f}; machine load {os.getloadavg()[0]:.1f}")
 

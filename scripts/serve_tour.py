@@ -39,14 +39,9 @@ problems: list[str] = []
 def start(run: str) -> tuple[subprocess.Popen[str], str]:
     """The server of a run whose tasks have no labels yet, and its address."""
     names = ",".join(["-".join(map(str, view)) for view in VIEWS] + ["anna", "ben"])
-    settings = [
-        "serve.port=0",
-        "serve.labelers_chat=true",
-        f"serve.pipeline={run}",
-        "serve.requests_per_minute=1000000",
-    ]
-    settings += [f"labelers=[{names}]", f"labels_per_prompt={len(VIEWS) + 4}"]
-    command = [sys.executable, "-u", "-m", "rlhf", "serve", f"run={run}", *settings]
+    settings = f"serve.port=0 serve.labelers_chat=true serve.pipeline={run} serve.requests_per_minute=1000000".split()
+    settings += [f"run={run}", f"labelers=[{names}]", f"labels_per_prompt={len(VIEWS) + 4}"]
+    command = [sys.executable, "-u", "-m", "rlhf", "serve", *settings]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     for line in server.stdout:
@@ -57,9 +52,7 @@ def start(run: str) -> tuple[subprocess.Popen[str], str]:
 
 def links(folder: Path, address: str) -> dict[str, str]:
     """Each person's link."""
-    lines = [
-        line for name in ("labelers.txt", "manager.txt") for line in (folder / name).read_text("utf-8").splitlines()
-    ]
+    lines = "".join((folder / name).read_text("utf-8") for name in ("labelers.txt", "manager.txt")).splitlines()
     return {name: address + "#" + link.partition("#")[2] for name, link in (line.split() for line in lines)}
 
 
@@ -71,9 +64,7 @@ def visit(context: Any, link: str, refused: bool = False) -> Page:
     """A person's page. refused: the server is to refuse some of its requests, which Chromium logs as errors."""
     page, home = context.new_page(), link.partition("#")[0]
     known = "Failed to load resource: the server responded with a status of 4" if refused else "\0"
-    page.on(
-        "console", lambda said: problems.extend([said.text] if said.type == "error" and known not in said.text else [])
-    )
+    page.on("console", lambda said: problems.extend([said.text] * (said.type == "error" and known not in said.text)))
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda asked: problems.extend([] if asked.url.startswith(home) else [f"outside: {asked.url}"]))
     page.goto(link)
@@ -86,9 +77,7 @@ def look(page: Page, name: str, asked: Any) -> None:
     if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
         problems.append(f"{name}: wider than the window")
     if asked.axe:
-        page.evaluate(
-            asked.axe.read_text("utf-8")
-        )  # in the page's world: its policy forbids no script of the browser's own
+        page.evaluate(asked.axe.read_text("utf-8"))  # the page's policy forbids no script of the browser's own
         found = "axe.run().then((found) => found.violations.map((one) => `${one.id}: ${one.nodes[0].html}`))"
         problems.extend(f"{name}: axe: {one}" for one in page.evaluate(found))
     if asked.pictures:
@@ -180,9 +169,8 @@ def talk(page: Page, name: str, asked: Any) -> None:
     look(page, f"chat-{name}", asked)
     page.get_by_role("button", name="Rank 4 answers").first.click()
     judge(page, 4)
-    page.get_by_label("Prompt").and_(page.locator("#compare textarea")).fill(
-        "Find the people. Ben met Lily at the school."
-    )
+    asking = page.get_by_label("Prompt").and_(page.locator("#compare textarea"))
+    asking.fill("Find the people. Ben met Lily at the school.")
     page.get_by_role("button", name="Ask all").click()
     judge(page, 2)
     look(page, f"compared-{name}", asked)
@@ -304,11 +292,7 @@ def check(labels: Path, tasks: int) -> None:
     for view in VIEWS:
         name = "-".join(map(str, view))
         turns = [message["content"] for message in written[name]["prompt"]] + [written[name]["response"]]
-        if (ranked[name], compared[name]) != (RANKINGS, 2) or turns[1:] != [
-            "Dog, cat and cow.",
-            "And one more?",
-            "Duck.",
-        ]:
+        if (ranked[name], compared[name], turns[1:]) != (RANKINGS, 2, ["Dog, cat and cow.", "And one more?", "Duck."]):
             problems.append(f"{name}: {ranked[name]} rankings, {compared[name]} comparisons, the dialogue {turns}")
     new = [name for name in ranked if name.startswith("new-")]
     if (ranked["anna"], ranked["ben"]) != (tasks, tasks) or any(ranked[name] != 1 for name in new) or len(new) != 4:

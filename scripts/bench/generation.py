@@ -62,10 +62,6 @@ def make_model(spec: Spec) -> Any:
     return model.eval()
 
 
-def end(spec: Spec) -> int:
-    return harness.EOS if spec["size"] in harness.SIZES else -1
-
-
 def make_prompts(spec: Spec) -> list[list[int]]:
     random_ = random.Random(0)
     vocabulary = harness.shape_of(spec["size"])["vocab_size"]
@@ -84,7 +80,7 @@ def ours(spec: Spec, turns: Turns) -> None:
     if spec["device"] == "cuda":
         model = model.bfloat16()
     prompts = make_prompts(spec)
-    ids: dict[str, Any] = {"eos_token_id": end(spec), "pad_token_id": harness.PAD}
+    ids: dict[str, Any] = {"eos_token_id": spec["end"], "pad_token_id": harness.PAD}
     for number, _ in enumerate(turns):
         out = sample(model, prompts, max_new_tokens=spec["new"], seed=number, **ids)
         turns.done(units=sum(map(len, out.responses)), mean_logp=float(out.logprobs.sum() / out.mask.sum()))
@@ -101,14 +97,14 @@ def generate(spec: Spec, turns: Turns, with_logprobs: bool) -> None:
     tokens = torch.tensor([[harness.PAD] * (width - len(p)) + p for p in prompts], device=spec["device"])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=spec["device"])
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": spec["new"]}
-    settings |= {"eos_token_id": end(spec), "pad_token_id": harness.PAD}
+    settings |= {"eos_token_id": spec["end"], "pad_token_id": harness.PAD}
     settings |= dict.fromkeys(("return_dict_in_generate", "output_logits"), with_logprobs)
     for number, _ in enumerate(turns):
         torch.manual_seed(number)
         with torch.inference_mode():
             out = model.generate(tokens, attention_mask=mask, **settings)
             response = (out.sequences if with_logprobs else out)[:, width:]
-            ends = (response == end(spec)).int()
+            ends = (response == spec["end"]).int()
             ended = ends.cumsum(1) - ends > 0  # after the end
             figures = {}
             if with_logprobs:
@@ -129,6 +125,7 @@ def main() -> None:
     options = harness.arguments(__doc__, repeats=7)
     results = {}
     for name, spec in harness.pick(options, FIELDS, QUICK, CASES, CUDA_CASES, (32, 24, 24, 64, 0.0)).items():
+        spec["end"] = -1 if options.checkpoint else harness.EOS
         results[name] = harness.compare(__file__, list(CONTESTANTS), spec, options)
         results[name]["bandwidth"] = share_of_bandwidth(spec, options, results[name]["contestants"])
         if options.device == "cpu":

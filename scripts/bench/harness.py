@@ -333,14 +333,13 @@ def machine(options: argparse.Namespace) -> str:
 
 def commit() -> str | None:
     """The commit of this code, with + if files differ from it; None outside a repository."""
+    git, how = ["git", "-C", str(HERE)], {"text": True, "stderr": subprocess.DEVNULL}
     try:
-        done = [
-            subprocess.run(["git", "-C", str(HERE), *what], capture_output=True, text=True, check=True).stdout.strip()
-            for what in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        ]
+        head = subprocess.check_output([*git, "rev-parse", "HEAD"], **how).strip()
+        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], **how)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done[0] + ("+" if done[1] else "")
+    return head + ("+" if changed else "")
 
 
 def is_worker() -> bool:
@@ -370,15 +369,6 @@ SIZES: dict[str, dict[str, Any]] = {
 PAD, EOS = 0, 1
 
 
-def gpt2_config(size: str, activation: str = "gelu_new", **more: Any) -> Any:
-    """transformers' configuration of GPT-2 at a size, without dropout."""
-    from transformers import GPT2Config
-
-    more |= SIZES[size] | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    more |= {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    return GPT2Config(activation_function=activation, **more)
-
-
 def shape_of(size: str) -> dict[str, int]:
     """The sizes of a named GPT-2, or of the checkpoint in a folder."""
     if size in SIZES:
@@ -401,15 +391,17 @@ def trainer_settings(spec: Spec, batch: int, **more: Any) -> dict[str, Any]:
     return {"per_device_train_batch_size": batch, "max_steps": 100_000, "eos_token": "t1"} | quiet | device | more
 
 
-def gpt2(size: str, seed: int = 0, **more: Any) -> Any:
+def gpt2(size: str, seed: int = 0, activation: str = "gelu_new", **more: Any) -> Any:
     """transformers' GPT-2 with weights that depend on the seed alone; or the checkpoint in a folder, of its own class."""
     import torch
-    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
     if size not in SIZES:
         return AutoModelForCausalLM.from_pretrained(size, dtype=torch.float32, trust_remote_code=False)
     torch.manual_seed(seed)
-    return GPT2LMHeadModel(gpt2_config(size, **more))
+    more |= SIZES[size] | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # without dropout
+    more |= {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    return GPT2LMHeadModel(GPT2Config(activation_function=activation, **more))
 
 
 def ours_like(model: Any) -> Any:

@@ -134,17 +134,6 @@ def ours(spec: Spec, turns: Turns, native: bool = True) -> None:
 # -------------------------------------------------------------------------------------------------------------- TRL
 
 
-def peer_settings(spec: Spec) -> dict[str, Any]:
-    batch = {
-        "gradient_accumulation_steps": spec["episodes"] // spec["peer_micro"], "num_mini_batches": 1,
-        "num_ppo_epochs": spec["epochs"], "total_episodes": 1000 * spec["episodes"], "response_length": spec["new"],
-        "local_rollout_forward_batch_size": spec["episodes"],
-    }  # fmt: skip
-    method = {"stop_token": "eos", "missing_eos_penalty": 1.0, "kl_coef": 0.02, "learning_rate": 1e-5}
-    every = harness.trainer_settings(spec, spec["peer_micro"], logging_steps=1, num_sample_generations=0)
-    return {name: value for name, value in every.items() if name not in ("max_steps", "eos_token")} | batch | method
-
-
 def peer(spec: Spec, turns: Turns) -> None:
     import torch
     from datasets import Dataset
@@ -182,7 +171,16 @@ def peer(spec: Spec, turns: Turns) -> None:
                 raise KeyboardInterrupt  # the trainer has no other way out
 
     with tempfile.TemporaryDirectory() as home:
-        settings = PPOConfig(output_dir=home, **peer_settings(spec))
+        every = harness.trainer_settings(spec, spec["peer_micro"], logging_steps=1, num_sample_generations=0)
+        del every["max_steps"], every["eos_token"]
+        every |= {"stop_token": "eos", "missing_eos_penalty": 1.0, "kl_coef": 0.02, "learning_rate": 1e-5}
+        every |= {"gradient_accumulation_steps": spec["episodes"] // spec["peer_micro"], "num_mini_batches": 1}
+        every |= {
+            "num_ppo_epochs": spec["epochs"],
+            "total_episodes": 1000 * spec["episodes"],
+            "response_length": spec["new"],
+        }
+        settings = PPOConfig(output_dir=home, local_rollout_forward_batch_size=spec["episodes"], **every)
         policy, reference = gpt2(spec, seed=0), gpt2(spec, seed=0)
         for model in (policy, reference):
             model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -63,23 +63,21 @@ def ours(spec: Spec, turns: Turns, parts: int | None = None) -> None:
     train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, loss_of, parts)
 
 
-def ours_plain(spec: Spec, turns: Turns) -> None:
-    """Our model without the fast paths."""
-    train(harness.ours_like(harness.gpt2(spec["size"])), spec, turns, plain_loss)
-
-
-def peer(spec: Spec, turns: Turns, activation: str = "gelu_new", keep: bool = False, parts: int = 1) -> None:
-    """keep: with our setting of the allocator too."""
+def peer(
+    spec: Spec, turns: Turns, activation: str = "gelu_new", keep: bool = False, parts: int = 1, ours: bool = False
+) -> None:
+    """keep: with our setting of the allocator too; ours: our model, without the fast paths."""
     from rlhf.ops.fast import keep_freed_memory
 
     if keep:
         keep_freed_memory()
-    train(harness.gpt2(spec["size"], activation=activation), spec, turns, plain_loss, parts)
+    model = harness.gpt2(spec["size"], activation=activation)
+    train(harness.ours_like(model) if ours else model, spec, turns, plain_loss, parts)
 
 
 fused = partial(peer, activation="gelu_pytorch_tanh")
 CONTESTANTS: dict[str, harness.Contestant] = {
-    "ours": ours, "ours, whole": partial(ours, parts=1), "ours plain": ours_plain, "gpt2": peer, "gpt2 fused": fused,
+    "ours": ours, "ours, whole": partial(ours, parts=1), "ours plain": partial(peer, ours=True), "gpt2": peer, "gpt2 fused": fused,
     "gpt2 fused, kept memory": partial(fused, keep=True), "the same in halves": partial(fused, keep=True, parts=2),
 }  # fmt: skip
 

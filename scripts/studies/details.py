@@ -44,19 +44,19 @@ def figures(cell: harness.Cell) -> dict[str, float]:
     """The figures of a finished cell."""
     results, gold = cell.results(), cell.results()["gold"]
     last = harness.updates_of(cell.home)[-1]
+    learned = results["reward_without_eos_rule"]
     found = {
         "win_rate": gold["win_rate_vs_sft"]["value"],
         "win_rate_greedy": gold["win_rate_greedy"]["value"],
         "gold": gold["mean_score"]["ppo"],
         "correct": gold["correct"]["ppo"]["value"],
         "kl": results["kl_to_sft_nats"],
-        "score": results["reward_without_eos_rule"]["ppo"],
+        "score": learned["ppo"],
         "bpb": harness.cached(cell.home / "bits_per_byte.json", lambda: bits_per_byte(cell)),
     }
     # The learned gain beyond the true gain, both in standard deviations of SFT's answers.
     spread = statistics.pstdev(row["gold"]["sft"] for row in harness.rows(cell.home / "evaluate" / "samples.jsonl"))
-    learned = found["score"] - results["reward_without_eos_rule"]["sft"]
-    found["gap"] = learned - (found["gold"] - gold["mean_score"]["sft"]) / spread
+    found["gap"] = learned["ppo"] - learned["sft"] - (found["gold"] - gold["mean_score"]["sft"]) / spread
     return found | ({"explained_var": last["val/explained_var"]} if "val/explained_var" in last else {})
 
 

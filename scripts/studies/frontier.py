@@ -107,10 +107,6 @@ def over_paths(paths: list[Rows]) -> list[dict[str, Any]]:
     return [{k: mean_interval([row[k] for row in at]) for k in at[0]} for at in zip(*paths, strict=True)]
 
 
-def curve(mean: list[dict[str, Any]], measure: str) -> list[tuple[float, Any]]:
-    return [(max(0.0, row["kl"]["mean"]) ** 0.5, row[measure]) for row in mean]
-
-
 def main() -> None:
     updates = {"type": int, "default": 30}
     asked = parse(__doc__, updates=updates, measure={"choices": list(LEARNED), "default": "gold"})
@@ -119,6 +115,9 @@ def main() -> None:
         f"kl_coef_{coef}": (f"kl.coef={coef}", "kl.target=null", "ppo.ema_decay=null", length) for coef in COEFFICIENTS
     }
     cells = run(make_cells(asked, choices, TAKEN, {"ppo": DEFAULTS}), asked)
+
+    def curve(mean: list[dict[str, Any]]) -> list[tuple[float, Any]]:
+        return [(max(0.0, row["kl"]["mean"]) ** 0.5, row[asked.measure]) for row in mean]
 
     lines, pictured = [], {}
     for name in dict.fromkeys(cell.name for cell in cells):
@@ -129,7 +128,7 @@ def main() -> None:
         at = [" · ".join(show(row[key]["mean"], d) for key, d in digits.items()) for row in (high, last)]
         losses = [show(figure, sign="+") for figure in lost]
         lines.append([name.removeprefix("kl_coef_"), f"{high['update']['mean']:.0f}", *at, *losses])
-        pictured[name] = curve(mean, asked.measure)
+        pictured[name] = curve(mean)
     table(
         ["`kl.coef`", "highest at update", "KL · learned · true reward there", "at the end",
          "true reward lost since the other seeds' peak", "learned reward gained"], lines,
@@ -144,7 +143,7 @@ def main() -> None:
         nats = f"{max(0.0, row['kl']['mean']):.2f}"
         lines.append([f"{row['n']['mean']:.0f}", nats, row["score"], row["gold"], correct])
     table(["best of n", "KL", "learned reward", "true reward", "`correct`"], lines)
-    pictured["best of n"] = curve(best, asked.measure)
+    pictured["best of n"] = curve(best)
     draw(asked.picture, pictured, "√KL", LEARNED[asked.measure])
 
 

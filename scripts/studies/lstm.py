@@ -90,14 +90,10 @@ def write_beside(base: Path, folder: Path, seed: int) -> Path:
 
     loaded = rlhf.load(base)
     transformer, tokenizer = loaded.policy("pretrain"), loaded.tokenizer
-    config = LSTMConfig.sized(
-        sum(p.numel() for p in transformer.parameters()),
-        vocab_size=len(tokenizer),
-        context_length=tokenizer.model_max_length,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=transformer.config.initializer_range,
-    )
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    size = {"vocab_size": len(tokenizer), "context_length": tokenizer.model_max_length}
+    spread, parameters = transformer.config.initializer_range, sum(p.numel() for p in transformer.parameters())
+    config = LSTMConfig.sized(parameters, initializer_range=spread, **size, **ends)
     torch.manual_seed(seed)
     LSTMForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -141,12 +141,7 @@ def rates(cases: list[dict[str, Any]], signal: str, threshold: float) -> tuple[f
 
 def best_threshold(cases: list[dict[str, Any]], signal: str) -> float:
     """The threshold with the largest difference of alarms in time and false alarms; of equal ones the highest."""
-
-    def worth(threshold: float) -> float:
-        false, hits = rates(cases, signal, threshold)
-        return hits - false
-
-    return float(max(GRID[::-1], key=worth))
+    return float(max(GRID[::-1], key=lambda threshold: float(np.diff(rates(cases, signal, threshold))[0])))
 
 
 def area(curve: list[tuple[float, float]]) -> float:
@@ -161,15 +156,6 @@ def gained(cases: list[dict[str, Any]], ends: Sequence[float]) -> str:
     for case, end in zip(cases, ends, strict=True):
         by_fault.setdefault(case["fault"], []).append(end - float(case["gold"][-1]))
     return show(mean_interval([sum(values) / len(values) for values in by_fault.values()]), sign="+")
-
-
-def at_fixed_update(cases: list[dict[str, Any]]) -> list[float]:
-    """Each run's true reward at the update at which the mean of the other faults' runs is highest."""
-    ends = []
-    for case in cases:
-        others = [other["gold"] for other in cases if other["fault"] != case["fault"]]
-        ends.append(float(case["gold"][int(np.mean(others, axis=0).argmax())]))
-    return ends
 
 
 def read_case(cell: Cell, folders: list[str]) -> dict[str, Any]:
@@ -213,7 +199,10 @@ def main() -> None:
                       f"{np.median(lead):+.1f}" if lead else "–", f"{sum(false)} of {len(false)}", float(np.mean(ends)),
                       gained(cases, ends)])  # fmt: skip
     head = ["signal", "area under the ROC", "alarms by the onset", "median lead, updates", "false alarms"]
-    fixed = at_fixed_update(cases)
+    fixed = []  # each run's true reward at the update at which the mean of the other faults' runs is highest
+    for case in cases:
+        others = [other["gold"] for other in cases if other["fault"] != case["fault"]]
+        fixed.append(float(case["gold"][int(np.mean(others, axis=0).argmax())]))
     lines.append(["a fixed update", "–", "–", "–", "–", float(np.mean(fixed)), gained(cases, fixed)])
     table([*head, "true reward at the stop", "less that at the end"], lines)
     highest, last = (np.mean([f(case["gold"]) for case in cases]) for f in (np.max, lambda gold: gold[-1]))

@@ -34,12 +34,8 @@ def training(folder: Path) -> dict[str, float]:
         kl += [row["objective/kl"] for row in updates]
         rollouts += [gold - start for gold in sampled[warmup + 1 :]]
         held_out += [row[GOLD] - evaluated[0][GOLD] for row in evaluated if row["progress/step"] > warmup]
-    return {
-        "highest_kl": max(kl),
-        "lowest_gold": min(held_out),
-        "lowest_rollout": min(rollouts),
-        "explained_variance": updates_of(folder)[-1]["val/explained_var"],
-    }
+    figures = {"highest_kl": max(kl), "lowest_gold": min(held_out), "lowest_rollout": min(rollouts)}
+    return figures | {"explained_variance": updates_of(folder)[-1]["val/explained_var"]}
 
 
 def rows(results: dict[str, Any], during: dict[str, float]) -> dict[str, str]:
@@ -47,13 +43,12 @@ def rows(results: dict[str, Any], during: dict[str, float]) -> dict[str, str]:
     best, gold, rm = results["best_of_n"], results["gold"], results["reward_model"]
     mean, correct, weights = gold["mean_score"], gold["correct"], rm["gold_regression"]["parts"]
     share = (rm["accuracy"]["value"] - 0.5) / (rm["noise_ceiling"] - 0.5)
+    policies = ("base", "base_prompted", "sft", "ppo")
     return {
         "gold win rate of PPO over SFT, temperature 1": show(gold["win_rate_vs_sft"]),
         "the same, greedy against greedy": show(gold["win_rate_greedy"]),
         "KL to SFT, nats per sequence": f"{results['kl_to_sft_nats']:.2f}",
-        "mean gold score: base, base prompted, SFT, PPO": " · ".join(
-            f"{mean[name]:.3f}" for name in ("base", "base_prompted", "sft", "ppo")
-        ),
+        "mean gold score: base, base prompted, SFT, PPO": " · ".join(f"{mean[name]:.3f}" for name in policies),
         "`correct`: SFT, PPO": f"{show(correct['sft'])} · {show(correct['ppo'])}",
         f"best of {best['n']} by the reward model: gold score, win rate, bound of the KL": (
             f"{best['gold']:.3f} · {show(best['win_rate_vs_sft'])} · {best['kl_bound_nats']:.2f}"

@@ -67,18 +67,9 @@ def answers(cell: harness.Cell, records: list[dict[str, Any]]) -> dict[str, list
     ends = end_ids(tokenizer, base=True)
     settings = Sampling(max_new_tokens=length, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, seed=cell.seed)
     drawn = draw_answers(sampler_for(loaded.policy("pretrain"), settings), tokenizer, prompts, keys)
-    return found | {"few_shot": [first_answer(answer.text) for answer in drawn]}
-
-
-def few_shot(prompt: str, shots: Sequence[tuple[str, str]]) -> str:
-    """Requests with their answers, then a request without one, as a prompt for a base model."""
-    before = "".join(f"Question:\n{asked}\nAnswer:\n{reply}\n" for asked, reply in shots)
-    return f"{before}Question:\n{prompt}\nAnswer:\n"
-
-
-def first_answer(text: str) -> str:
-    """The base's text up to the next question, without a first line that names a speaker as the corpus does."""
-    return text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip()
+    # Up to the next question, without a first line that names a speaker as the corpus does.
+    texts = [answer.text.partition("\nQuestion:")[0].split("\n", 1)[-1].strip() for answer in drawn]
+    return found | {"few_shot": texts}
 
 
 def few_shot_prompts(cell: harness.Cell, records: list[dict[str, Any]], tokenizer: Any, length: int) -> list[list[int]]:
@@ -87,8 +78,9 @@ def few_shot_prompts(cell: harness.Cell, records: list[dict[str, Any]], tokenize
     prompts = []
     for record in records:
         drawn = random.Random(f"few-shot-{cell.seed}-{record['id']}").sample(shown, SHOTS)
-        shots = [(shot["prompt"], shot["response"]) for shot in drawn]
-        texts = [few_shot(record["prompt"], shots[:count]) for count in range(SHOTS + 1)]
+        shots = [f"Question:\n{shot['prompt']}\nAnswer:\n{shot['response']}\n" for shot in drawn]
+        asked = f"Question:\n{record['prompt']}\nAnswer:\n"
+        texts = ["".join([*shots[:count], asked]) for count in range(SHOTS + 1)]
         fitting = [ids for ids in encode_texts(tokenizer, texts) if len(ids) <= tokenizer.model_max_length - length]
         prompts.append(fitting[-1])
     return prompts
