@@ -25,15 +25,7 @@ from rlhf.config.precision import inference
 from rlhf.data.encoding import join_rankings
 from rlhf.data.reading import load_comparisons
 from rlhf.data.storage import to_line
-from rlhf.evaluation.scoring import (
-    accuracy,
-    choose_prompts_by,
-    held_out_labelers,
-    judged_pairs,
-    load_judge,
-    score_each,
-    value_tasks,
-)  # fmt: skip
+from rlhf.evaluation import scoring
 from rlhf.recipe import STAGES
 from rlhf.training.setup import set_up
 
@@ -94,22 +86,24 @@ class Study:
         tasks = [self.prompts[place][0] for place in free[: count * pool]]
         values = [0.0] * len(tasks)
         if how != "random":
-            values = value_tasks(self.config(), tasks, how, [str(model) for model in models])
-        return [free[i] for i in choose_prompts_by(values, [task.id for task in tasks], count, share, self.seed)]
+            values = scoring.value_tasks(self.config(), tasks, how, [str(model) for model in models])
+        return [
+            free[i] for i in scoring.choose_prompts_by(values, [task.id for task in tasks], count, share, self.seed)
+        ]
 
     def accuracy(self, home: Path) -> dict[str, float]:
         """On the pairs of test prompts, by the labelers whose rankings train; and loss in nats per pair."""
         config = self.config()
         device = set_up(config)
-        strangers = held_out_labelers(config, self.records)
+        strangers = scoring.held_out_labelers(config, self.records)
         test = [r for r in self.records if r.metadata["split"] == "test" and r.labeler not in strangers]
         with inference(config, device):
-            _, model, encode = load_judge(config, str(home), "active", device)
+            _, model, encode = scoring.load_judge(config, str(home), "active", device)
             items, _ = join_rankings(test, encode)
-            pairs = judged_pairs(items, score_each(model, items))
+            pairs = scoring.judged_pairs(items, scoring.score_each(model, items))
         gain = harness.read(home / "reward" / "stage.json")["summary"]["gain"]
         loss = sum(math.log1p(math.exp(-pair.margin / gain)) for pair in pairs) / len(pairs)
-        return {"accuracy": accuracy(pairs)["value"], "loss": loss, "pairs": len(pairs)}
+        return {"accuracy": scoring.accuracy(pairs)["value"], "loss": loss, "pairs": len(pairs)}
 
     def figures(self) -> dict[str, dict[int, dict[str, float]]]:
         """{arm: {labelled prompts: figures}}."""

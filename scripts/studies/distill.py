@@ -45,10 +45,8 @@ def figures(cell: Cell) -> dict[str, float]:
     results, summary = cell.results(), read(cell.home / "distill" / "stage.json")["summary"]
     gold, base = results["gold"]["mean_score"], results["baselines"]["distill"]
     student, teacher = base["win_rate_vs_sft"]["value"], results["gold"]["win_rate_vs_sft"]["value"]
-    speeds = cached(
-        cell.beside("-speed.json"),
-        lambda: {"student": speed(cell.home / "distill"), "teacher": speed(cell.parent / "ppo")},
-    )
+    folders = {"student": cell.home / "distill", "teacher": cell.parent / "ppo"}
+    speeds = cached(cell.beside("-speed.json"), lambda: {name: speed(folder) for name, folder in folders.items()})
     return {
         "parameters, share": summary["parameters"] / summary["teacher_parameters"],
         "tokens/s, factor": speeds["student"] / speeds["teacher"],
