@@ -330,7 +330,7 @@ def to_settings(composed: Any) -> Any:
             value.source = text
         return value
 
-    for key in settings_in(type(config)):
+    for key in settings_in(config.__class__):
         if isinstance(texts.get(key), str | list):
             group, _, name = key.rpartition(".")
             setattr(get(config, group) if group else config, name, mark(texts[key], get(config, key)))

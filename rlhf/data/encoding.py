@@ -266,7 +266,7 @@ def join_rankings(
         ranks = record.ranks() if record.pairs is None else None
         gap_of: dict[tuple[int, int], int | None] = {}
         for i, j in pairs:
-            gap_of.setdefault((place[answers[i]], place[answers[j]]), ranks and ranks[j] - ranks[i])
+            gap_of.setdefault((place[answers[i]], place[answers[j]]), ranks[j] - ranks[i] if ranks else None)
         item.judgements.append(Judgement(record.labeler, sorted(gap_of), weight, gap_of))
 
     items = []

@@ -264,17 +264,18 @@ def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str | 
 
     place = {"project": project_of(project), "dir": str(folder), "id": run_id}
     options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
-    disabled = [
+    disabled = (
         "disable_code",
         "disable_git",
         "disable_job_creation",
         "x_disable_stats",
         "x_disable_meta",
         "x_disable_machine_info",
-    ]
-    kept = {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
-    limits = {"init_timeout": seconds_allowed("INIT"), "finish_timeout": seconds_allowed("FINISH")}
-    options["settings"] = wandb.Settings(**dict.fromkeys(disabled, True), **kept, **limits)
+    )
+    settings: dict[str, Any] = dict.fromkeys(disabled, True)
+    settings |= {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
+    settings |= {"init_timeout": seconds_allowed("INIT"), "finish_timeout": seconds_allowed("FINISH")}
+    options["settings"] = wandb.Settings(**settings)
     mode = choose_mode()
     try:
         return wandb.init(**options, mode=mode)
