@@ -174,7 +174,7 @@ def judge(data: dict[str, Any], labeler: Labeler, seed: int) -> tuple[list[dict[
 
 def make_project(owner: Client, folder: Path, annotators: int) -> tuple[int, list[dict[str, Any]]]:
     """Make a project from the tasks and configuration of `rlhf sample`; returns its id and its tasks on the server."""
-    config = {"title": folder.name, "label_config": (folder / "config.xml").read_text(encoding="utf-8")}
+    config: dict[str, Any] = {"title": folder.name, "label_config": (folder / "config.xml").read_text(encoding="utf-8")}
     config |= {"maximum_annotations": annotators, "show_skip_button": True}
     project = owner.json("POST", "/api/projects/", config)["id"]
     sent = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))

@@ -22,13 +22,17 @@ AXE = "axe.run().then(r => r.violations.flatMap(v => v.nodes.map(n => `${v.id}: 
 def listen(page: Any, address: str, problems: list[str]) -> None:
     """Record the page's console messages, errors, dialogs and network requests as problems."""
 
+    def on_dialog(dialog: Any) -> None:
+        problems.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
     def on_request(request: Any) -> None:
         if request.url != address and not request.url.startswith("data:"):
             problems.append(f"request: {request.url}")
 
     page.on("console", lambda message: problems.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: problems.append(f"page error: {error}"))
-    page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("dialog", on_dialog)
     page.on("request", on_request)
 
 

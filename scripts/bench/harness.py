@@ -333,7 +333,8 @@ def machine(options: argparse.Namespace) -> str:
 
 def commit() -> str | None:
     """The commit of this code, with + if files differ from it; None outside a repository."""
-    git, how = ["git", "-C", str(HERE)], {"text": True, "stderr": subprocess.DEVNULL}
+    git: list[str] = ["git", "-C", str(HERE)]
+    how: dict[str, Any] = {"text": True, "stderr": subprocess.DEVNULL}
     try:
         head = subprocess.check_output([*git, "rev-parse", "HEAD"], **how).strip()
         changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], **how)
