@@ -272,14 +272,11 @@ def damage(path: Path, content: bytes | None) -> None:
 def test_a_damaged_record_is_one_line(tmp_path, name):
     config = Config(run="x", runs_dir=str(tmp_path))
     damage(tmp_path / "x" / "sft" / "stage.json", DAMAGE[name])
-    for read in (
-        lambda: runs.read_stage(tmp_path / "x" / "sft"),
-        lambda: runs.check_output(tmp_path / "x" / "sft"),
-        lambda: runs.collect_parents(config, "reward"),
-        lambda: read_run(tmp_path / "x"),
-    ):
+    run, stage = tmp_path / "x", tmp_path / "x" / "sft"
+    readers = [(runs.read_stage, [stage]), (runs.check_output, [stage]), (read_run, [run])]
+    for read, given in (*readers, (runs.collect_parents, [config, "reward"])):
         with pytest.raises(UserError, match=r"sft/stage.json: (damaged|is a folder)[^\n]*overwrite=true$"):
-            read()
+            read(*given)
 
 
 COMMANDS = (

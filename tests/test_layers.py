@@ -50,15 +50,16 @@ def imports(path: Path) -> list[str]:
 MODULES = {".".join(("rlhf", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
 
 
+@functools.cache
+def edges() -> list[tuple[str, str]]:
+    """(module, what it imports)."""
+    return [(module, target) for module, path in MODULES.items() for target in imports(path)]
+
+
 def test_every_part_of_the_package_has_a_layer_and_imports_point_down():
     assert {part_of(module) for module in MODULES} <= set(LEVEL)
-    upward = [
-        (module, target)
-        for module, path in MODULES.items()
-        for target in imports(path)
-        if target.split(".")[0] == "rlhf" and LEVEL[part_of(target)] > LEVEL[part_of(module)]
-    ]
-    assert upward == []
+    inside = [(module, target) for module, target in edges() if target.split(".")[0] == "rlhf"]
+    assert [pair for pair in inside if LEVEL[part_of(pair[1])] > LEVEL[part_of(pair[0])]] == []
 
 
 def test_no_module_imports_itself_through_others():
@@ -78,12 +79,7 @@ def test_no_module_imports_itself_through_others():
 
 @pytest.mark.parametrize("folder", ["ops", "model"])
 def test_ops_and_model_never_import_deepspeed_wandb_or_hydra(folder):
-    found = {
-        target.split(".")[0]
-        for module, path in MODULES.items()
-        if part_of(module) == folder
-        for target in imports(path)
-    }
+    found = {target.split(".")[0] for module, target in edges() if part_of(module) == folder}
     assert not found & HEAVY
     if folder == "ops":
         standard = {"collections", "math", "typing", "dataclasses", "enum", "functools", "contextlib"}
@@ -91,31 +87,16 @@ def test_ops_and_model_never_import_deepspeed_wandb_or_hydra(folder):
 
 
 def test_cpu_is_imported_in_one_place():
-    found = {
-        module
-        for module, path in MODULES.items()
-        for target in imports(path)
-        if target.startswith("rlhf.cpu") and part_of(module) != "cpu"
-    }
-    assert found == {"rlhf.ops.fast"}
+    found = {module for module, target in edges() if target.startswith("rlhf.cpu")}
+    assert {module for module in found if part_of(module) != "cpu"} == {"rlhf.ops.fast"}
 
 
 def test_only_some_see_more_of_the_gold_world_than_its_truth_or_import_the_web_framework():
-    found = {
-        (module, target)
-        for module, path in MODULES.items()
-        for target in imports(path)
-        if target.startswith("rlhf.gold") and part_of(module) != "gold"
-    }
     simulating = {"rlhf.stages.world", "rlhf.stages.label"}
-    assert {target for module, target in found if module not in simulating} <= {"rlhf.gold.truth", "rlhf.gold.labelled"}
-    found = {
-        part_of(module)
-        for module, path in MODULES.items()
-        for target in imports(path)
-        if target.split(".")[0] in {"fastapi", "starlette"}
-    }
-    assert found == {"serving"}
+    others = [target for module, target in edges() if part_of(module) != "gold" and module not in simulating]
+    assert {target for target in others if target.startswith("rlhf.gold")} <= {"rlhf.gold.truth", "rlhf.gold.labelled"}
+    web = {"fastapi", "starlette"}
+    assert {part_of(module) for module, target in edges() if target.split(".")[0] in web} == {"serving"}
 
 
 ROOT = PACKAGE.parent

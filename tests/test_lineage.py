@@ -244,12 +244,8 @@ def test_a_resumed_stage_says_which_settings_change_its_rounding(compose, capsys
 
 def test_what_comes_from_the_environment_is_stored_by_its_name(compose, monkeypatch):
     monkeypatch.setenv("SECRET_PLACE", "s3cret-9271")
-    config = compose(
-        "tracking.entity=${oc.env:SECRET_PLACE}",
-        "data.demonstrations=['${oc.env:SECRET_PLACE}',b.jsonl]",
-        "reward.model=prefix/${tracking.entity}",
-        "reward.labeler_weights={anna: 2}",
-    )
+    given = ["tracking.entity=${oc.env:SECRET_PLACE}", "data.demonstrations=['${oc.env:SECRET_PLACE}',b.jsonl]"]
+    config = compose(*given, "reward.model=prefix/${tracking.entity}", "reward.labeler_weights={anna: 2}")
     assert config.tracking.entity == "s3cret-9271" and config.reward.model == "prefix/s3cret-9271"
     assert config.data.demonstrations == ["s3cret-9271", "b.jsonl"]
     with open_stage(config, "tokenizer") as stage:

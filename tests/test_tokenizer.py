@@ -88,11 +88,9 @@ def test_a_prompt_is_built_part_by_part():
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "  What is\n the capital?"},
-    {"role": "assistant", "content": "Paris. \n"},
-    {"role": "user", "content": "And the cat?"},
-    {"role": "assistant", "content": " On the mat."},
-]
+    {"role": "user", "content": "  What is\n the capital?"}, {"role": "assistant", "content": "Paris. \n"},
+    {"role": "user", "content": "And the cat?"}, {"role": "assistant", "content": " On the mat."},
+]  # fmt: skip
 
 
 def test_a_response_is_decoded_up_to_its_first_end_token():

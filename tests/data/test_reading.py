@@ -178,19 +178,14 @@ def names(given, imports=False) -> list[str]:
     return [source.name for source in resolve_sources(given, RECORD_SUFFIXES, imports)]
 
 
-@pytest.mark.parametrize(
-    "given", ["./labels", "../a/b", "data/labels.csv", "data/labels.txt", "data/labels.gz", "a/b/c", "/a/b", "~/b", "a"]
-)
-def test_what_looks_like_a_path_is_never_a_hub_id(tmp_path, monkeypatch, given):
+def test_owner_and_name_is_a_hub_id_and_what_looks_like_a_path_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f"^{given}: no such file or folder: want"):
-        resolve_sources(given, RECORD_SUFFIXES)
-
-
-@pytest.mark.parametrize("given", ["owner/name", "Owner-1/some_data-v1.1", "a.b/c"])
-def test_owner_and_name_is_a_hub_id(given):
-    [source] = resolve_sources(given, RECORD_SUFFIXES)
-    assert (source.name, source.path) == (given, None)
+    for given in ("./labels", "../a/b", "data/a.csv", "data/a.txt", "data/a.gz", "a/b/c", "/a/b", "~/b", "a"):
+        with pytest.raises(UserError, match=f"^{given}: no such file or folder: want"):
+            resolve_sources(given, RECORD_SUFFIXES)
+    for given in ("owner/name", "Owner-1/some_data-v1.1", "a.b/c"):
+        [source] = resolve_sources(given, RECORD_SUFFIXES)
+        assert (source.name, source.path) == (given, None)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])

@@ -258,11 +258,8 @@ class Pretended(contextlib.ExitStack):
         }  # fmt: skip
         for name, value in cuda.items():
             self.enter_context(mock.patch.object(torch.cuda, name, value))
-        for name, value in {
-            "autocast": Autocast,
-            "is_autocast_enabled": is_autocast_enabled,
-            "get_autocast_dtype": get_autocast_dtype,
-        }.items():
+        asked = {"is_autocast_enabled": is_autocast_enabled, "get_autocast_dtype": get_autocast_dtype}
+        for name, value in ({"autocast": Autocast} | asked).items():
             self.enter_context(mock.patch.object(torch, name, value))
         self.enter_context(mock.patch.object(torch.amp, "autocast", Autocast))
         self.enter_context(mock.patch.object(torch.amp, "is_autocast_available", lambda d: True))

@@ -18,6 +18,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 3, 4, 3, 4, 3, 4], [21, 22, 23]] * 2
 KINDS = {
     "gpt3": {}, "llama": {"preset": "llama-tiny"}, "grouped": {"preset": "llama-tiny", "n_kv_head": 2},
     "window": {"window": 6}, "palm": {"preset": "palm-tiny"}, "switch": {"preset": "switch-tiny"},
+    "post-norm": {"block": "post", "positions": "sinusoidal", "mlp": "relu"},
 }  # fmt: skip
 SETTINGS = {"max_new_tokens": 12, "eos_token_id": [20, 22, 23, 25, 27, 33], "pad_token_id": 0, "seed": 3}
 

@@ -25,11 +25,9 @@ from rlhf.data.tokenizer import encode_texts, load_tokenizer, tokenizer_hash, tr
 from tests.model.chats import KINDS, TEXT, make_tokenizer
 
 CHAT = [
-    {"role": "user", "content": "  What is the capital?\n"},
-    {"role": "assistant", "content": "Paris is. "},
-    {"role": "user", "content": "And the cat?"},
-    {"role": "assistant", "content": "On the mat."},
-]
+    {"role": "user", "content": "  What is the capital?\n"}, {"role": "assistant", "content": "Paris is. "},
+    {"role": "user", "content": "And the cat?"}, {"role": "assistant", "content": "On the mat."},
+]  # fmt: skip
 OWN = train_tokenizer(TEXT, 300, context_length=64)
 
 

@@ -1,6 +1,6 @@
 """What a GPU computes by other kernels than a CPU: `scripts/gpu/run.sh tests` runs this file with RLHF_TEST_DEVICE=cuda.
 
-Unless that variable names a device, everything is on the CPU. Sizes suit both.
+Unless that variable names a device, everything is on the CPU, as other tests have it too. Sizes suit both.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from rlhf.ppo.invariants import SAMPLER
 from tests.model.test_ragged import ragged_loss
 from tests.presets import preset
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 DEVICE = os.environ.get("RLHF_TEST_DEVICE", "cpu")
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 3, 4, 3, 4, 3, 4], [21, 22, 23]] * 3

@@ -39,11 +39,9 @@ def plain_answers(model: GPTForCausalLM, monkeypatch: pytest.MonkeyPatch, new: i
 
 
 @needs_product
-@pytest.mark.parametrize(
-    "shape",
-    [{}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False}, {"tie_word_embeddings": False}],
-    ids=["gelu", "swiglu", "untied"],
-)
+@pytest.mark.parametrize("shape", [
+    {}, {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False}, {"tie_word_embeddings": False},
+], ids=["gelu", "swiglu", "untied"])  # fmt: skip
 def test_packed_answers_are_the_plain_ones(shape, monkeypatch):
     model = make_model(**shape)
     ours, plain = answers(model), plain_answers(model, monkeypatch)

@@ -57,12 +57,8 @@ def test_padding_and_order_change_nothing(batch, left, right, random):
     random.shuffle(order)
     last = batch.a[:, 0]
     whole = gae(batch.b, batch.c, batch.mask, last_values=last)
-    padded = gae(
-        pad(batch.b, left, right, NAN)[order],
-        pad(batch.c, left, right, 1e30)[order],
-        pad(batch.mask, left, right, False)[order],
-        last_values=last[order],
-    )
+    fills = (batch.b, NAN), (batch.c, 1e30), (batch.mask, False)
+    padded = gae(*(pad(x, left, right, fill)[order] for x, fill in fills), last_values=last[order])
     T = batch.mask.shape[1]
     for ours, again in zip(whole, padded, strict=True):
         assert torch.equal(again[:, left : left + T], ours[order])

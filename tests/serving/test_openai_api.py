@@ -140,11 +140,9 @@ def test_mistakes_have_the_apis_form(ask, server):
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(client, monkeypatch):
     monkeypatch.setattr(openai_api, "encode_prompt", None)
     long = "x " * 300_000
-    for path, asked in (
-        ("chat/completions", {"messages": [{"role": "user", "content": long}]}),
-        ("score", {"prompt": long, "responses": ["y"]}),
-        ("score", {"prompt": "x", "responses": ["y", long]}),
-    ):
+    scores = ({"prompt": long, "responses": ["y"]}, {"prompt": "x", "responses": ["y", long]})
+    chatted = "chat/completions", {"messages": [{"role": "user", "content": long}]}
+    for path, asked in (chatted, *(("score", given) for given in scores)):
         answer = await client.post(f"/v1/{path}", json={"model": "gold/ppo"} | asked)
         assert answer.status_code == 400 and "this has 600,000 characters: shorten it" in answer.text
 

@@ -39,12 +39,10 @@ async def test_the_page_and_its_policy(client):
         assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=", text)
 
 
-@pytest.mark.parametrize(
-    "path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page//etc/passwd", "/page/..%2fapp.py", "/page/"]
-)
-async def test_no_path_reaches_other_files(client, path):
-    answer = await client.get(path)
-    assert answer.status_code == 404 and "import" not in answer.text
+async def test_no_path_reaches_other_files(client):
+    for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page//etc/passwd", "/page/..%2fapp.py", "/page/"):
+        answer = await client.get(path)
+        assert answer.status_code == 404 and "import" not in answer.text, path
 
 
 async def test_pages_of_other_sites_can_do_nothing(client):

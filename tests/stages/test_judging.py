@@ -109,8 +109,7 @@ def test_passing_trouble_is_tried_again(server, tmp_path, trouble):
 OK = b"HTTP/1.0 200 OK\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    "reply",
+@pytest.mark.parametrize("reply",
     [b"", b"nonsense\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{}", b"HTTP/1.0 200 OK\r\n" + b"a: b\r\n" * 999,
      OK + b"[" * 99999, OK + b"[]",
      OK + b"null", OK + b'{"choices": {"0": 1}}', OK + b'{"choices": [{"message": {"content": 5}}]}', OK + b"\xff\xfe"],
@@ -158,12 +157,10 @@ def test_a_key_is_neither_missing_nor_sent_in_the_clear(tmp_path, monkeypatch):
     assert KEY not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
+@pytest.mark.parametrize(("reply", "verdict"),
     [("A", "A"), ("b", "B"), ("tie", "TIE"), ("The better one is **B**.", "B"), ("[[A]]", "A"), ("A or B? B", "B"),
      ("a good answer", None), ("", None), (None, None), ("ABBA", None), ("Tie.", "TIE"), ("A tie.", "TIE"), ("b.", "B"),
-     ("A is better than B", "A"), ("Answer B is better than answer A.", "B")],
-)  # fmt: skip
+     ("A is better than B", "A"), ("Answer B is better than answer A.", "B")])  # fmt: skip
 def test_a_reply_is_read(reply, verdict):
     assert judging.verdict_of(reply) == verdict
 

@@ -210,18 +210,12 @@ def update_wanted(seen: Seen) -> dict[str, float]:
     value, value_figures = oracles.value_loss(values, rollout.values.numpy(), returns, mask, 0.2)
     assert 0.05 < figures["clipfrac"] < 0.95 and 0.05 < value_figures["clipfrac"] < 0.95
     return {
-        "loss/policy_avg": loss,
-        "policy/approxkl_avg": figures["approxkl"],
-        "policy/clipfrac_avg": figures["clipfrac"],
-        "policy/ratio_max": figures["ratio_max"],
-        "policy/entropy_avg": entropies[mask].mean(),
-        "loss/value_avg": value,
-        "val/clipfrac_avg": value_figures["clipfrac"],
+        "loss/policy_avg": loss, "policy/approxkl_avg": figures["approxkl"], "policy/clipfrac_avg": figures["clipfrac"],
+        "policy/ratio_max": figures["ratio_max"], "policy/entropy_avg": entropies[mask].mean(),
+        "loss/value_avg": value, "val/clipfrac_avg": value_figures["clipfrac"],
         # 1 update of the policy is done and 2 of the critic, of 3 from a tenth
-        "optim/lr": 0.05 * (0.1 + 0.9 * 1 / 3),
-        "optim/critic_lr": 0.07 * (0.1 + 0.9 * 2 / 3),
-        "optim/steps": 6,
-    }
+        "optim/lr": 0.05 * (0.1 + 0.9 * 1 / 3), "optim/critic_lr": 0.07 * (0.1 + 0.9 * 2 / 3), "optim/steps": 6,
+    }  # fmt: skip
 
 
 def gradients_wanted(seen: Seen) -> dict[str, float]:

@@ -44,11 +44,8 @@ def write_data(folder: Path) -> list[str]:
         for name in NAMES[:5]
         for thing in THINGS
     ]
-    odd = {
-        "Repeat the end.": "The mark <|end|> is text, <|assistant|> too.",
-        "Read this. " + "It is long. " * 120: "Done.",
-        "Say much.": "Much. " * 200,
-    }
+    odd = {"Repeat the end.": "The mark <|end|> is text, <|assistant|> too."}
+    odd |= {"Read this. " + "It is long. " * 120: "Done.", "Say much.": "Much. " * 200}
     demonstrations += [{"instruction": asked, "input": "", "output": answer} for asked, answer in odd.items()]
     (folder / "alpaca.json").write_text(json.dumps(demonstrations, ensure_ascii=False))
 

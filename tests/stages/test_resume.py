@@ -54,11 +54,9 @@ def assert_same_weights(one, two, *files: str) -> None:
 
 
 CASES = [
-    ("pretrain", 5, "pretrain/loss", 8),
-    ("sft", 2, "sft/loss", 4),
-    ("reward", 5, "reward/loss", 8),
+    ("pretrain", 5, "pretrain/loss", 8), ("sft", 2, "sft/loss", 4), ("reward", 5, "reward/loss", 8),
     ("ppo", 2, "objective/scores", 3),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("stage", "saves", "metric", "steps"), CASES)
