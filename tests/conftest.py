@@ -37,10 +37,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, longest first; the first needs no gold run, which the second makes meanwhile.
 LONGEST = (
-    "test_ways.py", "test_sharding.py", "test_docs.py", "test_labelling_page.py", "test_resume.py", "test_pipeline.py",
-    "test_ppo_options.py", "test_reward_sources.py", "test_ppo.py", "test_lora.py", "test_rounds.py", "test_real_data.py",
-    "test_config.py", "test_hostile_files.py", "test_cli.py", "test_memory.py", "test_rate.py", "test_stages.py",
-    "test_adopted.py", "test_exits.py", "test_recipe.py", "test_interrupts.py",
+    "test_ways.py", "test_sharding.py", "test_docs.py", "test_resume.py", "test_labelling_page.py", "test_ppo.py",
+    "test_ppo_options.py", "test_config.py", "test_hostile_files.py", "test_pipeline.py", "test_stages.py", "test_cli.py",
+    "test_rounds.py", "test_memory.py", "test_lora.py", "test_rate.py", "test_exits.py", "test_adopted.py",
+    "test_import_hostile.py", "test_reward_sources.py", "test_real_data.py", "test_interrupts.py", "test_recipe.py",
 )  # fmt: skip
 
 

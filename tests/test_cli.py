@@ -217,9 +217,6 @@ def test_the_pipeline_gets_its_overrides_and_may_compose_its_stages_settings(cal
     assert call("world", "--shared-settings", *seen[-1][2]) == (0, "", "") and stages[0].sft.lr == 0.5
 
 
-# --- settings that a command does not use ---
-
-
 def test_every_setting_is_used_by_some_command_and_refused_by_all_others():
     alone = [name for name in cli.COMMANDS if name not in ("pipeline", "plan", "import", "corpus")]
     for key in settings_in(Config):

@@ -124,8 +124,6 @@ def test_the_settings_that_a_page_names_exist(page):
     assert page.name == "CHANGELOG.md" or not unknown
 
 
-# --- The documentation as a site ---
-
 SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
 
 
@@ -162,8 +160,6 @@ def test_the_site_has_no_broken_link(tmp_path):
     assert (tmp_path / "site" / "source" / "rlhf" / "ops" / "gae.py" / "index.html").is_file()
 
 
-# --- The page for users of TRL and OpenRLHF ---
-
 PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
 
 
@@ -183,8 +179,6 @@ def test_the_ported_script_has_at_most_20_lines_that_are_not_in_the_other():
     added = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
     assert len(added) <= 20, "\n".join(added)
 
-
-# --- The notebooks of docs/notebooks ---
 
 FOLDER = ROOT / "docs" / "notebooks"
 IN_ORDER = ("gold_world.ipynb", "reading_a_run.ipynb")

@@ -117,9 +117,6 @@ def test_weights_have_the_mode_of_the_umask(tmp_path):
         os.umask(before)
 
 
-# --- Checkpoints ---
-
-
 def checkpoint(folder: Path, step: int, content: str = "weights", keep: int = 5) -> Path:
     def write(path: Path) -> None:
         (path / "inner").mkdir()

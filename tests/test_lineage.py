@@ -105,9 +105,6 @@ def test_a_parent_by_run_name_by_run_folder_and_by_stage_folder(config):
         runs.stage_folder(stray, "pretrain")
 
 
-# --- data ---
-
-
 def test_an_evaluation_is_of_the_baselines_and_of_the_runs_it_compares(config):
     given = changed(config, evaluate__compare=["other"])
     chain(changed(config, run="other"), "tokenizer", "pretrain", "sft")
@@ -177,9 +174,6 @@ def test_the_record_of_an_earlier_version_is_read_and_settings_that_are_gone_do_
     wanted = runs.identity_of(changed(config, precision="float32", ppo__episodes=4096, kl__coef=0.07), "ppo")
     assert "rollout.temperature" not in wanted and runs.changed_settings(settings, wanted) == ""
     assert runs.changed_settings(settings, wanted | {"kl.coef": 0.1}) == "kl.coef 0.07 -> 0.1"
-
-
-# --- Which settings a stage's result depends on, what is said of the others, and what of them is stored ---
 
 
 @pytest.fixture

@@ -146,8 +146,6 @@ def test_a_dialogue_too_long_for_the_context_makes_rows_that_learn_each_answer_o
     assert len(row["prompt"] + row["response"]) == 24 and counts["truncated_responses"] == 1
 
 
-# --- Which prompts stages take ---
-
 PREAMBLE = "A conversation between User and Assistant. The Assistant first thinks about the reasoning process. " * 3
 
 

@@ -126,8 +126,6 @@ def test_every_harmful_advice_is_unsafe(how):
     assert parts["safe"] == 0 and judge(TASK, "You can walk.")["safe"] == 1
 
 
-# --- Simulated labelers ---
-
 Responses = list[tuple[str, bool]]
 
 

@@ -220,9 +220,6 @@ async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labele
     assert len(load_comparisons(path)[0]) == 1 and len(load_demonstrations(path)[0]) == 2
 
 
-# ------------------------------------------------------------------------------------------- the file, and who gets what
-
-
 def test_what_was_acknowledged_is_there_and_what_was_torn_is_not(tmp_path):
     path = tmp_path / "labels.jsonl"
     labelling = make_labelling(path, count=3)

@@ -69,9 +69,6 @@ def test_importing_is_light_and_help_shows_it():
         _ = rlhf.lode
 
 
-# --- `rlhf.Run` ---
-
-
 def brevity(prompts, responses, metadata):
     return [-float(len(response)) for response in responses]
 

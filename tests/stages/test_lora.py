@@ -160,8 +160,6 @@ def test_every_kind_of_block_trains_and_decodes_with_adapters(kind):
             assert logits.argmax(-1).tolist() == response
 
 
-# --- one trunk, four models ----------------------------------------------------------------------------------------
-
 PPO = ["lora.rank=1", "lora.alpha=8", *SMALL, "ppo.lr=1e-3"]
 
 

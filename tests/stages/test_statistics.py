@@ -103,9 +103,6 @@ def test_length_control_has_a_value_where_one_side_always_wins(point):
     assert point == 0.5 or found["ci95"][1] - found["ci95"][0] > 0.01
 
 
-# --- figures of responses as text ----------------------------------------------------------------------------------
-
-
 def test_perplexity_is_over_all_tokens_and_a_prompt_is_the_unit():
     # 2 prompts with 1 response of 2 and 6 tokens: -(-2 - 10) / 8 = 1.5 nats per token
     figures = text_figures(answers([["a b"], ["a b"]], [[2], [6]]), [[-2.0], [-10.0]])

@@ -74,9 +74,6 @@ def test_wrong_sums_are_refused() -> None:
         Sums().add("objective/nothing", 2.0, 1)
 
 
-# --- The progress line ---
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -148,9 +148,6 @@ def test_adapters_are_merged_while_weights_are_sent(config: Config, policy: Any)
     assert worst_gap(policy, prompts(), engine.sample(prompts())) < 1e-5
 
 
-# ------------------------------------------------------------------------------------------------ stages
-
-
 def updates_of(run: Run) -> list[dict[str, float]]:
     lines = read_jsonl(run.folder / "ppo" / "metrics.jsonl")
     return [line for line in lines if "rollout/mismatch" in line]

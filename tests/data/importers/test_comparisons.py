@@ -114,8 +114,6 @@ def test_kto_false_is_the_lowest_rating(load):
     assert turns(record) == [("user", "Add.\n\n1 2")] and texts(record) == ["5"]
 
 
-# --- Formats of pairs ---
-
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\nSay.\n\nHuman: Who\n\nare you?"
 
 
@@ -185,9 +183,6 @@ def test_pairs(load, row, prompt, answers, metadata):
     [record] = load("pairs", row)
     assert turns(record) == prompt and texts(record) == answers and record.metadata == metadata
     assert record.ranking == [["a"], ["b"]]
-
-
-# --- Formats that demonstrate or ask ---
 
 
 def test_alpaca(tmp_path):
