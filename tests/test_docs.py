@@ -69,7 +69,7 @@ def test_a_page_on_ppo_names_its_parts_and_questions_are_two_clicks_from_the_fir
 
 
 def test_invariants_and_files_that_pages_name_are_in_the_package():
-    code = (ROOT / "rlhf" / "ppo" / "invariants.py").read_text(encoding="utf-8")
+    code = (ROOT / "rlhf" / "ppo" / "update.py").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "fix_a_run.md").read_text(encoding="utf-8")
     checked = set(re.findall(r"refuse\(\s*(\d)", code))
     assert checked == set(re.findall(r"^\| (\d): ", page, re.MULTILINE)) and len(checked) > 3

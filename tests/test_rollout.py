@@ -16,9 +16,9 @@ from rlhf.model.fused_loss import before_responses, response_logprobs
 from rlhf.model.heads import ScalarHead
 from rlhf.ops import fast
 from rlhf.ppo.experience import Rollout, score_responses
-from rlhf.ppo.invariants import check_first_rollout, check_sampler
 from rlhf.ppo.models import ActorCritic, Reference
 from rlhf.ppo.rewards import ModelReward
+from rlhf.ppo.update import check_first_rollout, check_sampler
 from tests.oracles import row_logprobs, token_values
 from tests.presets import preset
 

@@ -128,12 +128,9 @@ def score_responses(
     """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
 
     engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the log-probs
-    (B, A) of ppo.reference, by (tokens, prompt_lengths, mask). texts: the responses without their end tokens.
-
-    Raises: NonFinite.
+    (B, A) of ppo.reference, by (tokens, prompt_lengths, mask). texts: the responses without their end tokens. Raises: NonFinite.
     """
-    device, settings = samples.mask.device, config.ppo
-    recompute = recomputes(config, engine)
+    device, settings, recompute = samples.mask.device, config.ppo, recomputes(config, engine)
     prompt_ids = [ids for _, ids in prompts]
     rows = [p + r for p, r in zip(prompt_ids, samples.responses, strict=True)]
     tokens, lengths = (x.to(device) for x in right_pad(rows, tokenizer.pad_token_id))
@@ -151,8 +148,7 @@ def score_responses(
                 logp_old[group, :answer] = logp
             if of_tokens is not None:
                 values[group, :answer] = of_tokens
-        records = [record for record, _ in prompts]
-        episodes = Episodes(records, prompt_ids, samples.responses, texts, samples.ended)
+        episodes = Episodes([one for one, _ in prompts], prompt_ids, samples.responses, texts, samples.ended)
         if settings.score_by_token:
             scores, parts = score_by_token(reward, episodes)
             token_scores[:, : parts.shape[1]] = parts
@@ -195,10 +191,8 @@ def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums)
 
 
 def load_estimator(name: str) -> Estimator:
-    """The advantage estimator of ppo.advantages: a built-in one, or a function `module:name` or `file.py:name`.
-
-    It is called as f(rewards, values, mask, gamma=, lam=, group_size=) and returns (advantages, returns), as
-    `rlhf.ops.gae.compute_advantages` does. Raises: UserError.
+    """The advantage estimator of ppo.advantages: a built-in one, or a function `module:name` or `file.py:name`, called and checked as
+    `rlhf.ops.gae.compute_advantages`. Raises: UserError.
     """
     if name in ESTIMATORS:
         return functools.partial(compute_advantages, name)
@@ -224,19 +218,15 @@ def load_estimator(name: str) -> Estimator:
 
 def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
     """Tokenised prompts of the training split, and a sample of ppo.eval_prompts of the dev split. Raises: UserError if none is left."""
-    records = read_prompts(config, say)
-    limit = row_limit(config, tokenizer)
-    room = limit - config.rollout.max_new_tokens
-    if room < 4:
-        context = f"the context of {limit} tokens (data.max_tokens={config.data.max_tokens})"
-        length = f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
-        raise UserError(f"{length}: leaves no room for a prompt in {context}: lower it")
+    records, limit, length = read_prompts(config, say), row_limit(config, tokenizer), config.rollout.max_new_tokens
+    if limit - length < 4:
+        raise UserError(f"rollout.max_new_tokens={length}: leaves no room for a prompt in {limit} tokens: lower it")
     training, said = fit_prompts(config, tokenizer, by_ranking(config, in_split(config, records, "train")))
     if not training:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
+    held_out, of_dev = fit_prompts(config, tokenizer, in_split(config, records, "dev"), config.ppo.eval_prompts)
     say(f"train: {said}")
-    held_out, said = fit_prompts(config, tokenizer, in_split(config, records, "dev"), config.ppo.eval_prompts)
-    say(f"dev: {said}")
+    say(f"dev: {of_dev}")
     return training, held_out
 
 
@@ -264,9 +254,7 @@ def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord
     ranked = {prompt_key(ranking.prompt) for ranking in read_comparisons(config)}
     chosen = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
     if not chosen:
-        more = "add prompts" + (" (gold.train_prompts above gold.comparison_prompts)" if config.gold.enabled else "")
-        none = f"none of the {len(records):,} prompts of the training split is {wanted}"
-        raise UserError(f"ppo.prompts={wanted}: {none}: {more}, or set ppo.prompts=all")
+        raise UserError(f"ppo.prompts={wanted}: no training prompt is {wanted}: add prompts, or set ppo.prompts=all")
     return chosen
 
 

@@ -122,7 +122,7 @@ def load_measures(config: Config, truth: "Truth | None") -> list[Measure]:
 
 
 def load_measure(name: str) -> Measure:
-    """The metrics of a function `module:name` or `file.py:name` of an `Experience`, as custom/… Raises: UserError."""
+    """The metrics of a function `module:name` or `file.py:name` of an `Experience`, as custom/…"""
     function = load_named("metric", name, ("experience",))
 
     def measure(experience: Experience) -> dict[str, float]:
@@ -149,17 +149,6 @@ def true_scores(
     if truth is None or not records or not truth.knows(records[0]):
         return []
     return [truth.judge(*episode) for episode in zip(records, texts, rollout.ended.tolist(), strict=True)]
-
-
-def held_out_sums(rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]) -> Sums:
-    """The eval/dev/… metrics of responses to the held-out prompts, as sums."""
-    sums = Sums()
-    for name, total in episode_sums(rollout, scores).items():
-        sums.add(f"eval/dev/{name}", total, len(scores))
-    for parts in gold:
-        for part, value in parts.items():
-            sums.add(f"eval/dev/gold/{part}", value, 1)
-    return sums
 
 
 def sample_rows(

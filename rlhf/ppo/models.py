@@ -172,7 +172,11 @@ def make_critic(
         else:
             shared = reward_model.trunk if config.lora.share_trunk else nn.Module()
             critic = share_weights(reward_model, shared).requires_grad_(True)
-        return scaled(critic.fold_calibration(), weight_of(reward, reward_model))
+        # what other sources pay is not in the critic's first values
+        weights = reward.weights if isinstance(reward, CombinedReward) else [1.0]
+        paid = zip(sources_of(reward), weights, strict=True)
+        own = next(weight for source, weight in paid if getattr(source, "bare", None) is reward_model)
+        return scaled(critic.fold_calibration(), own)
     if settings.critic == "reward":
         stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
     if config.lora.share_trunk:
@@ -189,17 +193,6 @@ def scaled(critic: Any, factor: float) -> Any:
     for parameter in getattr(critic, "head", critic).parameters():
         parameter.mul_(factor)
     return critic
-
-
-def weight_of(reward: Reward, model: RewardModel) -> float:
-    """The weight of a reward model among the sources. What the others pay is not in the critic's first values."""
-    if not isinstance(reward, CombinedReward):
-        return 1.0
-    return next(
-        weight
-        for source, weight in zip(reward.sources.values(), reward.weights, strict=True)
-        if isinstance(source, ModelReward) and source.bare is model
-    )
 
 
 def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:

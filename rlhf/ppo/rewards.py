@@ -77,11 +77,8 @@ class ModelReward:
 
 
 class FunctionReward:
-    """A Python function `module:name` or `file.py:name`, called as f(prompts, responses, metadata) -> one number per response, or
-    {part: one number per response}, whose sum is the score.
-
-    prompts: lists of {"role", "content"}; responses: strings; metadata: of the prompt's record, with "reference", the answer that the
-    data give. If it has arguments of these names: ended (bools), tokens (lists of ids), and the parameters.
+    """A Python function, called as docs/extending.md has it: one number per response, or {part: one number per response}, whose sum
+    is the score.
     """
 
     def __init__(self, name: str, device: torch.device, parameters: Mapping[str, Any] | None = None):
@@ -91,27 +88,26 @@ class FunctionReward:
         self.parts: dict[str, Tensor] = {}  # of the last call
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        prompts = [[{"role": m.role, "content": m.content} for m in record.prompt] for record in episodes.records]
+        prompts = [
+            [one.model_dump(include={"role", "content"}) for one in record.prompt] for record in episodes.records
+        ]
+        metadata = [record.metadata for record in episodes.records]
         offered = {"ended": episodes.ended.tolist(), "tokens": episodes.responses} | self.parameters
-        returned = self.function(
-            prompts,
-            episodes.texts,
-            [record.metadata for record in episodes.records],
-            **{name: offered[name] for name in self.function.takes},
-        )
+        taken = {name: offered[name] for name in self.function.takes}
+        returned = self.function(prompts, episodes.texts, metadata, **taken)
         named = returned if isinstance(returned, Mapping) and returned else {"": returned}
         self.parts = {str(part): self._scores(values, len(prompts)) for part, values in named.items()}
         return torch.stack(list(self.parts.values())).sum(0)
 
     def _scores(self, values: Any, count: int) -> Tensor:
-        scores = list(values) if isinstance(values, Iterable) else []
+        try:
+            scores = torch.tensor([float(score) for score in values], dtype=torch.float32, device=self.device)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"reward function {self.name}: {error}: return one number per response") from None
         if len(scores) != count:
             got = f"returned {len(scores)} numbers for {count} responses"
             raise UserError(f"reward function {self.name}: {got}: return one per response, in order")
-        try:
-            return torch.tensor([float(score) for score in scores], dtype=torch.float32, device=self.device)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"reward function {self.name}: {error}: return one number per response") from None
+        return scores
 
 
 class ServerReward:
@@ -126,9 +122,8 @@ class ServerReward:
         groups: dict[int, list[int]] = {}  # the episodes of each prompt
         for i, record in enumerate(episodes.records):
             groups.setdefault(id(record), []).append(i)
-        parts = [
-            group[at : at + MOST_RESPONSES] for group in groups.values() for at in range(0, len(group), MOST_RESPONSES)
-        ]
+        cuts = ((group, at) for group in groups.values() for at in range(0, len(group), MOST_RESPONSES))
+        parts = [group[at : at + MOST_RESPONSES] for group, at in cuts]
         scores = torch.zeros(len(episodes.records))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for part, found in zip(parts, pool.map(lambda part: self._ask(episodes, part), parts), strict=True):
@@ -136,16 +131,13 @@ class ServerReward:
         return scores.to(self.device)
 
     def _ask(self, episodes: Episodes, part: list[int]) -> list[float]:
-        prompt = [{"role": m.role, "content": m.content} for m in episodes.records[part[0]].prompt]
-        body = {
-            "prompt": prompt,
-            "responses": [episodes.texts[i] for i in part],
-            "ended": [bool(episodes.ended[i]) for i in part],
-        }
+        prompt = [one.model_dump(include={"role", "content"}) for one in episodes.records[part[0]].prompt]
+        texts, ended = [episodes.texts[i] for i in part], [bool(episodes.ended[i]) for i in part]
+        body = {"prompt": prompt, "responses": texts, "ended": ended}
         found = self.client.post("v1/score", body, lambda content: read_scores(content, len(part)))
         if found is None:
-            text = prompt[-1]["content"][:60]
-            raise UserError(f"{self.client.named}: refused to score prompt {text!r}: see the server's output")
+            told = f"refused to score prompt {prompt[-1]['content'][:60]!r}: see the server's output"
+            raise UserError(f"{self.client.named}: {told}")
         return found
 
 
@@ -229,7 +221,8 @@ class Rater:
 
     def __call__(self, episodes: Episodes) -> Tensor:
         """Scores (B,): the weighted values, of rules minus the weighted P(broken); with `least`, those of candidates that lack a
-        value are below all others."""
+        value are below all others.
+        """
         rows = [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
         rated = self.rate(rows, {**self.weights, **self.least})
         self.parts = {name: values.to(self.device) for name, values in rated.items()}
@@ -243,7 +236,6 @@ class Rater:
 
 
 def check_qualities(setting: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises: UserError if a setting names a quality that nothing rates."""
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"{setting}: {unknown[0]}: is not rated: want some of {', '.join(sorted(known)) or 'none'}")
 
@@ -343,8 +335,9 @@ def make_reward(
         elif (folder := reward_folder(config, name)).name == "rate":
             kind, source = "ratings", load_rater(config, folder, tokenizer, device)
             if not source.weights:
-                rated = ", ".join(source.qualities)
-                raise UserError(f"rate.weights: flags have none of their own: want weights of {rated}")
+                raise UserError(
+                    f"rate.weights: flags have none of their own: want weights of {', '.join(source.qualities)}"
+                )
             say(f"{folder}: rates responses by {source.weights}")
         else:
             if policy is None:
@@ -370,19 +363,12 @@ def make_reward(
 
 
 def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:
-    """The reward model of a stage's folder as adapters and a head on the policy's own trunk, the SFT model, frozen.
-
-    Raises: UserError if it was not trained with adapters, or on another SFT model.
-    """
-    remedy = "or set lora.share_trunk=false"
+    """The reward model of a stage's folder as adapters and a head on the policy's own trunk, the SFT model, frozen. Raises: UserError."""
     record, sft = read_stage(folder), stage_folder(config, "sft")
-    if record is None or not (folder / "adapters").is_dir():
-        none = f"{folder} was not trained with adapters"
-        raise UserError(f"lora.share_trunk=true: {none}: train it with lora.rank, {remedy}")
-    theirs, ours = record["parents"].get("sft", ""), check_output(sft)["hash"]
-    if theirs != ours:
-        other = f"{folder} was trained on another SFT model ({theirs[:8]}) than {sft} ({ours[:8]})"
-        raise UserError(f"lora.share_trunk=true: {other}: train it on that one, {remedy}")
+    adapted = record is not None and (folder / "adapters").is_dir()
+    if not adapted or record["parents"].get("sft") != check_output(sft)["hash"]:
+        want = f"{folder} was not trained with lora.rank on {sft}: train it so, or set lora.share_trunk=false"
+        raise UserError(f"lora.share_trunk=true: {want}")
     settings = RewardConfig.from_pretrained(str(folder / "model"))
     with torch.random.fork_rng():
         model = RewardModel.on_trunk(settings, share_weights(policy.base_model))

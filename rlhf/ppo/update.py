@@ -1,4 +1,5 @@
-"""PPO's fifth step: `epochs` passes over one rollout in minibatches, with one optimizer step each.
+"""PPO's fifth step: `epochs` passes over one rollout in minibatches, with one optimizer step each; and the recipe's invariants, which are
+checked on the first update: training is refused if one fails.
 
 A minibatch is the same set of episodes on any number of ranks; each rank has a part of it, split into micro-batches.
 A micro-batch's loss is a sum divided by the minibatch's global number of response tokens, so neither split changes a
@@ -8,18 +9,19 @@ loss or a gradient.
 import math
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.config.stages import PpoConfig
+from rlhf.errors import UserError
 from rlhf.model.batching import by_length
 from rlhf.ops.kl import FixedKL, kl_loss
 from rlhf.ops.masked import wide
 from rlhf.ops.ppo import policy_loss, value_loss
-from rlhf.ppo.experience import Experience, PretrainingBlocks
-from rlhf.ppo.invariants import Checked, check_first_minibatch
+from rlhf.ppo.experience import Experience, PretrainingBlocks, Rollout
 from rlhf.runs.metric_table import Sums
 from rlhf.system.processes import gather
 from rlhf.training.engine import Engine
@@ -35,6 +37,15 @@ class State:
     engine: Engine  # policy and critic with their optimizer; the average of the policy's weights
     kl: FixedKL
     tokens: int = 0  # response tokens sampled so far
+
+
+class Checked(NamedTuple):
+    """The figures that are checked of N tokens of the policy's first minibatch, on the CPU."""
+
+    log_ratios: Tensor  # (N,), as the next two
+    logp_old: Tensor
+    entropies: Tensor
+    clipped: float  # tokens
 
 
 def optimize(
@@ -213,3 +224,111 @@ def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBl
     for p, gradient in zip(parameters, rl_gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
+
+
+# --- the invariants: 1 to 3 and 7 of the recipe; docs/ppo.md has the measurements behind the bounds ------------------
+
+TOLERANCE = 1e-4  # bound on |log rho| per token, and on a token's gap to the reference; nats, float32
+# How far two computations of the same log-probs may be apart in bf16: the mean and the quantile of a share of tokens, in standard
+# deviations of the log-probs, since logits are rounded in proportion to their size.
+FORWARDS = 0.02  # mean of two forwards over batches of different shapes
+SAMPLER = 0.06  # mean of the sampler against a forward
+QUANTILE, SHARE = 0.3, 0.999
+LEAST_SPREAD = 0.02  # nats: lower bound of the standard deviation
+# A KL to the reference in bf16 is refused if it is larger than this and larger than noise around 0
+SEQUENCE_KL, STANDARD_ERRORS = 0.05, 5.0  # nats per sequence, mean over sequences
+CLIPPED_SHARE = 0.01  # of tokens that rounding in bf16 may put outside ppo.clip_range
+ENTROPY_TOLERANCE = 1e-4  # nats
+
+
+def refuse(number: int, what: str, trained: str = "nothing was trained") -> None:
+    raise UserError(f"ppo: invariant {number} fails on the first update: {what}: {trained}")
+
+
+def gap_problem(gaps: Tensor, logprobs: Tensor, half: bool, bound: float = FORWARDS) -> str | None:
+    """How far gaps (N,) between two computations of logprobs (N,) exceed rounding in bf16 (`half`) or float32; None if they do not."""
+    ordered = gaps.abs().sort().values
+    if not half:
+        most = ordered[-1].item()  # NaN is sorted last
+        return None if most <= TOLERANCE else f"by {most:.2e} nats on one token, want {TOLERANCE:.0e} or less"
+    mean, most = ordered.mean().item(), ordered[round(SHARE * (len(ordered) - 1))].item()
+    spread = max(logprobs.std(correction=0).item(), LEAST_SPREAD)
+    if mean <= bound * spread and most <= QUANTILE * spread:
+        return None
+    found = f"by {mean:.2e} nats on average and {most:.2e} at the {SHARE:.1%} quantile"
+    return f"{found}, want {bound * spread:.2e} and {QUANTILE * spread:.2e} or less"
+
+
+def check_first_rollout(
+    rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool, from_reference: bool = True
+) -> None:
+    """Before any training: the policy equals the reference, if it starts from it, and the score is on the last response token,
+    except for the parts that other tokens earn.
+
+    half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
+    """
+    mask = rollout.response_mask
+    if mask.any():
+        check_sampler(rollout)
+        if from_reference:
+            check_reference(rollout, half)
+    counts = mask.sum(1)
+    if not (counts > 0).all():
+        refuse(3, f"{int((counts == 0).sum())} responses have no token")
+    last = counts[:, None] - 1
+    if not mask.gather(1, last).all():
+        refuse(3, "the last response token is masked out")
+    earned = rollout.token_scores
+    scored = torch.where(mask, rewards + kl_coef * (rollout.logp_old - rollout.logp_ref) - earned, 0.0)
+    on_last, rest = scored.gather(1, last)[:, 0], scored.scatter(1, last, 0.0)
+    if not torch.allclose(on_last, scores - earned.sum(1), atol=1e-4) or rest.abs().max() > 1e-4:
+        refuse(3, "the score is not on the last response token, or not there alone")
+
+
+def check_sampler(rollout: Rollout) -> None:
+    """Invariant 1 if old log-probs are recomputed: the sampler drew from the distribution of the training forward.
+
+    In float32 logp_old is the sampler's own, and `check_reference` compares it with a forward. Raises: UserError.
+    """
+    mask = rollout.response_mask
+    if torch.equal(rollout.logp_sampled, rollout.logp_old):
+        return
+    gaps = (rollout.logp_sampled - rollout.logp_old)[mask]
+    if problem := gap_problem(gaps, rollout.logp_old[mask], True, SAMPLER):
+        why = "the sampler and the training forward differ (temperature, padding, position, or dtype?)"
+        refuse(1, f"the sampler's log-probs differ from a forward's {problem}: {why}")
+
+
+def check_reference(rollout: Rollout, half: bool) -> None:
+    """Invariant 2: log-probs of policy and reference are the same. Raises: UserError."""
+    mask = rollout.response_mask
+    gaps = (rollout.logp_old - rollout.logp_ref)[mask]
+    problem = gap_problem(gaps, rollout.logp_old[mask], half)
+    if half and problem is None:
+        kl, noise = gaps.sum().item() / len(mask), gaps.std(correction=0).item() * len(gaps) ** 0.5 / len(mask)
+        if abs(kl) > max(SEQUENCE_KL, STANDARD_ERRORS * noise):
+            problem = f"by a KL of {kl:.2e} nats per sequence, want {SEQUENCE_KL} or {STANDARD_ERRORS:.0f} standard errors or less"
+    if problem is not None:
+        why = "the reference is not the model that the policy started from, or the sampler's log-probs are not the forward's"
+        refuse(2, f"log-probs differ from the reference's {problem}: {why}")
+
+
+def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> None:
+    """Before the policy's first step, after the critic's warm-up: rho = 1 and nothing is clipped, and entropies are between 0 and log V.
+
+    parts: the micro-batches of all ranks. half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
+    """
+    untouched = "the policy was not trained"  # the critic may have been
+    log_ratios, logp_old, entropies = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))
+    clipped = sum(part.clipped for part in parts)
+    if problem := gap_problem(log_ratios, logp_old, half):
+        what = f"before any step log-probs differ from the rollout's {problem} (dropout, dtype, or temperature?)"
+        refuse(1, what, untouched)
+    if clipped > (CLIPPED_SHARE * len(log_ratios) if half else 0):
+        what = f"{clipped:.0f} of {len(log_ratios)} tokens are clipped before any step, with |log rho| up to {log_ratios.abs().max():.2e}"
+        remedy = "ppo.clip_range is narrower than the rounding of log-probs, raise it or set precision=float32"
+        refuse(1, f"{what}: {remedy}", untouched)
+    least, above = entropies.min().item(), entropies.max().item() - math.log(vocab_size)
+    if least < -ENTROPY_TOLERANCE or above > ENTROPY_TOLERANCE:
+        what = f"the entropy of a token is as low as {least:.4f} or {above:.4f} above log V, want 0 to log V nats"
+        refuse(7, what, untouched)

@@ -55,9 +55,8 @@ def run(config: Config) -> None:
         base = stage_folder(config, "pretrain") / "model"
         tokenizer, lm = load_tokenizer(base), load_policy(base, encoder=True)
         if is_encoder(lm.config) and settings.lm_coef:
-            raise UserError(
-                f"classify.lm_coef={settings.lm_coef}: {base} is an encoder, without a next-token loss: want 0"
-            )
+            given = f"classify.lm_coef={settings.lm_coef}"
+            raise UserError(f"{given}: {base} is an encoder, without a next-token loss: want 0")
         coded = [encode(stage, part, tokenizer, classes) for part in (examples, held_out)]
 
         # 2. The base, or its transferred part, with W_y
@@ -81,9 +80,8 @@ def run(config: Config) -> None:
             with inference(config, device):
                 probabilities = predict(model, coded[1], pad, device)
             results = write_results(stage, held_out, [one.label for one in coded[1]], classes, probabilities)
-            figures = {"accuracy": results["accuracy"]["value"]} | {
-                name: results[name] for name in ("macro_f1", "loss")
-            }
+            figures = {name: results[name] for name in ("macro_f1", "loss")}
+            figures = {"accuracy": results["accuracy"]["value"]} | figures
             loop.log_held_out(figures)
         stage.finish(figures)
 
@@ -92,13 +90,10 @@ def encode(stage: Stage, examples: list[Example], tokenizer: Any, classes: list[
     marks, added = find_marks(tokenizer)
     if added:
         stage.say(f"new tokens {' '.join(added)}, with random embeddings")
-    context = row_limit(stage.config, tokenizer)
-    rows, cut = encode_examples(examples, tokenizer, marks, context)
-    stage.say(
-        f"{len(examples):,} examples, {len(classes)} classes, {sum(map(len, rows)):,} rows, {cut:,} of them cut to fit"
-    )
-    place = {name: i for i, name in enumerate(classes)}
-    return [Coded(row, place[example.label]) for row, example in zip(rows, examples, strict=True)]
+    rows, cut = encode_examples(examples, tokenizer, marks, row_limit(stage.config, tokenizer))
+    count = f"{len(examples):,} examples, {len(classes)} classes, {sum(map(len, rows)):,} rows"
+    stage.say(f"{count}, {cut:,} of them cut to fit")
+    return [Coded(row, classes.index(example.label)) for row, example in zip(rows, examples, strict=True)]
 
 
 def collate(examples: list[Coded], pad: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:

@@ -74,10 +74,7 @@ def run(config: Config) -> None:
 
 
 def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> dict[str, list[TokenRow]]:
-    """The teacher's answers to prompts of the training split and to ppo.eval_prompts of the dev split; sampled unless they are there.
-
-    Raises: UserError if no training prompt has an answer.
-    """
+    """The teacher's answers to prompts of the training split and to ppo.eval_prompts of the dev split; sampled unless they are there."""
     path = stage.folder / "answers.jsonl"
     answers: dict[str, list[TokenRow]] = {"train": [], "dev": []}
     if path.exists():
@@ -119,10 +116,8 @@ class Student(nn.Module):
         hidden = lm(self.model).hidden(tokens, kept)
 
         def measure(h: Tensor, of_teacher: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
-            logits = head(h)
-            ce, kl = soft_cross_entropy(
-                logits, of_teacher @ teacher_weight.to(of_teacher.dtype).t(), settings.temperature
-            )
+            logits, wanted = head(h), of_teacher @ teacher_weight.to(of_teacher.dtype).t()
+            ce, kl = soft_cross_entropy(logits, wanted, settings.temperature)
             return ce, kl, -token_logprobs(logits, chosen)
 
         ce, kl, nats = in_chunks(measure, head, hidden, teacher_hidden, targets)

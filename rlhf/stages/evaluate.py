@@ -167,22 +167,10 @@ def load_test_prompts(
     return [record for record, _ in chosen], [ids for _, ids in chosen]
 
 
-def say_other_rewards(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """A warning if PPO was trained with other rewards than those that score it here."""
-    recorded, now = (read_stage(folder) or {}).get("settings", {}), identity_of(config, "ppo")
-    keys = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated")
-    if changed := [key for key in keys if key in recorded and recorded[key] != now[key]]:
-        say(
-            f"warning: {folder} was trained with another {', '.join(changed)}: the figures are by the one that is set now"
-        )
-
-
 def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
     """Folders of the policies that are compared with SFT: this run's complete optional stages (rejection sampling, DPO), the last
-    policy of each run in evaluate.compare, and PPO's, which comes last.
-
-    One that was built on another SFT model than this run's is named and left out. Raises: UserError if no policy is left, or a run
-    has none.
+    policy of each run in evaluate.compare, and PPO's, which comes last. One that was built on another SFT model than this run's is named
+    and left out. Raises: UserError if no policy is left, or a run has none.
     """
     tuned = {}
     sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
@@ -196,8 +184,13 @@ def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path
             tuned[name] = folder
         else:
             say(f"{folder}: built on another SFT model: left out, `rlhf {folder.name} overwrite=true` makes it anew")
-    if "ppo" in tuned:
-        say_other_rewards(config, tuned["ppo"], say)
+    record, now = read_stage(tuned["ppo"]) if "ppo" in tuned else None, identity_of(config, "ppo")
+    recorded = (record or {}).get("settings", {})
+    keys = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated")
+    if changed := [key for key in keys if key in recorded and recorded[key] != now[key]]:
+        say(
+            f"warning: {tuned['ppo']} was trained with another {', '.join(changed)}: the figures are by what is set now"
+        )
     if not tuned:
         raise UserError(f"{run_folder(config)}: no policy built on this run's SFT model: run `rlhf ppo` or `rlhf dpo`")
     return tuned

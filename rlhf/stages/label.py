@@ -25,7 +25,7 @@ from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, 
 from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources, in_split, need_source
-from rlhf.runs.stage import open_stage
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_jsonl
 from rlhf.training.setup import load_frozen, set_up
 
@@ -33,41 +33,30 @@ PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/label/comparisons.jsonl: the rankings of this round and all earlier ones."""
-    if config.gold.enabled:
-        simulate_labels(config)
-    else:
-        take_in_labels(config)
+    """Write runs/<run>/label/comparisons.jsonl: the rankings of this round and all earlier ones.
 
-
-def take_in_labels(config: Config) -> None:
-    """Those of people: the labels of the run's tasks (`rlhf sample`), after the comparisons of the rounds before. Raises: UserError if
-    there are none, or prompts without any.
+    Raises: UserError without tasks of people or a gold world.
     """
-    earlier, folder = earlier_run(config), run_folder(config)
-    if earlier is None:
-        raise UserError(
-            "label: only the gold world and rounds above 1 have labels to take in: use experiment=gold, or give data.comparisons"
-        )
+    truth, earlier = make_truth(config), earlier_run(config)
+    if truth is None and earlier is None:
+        known = "only the gold world and rounds above 1 have labels to take in"
+        raise UserError(f"label: {known}: use experiment=gold, or give data.comparisons")
     with open_stage(config, "label", hash_sources(config, "label")) as stage:
-        imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
-        tasks = (read_record(folder / "sample" / "sample.json", "round") or {"counts": {}})["counts"].get("items", 0)
-        new = load_comparisons(str(place))[0] if (place := imported if imported.exists() else served).exists() else []
-        names = {row.get("id") for row in read_jsonl(folder / "sample" / "tasks.jsonl")}
-        left = tasks - len(names & {ranking.metadata.get("task") for ranking in new})
-        if not new or (place == served and left > 0):
-            raise UserError(
-                f"label: {folder / 'sample'}: {left} of {tasks} tasks wait for labels: rank them with `rlhf serve run={config.run}`, "
-                f"or import them as its README.md says, to {imported}; then run the same command again"
-            )
-        own = str(run_folder(earlier) / "label" / "comparisons.jsonl")
-        source = own if earlier.rounds > 1 else config.data.comparisons
-        before = kept(config, load_comparisons(source, config.data.format, config.data.allow_partial)[0])
-        rankings = [*before, *new]
+        before: list[Ranking] = []
+        if truth is None and earlier is not None and earlier.rounds == 1:
+            data = config.data
+            before = kept(config, load_comparisons(data.comparisons, data.format, data.allow_partial)[0])
+        elif earlier is not None:
+            before = kept(config, load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0])
+        summary: dict[str, float] = {}
+        if truth is None:
+            rankings = before + read_labels(config, stage)
+        else:
+            rankings, summary = simulate_labels(config, stage, truth, before)
         rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
         write_jsonl(stage.folder / "comparisons.jsonl", rows)
-        stage.say(f"{len(new):,} rankings of {place} after {len(before):,} of the rounds before")
-        stage.finish({"rankings": float(len(rankings))})
+        stage.say(f"{len(rankings) - len(before):,} rankings after {len(before):,} of the rounds before")
+        stage.finish({"rankings": float(len(rankings))} | summary)
 
 
 def kept(config: Config, rankings: list[Ranking]) -> list[Ranking]:
@@ -75,46 +64,49 @@ def kept(config: Config, rankings: list[Ranking]) -> list[Ranking]:
     return rankings if config.round.keep_rankings else in_split(config, rankings, "dev", "test")
 
 
-def simulate_labels(config: Config) -> None:
-    """Those of simulated labelers: rankings of K = 4 to 9 samples per prompt."""
-    if (truth := make_truth(config)) is None:
-        raise UserError("label: needs a world with a known true score: add experiment=gold or experiment=sentiment")
-    with (
-        open_stage(config, "label", hash_sources(config, "label")) as stage,
-        inference(config, set_up(config)) as device,
-    ):
-        earlier = earlier_run(config)
-        source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
+def read_labels(config: Config, stage: Stage) -> list[Ranking]:
+    """People's labels of the run's tasks (`rlhf sample`). Raises: UserError if there are none, or prompts without any."""
+    folder = run_folder(config)
+    imported, served = folder / "sample-imported", folder / "serve" / "labels.jsonl"
+    tasks = (read_record(folder / "sample" / "sample.json", "round") or {"counts": {}})["counts"].get("items", 0)
+    place = imported if imported.exists() else served
+    new = load_comparisons(str(place))[0] if place.exists() else []
+    names = {row.get("id") for row in read_jsonl(folder / "sample" / "tasks.jsonl")}
+    left = tasks - len(names & {ranking.metadata.get("task") for ranking in new})
+    if not new or (place == served and left > 0):
+        raise UserError(
+            f"label: {folder / 'sample'}: {left} of {tasks} tasks wait for labels: rank them with `rlhf serve run={config.run}`, "
+            f"or import them as its README.md says, to {imported}; then run the same command again"
+        )
+    stage.say(f"labels come from {place}")
+    return new
+
+
+def simulate_labels(
+    config: Config, stage: Stage, truth: Truth, before: list[Ranking]
+) -> tuple[list[Ranking], dict[str, float]]:
+    """The rankings `before`, and those of simulated labelers of K = 4 to 9 samples per prompt; and how far all of them agree."""
+    earlier = earlier_run(config)
+    source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
+    with inference(config, set_up(config)) as device:
         policy, tokenizer = load_frozen(config, source / "model", device), load_tokenizer(source / "model")
         prompts = choose_prompts(config)
         if not any(record.metadata.get("split") == "train" for record in prompts):
             few = f"too few training prompts for a part in each of rounds={config.rounds}"
             raise UserError(f"gold.comparison_prompts={config.gold.comparison_prompts}: {few}: lower it")
-
-        # 1. Sample
         responses = sample_all(config, policy, tokenizer, prompts)
-
-        # 2. Rank
-        policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
-        rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
-        before: list[Ranking] = []
-        if earlier is not None:
-            before = kept(config, load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0])
-        rankings = before + rankings
-        rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
-        write_jsonl(stage.folder / "comparisons.jsonl", rows)
-        held_out = {labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, noise)}
-        trained = [ranking for ranking in rankings if ranking.labeler not in held_out]
-        agreement = pairwise_agreement(trained)["value"]
-        new, of_strangers = len(rankings) - len(before), len(rankings) - len(trained)
-        stage.say(
-            f"{new:,} rankings of {source}'s answers to {len(prompts) - alike:,} prompts, {len(before):,} of earlier rounds"
-        )
-        stage.say(f"{alike} prompts left out: all samples alike; {of_strangers:,} rankings by held-out labelers")
-        if agreement is not None:
-            stage.say(f"the other labelers agree on {agreement:.1%} of pairs")
-        summary = {"rankings": float(len(rankings)), "labeler_agreement": agreement, "labeler_noise": noise}
-        stage.finish({name: value for name, value in summary.items() if value is not None})
+    policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
+    rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
+    rankings = before + rankings
+    held_out = {labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, noise)}
+    trained = [ranking for ranking in rankings if ranking.labeler not in held_out]
+    agreement = pairwise_agreement(trained)["value"]
+    stage.say(f"{source} answers {len(prompts) - alike:,} prompts, {alike} left out: all samples alike")
+    stage.say(f"{len(rankings) - len(trained):,} rankings by held-out labelers")
+    if agreement is None:
+        return rankings, {"labeler_noise": noise}
+    stage.say(f"the other labelers agree on {agreement:.1%} of pairs")
+    return rankings, {"labeler_agreement": agreement, "labeler_noise": noise}
 
 
 def choose_prompts(config: Config) -> list[PromptRecord]:

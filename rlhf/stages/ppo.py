@@ -40,26 +40,24 @@ from rlhf.ppo.experience import (
     score_responses,
     weigh_by_sampler,
 )
-from rlhf.ppo.invariants import check_first_rollout
 from rlhf.ppo.metrics import (
     Measure,
     Phases,
     add_rollout_metrics,
     add_times,
-    held_out_sums,
+    episode_sums,
     load_measures,
     sample_rows,
     true_scores,
 )
 from rlhf.ppo.models import load_models
 from rlhf.ppo.rewards import Reward, adjust_scores, sources_of
-from rlhf.ppo.update import State, optimize, train_minibatch
+from rlhf.ppo.update import State, check_first_rollout, optimize, train_minibatch
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import data_source, hash_sources, read_demonstrations
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.system.processes import Ranks
 from rlhf.training.adapters import save_output
 from rlhf.training.engine import Engine
 from rlhf.training.loop import open_loop
@@ -122,7 +120,10 @@ def run(config: Config) -> None:
                 episodes = update * settings.episodes_per_update
                 loop.tracker.log(metrics, step=update, episodes=episodes, tokens=state.tokens)
                 loop.tokens, loop.notes["kl"] = state.tokens, state.kl.state_dict()
-                loop.figure = figure_of(config, metrics)
+                if (
+                    "eval/dev/scores" in metrics
+                ):  # for checkpoints.keep_best: by the setting, since an adaptive coefficient changes
+                    loop.figure = metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
                 kl, length = metrics["objective/kl"], metrics["rollout/response_len"]
                 loop.bar.update(1, reward=metrics["objective/scores"], KL=kl, length=length)
                 if above_ceiling(config, kl):
@@ -173,7 +174,9 @@ def one_update(
     """One round of the recipe; returns its metrics."""
     settings, engine, sums = config.ppo, state.engine, Sums()
     phases = Phases(return_memory=config.lora.share_trunk)  # whose purpose is to save memory
-    chosen, episodes = choose_prompts(config, len(prompts.train), update), episodes_of_rank(config, engine.ranks)
+    chosen, ranks, k = choose_prompts(config, len(prompts.train), update), engine.ranks, settings.responses_per_prompt
+    # this rank's: whole prompts, assigned to the ranks in turn
+    episodes = [e for e in range(len(chosen)) if e // k % ranks.count == ranks.rank]
     asked = [prompts.train[chosen[episode]] for episode in episodes]
 
     # 1. Sample a response to each prompt from the policy
@@ -192,15 +195,15 @@ def one_update(
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef, rollout.token_scores)
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened
-    factors = {"gamma": settings.gamma, "lam": settings.lam, "group_size": settings.responses_per_prompt}
+    factors = {"gamma": settings.gamma, "lam": settings.lam, "group_size": k}
     advantages, returns = estimate(rewards, rollout.values, mask, **factors)
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
-        advantages = whiten(advantages, mask, engine.ranks.sum_tensor)
+        advantages = whiten(advantages, mask, ranks.sum_tensor)
     if update == 1:
         same = settings.policy == settings.reference
         check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16, from_reference=same)
     if recomputes(config, engine):  # else the sampler's log-probs are the policy's
-        advantages = advantages * weigh_by_sampler(config, rollout, engine.ranks, sums)
+        advantages = advantages * weigh_by_sampler(config, rollout, ranks, sums)
         sums.add("time/weights_s", sampler.load_seconds)
     experience = Experience([record for record, _ in asked], texts, rollout, scores, rewards, advantages, returns)
 
@@ -209,7 +212,7 @@ def one_update(
     for measure in measures:
         for name, value in measure(experience).items():
             sums.add(name, value * len(texts), len(texts))
-    kl = engine.ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
+    kl = ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
     if not above_ceiling(config, kl):
         optimize(config, update, experience, episodes, state, prompts.blocks, sums)
     phases.end("update")
@@ -217,9 +220,9 @@ def one_update(
     if trained:
         state.kl.update(kl, settings.episodes_per_update)
 
-    state.tokens += int(engine.ranks.sum(mask.sum()))
+    state.tokens += int(ranks.sum(mask.sum()))
     add_times(config, sums, experience, phases, engine, (reference, *sources_of(reward)), trained)
-    return engine.ranks.merge(sums).reduce()
+    return ranks.merge(sums).reduce()
 
 
 def measure_update(parts: Parts) -> tuple[float, Rollout]:
@@ -281,12 +284,6 @@ def choose_prompts(config: Config, count: int, update: int) -> list[int]:
     return [index for index in chosen for _ in range(settings.responses_per_prompt)]
 
 
-def episodes_of_rank(config: Config, ranks: Ranks) -> list[int]:
-    """The episodes of an update that this rank samples: whole prompts, assigned to the ranks in turn."""
-    episodes = range(config.ppo.episodes_per_update)
-    return [e for e in episodes if e // config.ppo.responses_per_prompt % ranks.count == ranks.rank]
-
-
 def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of the policy on fixed held-out prompts, and rows of the samples table.
 
@@ -305,7 +302,10 @@ def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, floa
             samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
             rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
         scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
-        sums = held_out_sums(rollout, scores, gold)
+        for name, total in episode_sums(rollout, scores).items():
+            sums.add(f"eval/dev/{name}", total, len(scores))
+        for name, value in (part for one in gold for part in one.items()):
+            sums.add(f"eval/dev/gold/{name}", value, 1)
         rows = sample_rows(tokenizer, records, rollout, scores, gold)
     return ranks.merge(sums).reduce(), rows
 
@@ -324,13 +324,3 @@ def write_models(stage: Stage, engine: Engine, tokenizer: Any) -> None:
     if ema is not None:
         save_output(policy, tokenizer, stage, "last")
     save_output(policy, tokenizer, stage, average=None if ema is None else ema.state_dict())
-
-
-def figure_of(config: Config, metrics: dict[str, float]) -> float | None:
-    """The figure for checkpoints.keep_best: the held-out score less kl.coef times the held-out KL.
-
-    kl.coef is the setting. With the current value of an adaptive coefficient, checkpoints would not be comparable.
-    """
-    if "eval/dev/scores" not in metrics:
-        return None
-    return metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]

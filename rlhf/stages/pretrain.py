@@ -37,7 +37,7 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.system.files import sha256_file, write_json
+from rlhf.system.files import write_json
 from rlhf.system.processes import on_first_rank
 from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, train
@@ -73,8 +73,9 @@ def run(config: Config) -> None:
         if broken:
             raise UserError(problem)
         if config.pretrain.isolate_documents and not lm(model).native:
-            remedy = "leave it out, or use model.native=true"
-            raise UserError(f"pretrain.isolate_documents: transformers' class does not keep documents apart: {remedy}")
+            raise UserError(
+                "pretrain.isolate_documents: transformers' classes cannot: leave it out, or model.native=true"
+            )
 
         # 2. Pack the documents into full blocks
         corpus = load_or_pack(stage, tokenizer, length)
@@ -122,14 +123,13 @@ def run(config: Config) -> None:
 
 
 def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast") -> Adopted:
-    """The pretrained model; writes its record, adopted.json, to the stage's folder.
-
-    Raises: UserError if its tokenizer is not that of the tokenizer stage.
-    """
+    """The pretrained model; writes its record, adopted.json. Raises: UserError if its tokenizer is not that of the tokenizer stage."""
     adopted = adopt(source, native=stage.config.model.native, say=stage.say, form=stage.config.data.form)
     if tokenizer_hash(adopted.tokenizer) != tokenizer_hash(tokenizer):
-        remedy = f"run `rlhf tokenizer model.pretrained={source} overwrite=true` first"
-        raise UserError(f"model.pretrained={source}: the tokenizer stage adopted another tokenizer: {remedy}")
+        given = f"model.pretrained={source}"
+        raise UserError(
+            f"{given}: not the model whose tokenizer was adopted: run `rlhf tokenizer {given} overwrite=true`"
+        )
     if stage.writes:
         write_json(stage.folder / "adopted.json", adopted.record)
     return adopted
@@ -140,20 +140,12 @@ def training_steps(config: Config) -> int:
 
 
 def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int) -> PackedCorpus:
-    """The packed corpus of this stage; packs it unless an earlier attempt finished packing.
-
-    length: tokens of a block, by which sources with weights are mixed.
-    """
+    """The packed corpus of this stage; packs it unless an earlier attempt did. length: of a block, by which sources are mixed."""
     folder = stage.folder / "corpus"
 
     def ensure() -> None:
         with contextlib.suppress(UserError):  # not packed yet, or not whole
-            corpus = PackedCorpus.load(folder)
-            if any(sha256_file(folder / name) != digest for name, digest in corpus.sha256.items()):
-                stage.say(
-                    f"{folder}: changed since it was packed (its sha256 differs from meta.json's): packing it again"
-                )
-            elif corpus.meta["tokenizer"] == tokenizer_hash(tokenizer):
+            if PackedCorpus.load(folder).meta["tokenizer"] == tokenizer_hash(tokenizer):
                 return
         with Progress(None, "pretrain: packing", unit="token") as bar:
             pack(stage.config, tokenizer, length, folder, bar)
@@ -203,10 +195,7 @@ def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCa
 
 
 def pretrain_schedule(config: Config, steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate by step, of a training of `steps` steps.
-
-    inverse_sqrt: linear warm-up, then sqrt(warm-up / steps). Source: Vaswani et al. 2017, equation 3.
-    """
+    """`make_schedule`'s, or inverse_sqrt: linear warm-up, then sqrt(warm-up / steps). Source: Vaswani et al. 2017, equation 3."""
     settings = config.pretrain
     warmup = settings.warmup_tokens // settings.global_batch_tokens
     if settings.schedule == "inverse_sqrt":

@@ -77,20 +77,18 @@ def run(config: Config) -> None:
         # 3. How well it orders responses of held-out prompts by each quality
         with inference(config, device):
             scores = rater.rate([one.tokens for one in rated["test"]])
-        shares = {
-            name: ordered_share(scores[name], [one.levels.get(name) for one in rated["test"]]) for name in qualities
-        }
-        summary = {name: value for name, value in shares.items() if value is not None}
-        for name, value in summary.items():
-            stage.say(f"held out, {name}: {value:.3f}")
+        summary = {}
+        for name in qualities:
+            share = ordered_share(scores[name], [one.levels.get(name) for one in rated["test"]])
+            if share is not None:
+                summary[name] = share
+                stage.say(f"held out, {name}: {share:.3f}")
         stage.finish(summary)
 
 
 def rate_all(tokenizer: Any, rankings: Sequence[Ranking], rules: Collection[str]) -> Iterator[Rated]:
-    """Each response of these rankings, with what the labeler says of it.
-
-    An attribute is one of the response's `qualities`. A flag is 1 or 0 in the files that have it; a rule 1 (kept) or 0 in the files that
-    mark a broken one. Raises: UserError for a level that is no digit.
+    """Each response of these rankings, with what the labeler says of it: the response's `qualities`; flags, 1 or 0 in the files that have
+    them; rules, 1 (kept) or 0 in the files that mark a broken one. Raises: UserError for a level that is no digit.
     """
     flags: dict[str, set[str]] = {}  # by file
     for ranking in rankings:
@@ -116,18 +114,16 @@ def rate_all(tokenizer: Any, rankings: Sequence[Ranking], rules: Collection[str]
 def choose_qualities(
     config: Config, rated: Sequence[Rated], rankings: Sequence[Ranking], rules: Mapping[str, str]
 ) -> dict[str, Quality]:
-    """Those of rate.qualities, or all attributes, and the rules: yes or no, or levels from 0 or 1 to the highest.
-
-    Raises: UserError if there are none, or the settings name others.
-    """
+    """Those of rate.qualities, or all attributes, and the rules: yes or no, or levels from 0 or 1 to the highest. Raises: UserError."""
     levels: dict[str, set[int]] = {}
     for name, level in itertools.chain(*(one.levels.items() for one in rated)):
         levels.setdefault(name, set()).add(level)
     marks = {"rating", *itertools.chain(*(flags for one in rankings for flags in one.flags.values()))}
     chosen = [*dict.fromkeys([*(listed(config.rate.qualities) or sorted(levels.keys() - marks)), *rules])]
     if not chosen:
-        wanted = f"qualities of responses, marks of broken rules and rate.rules, or rate.qualities of {sorted(levels)}"
-        raise UserError(f"rate: data.comparisons rates no attribute: want {wanted}")
+        raise UserError(
+            f"rate: data.comparisons rates no attribute: want qualities of responses, or some of {sorted(levels)}"
+        )
     check_qualities("rate.qualities, or rate.rules", chosen, levels)
     found = {}
     for name in chosen:

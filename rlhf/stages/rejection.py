@@ -63,18 +63,11 @@ def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: to
     n = config.rejection.samples
     with inference(config, device):
         drawn = draw_best(config, policy, asked, n, reward, "rejection: sampling", ended=True)
-    best = [(record, *picked) for record, picked in zip(asked.records, drawn, strict=True)]
-    demonstrations = [
-        Demonstration(
-            id=record.id,
-            prompt=record.prompt,
-            response=answer.text,
-            source=f"best of {n}",
-            metadata={"score": score},
-        )
-        for record, answer, score in best
-        if answer.ended and answer.text
-    ]
+    demonstrations = []
+    for record, (answer, score) in zip(asked.records, drawn, strict=True):
+        if answer.ended and answer.text:
+            given: Any = {"id": record.id, "prompt": record.prompt, "response": answer.text}
+            demonstrations.append(Demonstration(**given, source=f"best of {n}", metadata={"score": score}))
     if not demonstrations:
         raise UserError("rejection: no sample ends by itself: train SFT longer, or raise rollout.max_new_tokens")
     none = len(prompts) - len(demonstrations)

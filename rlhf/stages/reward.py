@@ -5,7 +5,6 @@ in one batch element (Ouyang et al. 2022, equation 1). Then calibration: demonst
 deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`).
 """
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -95,12 +94,10 @@ def train_reward_model(config: Config, name: str) -> None:
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
         add_adapters(model, config, folder)
         settings = config.reward
-        if name == "reward" and start is None and config.rounds > 1 and config.round.later_reward_epochs:
-            stage.say(
-                "round.later_reward_epochs: not used with lora.rank or reward.model: its reward model is trained from the start"
-            )
-        engine = make_engine(config, model, settings, device)
         later = config.round.later_reward_epochs
+        if name == "reward" and start is None and config.rounds > 1 and later:
+            stage.say("round.later_reward_epochs: not used with lora.rank or reward.model: trained from the start")
+        engine = make_engine(config, model, settings, device)
         epochs = settings.epochs if start is None or later is None else later
         batches = Batches(items["train"], settings.batch_prompts, shuffled_order(f"{name}-{config.seed}"))
         objective = make_objective(config, engine)
@@ -162,32 +159,29 @@ def load_other(folder: Path, tokenizer: Any, device: torch.device) -> ModelRewar
 
 def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out: set[str]) -> None:
     """Write audit.json and print the audit. All processes must call it. The stage's hash does not cover it: it changes no result."""
-    started = time.monotonic()
     audit = audit_reward_model(stage.config, models, records, held_out)
     verdict = decide(audit)
     for line in describe_audit(audit, verdict):
         stage.say(f"audit: {line}")
     if stage.writes:
-        seconds = round(time.monotonic() - started, 1)
-        write_json(stage.folder / "audit.json", audit._asdict() | {"verdict": verdict, "seconds": seconds})
+        write_json(stage.folder / "audit.json", audit._asdict() | {"verdict": verdict})
 
 
 def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:
     """The model to train: that of another reward stage (`start`), or by reward.model."""
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
+    whole = settings.fit_head  # which reads the trunk's features before the engine exists
     model: Any
     if start is not None:
-        folder = start / "model"  # reward.fit_head reads features before the engine exists
-        model = load_reward_model(folder, device) if settings.fit_head else load_reward(config, folder, device)
+        folder = start / "model"
+        model = load_reward_model(folder, device) if whole else load_reward(config, folder, device)
         model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
-    elif settings.model is not None:
-        model = TextRewardModel.from_base(settings.model)
-    else:
-        if settings.fit_head:  # which reads the trunk's features before the engine exists
-            model = RewardModel.from_causal_lm(str(sft), settings.layers)
-        else:
-            model = reward_model_on(config, sft, device, settings.layers)
-        model.config.read_tokens = settings.read_tokens
+        return model
+    if settings.model is not None:
+        return TextRewardModel.from_base(settings.model)
+    layers, from_sft = settings.layers, RewardModel.from_causal_lm
+    model = from_sft(str(sft), layers) if whole else reward_model_on(config, sft, device, layers)
+    model.config.read_tokens = settings.read_tokens
     return model
 
 
@@ -263,8 +257,7 @@ def training_demonstrations(config: Config) -> list[Demonstration]:
         return []
     demonstrations = in_split(config, read_demonstrations(config), "train")
     if not demonstrations:
-        remedy = "lower data.dev and data.test, or add demonstrations"
-        raise UserError(f"data.demonstrations: none is in the training split to calibrate the reward model: {remedy}")
+        raise UserError("data.demonstrations: none is in the training split, to calibrate the reward model: add some")
     return demonstrations
 
 
@@ -293,8 +286,7 @@ def calibrate(
     shift = (raw if written is None else written).mean().item()
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:
-        remedy = "train it longer (reward.epochs, reward.lr) or on more comparisons"
-        raise UserError(f"reward: every SFT sample has the same score, so there is nothing to optimise: {remedy}")
+        raise UserError("reward: every SFT sample has the same score: train it longer, or on more comparisons")
     return_freed_memory()
     bare.calibrate(gain=1.0 / deviation, shift=shift)
     return 1.0 / deviation, shift

@@ -102,9 +102,7 @@ def load_with_dropout(config: Config, folder: Path, device: torch.device) -> Any
 
 def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[TokenRow]:
     """Different blocks of the base's own corpus, as `sft.pretrain_fraction` of all rows with `count` demonstrations; every token
-    is learned.
-
-    Raises: UserError if the pretraining stage has no packed corpus, too small a one, or one of another tokenizer.
+    is learned. Raises: UserError if there is no such corpus, or it is too small.
     """
     share = config.sft.pretrain_fraction
     if not share:
@@ -114,8 +112,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     blocks = corpus.blocks("train", context)
     wanted = round(share / (1 - share) * count)
     if wanted > len(blocks):
-        need = f"needs {wanted:,} blocks of pretraining text, {folder} has {len(blocks):,}"
-        raise UserError(f"sft.pretrain_fraction={share}: {need}: lower it")
+        raise UserError(f"sft.pretrain_fraction={share}: {wanted:,} blocks, {folder} has {len(blocks):,}: lower it")
     drawn = random.Random(f"sft-pretraining-{config.seed}").sample(range(len(blocks)), wanted)
     return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
 
@@ -139,9 +136,8 @@ def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[dict[s
 def make_collator(
     pad: int, pack: bool, with_prompts: bool
 ) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Any]]:
-    """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row.
-
-    with_prompts: also `prompts`, labels that count the tokens which `labels` ignore.
+    """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row. with_prompts: also `prompts`, labels
+    that count the tokens which `labels` ignore.
     """
     if pack:
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -179,9 +175,7 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
         found.append(loss(**put(collate([row]), next(model.parameters()).device)).item())
     if abs(found[0] - found[1]) > LEAK * max(1.0, *found):
         kind = model.config.model_type
-        raise UserError(
-            f"sft.pack=true: in a packed row a {kind} model reads earlier demonstrations: use sft.pack=false"
-        )
+        raise UserError(f"sft.pack=true: in a packed row a {kind} model reads earlier ones: use sft.pack=false")
 
 
 @contextlib.contextmanager
@@ -198,17 +192,16 @@ def fine_tuned(
 
     evaluate: as of `train`; only SFT has held-out demonstrations, so that other stages do not look at sft.eval_every.
     """
-    settings = stage.config.sft
-    context = row_limit(stage.config, tokenizer)
-    rows = rows + draw_pretraining_rows(stage.config, tokenizer, len(rows), context)
-    batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(stage.config.seed))
-    engine = make_engine(stage.config, NextToken(model), settings, device)
+    config, settings, pad = stage.config, stage.config.sft, tokenizer.pad_token_id
+    context = row_limit(config, tokenizer)
+    rows = rows + draw_pretraining_rows(config, tokenizer, len(rows), context)
+    batches = Batches(make_rows(rows, context, settings.pack), settings.batch_size, accelerate_order(config.seed))
+    engine = make_engine(config, NextToken(model), settings, device)
     if settings.pack:
         with engine.autocast():
-            check_packing(model, rows, tokenizer.pad_token_id)
-    looks = settings if stage.name == "sft" else None
-    objective = make_objective(stage.config, engine, tokenizer.pad_token_id)
-    with trained(stage, engine, batches, objective, epochs, settings, evaluate=evaluate, looks=looks) as loop:
+            check_packing(model, rows, pad)
+    how: Any = {"evaluate": evaluate, "looks": settings if stage.name == "sft" else None}
+    with trained(stage, engine, batches, make_objective(config, engine, pad), epochs, settings, **how) as loop:
         yield loop
 
 

@@ -9,6 +9,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlhf.runs.stage import Stage
 from rlhf.training.engine import zero_stage
 from rlhf.training.state import gathered_state, save_model
 
+import_peft = partial(optional, "peft", "lora.rank", ", or set lora.rank=0")
 TRAINED = "default"  # the name of the trained adapters
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files
 PREFIX = "base_model.model."  # prefix of each name in PEFT's file
@@ -39,8 +41,7 @@ def add_adapters(model: Any, config: Config, base: Path) -> None:
     """
     if not config.lora.rank:
         return
-    peft = import_peft()
-    settings = peft.LoraConfig(
+    settings = import_peft().LoraConfig(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         lora_dropout=config.lora.dropout,
@@ -60,10 +61,6 @@ def are_shared(config: Config) -> bool:
     return config.lora.rank > 0 and zero_stage(config) < 3
 
 
-def import_peft() -> Any:
-    return optional("peft", "lora.rank", ", or set lora.rank=0")
-
-
 def inject(model: Any, settings: Any, name: str) -> None:
     """Put PEFT's layers into the model under an adapter name; adapters of other names stay active."""
     before = [adapter for _, layer in adapted_layers(model) for adapter in layer.lora_A]
@@ -80,15 +77,12 @@ def inject(model: Any, settings: Any, name: str) -> None:
 def chosen_layers(model: Any, config: Config) -> list[str]:
     """The names of the trunk's linear layers that lora.target_modules chooses. Raises: UserError for a name that fits none."""
     trunk = {id(module) for module in model.base_model.modules()} - {id(model.get_output_embeddings())}
-    layers = [
-        name
-        for name, module in model.named_modules()
-        if id(module) in trunk
-        and (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
-        and ".base_layer" not in name
-        and ".lora_" not in name
-    ]
-    chosen = []
+    layers, chosen = [], []
+    for name, module in model.named_modules():
+        of_adapter = ".base_layer" in name or ".lora_" in name
+        is_linear = isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A")
+        if id(module) in trunk and is_linear and not of_adapter:
+            layers.append(name)
     for wanted in listed(config.lora.target_modules):
         fitting = [name for name in layers if f".{name}".endswith(f".{wanted}")]
         chosen += fitting
@@ -110,9 +104,9 @@ def heads_of(model: Any) -> dict[str, nn.Parameter]:
 def save_output(
     model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a folder of the stage, with merged adapters and the tokenizer; also the adapters as PEFT saves them.
+    """Write a folder of the stage, with merged adapters and the tokenizer; also the adapters as PEFT saves them. All ranks must call it.
 
-    average: weights that are written in place of the model's own. All ranks must call it.
+    average: weights that are written in place of the model's own.
     """
     state = gathered_state(model)
     if state is None:
@@ -153,10 +147,7 @@ def load_adapters(model: Any, folder: Path, name: str) -> None:
         if stored in weights:
             p.copy_(weights.pop(stored))
     if weights:
-        raise UserError(
-            f"{folder}: adapters of another model ({next(iter(weights))} fits nothing): run the stage that "
-            "writes them again"
-        )
+        raise UserError(f"{folder}: adapters of another model: run the stage that writes them again")
     model.requires_grad_(False)
 
 

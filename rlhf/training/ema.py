@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.training.optim import shape_of
-from rlhf.training.state import gathered, is_partitioned, on_cpu, slice_of_rank
+from rlhf.training.state import as_cpu_float32, gathered, is_partitioned, slice_of_rank
 
 
 class Ema:
@@ -27,10 +27,8 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float, rank: int = 0, ranks: int = 1):
         self.model, self.decay, self.rank, self.ranks = model, decay, rank, ranks
         self.steps = 0
-        self.average = {name: self._float32(p).clone() for name, p in self._trained().items()}
-
-    def _trained(self) -> dict[str, Any]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.trained: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.average = {name: self._float32(p).clone() for name, p in self.trained.items()}
 
     def _slice(self, p: Any) -> Tensor:
         """This rank's slice of a parameter, flat."""
@@ -59,14 +57,13 @@ class Ema:
     def update(self) -> None:
         self.steps += 1
         share = (1.0 - self.decay) / (1.0 - self.decay**self.steps)
-        trained = self._trained()
         for name, average in self.average.items():
-            average.lerp_(self._float32(trained[name]).to(average), share)
+            average.lerp_(self._float32(self.trained[name]).to(average), share)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average as its weights, in their dtype; its own weights are restored afterwards."""
-        before = {name: self._slice(p).clone() for name, p in self._trained().items()}
+        before = {name: self._slice(p).clone() for name, p in self.trained.items()}
         self._write(self.average)
         try:
             yield self.model
@@ -75,14 +72,14 @@ class Ema:
 
     @torch.no_grad()
     def _write(self, slices: Mapping[str, Tensor]) -> None:
-        for name, p in self._trained().items():
+        for name, p in self.trained.items():
             value = self._whole(p, slices[name])
             with gathered([p], write=True):  # also updates the tensors that ZeRO-3 keeps whole beside its slices
                 p.data.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The average as whole tensors on the CPU. Every rank has to call it."""
-        return {name: on_cpu(self._whole(p, self.average[name])) for name, p in self._trained().items()}
+        return {name: as_cpu_float32(self._whole(p, self.average[name])).clone() for name, p in self.trained.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
         """Set the average, given as whole tensors, and the number of its steps."""

@@ -9,7 +9,6 @@ the losses given to `backward`.
 
 import contextlib
 import copy
-import json
 import logging
 import os
 import warnings
@@ -77,8 +76,8 @@ class Engine:
         self.places = place_gradients(module) if device.type == "cpu" and not self.sharded else {}
         self.ema: Ema | None = None
         self.averaged = ""  # the part whose weights `ema` averages
-        # of the micro-batches since the last step: whether the loss is finite, read once per step, and the tensors
         self.unchecked = device.type == "mps"  # whether the first forward is to be compared with the CPU's
+        # of the micro-batches since the last step: whether the loss is finite, read once per step, and the tensors
         self.losses: list[tuple[Tensor, Mapping[str, Tensor]]] = []
         self.batch: Mapping[str, Tensor] = {}  # the last micro-batch of a step; the first whose loss is not finite
         # `set_budget` sets the first
@@ -203,9 +202,7 @@ class Engine:
 
 
 def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Reserve memory for each gradient before the first forward, and return it by parameter. Without it, gradients stay scattered
-    among freed activations, and forwards of other shapes do not fit between them.
-    """
+    """Reserve memory for each gradient, by parameter. Else they lie scattered among freed activations, and larger forwards fit nowhere."""
     places: dict[Any, Tensor] = {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad}
 
     def move(parameter: Tensor) -> None:
@@ -308,7 +305,8 @@ def make_engine(
     """
     groups = decay_groups(module, settings) if groups is None else groups
     module.to(device)
-    optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=offloads(config))
+    on_host = DEEPSPEED[config.deepspeed][1]
+    optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=on_host)
     bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
         engine: Engine = ZeroEngine(config, module, optimizer, device, settings.max_grad_norm, sampled)
@@ -368,13 +366,9 @@ def zero_stage(config: Config) -> int:
     return DEEPSPEED[config.deepspeed][0]
 
 
-def offloads(config: Config) -> bool:
-    return DEEPSPEED[config.deepspeed][1]
-
-
 def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float = 0.0) -> dict[str, Any]:
     """The dictionary that DeepSpeed takes as its configuration. max_grad_norm: of the joint gradient; 0 clips nothing."""
-    stage = zero_stage(config)
+    stage, offloads = DEEPSPEED[config.deepspeed]
     bucket, overlap = config.sharding.bucket_elements, config.sharding.overlap
     zero: dict[str, Any] = {
         "stage": stage,
@@ -389,7 +383,7 @@ def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float =
             "stage3_max_reuse_distance": bucket,
             "stage3_param_persistence_threshold": config.sharding.persistence_threshold,
         }
-    if offloads(config):
+    if offloads:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -406,11 +400,8 @@ def deepspeed_settings(config: Config, *, bfloat16: bool, max_grad_norm: float =
     return ours if config.sharding.file is None else with_file(ours, config.sharding.file)
 
 
-# Sections of DeepSpeed's configuration that settings of ours decide, and which.
-DECIDED_HERE = {
-    "optimizer": "<stage>.lr", "scheduler": "<stage>.schedule", "fp16": "precision", "amp": "precision",
-    "train_batch_size": "the stage's batch", "offload_optimizer": "deepspeed=…_offload", "offload_param": "deepspeed=…_offload",
-}  # fmt: skip
+# Sections of DeepSpeed's configuration that settings of ours decide, besides those that we write.
+DECIDED_HERE = ("optimizer", "scheduler", "fp16", "amp", "train_batch_size", "offload_optimizer", "offload_param")
 
 
 def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
@@ -419,25 +410,21 @@ def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
     """
     given, conflicts = read_json(Path(path)), list[str]()
     if not given:
-        raise UserError(
-            f"sharding.file={path}: contains no settings: want a JSON object, as DeepSpeed's documentation has it"
-        )
+        raise UserError(f"sharding.file={path}: contains no settings: want a JSON object, as DeepSpeed documents it")
 
     def merge(mine: dict[str, Any], theirs: dict[str, Any], prefix: str) -> dict[str, Any]:
         merged = dict(mine)
         for key, value in theirs.items():
-            old, name = mine.get(key), prefix + key
-            if value == "auto" or value == old:
-                continue
+            old = mine.get(key)
             if isinstance(old, dict) and isinstance(value, dict):
-                merged[key] = merge(old, value, f"{name}.")
-            elif key in mine or key in DECIDED_HERE:
-                conflicts.append(f"{name} ({DECIDED_HERE.get(key) or f'ours: {json.dumps(old)}'})")
-            else:
+                merged[key] = merge(old, value, f"{prefix}{key}.")
+            elif value not in ("auto", old) and (key in mine or key in DECIDED_HERE):
+                conflicts.append(prefix + key)
+            elif value != "auto":
                 merged[key] = value
         return merged
 
     merged = merge(ours, given, "")
     if conflicts:
-        raise UserError(f"sharding.file={path}: {', '.join(conflicts)}: other settings decide this: leave it out")
+        raise UserError(f"sharding.file={path}: {', '.join(conflicts)}: settings of ours decide this: leave it out")
     return merged

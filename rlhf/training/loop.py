@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from rlhf.errors import UserError
 from rlhf.ops.fast import adapting_threads
@@ -34,20 +35,16 @@ from rlhf.training.usage import update_flops, usage_metrics
 
 
 class TrainingLoop:
-    """The steps of one stage; the first `done` of `total` were taken before this process started.
-
-    tokens: seen so far, over all ranks. notes: what else the stage's loop keeps in its checkpoints, as JSON. figure: of a step, for
-    checkpoints.keep_best, higher is better. improved: whether a step has to have a checkpoint, since its held-out loss is the best.
-    """
+    """The steps of one stage; the first `done` of `total` were taken before this process started."""
 
     def __init__(self, stage: Stage, engine: Engine, total: int, resume: Path | None, tracker: Tracker, bar: Progress):
         self.stage, self.engine, self.ranks, self.total = stage, engine, engine.ranks, total
         self.tracker, self.bar = tracker, bar
-        self.done, self.saved, self.tokens = 0, 0, 0
+        self.done, self.saved, self.tokens = 0, 0, 0  # tokens: seen so far, over all ranks
         self.writing = 0.0  # seconds that the last checkpoint took
-        self.figure: float | None = None
-        self.improved = False
-        self.notes: dict[str, Any] = {}
+        self.figure: float | None = None  # of a step, for checkpoints.keep_best, higher is better
+        self.improved = False  # whether a step has to have a checkpoint, since its held-out loss is the best
+        self.notes: dict[str, Any] = {}  # what else the stage's loop keeps in its checkpoints, as JSON
         self.sums = Sums()  # of this rank, since the last line of metrics
         if resume is not None:
             state, self.notes = read_state(resume)
@@ -161,7 +158,14 @@ def open_loop(stage: Stage, engine: Engine, total: int, unit: str = "step") -> I
         try:
             yield TrainingLoop(stage, engine, total, resume, tracker, bar)
         except NonFinite as error:
-            raise UserError(describe(stage, error)) from None
+            where = ""
+            if error.batch:
+                path = stage.folder / f"offending_batch{f'-{rank()}' if rank() else ''}.safetensors"
+                kept = {name: x.detach().cpu().contiguous() for name, x in error.batch.items() if isinstance(x, Tensor)}
+                save_file(kept, str(path))
+                where = f", the batch is in {path}"
+            stopped = f"{stage.name}: {error} not finite: stopped before the step, the last checkpoint is kept{where}"
+            raise UserError(f"{stopped}: look at the data, or lower the learning rate and run again") from None
 
 
 def newest_checkpoint(stage: Stage) -> Path | None:
@@ -171,17 +175,3 @@ def newest_checkpoint(stage: Stage) -> Path | None:
         if newest is None or checkpoint_step(path) > checkpoint_step(newest):
             remove_checkpoint(path)
     return newest
-
-
-def describe(stage: Stage, error: NonFinite) -> str:
-    """What was not finite; saves the batch."""
-    where = ""
-    if error.batch:
-        path = stage.folder / f"offending_batch{f'-{rank()}' if rank() else ''}.safetensors"
-        kept = {name: x.detach().cpu().contiguous() for name, x in error.batch.items() if isinstance(x, torch.Tensor)}
-        save_file(kept, str(path))
-        where = f", the batch is in {path}: look at it"
-    return (
-        f"{stage.name}: {error} not finite: stopped before the step, the last checkpoint is kept{where}, or lower the "
-        "learning rate and run again"
-    )

@@ -31,10 +31,8 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
-    """A context in which the parameters are whole on every rank. All ranks must enter it.
-
-    write: rank 0's changes are kept on every rank. Without ZeRO-3 the parameters are whole anyway, and each rank must
-    write the same values itself.
+    """A context in which the parameters are whole on every rank; all ranks must enter it. write: rank 0's changes are kept on every rank;
+    without ZeRO-3 each rank must write the same values itself.
     """
     divided = [p for p in parameters if is_partitioned(p)]
     if not divided:
@@ -47,48 +45,40 @@ def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[N
 
 
 def slice_of_rank(tensor: Tensor, rank: int, count: int) -> Tensor:
-    """A rank's slice of a whole tensor under ZeRO-3, which divides the flat tensor into `count` equal slices; the last one is
-    padded.
-    """
+    """A rank's slice of a whole tensor under ZeRO-3, which divides the flat tensor into `count` equal slices; the last one is padded."""
     size = -(-tensor.numel() // count)
     flat = nn.functional.pad(tensor.flatten(), (0, size * count - tensor.numel()))
     return flat[size * rank : size * (rank + 1)]
-
-
-def whole_tensor(parameter: nn.Parameter) -> Tensor:
-    """One parameter whole, on the CPU. All ranks must call it.
-
-    In bfloat16 under ZeRO this is the optimizer's float32 copy.
-    """
-    if parameter.requires_grad and parameter.dtype != torch.float32:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter).detach().cpu()
-    with gathered([parameter]):
-        return exact_weight(parameter)
 
 
 @torch.no_grad()
 def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor] | None:
     """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
 
-    trained: only of parameters that train, and of buffers.
-
-    All ranks must call it. Tensors come one by one, so that no rank but the first holds more than one. A weight with
-    several names (a tied embedding) appears once, under its first name.
+    trained: only of parameters that train, and of buffers. All ranks must call it. Tensors come one by one, so that no rank but the
+    first holds more than one. In bfloat16 under ZeRO they are the optimizer's float32 copies. A weight with several names (a tied
+    embedding) appears once, under its first name.
     """
-    keeps = is_first()
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if trained and not parameter.requires_grad:
             continue
-        tensor = whole_tensor(parameter)
-        if keeps:
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            tensor = safe_get_full_fp32_param(parameter).detach().cpu()
+        else:
+            with gathered([parameter]):
+                tensor = exact_weight(parameter)
+        if is_first():
             state[name] = tensor
-    if not keeps:
-        return None
-    persistent = module.state_dict().keys()
-    return state | {name: buffer.cpu().clone() for name, buffer in module.named_buffers() if name in persistent}
+    persistent = persistent_buffers(module)
+    return state | {name: x.cpu().clone() for name, x in persistent.items()} if is_first() else None
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    kept = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
 def save_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -119,11 +109,7 @@ class PlainState:
         self.module, self.optimizer = module, optimizer
 
     def read(self) -> dict[str, dict[str, Tensor]] | None:
-        """The state, on the CPU; None on every rank but the first.
-
-        Parameters that have taken no step yet have weights only. On a CPU the tensors are the module's and the optimizer's own, not
-        copies, which would take three times the weights: write them before the next step. Every rank has to call it.
-        """
+        """See `Engine.state`. Copies would take three times the weights."""
         first = is_first()
         state: dict[str, dict[str, Tensor]] = {"weights": self._weights(), "steps": {}}
         for name, p, kind, value in self._values():
@@ -135,9 +121,8 @@ class PlainState:
 
     def _weights(self) -> dict[str, Tensor]:
         """Of parameters that train, and buffers."""
-        persistent = self.module.state_dict().keys()
         trained: dict[str, Tensor] = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        trained |= {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+        trained |= persistent_buffers(self.module)
         return {name: as_cpu_float32(x) for name, x in trained.items()} if is_first() else {}
 
     def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
@@ -201,9 +186,7 @@ def put_random_state(folder: Path) -> None:
 @torch.no_grad()
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy whole tensors into a module's parameters and persistent buffers, also under ZeRO; frozen ones may be missing."""
-    persistent = module.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-    for name, tensor in (dict(module.named_parameters()) | buffers).items():
+    for name, tensor in (dict(module.named_parameters()) | persistent_buffers(module)).items():
         if name not in weights and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             continue
         with gathered([tensor], write=True):
@@ -217,23 +200,16 @@ def as_cpu_float32(tensor: Tensor) -> Tensor:
     return here.float() if here.is_floating_point() else here
 
 
-def on_cpu(tensor: Tensor) -> Tensor:
-    """A copy on the CPU in float32 (integers keep their type) that shares no memory."""
-    return as_cpu_float32(tensor).clone()
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as torch and DeepSpeed call them
 
 
 class ZeroState(PlainState):
-    """The same for a module whose optimizer DeepSpeed shards.
-
-    optimizer: ZeRO's. stage: 1 to 3. group_of: the parameter group of each trained parameter by name.
-    """
+    """The same for a module whose optimizer DeepSpeed shards. group_of: the parameter group of each trained parameter by name."""
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, group_of: dict[str, int], ranks: Ranks):
         super().__init__(module, optimizer)
         self.stage, self.group_of, self.ranks = stage, group_of, ranks
+        self.trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
     def _weights(self) -> dict[str, Tensor]:
         return gathered_state(self.module, trained=True) or {}
@@ -243,11 +219,11 @@ class ZeroState(PlainState):
 
         steps = self.steps()
         self._link()
-        for name, p in self._trained():
+        for name, p in self.trained:
             if taken := steps.get(self.group_of[name]):
                 yield name, p, "step", taken
                 for kind in MOMENTS:
-                    yield name, p, kind, on_cpu(safe_get_full_optimizer_state(p, kind))
+                    yield name, p, kind, safe_get_full_optimizer_state(p, kind).clone()
 
     @torch.no_grad()
     def write(self, state: SavedState) -> None:
@@ -256,7 +232,7 @@ class ZeroState(PlainState):
         self._make_moments()
         self._link()
         steps = dict.fromkeys(self.group_of.values(), 0.0)
-        for name, p in self._trained():
+        for name, p in self.trained:
             self._put(p, state["weights"][name].float())
             for kind in MOMENTS:
                 value = state.get(kind, {}).get(name)
@@ -280,9 +256,6 @@ class ZeroState(PlainState):
         """(group, AdamW's state) of each flat slice that this rank updates; none before the first step."""
         states = self.optimizer.optimizer.state
         yield from ((group, states[flat]) for group, flat in self._slices() if "step" in states.get(flat, {}))
-
-    def _trained(self) -> Iterator[tuple[str, Any]]:
-        return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
 
     def _slices(self) -> Iterator[tuple[int, Tensor]]:
         zero = self.optimizer
@@ -308,8 +281,7 @@ class ZeroState(PlainState):
         """Write a whole tensor over this rank's slice of a master weight or, with `kind`, of a moment."""
         from deepspeed import utils
 
-        whole = self.stage < 3
-        value = value.to(self.ranks.device)
+        value, whole = value.to(self.ranks.device), self.stage < 3
         if not whole:
             value = slice_of_rank(value, self.ranks.rank, self.ranks.count)
         if kind is None:

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlhf.engines.sampling import sample
 from rlhf.model import GPTForCausalLM
 from rlhf.model.convert import from_transformers
-from rlhf.ppo.invariants import SAMPLER
+from rlhf.ppo.update import SAMPLER
 from tests.model.test_ragged import ragged_loss
 from tests.presets import preset
 

@@ -16,8 +16,8 @@ from rlhf.ops.kl import AdaptiveKL
 from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Experience, Rollout
-from rlhf.ppo.invariants import TOLERANCE, Checked, check_first_minibatch
 from rlhf.ppo.rewards import ModelReward
+from rlhf.ppo.update import TOLERANCE, Checked, check_first_minibatch
 from rlhf.stages import ppo
 from rlhf.training.setup import load_policy
 from tests.oracles import token_values

@@ -20,7 +20,6 @@ from rlhf.engines.choosing import Samples
 from rlhf.errors import UserError
 from rlhf.gold.truth import judge
 from rlhf.gold.world import Task
-from rlhf.ppo import invariants
 from rlhf.ppo import update as ppo_update
 from rlhf.ppo.experience import Rollout, weigh_by_sampler
 from rlhf.ppo.rewards import CombinedReward
@@ -355,6 +354,6 @@ def test_held_out_prompts_are_answered_the_same_way_every_time(trainer):
 def test_an_entropy_outside_its_bounds_is_refused():
     none_off = torch.zeros(2)
     for entropies, refused in (([0.1, 2.0], False), ([-0.01, 2.0], True), ([0.1, math.log(10) + 0.01], True)):
-        minibatch = [invariants.Checked(none_off, none_off, torch.tensor(entropies), clipped=0.0)]
+        minibatch = [ppo_update.Checked(none_off, none_off, torch.tensor(entropies), clipped=0.0)]
         with pytest.raises(UserError, match="invariant 7 fails") if refused else nullcontext():
-            invariants.check_first_minibatch(minibatch, vocab_size=10, half=False)
+            ppo_update.check_first_minibatch(minibatch, vocab_size=10, half=False)
