@@ -126,7 +126,6 @@ def score_responses(
     texts: list[str],
 ) -> Rollout:
     """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
-
     engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the log-probs
     (B, A) of ppo.reference, by (tokens, prompt_lengths, mask). texts: the responses without their end tokens. Raises: NonFinite.
     """
@@ -172,7 +171,6 @@ def recomputes(config: Config, engine: Engine) -> bool:
 
 def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums) -> Tensor:
     """Weights (B, A) of the policy loss by ppo.sampler_correction; adds the mismatch of trainer and sampler to `sums`.
-
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008.
     """
     mask, kind = rollout.response_mask, config.ppo.sampler_correction

@@ -57,7 +57,6 @@ class ActorCritic(nn.Module):
         entropy_gradient: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs, entropies and values before each token, each (B, A), of the responses in tokens (B, T).
-
         starts (B,): the prompts' lengths; mask (B, A). None for what is not requested, and for values without a critic.
         """
         before = before_responses(starts, tokens.shape[1], mask)  # (N,)
@@ -110,7 +109,6 @@ def load_models(
     config: Config, stage: Stage, tokenizer: Any, device: torch.device
 ) -> tuple[Any, Any, nn.Module, Reward, Engine]:
     """Policy, critic, reference, reward, and the engine that trains policy and critic, the parts of its module.
-
     The policy starts from ppo.policy, the critic from ppo.critic; it is None if advantages need no values.
     """
     settings = config.ppo

@@ -200,7 +200,6 @@ class Rater:
     @torch.no_grad()
     def rate(self, rows: Sequence[list[int]], names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The value (B,) of each quality, on the CPU, of rows of tokens, each a prompt with its response.
-
         The qualities of one row go through the model together, so that their common beginning is read once (`LanguageModel.hidden`).
         """
         names, bare = list(self.qualities if names is None else names), unwrapped(self.model)
@@ -291,7 +290,6 @@ def parts_of(reward: Reward) -> dict[str, Tensor]:
 
 def spread_of(reward: Reward) -> Tensor | None:
     """The standard deviation (B,) of the scores of the last call over the reward models; None if there are fewer than two.
-
     A model with weight 0 takes part: it watches the policy that another one rewards.
     """
     scores = [part for name, part in parts_of(reward).items() if name.startswith("model_")]
@@ -315,7 +313,6 @@ def make_reward(
     divide: bool = False,
 ) -> tuple[Reward, RewardModel | None]:
     """The reward, and its first reward model with the policy's tokenizer, from which the critic can start.
-
     policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights. divide: whether the
     caller shards the models, which under ZeRO-3 then come in slices.
     """

@@ -65,14 +65,15 @@ def optimize(
     factors = {name: rate_factor(settings, update, first) for name, first in firsts.items()}
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
     state.engine.module.train(state.engine.recomputes)
-    dropped = tied_rows(settings, experience.scores) if settings.drop_tied_groups else []
-    row_of = {episode: row for row, episode in enumerate(episodes) if row not in dropped}
+    k, size = settings.responses_per_prompt, settings.episodes_per_update // settings.minibatches
+    dropped: list[int] = []  # rows of prompts whose responses all have one score: Yu et al. 2025 (DAPO), section 3.2
     if settings.drop_tied_groups:
+        low, high = experience.scores.view(-1, k).aminmax(dim=1)
+        dropped = (low == high).repeat_interleave(k).nonzero().flatten().tolist()
         sums.add("rollout/dropped", len(dropped), len(episodes))
-    size = settings.episodes_per_update // settings.minibatches
+    row_of = {episode: row for row, episode in enumerate(episodes) if row not in dropped}
     for epoch in range(settings.epochs):
         # prompts in random order; responses to one prompt stay together, since they share its cost
-        k = settings.responses_per_prompt
         prompts = list(range(settings.episodes_per_update // k))
         random.Random(f"minibatch-{config.seed}-{update}-{epoch}").shuffle(prompts)
         order = [prompt * k + i for prompt in prompts for i in range(k)]
@@ -90,15 +91,8 @@ def optimize(
         sums.add("optim/critic_lr", settings.critic_lr * factors["critic"])
 
 
-def tied_rows(config: PpoConfig, scores: Tensor) -> set[int]:
-    """The rows whose prompt's responses all have one score. Source: Yu et al. 2025 (DAPO), section 3.2, without sampling others."""
-    low, high = scores.view(-1, config.responses_per_prompt).aminmax(dim=1)
-    return {*(low == high).repeat_interleave(config.responses_per_prompt).nonzero().flatten().tolist()}
-
-
 def rate_factor(config: PpoConfig, update: int, first: int) -> float:
     """Factor on a model's learning rate at an update, from 1 on; `first`: the first update in which it trains.
-
     It rises from 0.1 to 1 over warmup_updates, times the schedule from 1 at the first update to final_lr_fraction after the last.
     """
     done, updates = max(0, update - first), config.episodes // config.episodes_per_update
@@ -117,7 +111,6 @@ def train_minibatch(
     check: bool = False,
 ) -> None:
     """Add up the gradients of one minibatch; `optimize` takes the step.
-
     chosen: this rank's rows of it. check: whether it is the policy's first.
     """
     engine, rollout = state.engine, experience.rollout
@@ -154,7 +147,6 @@ def micro_batch_loss(
     checked: list[Checked] | None,
 ) -> Tensor:
     """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`.
-
     models: which of them run, arguments of `ActorCritic.evaluate`.
     """
     settings, rollout, mask = config.ppo, part.rollout, part.rollout.response_mask
@@ -195,7 +187,6 @@ def micro_batch_loss(
 
 def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBlocks, key: tuple, sums: Sums) -> None:
     """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms.
-
     key: of the blocks that are drawn. ZeRO accumulates gradients as they arrive, so the two norms are not logged under ZeRO.
     """
     settings, engine, ranks = config.ppo, state.engine, state.engine.ranks
@@ -287,7 +278,6 @@ def check_first_rollout(
 
 def check_sampler(rollout: Rollout) -> None:
     """Invariant 1 if old log-probs are recomputed: the sampler drew from the distribution of the training forward.
-
     In float32 logp_old is the sampler's own, and `check_reference` compares it with a forward. Raises: UserError.
     """
     mask = rollout.response_mask
@@ -315,7 +305,6 @@ def check_reference(rollout: Rollout, half: bool) -> None:
 
 def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> None:
     """Before the policy's first step, after the critic's warm-up: rho = 1 and nothing is clipped, and entropies are between 0 and log V.
-
     parts: the micro-batches of all ranks. half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
     """
     untouched = "the policy was not trained"  # the critic may have been

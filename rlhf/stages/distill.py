@@ -109,7 +109,6 @@ class Student(nn.Module):
         self, tokens: Tensor, kept: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of the losses over the tokens (N,) that follow `kept` (N,), row * T + position; and {metric: its sum}.
-
         tokens (B, T), right-padded; targets (N,) int64; teacher_hidden (N, D) and teacher_weight (V, D), its unembedding.
         """
         head, settings = self.model.get_output_embeddings(), self.settings

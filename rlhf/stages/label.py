@@ -34,7 +34,6 @@ PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call
 
 def run(config: Config) -> None:
     """Write runs/<run>/label/comparisons.jsonl: the rankings of this round and all earlier ones.
-
     Raises: UserError without tasks of people or a gold world.
     """
     truth, earlier = make_truth(config), earlier_run(config)
@@ -111,7 +110,6 @@ def simulate_labels(
 
 def choose_prompts(config: Config) -> list[PromptRecord]:
     """The prompts to label: this round's part of the training split; in the first round also dev and test prompts.
-
     Only the SFT model answers held-out prompts, so that the accuracies of several rounds are comparable.
     """
     records, _ = load_prompts(need_source(config, "prompts"), allow_partial=config.data.allow_partial)
@@ -150,7 +148,6 @@ def rank_all(
     config: Config, truth: Truth, prompts: list[PromptRecord], responses: list[list[Answer]], policy_id: str
 ) -> tuple[list[Ranking], int, float]:
     """Rankings by one or two labelers per prompt, the number of prompts whose samples were all the same, and the labelers' noise.
-
     The held-out labelers also rank the prompts of the dev and test splits. They use a separate random stream, so the
     other rankings are the same with and without them.
     """

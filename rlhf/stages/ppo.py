@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
-from rlhf.data.chat_template import encode_responses
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.choosing import SamplingEngine
 from rlhf.engines.sampling import make_sampler
@@ -56,7 +54,7 @@ from rlhf.ppo.update import State, check_first_rollout, optimize, train_minibatc
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import data_source, hash_sources, read_demonstrations
+from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import save_output
 from rlhf.training.engine import Engine
@@ -107,7 +105,7 @@ def run(config: Config) -> None:
             if loop.done < updates and not engine.sharded:  # ZeRO keeps gradients
                 seconds, rollout = measure_update(parts)
                 if not loop.done:
-                    say_lengths(config, tokenizer, rollout, stage.say)
+                    say_lengths(config, rollout, stage.say)
                 loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
             for update in loop.steps():
                 metrics = one_update(update=update, **vars(parts))
@@ -245,22 +243,18 @@ def measure_update(parts: Parts) -> tuple[float, Rollout]:
     return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored)), rollout
 
 
-def say_lengths(config: Config, tokenizer: Any, rollout: Rollout, say: Callable[[str], None]) -> None:
-    """The lengths of the policy's responses beside those of demonstrations; a warning if more than MOST_CUT of them are cut."""
-    limit, sampled = config.rollout.max_new_tokens, rollout.response_mask.sum(1).tolist()
-    texts = [] if data_source(config, "demonstrations") is None else [r.response for r in read_demonstrations(config)]
-    lengths = {
-        "demonstrations": list(map(len, encode_responses(tokenizer, texts[:512]))),
-        "the policy's responses": sampled,
-    }
-    ends = {name: np.quantile(found, (0.5, 0.95)).round().astype(int) for name, found in lengths.items() if found}
-    cut = 1 - rollout.ended.float().mean().item()
-    said = ", ".join(f"{name} {half} and {most}" for name, (half, most) in ends.items())
-    say(f"tokens, median and 95%: {said}; {cut:.0%} of the responses are cut at rollout.max_new_tokens={limit}")
+def say_lengths(config: Config, rollout: Rollout, say: Callable[[str], None]) -> None:
+    """The lengths of the policy's responses; a warning if more than MOST_CUT of them are cut."""
+    limit, cut = config.rollout.max_new_tokens, 1 - rollout.ended.float().mean().item()
+    half, most = (
+        rollout.response_mask.sum(1).float().quantile(torch.tensor([0.5, 0.95], device=rollout.ended.device)).tolist()
+    )
+    say(
+        f"tokens of responses, median and 95%: {half:.0f} and {most:.0f}; {cut:.0%} are cut at rollout.max_new_tokens={limit}"
+    )
     if cut > MOST_CUT and config.ppo.missing_eos_rule != "none":
-        enough = max(2 * limit, *(int(most) for _, most in ends.values()))
-        remedy = f"set rollout.max_new_tokens={enough}, or train SFT on shorter demonstrations"
-        say(f"warning: {cut:.0%} of the responses have no end, and ppo.missing_eos_rule lowers their scores: {remedy}")
+        remedy = f"set rollout.max_new_tokens={2 * limit}, or train SFT on shorter demonstrations"
+        say(f"warning: ppo.missing_eos_rule lowers the scores of responses that are cut: {remedy}")
 
 
 def above_ceiling(config: Config, kl: float) -> bool:
@@ -269,7 +263,6 @@ def above_ceiling(config: Config, kl: float) -> bool:
 
 def choose_prompts(config: Config, count: int, update: int) -> list[int]:
     """Indices of the prompts of one update: passes over all `count` prompts, each in its own random order, cut into updates.
-
     With k responses per prompt, each index appears k times in a row.
     """
     settings = config.ppo
@@ -286,7 +279,6 @@ def choose_prompts(config: Config, count: int, update: int) -> list[int]:
 
 def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of the policy on fixed held-out prompts, and rows of the samples table.
-
     If the stage writes an average of the weights, the average is evaluated.
     """
     config, prompts, engine = parts.config, parts.prompts, parts.state.engine
@@ -317,7 +309,6 @@ def make_kl(config: Config) -> FixedKL:
 
 def write_models(stage: Stage, engine: Engine, tokenizer: Any) -> None:
     """`model`: the policy, or the average of its weights; then these are in `last`. Every rank has to call it.
-
     The critic serves training only, and is not written.
     """
     policy, ema = engine.module.policy, engine.ema

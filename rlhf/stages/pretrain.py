@@ -282,7 +282,6 @@ def chosen(block: dict[str, Tensor]) -> int:
 
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:
     """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither.
-
     A tokenizer that is not byte-level has no number of bytes per token, so that there is no "bpb".
     """
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)

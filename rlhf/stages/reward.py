@@ -201,7 +201,6 @@ def load_items(
     config: Config, stage: Stage, records: list[Ranking], encode: Encode, counts: Counter[str]
 ) -> dict[str, list[Item]]:
     """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on.
-
     counts: of what `encode` has cut.
     """
     splits = {split: in_split(config, records, split) for split in ("train", "dev")}

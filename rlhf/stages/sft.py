@@ -189,7 +189,6 @@ def fine_tuned(
     evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> Iterator[TrainingLoop]:
     """Train on demonstrations and pretraining text; within the context the model is trained and its loop still open.
-
     evaluate: as of `train`; only SFT has held-out demonstrations, so that other stages do not look at sft.eval_every.
     """
     config, settings, pad = stage.config, stage.config.sft, tokenizer.pad_token_id

@@ -105,7 +105,6 @@ def save_output(
     model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write a folder of the stage, with merged adapters and the tokenizer; also the adapters as PEFT saves them. All ranks must call it.
-
     average: weights that are written in place of the model's own.
     """
     state = gathered_state(model)

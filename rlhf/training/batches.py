@@ -142,7 +142,6 @@ def trial(engine: Engine, objective: Objective[T], part: list[T]) -> float:
 
 def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: int) -> float | None:
     """Bytes per padded token that a forward and backward of the largest items take at their peak; changes nothing.
-
     None if it cannot be told, because the process had used more before.
     """
     part = objective.micro_batches(items, most, 0, 1)[0]
@@ -229,7 +228,6 @@ def trained(
     stage: Stage, engine: Engine, batches: Batches[T], objective: Objective[T], epochs: int, settings: Any, **how: Any
 ) -> Iterator[TrainingLoop]:
     """A context in which the engine's module is trained, `epochs` passes over the batches, and its loop still open.
-
     settings: of the learning rate's schedule. how: as of `train`.
     """
     steps = epochs * batches.per_epoch

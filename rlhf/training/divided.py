@@ -85,7 +85,6 @@ def _divided(
     all_blocks: bool = True,
 ) -> Any | None:
     """The model that `build` makes, in eval mode, with a folder's weights: rank 0 reads one after the other and sends it to the rest.
-
     stored: a weight's name in the files; if given, a head and a mix of layers may be missing there, and other ones may be left over.
     None if the files do not fit otherwise. Raises: UserError for weights that are not finite.
     """

@@ -183,7 +183,6 @@ class Engine:
 
     def state(self) -> dict[str, dict[str, Tensor]] | None:
         """{"weights", "exp_avg", "exp_avg_sq", "steps", "ema"}: whole float32 tensors by parameter, on rank 0's CPU.
-
         Moments of parameters that have taken no step yet are absent. On a CPU without ZeRO the tensors are not copies: the next
         step changes them. Every rank has to call it.
         """
@@ -299,7 +298,6 @@ def make_engine(
     sampled: nn.Module | None = None,
 ) -> Engine:
     """The engine of deepspeed=… with a stage's settings of the optimizer. Raises: UserError if DeepSpeed is not installed.
-
     The gradient of each part is clipped to max_grad_norm, under ZeRO the joint one. groups: AdamW's parameter groups, or the
     optimizer; those of `decay_groups` unless given. sampled: the part of `module` for which `Engine.whole` will be called.
     """
@@ -321,7 +319,6 @@ def make_engine(
 
 def shard_frozen(config: Config, module: nn.Module, device: torch.device) -> nn.Module:
     """A model that does not train, ready to be called: under ZeRO-3 in slices, gathered layer by layer when called.
-
     Under ZeRO-3 every rank must call it the same number of times. In bfloat16, all its weights are cast under ZeRO, as
     the trained ones are; otherwise only those that autocast would cast at every call.
     """

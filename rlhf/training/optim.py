@@ -17,7 +17,6 @@ def shape_of(parameter: Any) -> torch.Size:
 
 def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.optim.Optimizer:
     """AdamW over parameter groups, as `decay_groups` makes them.
-
     on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
     """
     if not on_host:
@@ -39,7 +38,6 @@ def make_schedule(settings: Any, steps: int, warmup: int | None = None) -> Calla
 
 def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
     """The factor that the schedule gives after `done` of its `steps`: 1 at first, final_lr_fraction at the end.
-
     linear: 1 - (1 - final) t;   cosine: final + (1 - final) (1 + cos(pi t)) / 2;   constant: 1        t = done / steps, at most 1
     """
     final, steps = settings.final_lr_fraction, max(1, steps)  # a warm-up may outlast the schedule
@@ -51,7 +49,6 @@ def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
 
 def decay_groups(model: nn.Module, settings: Any, **more: Any) -> list[dict[str, Any]]:
     """AdamW's parameter groups by a stage's `OptimizerConfig` with an `lr`: weight decay on matrices only.
-
     more: of each group, such as another lr.
     """
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -57,22 +57,20 @@ def be_quiet() -> None:
 
 
 def choose_device(config: Config) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda: torch sees no GPU here: use device=auto or device=cpu")
-    if config.device == "mps":
-        if not torch.backends.mps.is_available():
-            raise UserError("device=mps: torch sees no Apple GPU here: use device=auto or device=cpu")
-        return torch.device("mps")
-    wants_gpu = config.device in ("auto", "cuda") and torch.cuda.is_available()
-    if wants_gpu:  # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = ("cuda" if there["cuda"] else "cpu") if config.device == "auto" else config.device
+    if not there[device]:
+        raise UserError(f"device={device}: torch sees no such GPU here: use device=auto or device=cpu")
+    if (
+        device == "cuda"
+    ):  # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return torch.device("cuda" if wants_gpu else "cpu")
+    return torch.device(device)
 
 
 def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
-    """Compare the gradients of a forward's summed outputs with those of the same module on the CPU, without dropout.
-
-    MPS gave wrong gradients without an error (pytorch#177116, pytorch#153957). Raises: UserError if any differs by more than MOST_GAP.
+    """Raises: UserError if a gradient of a forward's summed outputs, without dropout, differs from the CPU's by more than MOST_GAP.
+    MPS gave wrong gradients without an error (pytorch#177116, pytorch#153957).
     """
     training = module.training
     twin = copy.deepcopy(module.eval()).cpu()
@@ -86,14 +84,10 @@ def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
     module.train(training)
     here, wanted = found
     least = 1e-5 * nn.utils.get_total_norm(wanted.values())  # of gradients that are 0 but for rounding
-    bad = [
-        n for n in wanted if n not in here or not (here[n] - wanted[n]).norm() <= MOST_GAP * wanted[n].norm() + least
-    ]
-    if bad:
-        raise UserError(
-            f"device=mps: the gradient of {bad[0]} and of {len(bad) - 1} other weights is not the CPU's: torch computes it wrongly "
-            "here: use device=cpu, or another version of torch"
-        )
+    for name, x in wanted.items():
+        if name not in here or not (here[name] - x).norm() <= MOST_GAP * x.norm() + least:
+            remedy = "torch computes it wrongly here: use device=cpu, or another version of torch"
+            raise UserError(f"device=mps: the gradient of {name} is not the CPU's: {remedy}")
 
 
 def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
@@ -120,10 +114,8 @@ def transformers_in(module: nn.Module) -> list[Any]:
 
 
 def load_policy(folder: Path, dropout: float | None = None, encoder: bool = False) -> Any:
-    """A causal LM from a stage's model folder, in float32, in eval mode.
-
+    """A causal LM from a stage's model folder, in float32, in eval mode. Raises: UserError if it cannot be read, or is an encoder.
     dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have. encoder: whether it may be one.
-    Raises: UserError if it cannot be read, or is an encoder and may not be.
     """
     config, loader = read_policy_config(folder, dropout, encoder), transformers.AutoModelForCausalLM
     model = load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config)

@@ -149,7 +149,6 @@ def known_peak(name: str, half: bool) -> float | None:
 
 def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
     """Operations of a forward pass over `tokens` tokens in rows of `context`: `pass_flops` of the model's own weights.
-
     Of several experts only one counts.
     """
     idle = {id(part) for layer in model.modules() if isinstance(layer, SwitchMLP)
@@ -174,7 +173,6 @@ def usage_metrics(
     config: Config, device: torch.device, flops: float, seconds: float, processes: int = 1
 ) -> dict[str, float]:
     """Peak memory so far, and time/mfu for `flops` operations of all processes in `seconds`.
-
     The peak rate is tracking.peak_tflops, or the GPU's by its name; without one, as on a CPU, there is no time/mfu.
     """
     metrics, peak = {"memory/peak_rss_mb": peak_rss_mb()}, (config.tracking.peak_tflops or 0) * 1e12

@@ -147,13 +147,12 @@ def test_gradients_that_are_the_cpus_are_accepted_and_left_alone():
 
 
 def test_a_wrong_gradient_ends_the_stage_before_the_first_step():
-    told = "device=mps: the gradient of 0.weight and of 3 other weights is not the CPU's"
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=r"device=mps: the gradient of 0.weight is not the CPU's"):
         engine_of(faulty=True)(torch.randn(3, 4))
 
 
 def test_a_machine_without_one_is_told():
-    with pytest.raises(UserError, match="torch sees no Apple GPU here"):
+    with pytest.raises(UserError, match="torch sees no such GPU here"):
         choose_device(compose_config(["device=mps"]))
 
 
