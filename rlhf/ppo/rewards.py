@@ -332,9 +332,7 @@ def make_reward(
         elif (folder := reward_folder(config, name)).name == "rate":
             kind, source = "ratings", load_rater(config, folder, tokenizer, device)
             if not source.weights:
-                raise UserError(
-                    f"rate.weights: flags have none of their own: want weights of {', '.join(source.qualities)}"
-                )
+                raise UserError(f"rate.weights: flags have none: want weights of {', '.join(source.qualities)}")
             say(f"{folder}: rates responses by {source.weights}")
         else:
             if policy is None:
@@ -361,9 +359,8 @@ def make_reward(
 
 def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:
     """The reward model of a stage's folder as adapters and a head on the policy's own trunk, the SFT model, frozen. Raises: UserError."""
-    record, sft = read_stage(folder), stage_folder(config, "sft")
-    adapted = record is not None and (folder / "adapters").is_dir()
-    if not adapted or record["parents"].get("sft") != check_output(sft)["hash"]:
+    sft, parents = stage_folder(config, "sft"), (read_stage(folder) or {}).get("parents", {})
+    if not (folder / "adapters").is_dir() or parents.get("sft") != check_output(sft)["hash"]:
         want = f"{folder} was not trained with lora.rank on {sft}: train it so, or set lora.share_trunk=false"
         raise UserError(f"lora.share_trunk=true: {want}")
     settings = RewardConfig.from_pretrained(str(folder / "model"))

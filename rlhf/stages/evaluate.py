@@ -188,9 +188,7 @@ def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path
     recorded = (record or {}).get("settings", {})
     keys = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated")
     if changed := [key for key in keys if key in recorded and recorded[key] != now[key]]:
-        say(
-            f"warning: {tuned['ppo']} was trained with another {', '.join(changed)}: the figures are by what is set now"
-        )
+        say(f"warning: {tuned['ppo']} was trained with another {', '.join(changed)} than the figures are by")
     if not tuned:
         raise UserError(f"{run_folder(config)}: no policy built on this run's SFT model: run `rlhf ppo` or `rlhf dpo`")
     return tuned

@@ -250,7 +250,7 @@ def say_lengths(config: Config, rollout: Rollout, say: Callable[[str], None]) ->
         rollout.response_mask.sum(1).float().quantile(torch.tensor([0.5, 0.95], device=rollout.ended.device)).tolist()
     )
     say(
-        f"tokens of responses, median and 95%: {half:.0f} and {most:.0f}; {cut:.0%} are cut at rollout.max_new_tokens={limit}"
+        f"responses have {half:.0f} tokens, 95% at most {most:.0f}; {cut:.0%} are cut at rollout.max_new_tokens={limit}"
     )
     if cut > MOST_CUT and config.ppo.missing_eos_rule != "none":
         remedy = f"set rollout.max_new_tokens={2 * limit}, or train SFT on shorter demonstrations"

@@ -73,9 +73,7 @@ def run(config: Config) -> None:
         if broken:
             raise UserError(problem)
         if config.pretrain.isolate_documents and not lm(model).native:
-            raise UserError(
-                "pretrain.isolate_documents: transformers' classes cannot: leave it out, or model.native=true"
-            )
+            raise UserError("pretrain.isolate_documents: transformers' class cannot: want false, or model.native=true")
 
         # 2. Pack the documents into full blocks
         corpus = load_or_pack(stage, tokenizer, length)
@@ -127,9 +125,7 @@ def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast")
     adopted = adopt(source, native=stage.config.model.native, say=stage.say, form=stage.config.data.form)
     if tokenizer_hash(adopted.tokenizer) != tokenizer_hash(tokenizer):
         given = f"model.pretrained={source}"
-        raise UserError(
-            f"{given}: not the model whose tokenizer was adopted: run `rlhf tokenizer {given} overwrite=true`"
-        )
+        raise UserError(f"{given}: another model's tokenizer was adopted: run `rlhf tokenizer {given} overwrite=true`")
     if stage.writes:
         write_json(stage.folder / "adopted.json", adopted.record)
     return adopted

@@ -121,9 +121,8 @@ def choose_qualities(
     marks = {"rating", *itertools.chain(*(flags for one in rankings for flags in one.flags.values()))}
     chosen = [*dict.fromkeys([*(listed(config.rate.qualities) or sorted(levels.keys() - marks)), *rules])]
     if not chosen:
-        raise UserError(
-            f"rate: data.comparisons rates no attribute: want qualities of responses, or some of {sorted(levels)}"
-        )
+        wanted = f"qualities of responses, or rate.qualities of {sorted(levels)}"
+        raise UserError(f"rate: data.comparisons rates no attribute: want {wanted}")
     check_qualities("rate.qualities, or rate.rules", chosen, levels)
     found = {}
     for name in chosen:

@@ -69,9 +69,8 @@ def run(config: Config) -> None:
         how: Any = {"turns": config.sft.turns, "counts": counts}
         rows = {split: encode_demonstrations(some, tokenizer, context, **how) for split, some in records.items()}
         cut = "".join(f", {name} {count:,}" for name, count in sorted(counts.items()))
-        stage.say(
-            f"{len(rows['train']):,} demonstrations, {len(rows['dev'])} held out, at most {context:,} tokens{cut}"
-        )
+        read = f"{len(rows['train']):,} demonstrations, {len(rows['dev'])} held out"
+        stage.say(f"{read}, at most {context:,} tokens{cut}")
         stage.counts |= counts
         if not rows["train"]:
             raise UserError("data.demonstrations: none is left to train on: lower data.dev and data.test, or add some")

@@ -88,9 +88,7 @@ def chosen_layers(model: Any, config: Config) -> list[str]:
         chosen += fitting
         if not fitting:
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-            raise UserError(
-                f"lora.target_modules: {wanted}: no linear layer has this name: want some of {ends}, or null"
-            )
+            raise UserError(f"lora.target_modules: {wanted}: no linear layer has this name: want some of {ends}")
     return chosen or layers
 
 

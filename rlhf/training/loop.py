@@ -114,9 +114,8 @@ class TrainingLoop:
         best = self.notes.get("best")
         if best is not None and best["step"] != self.total:
             self.engine.restore(read_state(self.stage.checkpoints / f"step-{best['step']}")[0])
-            self.stage.say(
-                f"keeps step {best['step']} of {self.total}, whose held-out loss {best['loss']:.3f} is the best"
-            )
+            kept = f"keeps step {best['step']} of {self.total}"
+            self.stage.say(f"{kept}, whose held-out loss {best['loss']:.3f} is the best")
 
     def say_time(self, seconds: float, measured: str) -> None:
         """Print how long the steps take. seconds: of one of them, from what was `measured` here before the first."""

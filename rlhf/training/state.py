@@ -157,8 +157,7 @@ def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
     written = read_checked(folder / "state.json", Written, "remove the checkpoint") or {}
     if written.get("form") != FORM:
         raise UserError(
-            f"{folder}: was written by an earlier version, in a form that is no longer read: "
-            "add overwrite=true to start again"
+            f"{folder}: an earlier version's checkpoint, which is not read: add overwrite=true to start again"
         )
     files = [path for path in folder.glob("*.safetensors") if path.stem != "rng"]
     return {path.stem: load_file(str(path)) for path in files}, written["notes"]

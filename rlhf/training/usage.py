@@ -69,7 +69,7 @@ def set_budget(
     if longest > fitting() and not engine.recomputes and supported:
         engine.recompute_activations()
         stage.say(
-            f"the longest row has {longest:,} tokens: activations are computed again in the backward pass, to fit"
+            f"activations are computed again in the backward pass, so that the longest row, {longest:,} tokens, fits"
         )
         per_token = kept_per_token(engine)
     if engine.recomputes and on_cpu:
@@ -87,11 +87,9 @@ def set_budget(
         helps = ["lora.rank=16"] if not config.lora.rank and uses(stage.name, "lora.rank") else []
         helps += [f"data.max_tokens={max(16, fitting())}"] if fitting() else []
         helps = [f"pretrain.global_batch_tokens={max(16, fitting())}"] if stage.name == "pretrain" else helps
-        raise UserError(
-            f"{stage.name}: needs {needs(tokens) / GB:.1f} GB and has {most / GB:.1f}: {held / GB:.1f} for weights, gradients and "
-            f"optimizer, the rest for its longest row of {longest:,} tokens: try {' or '.join(helps) or 'a smaller model'}, or raise "
-            "memory.budget_gb if there is more"
-        )
+        needed = f"needs {needs(tokens) / GB:.1f} GB and has {most / GB:.1f}: {held / GB:.1f} for weights, gradients and optimizer"
+        remedy = f"try {' or '.join(helps) or 'a smaller model'}, or raise memory.budget_gb if there is more"
+        raise UserError(f"{stage.name}: {needed}, the rest for its longest row of {longest:,} tokens: {remedy}")
     if before is not None and before <= fitting():
         tokens = int(before)
     elif before is not None:
@@ -101,10 +99,10 @@ def set_budget(
     if measured:  # bytes per token
         stage.memory |= {"measured": measured, "recomputes": float(engine.recomputes)}
     stage.note_progress()
-    stage.say(
-        f"needs {needs(tokens) / GB:.1f} of {most / GB:.1f} GB: {held / GB:.1f} for weights, gradients and optimizer; up to "
-        f"{tokens:,} tokens per forward, the longest row has {longest:,}"
+    takes = (
+        f"needs {needs(tokens) / GB:.1f} of {most / GB:.1f} GB: {held / GB:.1f} for weights, gradients and optimizer"
     )
+    stage.say(f"{takes}; up to {tokens:,} tokens per forward, the longest row has {longest:,}")
 
 
 def bytes_to_come(engine: Engine) -> int:
