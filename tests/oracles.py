@@ -42,6 +42,12 @@ def whiten(x, mask):
     return out
 
 
+def pairs_of(ranks):
+    """All (winner, loser) of one list of ranks: 0 best, equal a tie, -1 absent."""
+    present = [i for i in range(len(ranks)) if ranks[i] >= 0]
+    return [(i, j) for i in present for j in present if ranks[i] < ranks[j]]
+
+
 def smoothed_loss(difference, eps):
     """Mitchell 2023, eq. 3: -(1 - eps) log sigmoid(x) - eps log sigmoid(-x)."""
     return (1 - eps) * np.logaddexp(0.0, -difference) + eps * np.logaddexp(0.0, difference)

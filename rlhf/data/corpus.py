@@ -271,6 +271,10 @@ class PackedCorpus:
         """The id of `<|endoftext|>`: a token is a separator if and only if it equals this."""
         return self.meta["separator"]
 
+    @property
+    def sha256(self) -> dict[str, str]:
+        return {f"{split}.bin": self.meta["splits"][split]["sha256"] for split in _SPLITS}
+
     def token_count(self, split: str) -> int:
         """Tokens of a split, separators included."""
         return self.meta["splits"][split]["tokens"]

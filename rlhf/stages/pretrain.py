@@ -37,7 +37,7 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress
 from rlhf.runs.sources import hash_sources, kinds_read, need_source
 from rlhf.runs.stage import Stage, open_stage
-from rlhf.system.files import write_json
+from rlhf.system.files import sha256_file, write_json
 from rlhf.system.processes import on_first_rank
 from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, train
@@ -141,7 +141,10 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int
 
     def ensure() -> None:
         with contextlib.suppress(UserError):  # not packed yet, or not whole
-            if PackedCorpus.load(folder).meta["tokenizer"] == tokenizer_hash(tokenizer):
+            corpus = PackedCorpus.load(folder)
+            if corpus.sha256 != {name: sha256_file(folder / name) for name in corpus.sha256}:
+                stage.say(f"{folder}: changed since it was packed: packing it again")
+            elif corpus.meta["tokenizer"] == tokenizer_hash(tokenizer):
                 return
         with Progress(None, "pretrain: packing", unit="token") as bar:
             pack(stage.config, tokenizer, length, folder, bar)

@@ -1,6 +1,8 @@
 """Pretraining: what is refused, schedules, mixtures, and the blocks of other papers."""
 
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from rlhf.data.corpus import PackedCorpus
 from rlhf.engines.sampling import sample
 from rlhf.planning.formulas import make_shape
 from rlhf.runs.run_files import read_jsonl
-from rlhf.stages.pretrain import pretrain_schedule
+from rlhf.stages.pretrain import load_or_pack, pretrain_schedule
 
 
 def test_the_schedules_of_the_papers():
@@ -39,6 +41,19 @@ def test_a_mixture_by_weight(gold_run, tmp_path, capsys):
     assert [source["drawn"] for source in sources] == [12288, 4096] and sources[1]["epochs"] > 1
     for source in sources:
         assert f"{source['name']}: {source['share']:.1%} of them, {source['epochs']:.2f} epochs of its" in told
+
+
+def test_a_packed_corpus_that_was_changed_is_packed_again(gold_run, tmp_path):
+    folder = gold_run.folder / "pretrain" / "corpus"
+    shutil.copytree(folder, tmp_path / "corpus")
+    data = bytearray((folder / "train.bin").read_bytes())
+    data[100] ^= 1
+    (tmp_path / "corpus" / "train.bin").write_bytes(data)
+    told: list[str] = []
+    stage = SimpleNamespace(folder=tmp_path, say=told.append, config=gold_run.config())
+    load_or_pack(stage, gold_run.tokenizer(), 64)
+    assert (tmp_path / "corpus" / "train.bin").read_bytes() == (folder / "train.bin").read_bytes()
+    assert len(told) == 1 and "packing it again" in told[0]
 
 
 TWINS = {
