@@ -175,7 +175,9 @@ def _read_config(source: str, folder: Path, gguf: dict[str, str]) -> Any:
     problems = {
         writes_none: classifier or masked or is_encoder(config),
         "has an encoder: give a decoder-only model": config.is_encoder_decoder,
-        "reads more than text: give a model of text alone": config.get_text_config() is not config,
+        # transformers refuses the question of an encoder and a decoder that are both of text
+        "reads more than text: give a model of text alone": not config.is_encoder_decoder
+        and config.get_text_config() is not config,
         "is quantised: give the checkpoint in full precision": not gguf
         and getattr(config, "quantization_config", None),
     }

@@ -118,9 +118,8 @@ def run(config: Config) -> None:
                 episodes = update * settings.episodes_per_update
                 loop.tracker.log(metrics, step=update, episodes=episodes, tokens=state.tokens)
                 loop.tokens, loop.notes["kl"] = state.tokens, state.kl.state_dict()
-                if (
-                    "eval/dev/scores" in metrics
-                ):  # for checkpoints.keep_best: by the setting, since an adaptive coefficient changes
+                # for checkpoints.keep_best: by the setting, since an adaptive coefficient changes
+                if "eval/dev/scores" in metrics:
                     loop.figure = metrics["eval/dev/scores"] - config.kl.coef * metrics["eval/dev/kl"]
                 kl, length = metrics["objective/kl"], metrics["rollout/response_len"]
                 loop.bar.update(1, reward=metrics["objective/scores"], KL=kl, length=length)
@@ -246,12 +245,10 @@ def measure_update(parts: Parts) -> tuple[float, Rollout]:
 def say_lengths(config: Config, rollout: Rollout, say: Callable[[str], None]) -> None:
     """The lengths of the policy's responses; a warning if more than MOST_CUT of them are cut."""
     limit, cut = config.rollout.max_new_tokens, 1 - rollout.ended.float().mean().item()
-    half, most = (
-        rollout.response_mask.sum(1).float().quantile(torch.tensor([0.5, 0.95], device=rollout.ended.device)).tolist()
-    )
-    say(
-        f"responses have {half:.0f} tokens, 95% at most {most:.0f}; {cut:.0%} are cut at rollout.max_new_tokens={limit}"
-    )
+    lengths = rollout.response_mask.sum(1).float()
+    half, most = (lengths.quantile(share).item() for share in (0.5, 0.95))
+    told = f"responses have {half:.0f} tokens in the median, {most:.0f} at 95%"
+    say(f"{told}; {cut:.0%} are cut at rollout.max_new_tokens={limit}")
     if cut > MOST_CUT and config.ppo.missing_eos_rule != "none":
         remedy = f"set rollout.max_new_tokens={2 * limit}, or train SFT on shorter demonstrations"
         say(f"warning: ppo.missing_eos_rule lowers the scores of responses that are cut: {remedy}")

@@ -61,9 +61,8 @@ def choose_device(config: Config) -> torch.device:
     device = ("cuda" if there["cuda"] else "cpu") if config.device == "auto" else config.device
     if not there[device]:
         raise UserError(f"device={device}: torch sees no such GPU here: use device=auto or device=cpu")
-    if (
-        device == "cuda"
-    ):  # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
+    # cuDNN's attention plans anew for each shape, and gave NaN gradients with masks (pytorch#196678)
+    if device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(device)
 

@@ -179,6 +179,8 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     refuse("quantised", quantization_config={"quant_method": "gptq", "bits": 4})
     wide = {"hidden_size": 32}
     refuse("reads more than text", model_type="gemma3", text_config=wide, vision_config=wide)
+    parts = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+    refuse("has an encoder", model_type="musicgen", **parts, decoder={"model_type": "musicgen_decoder"})
     refuse("code of its own", model_type="new", auto_map={"AutoConfig": "new.NewConfig"})
     refuse("no readable configuration", model_type="unheard-of")
     for source in (tmp_path / "nowhere", "./model.gguf", "some/thing/else"):
