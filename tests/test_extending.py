@@ -137,7 +137,7 @@ def test_a_wrong_estimator_is_one_line(tmp_path, name, message):
 
 
 @torch.no_grad()
-def test_an_architecture_from_a_file_runs_natively_and_is_exported(tmp_path, monkeypatch):
+def test_an_architecture_from_a_file_runs_natively_and_is_exported(tmp_path, monkeypatch, refused):
     [code] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "seed_oss" in block]
     (tmp_path / "seed_oss.py").write_text(code)
     monkeypatch.setitem(ARCHITECTURES, "seed_oss", None)  # removed again at the test's end
@@ -161,3 +161,8 @@ def test_an_architecture_from_a_file_runs_natively_and_is_exported(tmp_path, mon
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again) is transformers.SeedOssForCausalLM
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in theirs.state_dict().items())
+    del ARCHITECTURES["seed_oss"]
+    (tmp_path / "wrong.py").write_text(code.replace("qkv_bias=True", "qkv_bias=True, qk_norm=True"))
+    words = [f"plugins={tmp_path}/wrong.py:register", f"model.pretrained={tmp_path}/hf", "tracking=jsonl", "device=cpu"]
+    told = refused("pretrain", f"runs_dir={tmp_path}", "run=y", "parents.tokenizer=x", *words)
+    assert "seed_oss names a tensor that the checkpoint lacks" in told and "q_norm" in told

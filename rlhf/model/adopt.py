@@ -175,7 +175,11 @@ def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any,
         return model, "model.native=false"
     reason = "; ".join(why_not_native(checkpoint.config))
     if not reason:
-        ours = from_transformers(model)
+        try:
+            ours = from_transformers(model)
+        except KeyError as error:  # a row of the user's own
+            row = f"the architecture's row of {checkpoint.config.model_type} names a tensor that the checkpoint lacks"
+            raise UserError(f"model.pretrained={checkpoint.source}: {row}, {error}: correct the row") from None
         difference = compare_logits(model, ours)
         if difference <= TOLERANCE:
             return ours, ""
