@@ -126,13 +126,18 @@ def calibration_error(curve: Sequence[Figures]) -> float:
 
 
 def describe_reward_model(results: Figures) -> list[str]:
-    agreed = {name: show(figure) for name, figure in results["agreement"].items()}
-    known, length = f"training labelers agree on {agreed['training']}", results["length_baseline"]
-    lines = [f"reward model accuracy {show(results['accuracy'])}; {known}; length alone {length:.3f}"]
+    agreed = {name: show_agreement(figure) for name, figure in results["agreement"].items()}
+    bounds = f"length alone {results['length_baseline']:.3f}, labelers' agreement {agreed['training']}"
+    lines = [f"reward model accuracy {show(results['accuracy'])}; {bounds}"]
     if "held_out_labelers" in results:
         theirs = show(results["held_out_labelers"]["accuracy"])
-        lines.append(f"on held-out labelers {theirs}, who agree on {agreed['held_out']}")
+        lines.append(f"on held-out labelers {theirs}; their agreement {agreed['held_out']}")
     return lines
+
+
+def show_agreement(figure: Figures) -> str:
+    """As `show`; without an item that two labelers judged it is not known."""
+    return "not known" if figure["value"] is None else show(figure)
 
 
 # --- in the gold world ---------------------------------------------------------------------------------------------

@@ -35,9 +35,8 @@ Scores = list[list[float]]  # a list per item or prompt
 
 RESPONSES_TOGETHER = 64  # rows per forward of a policy's log-probs, or of features
 DECAYS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)  # lambda of `fit_head`
-MIX_DECAY = (
-    0.01  # of the mix's weights, which otherwise settle on one layer; chosen on one seed of docs/studies/sentiment.md
-)
+# Of the mix's weights, which otherwise settle on one layer; chosen on one seed of docs/studies/sentiment.md
+MIX_DECAY = 0.01
 FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the prompts
 
 

@@ -142,9 +142,8 @@ def make_passages(
     for split, count in counts.items():
         for key, text in itertools.islice(chosen, count):
             places = ends(text)
-            spaces = [
-                i for i in range(least, most + 1) if text[places[i - 1]] == " "
-            ]  # the token after it begins a word
+            # Where the token after it begins a word.
+            spaces = [i for i in range(least, most + 1) if text[places[i - 1]] == " "]
             last = random.Random(f"passage-{seed}-{key}").choice(spaces or [most])
             place = places[last - 1]
             yield split, text[:place], text[place : places[last + after - 1]]  # with the space that begins it

@@ -179,7 +179,8 @@ def make_figure(chart: Chart, points: Points, marks: Sequence[Mark] = (), rest: 
         xs, ys = points[metric]
         series.append(Series(label if len(metrics) > 1 else "", xs, ys, colour, dots=len(xs) <= DOTS_UP_TO))
     known = {metric: row for metric, _ in metrics if (row := find(metric))}
-    unit = next((row.unit for row in known.values() if row.unit.lower() not in chart.title.lower()), "")
+    unit = known[metrics[0][0]].unit if metrics[0][0] in known else ""
+    unit = unit if unit.lower() not in chart.title.lower() else ""
     meaning = "; ".join(f"{metric}: {row.meaning}" for metric, row in known.items())
     return Picture(chart.title, series, marks, unit=unit, meaning=meaning, half=chart.half, rest=rest)
 

@@ -175,9 +175,8 @@ class Labelling:
         if not isinstance(name, str) or labeler is None:
             return
         task, table = self.tasks.get(name), self.ranked if record.kind == "ranking" else self.demonstrated
-        if (
-            answers_alike(record, task) if task else records.check_of(record)
-        ):  # not of an earlier draw under the same name
+        counts = answers_alike(record, task) if task else records.check_of(record)
+        if counts:  # and is not of an earlier draw under the same name
             table[name][labeler] = record
 
     # ------------------------------------------------------------------------------------------------- ranking
@@ -353,6 +352,8 @@ class Labelling:
                 before = self.demonstrated[task.id].get(labeler)
                 if before is not None and before.metadata["submission"] != request.submission:
                     raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
+            elif request.edited is not None:
+                raise RefusedError(400, "want a response of the task", "edited")
             record = self.file.append(record)
             self._count(record)
             return record

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +62,13 @@ class ServedModel:
 
 
 Models = dict[str, ServedModel]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
 def served_models(
     config: Config, folder: Path, stages: list[str] | None, rows: int
-) -> Iterator[tuple[Models, AbstractContextManager[Any]]]:
+) -> Iterator[tuple[Models, Context]]:
     """The named stages of a run, or all finished ones, loaded for batches of `rows` responses; and the context in which they run.
 
     Raises: UserError if the run has none.
@@ -86,7 +87,7 @@ def served_models(
                 weights.enter_context(packed(policy, rows))
                 policy_id = f"{name}@{run.record(stage)['hash'][:8]}"
                 models[name] = ServedModel(name, run, policy, run.tokenizer, policy_id, run.max_new_tokens(stage))
-        yield models, inference(config, device)
+        yield models, partial(inference, config, device)
 
 
 # --------------------------------------------------------------------------------------------- requests
@@ -239,23 +240,15 @@ class Queue:
 class ModelThread:
     """Runs models, at most `rows` responses of each at a time; up to `limit` more wait.
 
-    most_tokens: the largest max_tokens of a request. context: in which the models run.
+    most_tokens: the largest max_tokens of a request. context: in which the models run, entered and left in their thread.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        rows: int,
-        limit: int,
-        most_tokens: int,
-        context: AbstractContextManager[Any] | None = None,
-    ):
+    def __init__(self, models: Models, rows: int, limit: int, most_tokens: int, context: Context = nullcontext):
         self.models, self.rows, self.limit, self.most_tokens = models, rows, limit, most_tokens
         self.lock = threading.Lock()  # of what follows
         self.queues = {name: Queue(one.policy, rows, self.lock) for name, one in models.items()}
         self.calls, self.drawing = 0, False
-        self.context = context or nullcontext()  # kept, since what enters it leaves it when it is collected
-        self.thread = ThreadPoolExecutor(1, "models", self.context.__enter__)
+        self.context, self.thread = context, ThreadPoolExecutor(1, "models")
 
     def __len__(self) -> int:
         """The number of responses that run or wait."""
@@ -283,9 +276,10 @@ class ModelThread:
 
     def _step(self) -> None:
         """One token of all, then what was called meanwhile, then the next step."""
-        for queue in self.queues.values():
-            if len(queue):
-                queue.step()
+        with self.context():
+            for queue in self.queues.values():
+                if len(queue):
+                    queue.step()
         with self.lock:
             self.drawing = len(self) > 0
             if self.drawing:
@@ -297,7 +291,7 @@ class ModelThread:
             raise full()
         self.calls += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self.thread, self._call, function, *arguments)
         except UserError:
             raise
         except Exception as error:
@@ -305,6 +299,10 @@ class ModelThread:
             raise RefusedError(500, FAILED) from None
         finally:
             self.calls -= 1
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        with self.context():
+            return function(*arguments)
 
     def stop(self) -> None:
         """End the thread after its present step."""

@@ -204,7 +204,7 @@ async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labele
     again = await clients["anna"].post("/api/demonstrate", json=said | {"submission": "second-tab"})
     assert again.status_code == 409 and "you have written" in again.json()["error"]["message"]
     wrongs = ({"messages": ASKED}, 400, "messages"), ({"edited": "z"}, 400, "edited"), ({"task": "none"}, 404, "task")
-    for wrong, status, name in wrongs:
+    for wrong, status, name in (*wrongs, ({"task": None, "edited": "a"}, 400, "edited")):
         found = await clients["ben"].post("/api/demonstrate", json=said | wrong | {"submission": "of-ben-00"})
         assert found.status_code == status and found.json()["error"]["param"] == name
     await write("ben", "of-ben-01")

@@ -1,6 +1,8 @@
 """The API through the official client, on a small gold run."""
 
 import asyncio
+import threading
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -11,6 +13,7 @@ from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import ServerReward
 from rlhf.serving import openai_api
 from rlhf.serving.app import make_app
+from rlhf.serving.models import ModelThread
 from tests.serving.conftest import access, emptied, make_labelling, serving
 from tests.stages.test_generate import generated, prompts  # noqa: F401 (a fixture)
 
@@ -166,6 +169,21 @@ async def test_a_model_that_fails_answers_and_goes_on(thread, client, monkeypatc
     failed = await client.post("/v1/chat/completions", json=body)
     assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_models_run_in_a_context_that_their_thread_enters_and_leaves():
+    passed = []
+
+    @contextmanager
+    def context():
+        passed.append(threading.current_thread())
+        yield
+        passed.append(threading.current_thread())
+
+    thread = ModelThread({}, 1, 1, 64, context)
+    assert await thread.call(lambda: [*passed, threading.current_thread()]) == passed[:1] * 2
+    thread.stop()
+    assert passed == passed[:1] * 2 != [threading.current_thread()] * 2
 
 
 def test_scores_are_the_reward_models(server, gold_run):

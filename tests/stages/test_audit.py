@@ -13,6 +13,7 @@ from rlhf.data.encoding import Item, Judgement
 from rlhf.errors import UserError
 from rlhf.evaluation import audit as attacks
 from rlhf.evaluation.audit import ATTACKS, CEILING, COLLECT, GO, Audit, Audited, decide
+from rlhf.evaluation.reward_report import describe_reward_model
 from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 
@@ -145,6 +146,17 @@ def test_a_rule_decides(changed, decision, labels, ceiling):
     assert labels is None or labels in "; ".join(found["labels"])
     assert found["ceiling"] == (None if ceiling is None else pytest.approx(ceiling, abs=0.006))  # rounded to 2 decimals
     assert any(found["decision"] in line for line in attacks.describe_audit(GOOD._replace(**changed), found))
+
+
+def test_an_agreement_that_nobody_measured_is_not_known():
+    for agreement, told in (
+        (figure(0.72, 0.69, 0.75), "0.720 [0.690, 0.750]"),
+        ({"value": None, "ci95": None}, "not known"),
+    ):
+        figures = compared(agreement={"training": agreement})
+        bounds = f"length alone 0.550, labelers' agreement {told}"
+        assert bounds in attacks.describe_audit(GOOD._replace(comparisons=figures), decide(GOOD))[0]
+        assert describe_reward_model(figures)[0].endswith(bounds)
 
 
 def test_the_stage_writes_its_audit_by_the_documented_rules(gold_run):

@@ -254,7 +254,8 @@ def test_a_stages_own_settings_count_before_its_configuration(tmp_path: Path) ->
 
 def test_runs_with_shared_parents_are_complete(tmp_path: Path) -> None:
     base = make_run(tmp_path / "base")
-    (base / "reward/audit.json").write_text(json.dumps({"verdict": {"decision": "collect more labels"}}))
+    verdict = {"decision": "collect more labels", "labels": ["<any>", "kind"], "reasons": ["few pairs", "another"]}
+    (base / "reward/audit.json").write_text(json.dumps({"verdict": verdict}))
     run = tmp_path / "first"
     lent = {stage: "base" if stage != "reward" else str(base) for stage in ("tokenizer", "pretrain", "sft", "reward")}
     make_stage(run, "ppo", config={"parents": lent})
@@ -262,7 +263,7 @@ def test_runs_with_shared_parents_are_complete(tmp_path: Path) -> None:
     (run / "evaluate/results.json").write_text(json.dumps({"kl_to_sft_nats": 3.75}))
     text = page_of(run)
     assert "6 of 6 stages complete" in text and "of another run" not in text and "3.75" in text
-    assert "audit: collect more labels." in text
+    assert "audit: collect more labels.</b> &lt;any&gt;; kind; few pairs <a" in text
 
 
 def test_a_sweep_is_compared_by_its_evaluations_if_all_runs_have_one(tmp_path: Path) -> None:
@@ -329,6 +330,12 @@ def test_each_curve_has_a_colour_of_its_own() -> None:
     assert figure is not None
     assert [(s.label, s.colour) for s in figure.series] == [("score", 0), ("KL", 1)]
     ElementTree.fromstring(draw_svg(figure))
+
+
+def test_a_chart_has_the_unit_of_its_first_metric() -> None:
+    points = {name: ([1.0, 2.0], [3.0, 4.0]) for name in ("distill/loss", "sft/loss", "eval/dev/loss")}
+    pictures = (make_figure(Chart("Loss", (name, "eval/*/loss")), points) for name in ("distill/loss", "sft/loss"))
+    assert [picture and picture.unit for picture in pictures] == ["", "nats"]
 
 
 def test_scores_against_kl_join_by_step_and_no_metric_is_lost():
