@@ -335,7 +335,7 @@ def test_each_curve_has_a_colour_of_its_own() -> None:
 def test_a_chart_has_the_unit_of_its_first_metric() -> None:
     points = {name: ([1.0, 2.0], [3.0, 4.0]) for name in ("distill/loss", "sft/loss", "eval/dev/loss")}
     pictures = (make_figure(Chart("Loss", (name, "eval/*/loss")), points) for name in ("distill/loss", "sft/loss"))
-    assert [picture and picture.unit for picture in pictures] == ["", "nats"]
+    assert [picture and picture.unit for picture in pictures] == ["", "nats per token"]
 
 
 def test_scores_against_kl_join_by_step_and_no_metric_is_lost():
