@@ -215,6 +215,7 @@ def test_a_deepspeed_file_is_added_to_ours(tmp_path):
     more = {
         "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
         "wall_clock_breakdown": True,
+        "amp": None,
     }
     plain = deepspeed_settings(compose_config(["deepspeed=zero3"]), bfloat16=True)
     found = deepspeed_settings(

@@ -202,7 +202,7 @@ def _read_licence(folder: Path, gguf: dict[str, str]) -> str | None:
         return str(field.contents()) if field is not None else None
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    stated = re.match(r"---\n(?:(?!---).*\n)*?license:\s*(\S+)", text)
+    stated = re.match(r"---\n(?:(?!---).*\n)*?license:[ \t]*(\S+)", text)
     return stated[1].strip("'\"") if stated else None
 
 

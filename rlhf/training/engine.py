@@ -415,9 +415,11 @@ def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
             old = mine.get(key)
             if isinstance(old, dict) and isinstance(value, dict):
                 merged[key] = merge(old, value, f"{prefix}{key}.")
-            elif value not in ("auto", old) and (key in mine or key in DECIDED_HERE):
+            elif value in ("auto", old):  # null says nothing either
+                continue
+            elif key in mine or key in DECIDED_HERE:
                 conflicts.append(prefix + key)
-            elif value != "auto":
+            else:
                 merged[key] = value
         return merged
 

@@ -46,6 +46,8 @@ def test_a_checkpoint_is_described_before_it_is_loaded(tmp_path):
     assert found.parameters == sum(p.numel() for p in model.parameters())
     assert (found.licence, found.dtype, found.context) == ("apache-2.0", "float32", 48)
     assert found.describe().endswith("licence apache-2.0; runs natively")
+    (tmp_path / "README.md").write_text("---\nlicense:\ntags: [x]\n---\n")
+    assert read_checkpoint(tmp_path).licence is None
     [(name, digest)] = adopt(tmp_path, say=[].append).record["sha256"].items()
     assert name == "model.safetensors" and len(digest) == 64
 
