@@ -130,7 +130,7 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         drawn = [await openai_api.chat_prompt(model, messages) for model in models]
         prompts = [(model, ids, (*key, place)) for place, (model, ids, key) in enumerate(drawn)]  # each its own numbers
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
-        return openai_api.stream(completion, comparison_events(labelling, labeler, messages, completion))
+        return openai_api.EventStream(completion, comparison_events(labelling, labeler, messages, completion))
 
     return router
 

@@ -19,7 +19,7 @@ from rlhf.data.chat_template import encode_prompt
 from rlhf.data.records import Message, Text
 from rlhf.data.splits import prompt_key
 from rlhf.serving.models import Chunk, Completion, ModelThread, ServedModel
-from rlhf.serving.security import Receive, RefusedError
+from rlhf.serving.security import Receive, RefusedError, Scope, Send
 
 MOST_RESPONSES = 16  # n
 CHARACTERS = 32  # per token of the context: a longer text is refused before it is encoded, which takes time and memory
@@ -145,7 +145,7 @@ def make_router(thread: ModelThread) -> APIRouter:
         )
         form = Form(completion, asked)
         if asked.stream:
-            return stream(completion, form.events())
+            return EventStream(completion, form.events())
         async with freed(completion, request.receive):
             return JSONResponse(form.whole(await completion.whole()))
 
@@ -224,19 +224,27 @@ def event(body: Reply) -> str:
     return f"data: {to_json(body)}\n\n"
 
 
-def stream(completion: Completion, events: AsyncIterator[str]) -> Response:
+class EventStream(StreamingResponse):
     """A response of server-sent events, which frees the places of the completion however it ends."""
 
-    async def freeing() -> AsyncIterator[str]:
-        try:
-            async for text in events:
-                yield text
-        except RefusedError as error:
-            yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
-        finally:
-            completion.close()
+    def __init__(self, completion: Completion, events: AsyncIterator[str]):
+        super().__init__(with_error(events), media_type="text/event-stream")
+        self.completion = completion
 
-    return StreamingResponse(freeing(), media_type="text/event-stream")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.completion.close()
+
+
+async def with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events; if the models fail, the last one says so."""
+    try:
+        async for text in events:
+            yield text
+    except RefusedError as error:
+        yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -169,6 +170,23 @@ async def test_a_model_that_fails_answers_and_goes_on(thread, client, monkeypatc
     failed = await client.post("/v1/chat/completions", json=body)
     assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_a_stream_that_never_begins_frees_its_places():
+    closed, completion = [], SimpleNamespace(close=lambda: closed.append(True))
+
+    async def events():
+        yield "data: x"
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(10)
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    await asyncio.wait_for(openai_api.EventStream(completion, events())(scope, receive, send), 5)
+    assert closed
 
 
 async def test_models_run_in_a_context_that_their_thread_enters_and_leaves():
