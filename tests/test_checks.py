@@ -81,6 +81,7 @@ def test_every_setting_accepts_its_default_and_refuses_what_no_setting_of_its_ty
         for value in ("a\0b", ["a", "a\0b"], {"a\0b": 1}):
             nul = f"{key}: contains a NUL character, which no path can contain: leave it out"
             assert stated.problem(key, value) == nul
+        assert "NUL" not in (stated.problem(key, r"a\x00b") or "")  # the four characters
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from hydra.core.config_store import ConfigStore
 
 import rlhf
 from rlhf import cli
@@ -94,6 +95,12 @@ def test_every_commands_help_runs(command, capsys):
 
 
 # --- A run remembers its settings ---
+
+
+def test_hydra_is_as_before_after_settings_are_composed():
+    """A Hydra application that composes ours still needs its launcher, sweeper and logging."""
+    compose_config(["seed=1"])
+    assert ConfigStore.instance().load("hydra/config.yaml").node.defaults
 
 
 @pytest.fixture

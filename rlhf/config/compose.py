@@ -278,14 +278,16 @@ def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[An
 def compose_config(overrides: list[str], command: str = "") -> Any:
     """The `Config` (or the command's own schema) that these overrides give. Raises: UserError if Hydra refuses them."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     name = command if command in SCHEMAS else "config"  # of the file under conf/
-    register_schema(name)
-    running = GlobalHydra.instance().hydra  # of a caller that is a Hydra application
-    GlobalHydra.instance().hydra = None
+    bare, place = register_schema(name), ConfigStore.instance().repo["hydra"]
+    # of a caller that is a Hydra application
+    running, usual = GlobalHydra.instance().hydra, place["config.yaml"]
+    GlobalHydra.instance().hydra, place["config.yaml"] = None, bare
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(name, overrides=overrides)
@@ -295,19 +297,20 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     except RecursionError:
         raise UserError("the YAML files named here include each other in their `defaults`: take one out") from None
     finally:
-        GlobalHydra.instance().hydra = running  # initialize_config_dir leaves another instance
+        GlobalHydra.instance().hydra, place["config.yaml"] = running, usual
 
 
 @functools.cache
-def register_schema(name: str) -> None:
-    """Tell Hydra the schema of a primary configuration: "config", or a command that has its own."""
+def register_schema(name: str) -> Any:
+    """Tell Hydra the schema of a primary configuration: "config", or a command that has its own. Returns a configuration of Hydra itself
+    without its own groups (launcher, sweeper, logging, help), which no command uses and which would double the time to compose.
+    """
     from hydra.conf import HydraConf
-    from hydra.core.config_store import ConfigStore
+    from hydra.core.config_store import ConfigNode, ConfigStore
+    from omegaconf import OmegaConf
 
-    store = ConfigStore.instance().store
-    store(name=f"{name}_schema" if name in SCHEMAS else "schema", node=schema_of(name))
-    # Hydra's own groups (launcher, sweeper, logging, help), which no command uses, would double the time to compose
-    store(group="hydra", name="config", node=HydraConf(defaults=[]), package="hydra", provider="rlhf")
+    ConfigStore.instance().store(name=f"{name}_schema" if name in SCHEMAS else "schema", node=schema_of(name))
+    return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), None, "hydra", "rlhf")
 
 
 def to_settings(composed: Any) -> Any:

@@ -142,7 +142,7 @@ class Setting:
 
     def problem(self, key: str, value: Any) -> str | None:
         """What is wrong with a value, in words, or None."""
-        if "\\x00" in repr(value):  # which YAML can write as "\\0", also in a list
+        if "\\x00" in repr(value).replace("\\\\", ""):  # which YAML can write as "\\0", also in a list
             return f"{key}: contains a NUL character, which no path can contain: leave it out"
         if self.fits(value):
             return None

@@ -173,9 +173,8 @@ class Judgement:
     labeler: str | None
     pairs: list[tuple[int, int]]  # (better, worse), each once
     weight: float = 1.0  # of the labeler
-    gap_of: Mapping[tuple[int, int], int | None] = field(
-        default_factory=dict
-    )  # rank difference of a pair; None without ranks
+    # the rank difference of each pair; None without ranks
+    gap_of: Mapping[tuple[int, int], int | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

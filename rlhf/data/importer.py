@@ -35,7 +35,8 @@ from rlhf.system.terminal import one_line
 SHOWN_REJECTS = 20
 KEPT_BYTES = 1 << 20  # of a rejected row
 _Name = tuple[str, str | None]  # of a record, or of an item: its id and the labeler
-_Items = dict[_Name, list[tuple[int, Row, Ranking]]]  # the index of a row, the row, and its judgement
+# The index of a row, the row, its judgement, and whether the file gives that an id.
+_Items = dict[_Name, list[tuple[int, Row, Ranking, bool]]]
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 ROW_COUNTS = ("input", *_RESULTS.values())
 
@@ -110,7 +111,7 @@ class Importer:
             for record, stored in checked:
                 item = record.metadata.get("item") if source.joins else None
                 if isinstance(record, Ranking) and isinstance(item, str):
-                    items.setdefault((item, record.labeler), []).append((len(results), row, record))
+                    items.setdefault((item, record.labeler), []).append((len(results), row, record, own_id))
                 else:
                     result = min(result, self._take(record, stored, own_id, source))
             if row.problem:
@@ -179,15 +180,15 @@ class Importer:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
         for (item, labeler), members in items.items():
             try:
-                joined = join_rankings_of_item([record for _, _, record in members])
-                result = self._take(joined, to_line(joined), False, source)
-                for at, _, _ in members:
+                joined = join_rankings_of_item([record for _, _, record, _ in members])
+                result = self._take(joined, to_line(joined), members[0][3], source)
+                for at, *_ in members:
                     results[at] = min(results[at], result)
             except BadRow as error:
                 by = f" by {one_line(labeler, 60)}" if labeler is not None else ""
                 message = error.message.removeprefix(f"{error.field}: ")
                 said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
-                for row in {at: row for at, row, _ in members}.values():
+                for row in {at: row for at, row, *_ in members}.values():
                     self._reject(row._replace(field=error.field, problem=said))
 
     def _divide(self) -> dict[str, dict[str, int]]:

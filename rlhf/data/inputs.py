@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -192,6 +192,16 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: P
             yield from _files_below(path, suffixes, imports, root)
 
 
+def holds_lines(path: Path) -> bool:
+    """Whether a .json file has an object on its first line and more after it, so that it is read as JSON Lines."""
+    with open_bytes(path) as file:
+        first = next(filter(bytes.strip, iter(lambda: file.readline(MAX_RECORD_BYTES), b"")), b"")
+        with suppress(ValueError, RecursionError):
+            is_object = isinstance(json.loads(first.decode("utf-8-sig", "surrogateescape")), dict)
+            return is_object and bool(file.read(1 << 16).strip())
+    return False
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -250,19 +260,17 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row]:
 
 
 def read_values(file: IO[bytes], name: str) -> Iterator[Row]:
-    """The items of a JSON array, a single object, or JSON Lines. Raises: UserError for a damaged file, or above MAX_ARRAY_BYTES."""
+    """The items of a JSON array, or a single object. Raises: UserError if the file is damaged, or larger than MAX_ARRAY_BYTES."""
     content = file.read(MAX_ARRAY_BYTES + 1)
     if len(content) > MAX_ARRAY_BYTES:
         raise UserError(f"{name}: above {MAX_ARRAY_BYTES >> 20} MB: write it as JSON Lines, one object per line")
     text = content.decode("utf-8", "surrogateescape")
+    del content
     try:
         items = _DECODER.decode(text) if text.strip() else []
         if is_deep(items):
             raise ValueError(_TOO_DEEP)
     except (ValueError, RecursionError) as error:
-        if text.lstrip().startswith("{") and str(error).startswith("Extra data"):
-            yield from read_lines(io.BytesIO(content), name)
-            return
         reason = _TOO_DEEP if isinstance(error, RecursionError) else one_line(error, 200)
         raise UserError(f"{name}: damaged JSON ({reason}): correct it or download it again") from error
     for number, value in enumerate(items if isinstance(items, list) else [items], start=1):

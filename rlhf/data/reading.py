@@ -22,6 +22,7 @@ from rlhf.data.inputs import (
     Row,
     Source,
     has_suffix,
+    holds_lines,
     open_bytes,
     printable_path,
     read_lines,
@@ -60,7 +61,8 @@ def read_rows(source: Source) -> Iterator[Row]:
         with open_bytes(path, source) as file:
             if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
                 file.read(3)
-            yield from read_lines(file, name) if suffix == ".jsonl" else read_values(file, name)
+            as_lines = suffix == ".jsonl" or holds_lines(path)
+            yield from read_lines(file, name) if as_lines else read_values(file, name)
     elif suffix in (".csv", ".tsv"):
         yield from read_delimited(path, suffix, source)
     elif suffix == ".parquet":

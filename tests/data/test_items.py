@@ -49,7 +49,10 @@ def test_an_item_grows_no_larger_than_fits_a_forward(tokenizer, monkeypatch):
     assert [j.labeler for item in items for j in item.judgements] == list("01234")
 
 
-def test_equal_answers_say_nothing(tokenizer):
+def test_gaps_are_differences_of_rank_and_equal_answers_say_nothing(tokenizer):
+    [item], _ = make_items([ranking("c", "a", "b"), ranking(ranking=None, pairs=[["a", "b"]])], tokenizer, 64, 32)
+    ranked, paired = item.judgements
+    assert ranked.gap_of == {(0, 1): 1, (2, 0): 1, (2, 1): 2} and paired.gap_of == {(0, 1): None}
     same = ranking("a", "b", "c", texts=("Blue.", "Blue.", "Red."))
     [item], _ = make_items([same], tokenizer, 64, 32)
     assert len(item.rows) == 2 and item.pairs() == [(0, 1)]

@@ -33,6 +33,8 @@ def test_prompts_come_from_any_record_once(write_jsonl):
         ("r", "prompt", {}),
     ]
     assert prompts[0].user == "u" and sum(file.rows for file in info) == 4
+    [form] = load_prompts(write_jsonl([{"prompt": "Who?", "metadata": "of a form"}]))[0]
+    assert form.metadata == {"metadata": "of a form"}
 
 
 CHAT = [

@@ -73,6 +73,8 @@ def test_an_array_gives_its_objects_and_rejects_what_is_none(read, indent):
 def test_a_json_file_can_hold_lines_or_one_object(read):
     assert values(read('{"a": 1}\n{"a": 2}\n', "a.json")) == [{"a": 1}, {"a": 2}]
     assert values(read('{"a":\n 1}', "a.json")) == [{"a": 1}]
+    bad, good = read('{"a": 1, "a": NaN}\n{"a": 2}\n', "a.json")
+    assert bad.problem and bad.original() == b'{"a": 1, "a": NaN}' and good.value == {"a": 2}
 
 
 @pytest.mark.parametrize("end", ["", ', {"a": ', ', {"a": NaN}]', ' {"a": 2}]', "] x"])

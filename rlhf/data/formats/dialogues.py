@@ -224,7 +224,8 @@ def from_trl(row: Values) -> Made:
             rest |= {"answer": more} if more else {}
         yield _demonstration(with_system(system, prompt), answer, rest)
     else:
-        user, inner = rest.pop("user", None), rest.pop("metadata", None) or {}
+        user = rest.pop("user", None)
+        inner = rest.pop("metadata") if isinstance(rest.get("metadata"), dict) else {}
         yield {"kind": "prompt", "prompt": with_system(system, prompt), "user": user, "metadata": inner | rest}
 
 

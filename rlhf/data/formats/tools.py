@@ -61,11 +61,13 @@ def _scored(scores: dict[str, float]) -> tuple[dict[str, Any], dict[str, float]]
 
 
 def _named(control: str, names: list[str]) -> int | None:
-    """Which response a control or a question is about: the one whose name it contains, else by the number or letter at its end."""
-    low, end = control.strip().lower(), name_end(control)
+    """Which response a control, a question or an option means: by its name, else by the number or letter at its end."""
+    low, end, every = control.strip().lower(), name_end(control), list(enumerate(names))
     ways = (
-        [i for i, name in enumerate(names) if len(name) > 1 and name.lower() in low],
-        [i for i, name in enumerate(names) if end and end in (name_end(name), str(i + 1), chr(ord("a") + i))],
+        [i for i, name in every if name.lower() == low],
+        [i for i, name in every if len(name) > 1 and name.lower() in low],
+        [i for i, name in every if end and name_end(name) == end],
+        [i for i, _ in every if end in (str(i + 1), chr(ord("a") + i))],
     )
     found = next(filter(None, ways), [])
     return found[0] if len(found) == 1 else None
@@ -121,6 +123,7 @@ def _read_annotation(annotation: Values, ids: list[str]) -> dict[str, Any]:
         aimed = ids.index(target) if target in ids else 0 if len(ids) == 1 else None
         place = aimed if named is None else named
         ranked, choices = value.get("ranker"), value.get("choices", ())
+        require(not isinstance(choices, str), "value.choices", choices, "a list of strings")
         if isinstance(ranked, dict) and len(ranked) == 1:  # the one bucket of a list
             [ranked] = ranked.values()
         order: dict[str, Any] | None = None
@@ -227,7 +230,8 @@ def _orders(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
     for question, value in answers.items():
         place, winner = _named(question, names), _winner(question, value, names)
         if place is not None and not isinstance(value, str) and as_number(value) is not None:
-            stem = question.removesuffix(name_end(question)).replace(names[place], "").strip("-_ .")
+            about = rf"{re.escape(names[place])}|{re.escape(name_end(question))}$"
+            stem = re.sub(about, "", question, flags=re.I).strip("-_ .")
             ratings_of.setdefault(stem or "rating", {})[names[place]] = value
         elif isinstance(value, list):  # options in their order
             places = [_named(str(option), names) for option in value]

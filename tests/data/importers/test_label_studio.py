@@ -177,6 +177,7 @@ def test_the_keys_of_a_foreign_task(data, ids):
 
 @pytest.mark.parametrize(("row", "message"), [
     (task(TWO, result("pairwise", {"selected": "middle"})), "value.selected: got 'middle', want left or right"),
+    (task(TWO, result("choices", {"choices": "bad"}, "answer1")), "value.choices: got 'bad', want a list of strings"),
     (task(TWO, result("pairwise", {"selected": "left"}), was_cancelled=True), "got 1 that were skipped or judge nothing"),
     ({"data": {"image": "x.png"}, "annotations": []}, "got the keys ['image'], found no responses"),
     ({"data": {"answer1": "x", "answer2": "y"}, "annotations": []}, "got the keys ['answer1', 'answer2'], found no prompt"),

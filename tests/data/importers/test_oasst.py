@@ -134,6 +134,13 @@ def test_rankings_of_several_annotators_and_ratings_of_one_response(load):
     (THREE, {"label": "response-2"}, {"pairs": [["response-2", "response-1"], ["response-2", "response-3"]]}),
     (TWO, {"preferred": 2}, {"ranking": [["response-2"], ["response-1"]]}),
     (TWO, {"rating_1": 3, "rating_2": 6}, {"ratings": {"response-1": 3, "response-2": 6}}),
+    (TWO, {"Rating A": 3, "Rating B": 6}, {"ratings": {"response-1": 3, "response-2": 6}}),
+    ({"prompt": "p", "Response-1": "a", "Response-2": "b"},
+     {"response_1_is": 3, "response_2_is": 6}, {"ratings": {"Response-1": 3, "Response-2": 6}}),
+    ({"prompt": "p", "response_0": "a", "response_1": "b"},
+     {"rating_0": 3, "rating_1": 6}, {"ratings": {"response_0": 3, "response_1": 6}}),
+    ({"prompt": "p", "response": "a", "response_2": "b"},
+     {"rank": ["response_2", "response"]}, {"ranking": [["response_2"], ["response"]]}),
     # outside of 1 to 7: the order only
     (TWO, {"score_1": 10, "score_2": 0}, {"ranking": [["response-1"], ["response-2"]], "ratings": {}}),
 ])  # fmt: skip
