@@ -44,7 +44,9 @@ _ANSWER = re.compile(r"(?:answer|response)[ _-]?(?:\d+|[a-z])?", re.I)
 _RESPONSE = re.compile(
     r"(?:^|[-_ .])(?:response|reply|answer|completion|output|generation|summary)[-_ .]?(\d+|[a-z])?$", re.I
 )
-_CHOICE = re.compile(r"best|better|choose|choice|chosen|preferred", re.I)  # of "preference" a number may be a scale's
+_CHOICE = re.compile(
+    r"best|better|choose|choice|chosen|preferred", re.I
+)  # of "preference" a number that is no text may be a scale's
 _COMMENT = re.compile(r"comment|feedback|expla|reason|rationale|note|correct|critique|text", re.I)
 
 
@@ -76,7 +78,8 @@ def _named(control: str, names: list[str]) -> int | None:
 def _winner(control: str, value: Any, names: list[str]) -> int | None:
     """The response that an answer calls best, or TIE: by its name, a usual phrase, or a number if the control asks for the best one."""
     if (place := as_number(value)) is not None:
-        return int(place) - 1 if _CHOICE.search(control) and place in range(1, len(names) + 1) else None
+        asks = _CHOICE.search(control) or (isinstance(value, str) and "prefer" in control.lower())
+        return int(place) - 1 if asks and place in range(1, len(names) + 1) else None
     if not isinstance(value, str):
         return None
     same = [i for i, name in enumerate(names) if name.lower() == value.strip().lower()]

@@ -150,6 +150,8 @@ def test_a_choice_between_two_whatever_its_controls_name(choice, ranking, contro
 
 
 def test_a_number_of_a_scale_is_no_verdict():
+    [named] = convert(task(TWO, result("choices", {"choices": ["2"]}, "preference")))
+    assert named.ranking == [["answer2"], ["answer1"]]
     pairwise = result("pairwise", {"selected": "left"}, "compare", "answer1,answer2")
     [record] = convert(task(TWO, pairwise, result("choices", {"choices": ["2"]}, "difficulty")))
     assert record.ranking == [["answer1"], ["answer2"]]
