@@ -245,7 +245,7 @@ def measure_update(parts: Parts) -> tuple[float, Rollout]:
 def say_lengths(config: Config, rollout: Rollout, say: Callable[[str], None]) -> None:
     """The lengths of the policy's responses; a warning if more than MOST_CUT of them are cut."""
     limit, cut = config.rollout.max_new_tokens, 1 - rollout.ended.float().mean().item()
-    lengths = rollout.response_mask.sum(1).float()
+    lengths = rollout.response_mask.sum(1).float().cpu()
     half, most = (lengths.quantile(share).item() for share in (0.5, 0.95))
     told = f"responses have {half:.0f} tokens in the median, {most:.0f} at 95%"
     say(f"{told}; {cut:.0%} are cut at rollout.max_new_tokens={limit}")
