@@ -1,5 +1,3 @@
-"""Settings that do not fit are refused before anything runs, all at once, each with what was wanted."""
-
 import dataclasses
 import typing
 

@@ -1,5 +1,3 @@
-"""The command line: help, mistakes as one line and exit code 2, hand-over to Hydra. No command trains."""
-
 import subprocess
 import sys
 from pathlib import Path

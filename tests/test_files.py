@@ -1,5 +1,3 @@
-"""Files and checkpoints: written whole or not at all, hashed, and passed over where they are damaged."""
-
 import errno
 import json
 import os

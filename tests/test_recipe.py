@@ -1,5 +1,3 @@
-"""The table of stages: it fits the schema, it imports nothing, and one row and one file add a stage."""
-
 import importlib.util
 import os
 import re

@@ -1,5 +1,3 @@
-"""What pays a response: functions by name, and several sources as one."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Run folders: stage records, lineage, refusals, locks, and disks that fail."""
-
 import errno
 import json
 import os

@@ -1,5 +1,3 @@
-"""The number of threads while other work takes the cores."""
-
 import sys
 from types import SimpleNamespace
 

@@ -1,5 +1,3 @@
-"""Agreement of labelers: every statistic by hand, and what the report says."""
-
 import pytest
 
 from rlhf.data.agreement import DECIDES, AgreementCounter, pairwise_agreement

@@ -1,5 +1,3 @@
-"""Cleaning of pretraining text: each rule by hand, and every document accounted for."""
-
 import json
 import random
 

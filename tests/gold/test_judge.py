@@ -1,5 +1,3 @@
-"""The gold judge, and the labelers who rank by its score with noise."""
-
 import random
 
 import pytest

@@ -1,5 +1,3 @@
-"""The reward model: where it reads, what it carries, and what padding may not change."""
-
 import copy
 
 import pytest

@@ -1,5 +1,3 @@
-"""Top-1 experts: the equations of the Switch Transformer, and that a token's result depends on its own row alone."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Packed weights: the same answers as the plain layers, only where they serve, and no trace afterwards."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Products by oneDNN against torch's, forward and backward, and where they are left to torch."""
-
 import pytest
 import torch
 import torch.nn.functional as F

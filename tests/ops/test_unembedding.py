@@ -1,5 +1,3 @@
-"""Log-probs from hidden states against the same from all logits, forwards and backwards."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""The API through the official client, on a small gold run."""
-
 import asyncio
 import threading
 from contextlib import contextmanager

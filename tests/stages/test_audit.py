@@ -1,5 +1,3 @@
-"""The reward model's audit: attacks and figures by hand, the rules of the verdict, and what `rlhf reward` writes."""
-
 import json
 import random
 import re

@@ -1,5 +1,3 @@
-"""Evaluations: best-of-n, in-context learning, and a reward model on preference files."""
-
 import json
 import random
 import shutil

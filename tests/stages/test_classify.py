@@ -1,5 +1,3 @@
-"""`rlhf classify`: input transformations, L3 by hand, symmetry, transfer, resume, the command on files, and its errors."""
-
 import copy
 import csv
 import json

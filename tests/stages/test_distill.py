@@ -1,5 +1,3 @@
-"""Distillation: the student's blocks, the stage's loss by hand, and the stage on the gold world."""
-
 import copy
 import json
 import math

@@ -1,5 +1,3 @@
-"""DPO: its loss against sums by hand and against TRL's own, and what it learns, keeps and resumes."""
-
 import json
 import math
 from typing import Any, NamedTuple

@@ -1,5 +1,3 @@
-"""`rlhf generate` on a small gold run: what it writes, that a line depends on nothing but its prompt, and what it refuses."""
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator

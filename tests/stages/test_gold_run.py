@@ -1,5 +1,3 @@
-"""The whole recipe on a small gold world: what it writes, what it learned, and what can be done with it."""
-
 import io
 import json
 import math

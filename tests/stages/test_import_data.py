@@ -1,5 +1,3 @@
-"""`rlhf import` as a user meets it: the folder, the report and the rejects."""
-
 import base64
 import gzip
 import hashlib

@@ -1,5 +1,3 @@
-"""LoRA in SFT, the reward model and PPO: what trains, what is written, and that resuming changes nothing."""
-
 from pathlib import Path
 from typing import Any
 

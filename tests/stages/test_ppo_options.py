@@ -1,5 +1,3 @@
-"""PPO's options: each does what it says, in the right direction, by the stage itself on the small gold run."""
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

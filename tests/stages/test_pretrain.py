@@ -1,5 +1,3 @@
-"""Pretraining: what is refused, schedules, mixtures, and the blocks of other papers."""
-
 import math
 import shutil
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""One rater of any quality: what labels say, the value of a rating, the order by weights, and ratings as a reward and as a metric."""
-
 import json
 from types import SimpleNamespace
 

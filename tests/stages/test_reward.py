@@ -1,5 +1,3 @@
-"""The reward model's stage: items, batches, gradients, what it learns and what it refuses."""
-
 import itertools
 import json
 import math

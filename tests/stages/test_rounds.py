@@ -1,5 +1,3 @@
-"""Labelling rounds: PPO's model of the round before answers new prompts, and all rankings train the reward model."""
-
 import math
 import shutil
 from pathlib import Path

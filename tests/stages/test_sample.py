@@ -1,5 +1,3 @@
-"""`rlhf sample` on a small gold run: what it draws, what it refuses, and that labelled tasks come back."""
-
 import json
 import math
 import shlex

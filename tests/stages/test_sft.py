@@ -1,5 +1,3 @@
-"""SFT: what its loss counts, how long it trains, and what it runs on."""
-
 import contextlib
 import re
 

@@ -1,5 +1,3 @@
-"""Means, shares and win rates with their intervals, by hand."""
-
 import math
 
 import numpy as np

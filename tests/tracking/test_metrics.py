@@ -1,5 +1,3 @@
-"""Names of metrics, sums that join over batches and ranks, and the progress line."""
-
 import io
 import math
 

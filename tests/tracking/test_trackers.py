@@ -1,5 +1,3 @@
-"""The files of a stage, the thread between training and a service."""
-
 import json
 import logging
 import math

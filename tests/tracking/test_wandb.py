@@ -1,5 +1,3 @@
-"""W&B: its offline file, keys and resumed runs, and the dashboard's charts."""
-
 import json
 import os
 import re
