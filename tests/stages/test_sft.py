@@ -60,6 +60,8 @@ def test_packing_does_not_multiply_epochs(copy_until):
     assert sum(len(row["seq_lengths"]) for row in packed) == 64
     assert len(packed) == 4, "sixteen demonstrations in a row"
     assert all(row["labels"] == [-100, -100, -100, 4, 5, 6, 7, 8] * 16 for row in packed)
+    text = [{"prompt": [], "response": [5, 6, 7, 8]}] * 2  # pretraining text: nothing comes before its first token
+    assert [row["labels"] for row in sft.make_rows(text, 8, pack=True)] == [[-100, 6, 7, 8] * 2]
 
 
 @pytest.mark.parametrize(
