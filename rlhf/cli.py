@@ -83,9 +83,8 @@ def with_remembered(command: str, given: compose.Words) -> compose.Words:
     if not NAME.fullmatch(run):
         return given
     remembered = recall(runs_dir / run)
-    if (
-        not remembered and source not in POLICY_STAGES and NAME.fullmatch(source)
-    ):  # a new run, from another one's policy
+    of_other_run = source not in POLICY_STAGES and NAME.fullmatch(source)
+    if not remembered and of_other_run:  # a new run that starts from another one's policy
         run, remembered = source, recall(runs_dir / source)
     new = {key: text for key, text in remembered.items() if not {key, key.partition(".")[0]} & stated.keys()}
     kept = [f"{key}={text}" for key, text in trusted(runs_dir / run, new, command).items()]

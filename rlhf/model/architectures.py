@@ -170,7 +170,7 @@ _LLAMA_SHAPE = {
 
 
 def read_llama(c: Any) -> Fields:
-    """The context is as long as the window of any layer masks nothing."""
+    """A context no longer than the sliding window of its layers, which our GPT then need not mask."""
     context = c.max_position_embeddings
     rope = {"original_max_position_embeddings": context, **c.rope_parameters}
     scaled = rope.get("rope_type") == "llama3"

@@ -184,7 +184,7 @@ class ColumnMap:
         judgements = list(self._rankings(row))
         kind = "ranking" if judgements else "demonstration" if self.paths["response"] else "prompt"
         rest = other_keys(row, *(path for paths in self.paths.values() for path in paths))
-        # of these a record moves to its metadata what it has no field for
+        # a record moves those of them for which it has no field to its metadata
         named = {
             key: value for key in ("id", "user", "created", "labeler") if (value := self.one(row, key)) is not None
         }
