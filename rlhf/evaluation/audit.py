@@ -23,7 +23,7 @@ from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
 from rlhf.evaluation.policies import Asked, adjusted, judge_rows, room_for, score_by, totals
-from rlhf.evaluation.reward_report import comparison_figures, show_agreement
+from rlhf.evaluation.reward_report import comparison_figures
 from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats, score_each
 from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, show
 from rlhf.gold.truth import make_truth
@@ -365,7 +365,7 @@ def decide(audit: Audit) -> dict[str, Any]:
 def describe_audit(audit: Audit, verdict: dict[str, Any]) -> list[str]:
     lines = []
     if (figures := audit.comparisons) is not None:
-        accuracy, agreement = figures["accuracy"], show_agreement(figures["agreement"]["training"])
+        accuracy, agreement = figures["accuracy"], show(figures["agreement"]["training"])
         bounds = f"length alone {figures['length_baseline']:.3f}, labelers' agreement {agreement}"
         error = f"calibration error {figures['calibration_error']:.3f}"
         lines.append(f"accuracy {show(accuracy)} on {accuracy['n']:,} held-out pairs; {bounds}; {error}")

@@ -19,7 +19,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation import scoring
-from rlhf.evaluation.scoring import JudgedPair, Scores, accuracy, judged_pairs, length_scores
+from rlhf.evaluation.scoring import JudgedPair, Scores, accuracy, judged_pairs, pairs_by_length
 from rlhf.evaluation.statistics import Figures, flatten, mean_by, show, win
 from rlhf.gold.truth import Judged, Truth, make_truth
 from rlhf.gold.truth import utilities as labelers_mean
@@ -68,11 +68,11 @@ def comparison_figures(
     pairs, theirs = ([pair for pair in everyone if (pair.labeler in strangers) == held] for held in (False, True))
     if not pairs:
         return None
-    items = [item.of_labelers({pair.labeler for pair in pairs}) for item in held_out[0]]
-    length, longer = length_scores(items)
-    by_length = judged_pairs(items, length)
+    by_length, longer = pairs_by_length([item.of_labelers({pair.labeler for pair in pairs}) for item in held_out[0]])
     above = [a.won - b.won for a, b in zip(pairs, by_length, strict=True)]
+    gaps = sorted({pair.rank_gap for pair in pairs if pair.rank_gap is not None})
     curve = calibration_curve(pairs, gain)
+    errors = [abs(row["predicted"] - row["observed"]) for row in curve]
     agreement = {
         "training": pairwise_agreement(r for r in records if r.labeler not in strangers),
         "held_out": pairwise_agreement(r for r in records if r.labeler in strangers),
@@ -88,9 +88,10 @@ def comparison_figures(
             name: accuracy([pair for pair in everyone if pair.labeler == name]) | {"held_out": name in strangers}
             for name in sorted({pair.labeler for pair in everyone if pair.labeler is not None})
         },
-        "by_rank_gap": by_rank_gap(pairs),
+        # 1, 2, … ranks apart; judgements without ranks are left out
+        "by_rank_gap": [{"gap": gap} | accuracy([pair for pair in pairs if pair.rank_gap == gap]) for gap in gaps],
         "calibration": curve,
-        "calibration_error": calibration_error(curve),
+        "calibration_error": round(float(np.average(errors, weights=[row["n"] for row in curve])), 4),
     }
     if strangers:
         results["held_out_labelers"] = {
@@ -98,12 +99,6 @@ def comparison_figures(
             "accuracy": accuracy(theirs) if theirs else None,
         }
     return results
-
-
-def by_rank_gap(pairs: Sequence[JudgedPair]) -> list[Figures]:
-    """Accuracy on pairs that their labeler put 1, 2, … ranks apart; judgements without ranks are left out."""
-    gaps = sorted({pair.rank_gap for pair in pairs if pair.rank_gap is not None})
-    return [{"gap": gap} | accuracy([pair for pair in pairs if pair.rank_gap == gap]) for gap in gaps]
 
 
 def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]:
@@ -119,25 +114,14 @@ def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]
     return curve
 
 
-def calibration_error(curve: Sequence[Figures]) -> float:
-    """Mean over pairs of |predicted - observed| of their bin."""
-    counts = [row["n"] for row in curve]
-    return round(float(np.average([abs(row["predicted"] - row["observed"]) for row in curve], weights=counts)), 4)
-
-
 def describe_reward_model(results: Figures) -> list[str]:
-    agreed = {name: show_agreement(figure) for name, figure in results["agreement"].items()}
-    bounds = f"length alone {results['length_baseline']:.3f}, labelers' agreement {agreed['training']}"
+    agreement = results["agreement"]
+    bounds = f"length alone {results['length_baseline']:.3f}, labelers' agreement {show(agreement['training'])}"
     lines = [f"reward model accuracy {show(results['accuracy'])}; {bounds}"]
     if "held_out_labelers" in results:
         theirs = show(results["held_out_labelers"]["accuracy"])
-        lines.append(f"on held-out labelers {theirs}; their agreement {agreed['held_out']}")
+        lines.append(f"on held-out labelers {theirs}; their agreement {show(agreement['held_out'])}")
     return lines
-
-
-def show_agreement(figure: Figures) -> str:
-    """As `show`; without an item that two labelers judged it is not known."""
-    return "not known" if figure["value"] is None else show(figure)
 
 
 # --- in the gold world ---------------------------------------------------------------------------------------------
@@ -160,23 +144,22 @@ def compare_with_truth(
     utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
     ceiling = accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"]
     results = {"noise_ceiling": ceiling, "gold_order_accuracy": round(fmean(points), 4) if points else None}
-    return results | ({"gold_regression": {"parts": gold_regression(truth, judged, scores)}} if truth.parts else {})
+    return results | (
+        {"gold_regression": {"parts": gold_regression(truth.parts, judged, scores)}} if truth.parts else {}
+    )
 
 
-def gold_regression(truth: Truth, judged: Sequence[list[Judged]], scores: Scores) -> Figures:
-    """What the scores reward: by part of the judge's score {"weight"}, see `standardised_weights`, over held-out responses."""
-    x = np.array([[parts[name] for name in truth.parts] for parts in flatten(judged)])
-    weights = standardised_weights(x, np.array(flatten(scores)))
-    return {name: {"weight": weight} for name, weight in zip(truth.parts, weights, strict=True)}
-
-
-def standardised_weights(x: np.ndarray, y: np.ndarray) -> list[float | None]:
-    """Least squares of y (n,) on x (n, p), all in standard deviations, with an intercept; None for a column that never varies."""
-    varies, weights = x.std(0) > 1e-9, np.full(x.shape[1], np.nan)
+def gold_regression(names: Sequence[str], judged: Sequence[list[Judged]], scores: Scores) -> Figures:
+    """What the scores reward: {part of the judge's score: {"weight"}}, by least squares over held-out responses, all in standard
+    deviations, with an intercept; None for a part that never varies.
+    """
+    x, y = np.array([[parts[name] for name in names] for parts in flatten(judged)]), np.array(flatten(scores))
+    varies, weights = x.std(0) > 1e-9, np.full(len(names), np.nan)
     if varies.any() and y.std() > 1e-9:
         z = (x[:, varies] - x[:, varies].mean(0)) / x[:, varies].std(0)
         weights[varies] = np.linalg.lstsq(z, (y - y.mean()) / y.std(), rcond=None)[0]
-    return [None if np.isnan(weight) else round(float(weight), 4) for weight in weights]
+    rounded = [None if np.isnan(weight) else round(float(weight), 4) for weight in weights]
+    return {name: {"weight": weight} for name, weight in zip(names, rounded, strict=True)}
 
 
 # --- preference files ----------------------------------------------------------------------------------------------
@@ -218,7 +201,7 @@ def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
     keys, pairs = [prompt_key(item.record.prompt) for item in items if item.record], judged_pairs(items, scores)
-    by_length = judged_pairs(items, length_scores(items)[0])
+    by_length, _ = pairs_by_length(items)
     wrong = {pair.item for pair in pairs if pair.won < 1}
     return {
         "pairs": mean_by([keys[pair.item] for pair in pairs], [pair.won for pair in pairs], share=True),

@@ -136,7 +136,7 @@ class JudgedPair(NamedTuple):
         return win(self.margin, 0.0)
 
 
-def judged_pairs(items: Sequence[Item], scores: Sequence[list[float]]) -> list[JudgedPair]:
+def judged_pairs(items: Sequence[Item], scores: Sequence[Sequence[float]]) -> list[JudgedPair]:
     """Every pair that a labeler ordered."""
     return [
         JudgedPair(n, judgement.labeler, judgement.gap_of.get((better, worse)), s[better] - s[worse])
@@ -151,18 +151,15 @@ def accuracy(pairs: Sequence[JudgedPair]) -> Figures:
     return mean_by([pair.item for pair in pairs], [pair.won for pair in pairs], share=True)
 
 
-def length_scores(items: Sequence[Item]) -> tuple[Scores, bool]:
-    """Scores by length alone, and whether longer is better: the direction with the higher accuracy on these items."""
-    longer = [[float(n) for n in item.lengths] for item in items]
-    pairs = judged_pairs(items, longer)
-    if 2 * sum(pair.won for pair in pairs) >= len(pairs):
-        return longer, True
-    return [[-n for n in row] for row in longer], False
+def pairs_by_length(items: Sequence[Item]) -> tuple[list[JudgedPair], bool]:
+    """`judged_pairs` with length as the score, and whether longer is better: the direction with the higher accuracy on these items."""
+    pairs = judged_pairs(items, [item.lengths for item in items])
+    longer = 2 * sum(pair.won for pair in pairs) >= len(pairs)
+    return [pair if longer else pair._replace(margin=-pair.margin) for pair in pairs], longer
 
 
 def length_baseline(items: list[Item]) -> float:
-    pairs = judged_pairs(items, length_scores(items)[0])
-    return sum(pair.won for pair in pairs) / len(pairs)
+    return fmean(pair.won for pair in pairs_by_length(items)[0])
 
 
 def held_out_labelers(config: Config, records: Sequence[Ranking] | None = None) -> set[str]:

@@ -131,7 +131,7 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
 def show(figure: Figures | None, digits: int = 3) -> str:
     """A figure with its interval, if it has one, as text."""
     if figure is None or figure["value"] is None:
-        return "none"
+        return "not known"
     ends = "" if figure["ci95"] is None else " [" + ", ".join(f"{end:.{digits}f}" for end in figure["ci95"]) + "]"
     return f"{figure['value']:.{digits}f}{ends}"
 

@@ -230,8 +230,10 @@ def test_length_alone():
     items = [Item("1", [[1]] * 3, [1, 2, 3]), Item("2", [[1]] * 2, [5, 4])]
     items[0].judgements = [Judgement("x", [(2, 0), (1, 0)])]
     items[1].judgements = [Judgement("x", [(1, 0)])]
-    assert scoring.length_scores(items) == ([[1.0, 2.0, 3.0], [5.0, 4.0]], True)
+    by_length, longer = scoring.pairs_by_length(items)
+    assert [pair.margin for pair in by_length] == [2, 1, -1] and longer
     assert scoring.length_baseline(items) == pytest.approx(2 / 3)
     items[0].judgements = [Judgement("x", [(0, 2)])]
-    assert scoring.length_scores(items) == ([[-1.0, -2.0, -3.0], [-5.0, -4.0]], False)
+    by_length, longer = scoring.pairs_by_length(items)
+    assert [pair.margin for pair in by_length] == [2, 1] and not longer
     assert scoring.length_baseline(items) == 1.0

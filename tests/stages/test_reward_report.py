@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import Item, Judgement
 from rlhf.evaluation import reward_report as report
-from rlhf.evaluation.reward_report import gold_regression, standardised_weights
+from rlhf.evaluation.reward_report import gold_regression
 from rlhf.evaluation.scoring import accuracy, judged_pairs
 from rlhf.evaluation.statistics import mean_by
 from rlhf.gold.truth import WEIGHTS, Requests, utilities
@@ -44,23 +44,24 @@ def test_accuracy_by_hand_and_by_gap_in_rank():
     assert found["value"] == round(2.5 / 6, 4) and found["n"] == 6
     assert found["ci95"] is None, "of two prompts"
     # gap 1: x: 0>1 right, 1>2 wrong, on item 2 half; y: 1>0 and 1>2 wrong: 1.5 of 5. gap 2: x: 0>2 right
-    rows = report.by_rank_gap(pairs)
+    rows = report.comparison_figures([], set(), (ITEMS, SCORES), gain=1.0)["by_rank_gap"]
     assert [(row["gap"], row["value"], row["n"]) for row in rows] == [(1, 0.3, 5), (2, 1.0, 1)]
     unranked = Item("3", [[1]] * 2, [1, 1], judgements=[Judgement("x", [(0, 1)])])
-    assert report.by_rank_gap(judged_pairs([unranked], [[1.0, 0.0]])) == []
+    assert report.comparison_figures([], set(), ([unranked], [[1.0, 0.0]]), gain=1.0)["by_rank_gap"] == []
 
 
 def test_calibration_curve_by_hand():
     """Scores are twice the raw ones. Gaps 0.2 (won), 1.2 (lost) and 1.4 (won), the latter two in one bin."""
     items = [item("1", [1, 1, 1], ("x", [[0], [1], [2]]))]  # 0>1, 0>2, 1>2
     scores = [[0.2, 0.0, 1.4]]  # 0 over 1 by .2; 0 over 2 by -1.2; 1 over 2 by -1.4
-    low, high = report.calibration_curve(judged_pairs(items, scores), gain=2.0)
+    found = report.comparison_figures([], set(), (items, scores), gain=2.0)
+    low, high = found["calibration"]
     assert (low["gap"], low["n"], low["observed"]) == (0.2, 1, 1.0)
     assert low["predicted"] == pytest.approx(1 / (1 + math.exp(-0.1)), abs=1e-4)
     assert (high["gap"], high["n"], high["observed"]) == (1.3, 2, 0.0)
     assert high["predicted"] == pytest.approx((1 / (1 + math.exp(-0.6)) + 1 / (1 + math.exp(-0.7))) / 2, abs=1e-4)
     wanted = (abs(low["predicted"] - 1) + 2 * high["predicted"]) / 3
-    assert report.calibration_error([low, high]) == pytest.approx(wanted, abs=1e-4)
+    assert found["calibration_error"] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_agreement_of_training_and_of_held_out_labelers():
@@ -89,9 +90,10 @@ def test_weights_by_hand_and_a_column_that_never_varies_has_none():
     x = rng.normal(size=(500, 3)) * [1.0, 5.0, 0.2] + [0.0, 3.0, 1.0]
     x[:, 1] = 1.0
     y = 2.0 * x[:, 0] - 7.0 * x[:, 2]
-    wanted = [2.0 * x[:, 0].std() / y.std(), None, -7.0 * x[:, 2].std() / y.std()]
-    assert standardised_weights(x, y) == [None if w is None else pytest.approx(w, abs=1e-4) for w in wanted]
-    assert standardised_weights(x, np.ones(500)) == [None] * 3
+    judged = [[dict(zip("abc", row, strict=True))] for row in x.tolist()]
+    found = [row["weight"] for row in gold_regression("abc", judged, y[:, None].tolist()).values()]
+    assert found == pytest.approx([2.0 * x[:, 0].std() / y.std(), None, -7.0 * x[:, 2].std() / y.std()], abs=1e-4)
+    assert all(row["weight"] is None for row in gold_regression("abc", judged, [[1.0]] * 500).values())
 
 
 def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
@@ -99,8 +101,8 @@ def test_a_reward_that_is_the_labelers_taste_shows_their_weights(gold_run):
     items, _ = make_items(gold_run.comparisons(), gold_run.tokenizer(), 128, 24)
     wanted = [utilities(truth, noise, one.record, one.answers) for one in items]
     judged = [[truth.judge(one.record, *answer) for answer in one.answers] for one in items]
-    found = gold_regression(truth, judged, [[0.3 * u + 1 for u in row] for row in wanted])
-    assert found == gold_regression(truth, judged, wanted)
+    found = gold_regression(truth.parts, judged, [[0.3 * u + 1 for u in row] for row in wanted])
+    assert found == gold_regression(truth.parts, judged, wanted)
     assert set(found) == set(WEIGHTS) and any(row["weight"] is not None for row in found.values())
 
 
