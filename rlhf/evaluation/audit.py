@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
-from rlhf.data.chat_template import encode_response
-from rlhf.data.encoding import Encode, Item, encode_prompt_within, fitting_prompts, join_rankings, row_limit
+from rlhf.data.encoding import Encode, Item, fitting_prompts, join_rankings, row_limit, token_encoder
 from rlhf.data.records import Message, PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
@@ -127,6 +126,12 @@ ATTACKS = {
 }  # fmt: skip
 
 
+def policy_encoder(config: Config, tokenizer: Any) -> Encode:
+    """Prompts and answers as the policy's tokens, cut to fit its context."""
+    limit = row_limit(config, tokenizer)
+    return token_encoder(tokenizer, limit, room_for(limit, config.rollout.max_new_tokens)[0])
+
+
 def prompt_of(item: Item) -> list[Message]:
     assert item.record is not None
     return item.record.prompt
@@ -165,10 +170,17 @@ def attack_pairs(
 
     For an attack that does not, the policy gives this one answer: KL = -log p(attack(y)).
     """
-    keys = [item.key for item, _, _ in pairs]
+    keys, encode_for_policy = [item.key for item, _, _ in pairs], policy_encoder(config, models.tokenizer)
+
+    def logprobs(answers: Sequence[tuple[str, bool]]) -> list[float]:
+        """log p(answer | prompt) under the SFT model, nats, of an answer per pair."""
+        encoded = [encode_for_policy(prompt_of(item), [one]) for (item, _, _), one in zip(pairs, answers, strict=True)]
+        rows = [(row[: len(row) - n], row[len(row) - n :]) for (row,), (n,) in filter(None, encoded)]
+        return pair_nats(models.policy, rows, models.tokenizer.pad_token_id, models.device)
+
     plain = np.array([[scores[id(item)][place] for place in places] for item, *places in pairs])  # (pairs, 2)
     right = np.flatnonzero(plain[:, 0] > plain[:, 1])
-    logp = answer_logprobs(config, models, pairs, [item.answers[worse] for item, _, worse in pairs])
+    logp = logprobs([item.answers[worse] for item, _, worse in pairs])
     figures = []
     for name, attack in ATTACKS.items():
         attacked: list[list[tuple[str, bool]]] = []  # a better and a worse answer, each with whether it ends
@@ -179,7 +191,7 @@ def attack_pairs(
         encoded = [encode(prompt_of(item), two) for (item, _, _), two in zip(pairs, attacked, strict=True)]
         rows = flatten(rows for rows, _ in filter(None, encoded))  # the prompt fitted with the original answers
         after = score(models.model, rows).double().numpy().reshape(-1, 2)
-        logp_after = answer_logprobs(config, models, pairs, [worse for _, worse in attacked])
+        logp_after = logprobs([worse for _, worse in attacked])
         nats = [a * attack.keeps - b for a, b in zip(logp, logp_after, strict=True)]
         flipped, gain = after[right, 1] > plain[right, 0], after - plain
         changes = {"gain": gain.mean(1), "gain_better": gain[:, 0], "gain_worse": gain[:, 1], "nats": np.array(nats)}
@@ -188,21 +200,6 @@ def attack_pairs(
         return_freed_memory()  # of forwards of other sizes
         figures.append(intervals | {"name": name, "flips": flips})
     return figures
-
-
-def answer_logprobs(
-    config: Config, models: Audited, pairs: Sequence[Pair], answers: Sequence[tuple[str, bool]]
-) -> list[float]:
-    """log p(answer | prompt) under the SFT model, nats, of an answer per pair; answers are cut to fit the context."""
-    tokenizer, rows = models.tokenizer, []
-    limit = row_limit(config, tokenizer)
-    _, room = room_for(limit, config.rollout.max_new_tokens)
-    for (item, _, _), (text, ended) in zip(pairs, answers, strict=True):
-        fitted = encode_prompt_within(tokenizer, prompt_of(item), room)
-        assert fitted is not None  # `audit_reward_model` draws no other pairs
-        left = limit - len(fitted[0])
-        rows.append((fitted[0], encode_response(tokenizer, text, ended=ended)[:left]))
-    return pair_nats(models.policy, rows, tokenizer.pad_token_id, models.device)
 
 
 # --- the audit -------------------------------------------------------------------------------------------------------
@@ -247,9 +244,8 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     scores = score_each(models.model, items)
     judged = {record.labeler for record in records}
     figures = comparison_figures(records, judged & strangers, (items, scores), bare.gain)
-    _, room = room_for(row_limit(config, models.tokenizer), config.rollout.max_new_tokens)
-    fitting = [item for item in items if encode_prompt_within(models.tokenizer, prompt_of(item), room) is not None]
-    pairs = draw_pairs(fitting, limit, rng)
+    fits = policy_encoder(config, models.tokenizer)
+    pairs = draw_pairs([item for item in items if fits(prompt_of(item), []) is not None], limit, rng)
     if figures is None or not pairs:
         return Audit(len(items), 0, figures)
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
@@ -270,12 +266,12 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
     length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)
     config = replace(config, rollout=replace(config.rollout, max_new_tokens=length))
     once = {prompt_key(record.prompt): record for record in dev}
-    asked = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
-    fitting = list(itertools.islice(fitting_prompts(tokenizer, asked, room), limit))
+    known = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
+    fitting = list(itertools.islice(fitting_prompts(tokenizer, known, room), limit))
     records, prompts = [record for record, _, _ in fitting], [ids for _, ids, _ in fitting]
     own = ModelReward(models.model, models.device)
-    drawn = draw_candidates(config, models.policy, Asked(records, prompts, tokenizer), max(BEST_OF), own, "audit")
-    answers, scores = [row for row, _ in drawn], [of_prompt for _, of_prompt in drawn]
+    asked = Asked(records, prompts, tokenizer)
+    answers, scores = draw_candidates(config, models.policy, asked, max(BEST_OF), own, "audit")
     values: dict[str, Scores | None] = {"score": scores, "others": None, "spread": None, "truth": None}
     if models.others:
         found = [adjusted(config, answers, score_by(other, records, prompts, answers)) for other in models.others]
@@ -285,14 +281,12 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
     truth = make_truth(config)
     if truth is not None and all(map(truth.knows, records)):  # not of the user's own data
         values["truth"] = totals(judge_rows(truth, records, answers))
-    rows = []
-    for n in BEST_OF:
-        row: Figures = {"n": n, "kl": round(best_of_n_kl(n), 4)}
-        for name, judged in values.items():
-            best = zip(scores, judged or [], strict=False)
-            row[name] = judged and interval([expected_best(s, v, n) for s, v in best])
-        rows.append(row)
-    return rows
+
+    def of_best(n: int, judged: Scores | None) -> Figures | None:
+        return interval([expected_best(s, v, n) for s, v in zip(scores, judged, strict=True)]) if judged else None
+
+    kl = {n: round(best_of_n_kl(n), 4) for n in BEST_OF}
+    return [{"n": n, "kl": kl[n]} | {name: of_best(n, judged) for name, judged in values.items()} for n in BEST_OF]
 
 
 # --- the verdict ---------------------------------------------------------------------------------------------------
@@ -324,7 +318,7 @@ def findings(audit: Audit) -> Iterator[Finding]:
         if ends(row["flips"])[0] > MOST_FLIPS:
             reason = f"{row['name']} flips {show(row['flips'])} of the pairs"
             yield Finding(COLLECT, reason, ATTACKS[row["name"]].labels)
-    if (mean := mean_flips(audit)) is not None and mean > MEAN_FLIPS:
+    if flips and (mean := fmean(row["flips"]["value"] for row in flips)) > MEAN_FLIPS:
         yield Finding(COLLECT, f"the attacks flip {mean:.3f} of the pairs on average", ATTACKS[flips[0]["name"]].labels)
     for row in flips:
         if ends(row["gain_worse"])[0] > 0 and ends(row["flips"])[0] > SOME_FLIPS:
@@ -337,12 +331,6 @@ def findings(audit: Audit) -> Iterator[Finding]:
 def known_flips(audit: Audit) -> list[Figures]:
     """The attacks on pairs in the right order, the one that flips most of them first."""
     return sorted((row for row in audit.attacks if row["flips"]), key=lambda row: -row["flips"]["value"])
-
-
-def mean_flips(audit: Audit) -> float | None:
-    """The share of the pairs in the right order that an attack flips, on average over the attacks."""
-    flips = [row["flips"]["value"] for row in known_flips(audit)]
-    return fmean(flips) if flips else None
 
 
 def decide(audit: Audit) -> dict[str, Any]:
@@ -370,8 +358,11 @@ def describe_audit(audit: Audit, verdict: dict[str, Any]) -> list[str]:
         error = f"calibration error {figures['calibration_error']:.3f}"
         lines.append(f"accuracy {show(accuracy)} on {accuracy['n']:,} held-out pairs; {bounds}; {error}")
     if flips := known_flips(audit):
-        worst = f"{flips[0]['name']} the most, {show(flips[0]['flips'])}"
-        lines.append(f"the attacks flip {mean_flips(audit):.3f} of the pairs on average, {worst}")
+        mean, worst = (
+            fmean(row["flips"]["value"] for row in flips),
+            f"{flips[0]['name']} the most, {show(flips[0]['flips'])}",
+        )
+        lines.append(f"the attacks flip {mean:.3f} of the pairs on average, {worst}")
     ceiling = "" if verdict["ceiling"] is None else f": kl.ceiling={verdict['ceiling']}"
     labels = f": {'; '.join(verdict['labels'])}" if verdict["labels"] else ""
     return [*lines, f"verdict: {verdict['decision']}{ceiling}{labels}", f"since {'; '.join(verdict['reasons'])}"]

@@ -5,7 +5,6 @@ KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et
 (Beirami et al. 2024). The curve over n comes from one set of N samples per prompt (Nakano et al. 2021, appendix I).
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from operator import mul
@@ -19,7 +18,8 @@ import torch
 from rlhf.config import Config
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation import policies
-from rlhf.evaluation.policies import Answer, Asked, Responses
+from rlhf.evaluation.policies import Answer, Answers, Asked, Responses
+from rlhf.evaluation.scoring import Scores
 from rlhf.evaluation.statistics import Figures, flatten, interval, ratio_interval, split_like, text_figures, win_rate
 from rlhf.ppo.rewards import Rater, Reward, make_reward
 from rlhf.runs.progress import Progress
@@ -45,10 +45,10 @@ def expected_best(proxy: Sequence[float], values: Sequence[float], n: int) -> fl
 
 def draw_candidates(
     config: Config, policy: Any, asked: Asked, n: int, reward: Reward, label: str = "best of n"
-) -> list[tuple[list[Answer], list[float]]]:
+) -> tuple[Answers, Scores]:
     """n samples of each prompt at temperature 1, and their scores as PPO would use them. label: of the progress that is shown."""
     if not asked.prompts:
-        return []
+        return [], []
     engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
     keyed = [(ids, ("best_of", record.id)) for record, ids in zip(asked.records, asked.prompts, strict=True)]
     answers = []
@@ -56,8 +56,8 @@ def draw_candidates(
         for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, n, together):
             answers.append(row)
             bar.update(1)
-    scores = policies.adjusted(config, answers, policies.score_by(reward, asked.records, asked.prompts, answers))
-    return list(zip(answers, scores, strict=True))
+    scores = policies.score_by(reward, asked.records, asked.prompts, answers)
+    return answers, policies.adjusted(config, answers, scores)
 
 
 def draw_best(
@@ -68,8 +68,8 @@ def draw_best(
     """
 
     def draw(mine: Sequence[int]) -> list[tuple[Answer, float]]:
-        drawn = draw_candidates(config, policy, asked.part(mine), n, reward, label)
-        return [max(zip(*row, strict=True), key=lambda one: (one[0].ended or not ended, one[1])) for row in drawn]
+        rows = zip(*draw_candidates(config, policy, asked.part(mine), n, reward, label), strict=True)
+        return [max(zip(*row, strict=True), key=lambda one: (one[0].ended or not ended, one[1])) for row in rows]
 
     return divide(len(asked.records), draw)
 
@@ -117,8 +117,9 @@ def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses]
 
         def rate_mine(mine: Sequence[int], given: Responses = given) -> list[list[dict[str, float]]]:
             rows = [[given.prompts[i] + one.ids for one in given.samples[i]] for i in mine]
-            rated = {name: values.tolist() for name, values in rater.rate(flatten(rows)).items()}
-            return split_like(({name: rated[name][i] for name in rated} for i in itertools.count()), rows)
+            rated = rater.rate(flatten(rows))
+            values = zip(*(of_all.tolist() for of_all in rated.values()), strict=True)
+            return split_like((dict(zip(rated, of_one, strict=True)) for of_one in values), rows)
 
         rated = divide(len(asked.records), rate_mine)
         for name, quality in rater.qualities.items():

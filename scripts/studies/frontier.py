@@ -83,8 +83,8 @@ def draw_candidates_of(config: Any, n: int) -> tuple[list[list[float]], list[lis
         records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"))
         reward, _ = make_reward(config, tokenizer, device)
         policy = load_frozen(config, folder, device)
-        drawn = draw_candidates(config, policy, Asked(records, prompts, tokenizer), n, reward)
-    return [scores for _, scores in drawn], judge_rows(truth, records, [answers for answers, _ in drawn])
+        answers, scores = draw_candidates(config, policy, Asked(records, prompts, tokenizer), n, reward)
+    return scores, judge_rows(truth, records, answers)
 
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:
