@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from rlhf.config.commands import ServeConfig
 from rlhf.data import records
-from rlhf.data.records import Demonstration, RankedResponse, Ranking, Record, Text
+from rlhf.data.records import Demonstration, Ranking, Record, Text
 from rlhf.errors import UserError
 from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
@@ -79,16 +79,14 @@ class DemonstrationRequest(Strict):
 class LabelFile:
     """Records of the import format, appended one line at a time and synced before they are acknowledged.
 
-    One process has the file, and appends from one thread at a time. The page gives each submission an id: a client that got
-    no answer sends it again, and it is stored once. A line that a killed server left incomplete was never acknowledged; it
-    is removed when the file is opened.
+    One process has the file, and appends from one thread at a time. A line that a killed server left incomplete was never
+    acknowledged; it is removed when the file is opened.
     """
 
     def __init__(self, path: Path):
         check_regular(path)
         self.path = path
-        self.records: list[Ranking | Demonstration] = []
-        self.submissions: dict[tuple[str, str | None, str], Any] = {}  # by kind, labeler and submission
+        self.records: dict[str, Any] = {}  # by id
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -112,22 +110,16 @@ class LabelFile:
     def _read(self, line: bytes, number: int) -> None:
         try:
             row = json.loads(line)
-            self._add(KINDS[row["kind"]].model_validate(row))
+            record = KINDS[row["kind"]].model_validate(row)
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # ValidationError is a ValueError
             problem = first_problem(error)[1] if isinstance(error, ValidationError) else "not a record"
             remedy = "correct the line, or choose another serve.labels=…"
             raise UserError(f"{self.path}:{number}: {problem}: {remedy}") from None
+        self.records[record.id] = record
 
-    def _add(self, record: Ranking | Demonstration) -> None:
-        self.records.append(record)
-        if isinstance(submission := record.metadata.get("submission"), str):
-            self.submissions[record.kind, record.labeler, submission] = record
-
-    def append(self, record: Ranking | Demonstration) -> Any:
-        """Write a record, unless its submission is stored; returns the stored one. Raises: UserError if the disk cannot be written."""
+    def append(self, record: Ranking | Demonstration) -> None:
+        """Write a record. Raises: UserError if the disk cannot be written."""
         line = (json.dumps(record.model_dump(mode="json"), ensure_ascii=False) + "\n").encode()
-        if stored := self.submissions.get((record.kind, record.labeler, record.metadata["submission"])):
-            return stored
         size = os.fstat(self.file).st_size
         try:
             if not self.path.is_file() or not os.path.samestat(self.path.stat(), os.fstat(self.file)):
@@ -139,8 +131,7 @@ class LabelFile:
         except OSError as error:
             os.ftruncate(self.file, size)  # remove the incomplete line
             raise disk_error(error, self.path) from error
-        self._add(record)
-        return record
+        self.records[record.id] = record
 
     def close(self) -> None:
         os.close(self.file)
@@ -148,6 +139,9 @@ class LabelFile:
 
 class Labelling:
     """The tasks of one server and their labels. Its methods may be called from several threads.
+
+    The page gives each submission an id, which is part of its record's: a client that got no answer sends it again, and it is
+    stored once.
 
     gold: by id, tasks with a known ranking. rules: by name; the flag breaks_<name> says that a response breaks it.
     """
@@ -167,7 +161,7 @@ class Labelling:
         # by task, or name of a check, and labeler, the record that counts
         self.ranked: defaultdict[str, dict[str, Ranking]] = defaultdict(dict)
         self.demonstrated: defaultdict[str, dict[str, Demonstration]] = defaultdict(dict)
-        for record in records.without_replaced(file.records):
+        for record in records.without_replaced(file.records.values()):
             self._count(record)
 
     def _count(self, record: Any) -> None:
@@ -190,9 +184,9 @@ class Labelling:
                 name = next((name for name in first if self._is_open(name, labeler)), "")
                 name = name and (self._next_check(labeler) or name)
                 self.current[labeler] = (name, time.monotonic())
-            return self._find(name)
+            return self.find(name)
 
-    def _find(self, name: str) -> Ranking | None:
+    def find(self, name: str) -> Ranking | None:
         """A task, a gold item, or a task under the name with which it comes again."""
         found = self.tasks.get(name) or self.gold.get(name)
         if found is None and name.endswith(AGAIN) and (again := self.tasks.get(name.removesuffix(AGAIN))):
@@ -219,10 +213,6 @@ class Labelling:
         """By name of the task or check, the rankings of a labeler that count."""
         return {name: by[labeler] for name, by in list(self.ranked.items()) if labeler in by}
 
-    def figures(self, labeler: str) -> dict[str, dict[str, float]]:
-        """{"gold" and "again": {"right", "pairs"}} of a labeler's checks, with half a pair for a tie."""
-        return records.sum_checks(self.said_by(labeler).values())
-
     def qualified(self, labeler: str) -> bool:
         """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
         said = self.said_by(labeler)
@@ -247,27 +237,27 @@ class Labelling:
         )
         return self._is_wanted(name, labeler, ranked, expected)
 
-    def shown(self, task: Ranking, labeler: str) -> list[RankedResponse]:
-        """A task's responses in the order in which a labeler sees them, drawn by (seed, task, labeler)."""
+    def shown(self, task: Ranking, labeler: str) -> Ranking:
+        """A task with its responses in the order in which a labeler sees them, drawn by (seed, task, labeler)."""
         responses = list(task.responses)
         random.Random(f"order-{self.seed}-{task.id}-{labeler}").shuffle(responses)
-        return responses
+        return task.model_copy(update={"responses": responses})
 
     def rank(self, labeler: str, verdict: RankingRequest, compared: bool = False, decides: bool = False) -> Ranking:
         """Save a ranking of a task, or of a comparison. Raises: RefusedError if there is none, if this labeler has ranked it, or if
         enough others have (unless it decides); ValidationError for names that it does not have.
         """
         name, replaces = verdict.name, verdict.replaces
+        known_id = f"{name}/{labeler}/{verdict.submission}"
         with self.lock:
-            if stored := self.file.submissions.get(("ranking", labeler, verdict.submission)):
+            if stored := self.file.records.get(known_id):
                 return stored
-            known_flags = FLAGS.keys() | {f"breaks_{rule}" for rule in self.rules}
-            if set[str]().union(*verdict.flags.values()) - known_flags:
+            if set[str]().union(*verdict.flags.values()) - FLAGS.keys() - {f"breaks_{rule}" for rule in self.rules}:
                 raise RefusedError(400, "no such flag or rule", "flags")
-            task = self.comparisons.get(name) if compared else self._find(name)
+            task = self.comparisons.get(name) if compared else self.find(name)
             if task is None or (compared and task.labeler != labeler):
                 raise RefusedError(404, "no such task or comparison, or it was judged", "name")
-            more: dict[str, Any] = {"comparison": name}
+            about: dict[str, Any] = {"comparison": name}
             if not compared:
                 before = self.ranked.get(name, {}).get(labeler)
                 # a task from before a restart of the server, or from long ago, may still be open
@@ -277,16 +267,12 @@ class Labelling:
                     )
                 if before is not None and before.id != replaces:
                     raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")
-                order = [response.id for response in self.shown(task, labeler)]
-                more = {"task": name, "order": order, "replaces": replaces}
-                known = self.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
-                if name not in self.tasks and known is not None:
-                    kind = "gold" if name in self.gold else "again"
-                    more |= {"labeler_check": {"kind": kind} | compare_with(known, verdict.ranking)}
-            more |= {"cannot_judge": verdict.ranking is None, "note": verdict.note, "all_bad": verdict.all_bad}
-            more |= {"submission": verdict.submission}
+                order = [response.id for response in self.shown(task, labeler).responses]
+                about = {"task": name, "order": order, "replaces": replaces}
+            about |= {"cannot_judge": verdict.ranking is None, "note": verdict.note, "all_bad": verdict.all_bad}
+            about |= {"submission": verdict.submission}
             record = Ranking(
-                id=f"{task.id}/{labeler}/{verdict.submission}",
+                id=known_id,
                 prompt=task.prompt,
                 responses=task.responses,
                 ranking=verdict.ranking,
@@ -295,8 +281,14 @@ class Labelling:
                 labeler=labeler,
                 seconds=round(verdict.seconds, 1),
                 created=now_text(),
-                metadata=task.metadata | {key: said for key, said in more.items() if said},
+                metadata=task.metadata | {key: said for key, said in about.items() if said},
             )
+            known = self.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
+            if not compared and name not in self.tasks and known is not None:
+                mine, pairs = ordered_pairs(record), ordered_pairs(known)
+                right = sum(0.5 * (1 + (pair in mine) - (pair[::-1] in mine)) for pair in pairs)  # 1/2: not ordered
+                kind = "gold" if name in self.gold else "again"
+                record.metadata["labeler_check"] = {"kind": kind, "right": right, "pairs": len(pairs)}
             self.file.append(record)
             self.comparisons.pop(name, None)
             self._count(record)
@@ -331,30 +323,31 @@ class Labelling:
         """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task, or what the
         request names is not in the task.
         """
-        more = request.model_dump(include={"seconds", "task", "edited"}, exclude_none=True)
-        record = Demonstration(
-            id=f"demonstration/{labeler}/{request.submission}",
-            prompt=records_of(request.messages),
-            response=request.response,
-            labeler=labeler,
-            source="rlhf serve",
-            metadata=more | {"submission": request.submission, "created": now_text()},
-        )
+        known_id = f"demonstration/{labeler}/{request.submission}"
         with self.lock:
-            if request.task is not None:
-                if (task := self.tasks.get(request.task)) is None:
-                    raise RefusedError(404, "no such task", "task")
-                if not answers_alike(record, task):
-                    raise RefusedError(400, "want the prompt of the task", "messages")
-                if request.edited not in (None, *(response.id for response in task.responses)):
-                    raise RefusedError(400, "want a response of the task", "edited")
-                record.metadata = task.metadata | record.metadata  # its split and group
-                before = self.demonstrated[task.id].get(labeler)
-                if before is not None and before.metadata["submission"] != request.submission:
-                    raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
-            elif request.edited is not None:
+            if stored := self.file.records.get(known_id):
+                return stored
+            task = None if request.task is None else self.tasks.get(request.task)
+            if request.task is not None and task is None:
+                raise RefusedError(404, "no such task", "task")
+            if request.edited not in (None, *(response.id for response in (task.responses if task else ()))):
                 raise RefusedError(400, "want a response of the task", "edited")
-            record = self.file.append(record)
+            about = request.model_dump(include={"seconds", "task", "edited", "submission"}, exclude_none=True)
+            record = Demonstration(
+                id=known_id,
+                prompt=records_of(request.messages),
+                response=request.response,
+                labeler=labeler,
+                source="rlhf serve",
+                metadata=(task.metadata if task else {})
+                | about
+                | {"created": now_text()},  # the task's split and group
+            )
+            if task and not answers_alike(record, task):
+                raise RefusedError(400, "want the prompt of the task", "messages")
+            if task and labeler in self.demonstrated[task.id]:
+                raise RefusedError(409, "you have written a response to this prompt: load the next one", "task")
+            self.file.append(record)
             self._count(record)
             return record
 
@@ -369,36 +362,31 @@ def answers_alike(record: Any, task: Ranking) -> bool:
     return said(record) == said(task)
 
 
-def compare_with(known: Ranking, ranking: list[list[str]] | None) -> dict[str, float]:
-    """How many of the known ordered pairs a ranking orders alike, with 1/2 for one that it does not order, and how many there are."""
-    rank = {name: place for place, tie in enumerate(ranking or ()) for name in tie}
-    ids = [response.id for response in known.responses]
-    gaps = [rank.get(ids[worse], 0) - rank.get(ids[better], 0) if {ids[better], ids[worse]} <= rank.keys() else 0
-            for better, worse in known.pair_list()]  # fmt: skip
-    return {"right": sum(0.5 * ((gap > 0) + (gap >= 0)) for gap in gaps), "pairs": len(gaps)}
+def ordered_pairs(ranking: Ranking) -> set[tuple[str, str]]:
+    """The ids of (better, worse) responses."""
+    ids = [response.id for response in ranking.responses]
+    return {(ids[better], ids[worse]) for better, worse in ranking.pair_list()}
 
 
 def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def task_body(task: Ranking, responses: Sequence[RankedResponse]) -> dict[str, Any]:
+def task_body(task: Ranking) -> dict[str, Any]:
     """A task without the policies that wrote the responses."""
     messages = [{"role": m.role, "content": m.content} for m in task.prompt]
-    return {"name": task.id, "messages": messages, "responses": [{"id": r.id, "text": r.text} for r in responses]}
+    return {"name": task.id, "messages": messages, "responses": [{"id": r.id, "text": r.text} for r in task.responses]}
 
 
 def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
     """The next task, the last one again, a ranking, a demonstration. These routes wait for the disk in threads. who: gives the labeler."""
     router = APIRouter(prefix="/api")
 
-    def body_for(task: Ranking, labeler: str) -> dict[str, Any]:
-        return task_body(task, labelling.shown(task, labeler))
-
     @router.get("/rank/next")
     def next_task(labeler: str = who) -> dict[str, Any]:
         task = labelling.next_task(labeler)
-        return {"task": task and body_for(task, labeler), "progress": labelling.progress(labeler)}
+        body = task and task_body(labelling.shown(task, labeler))
+        return {"task": body, "progress": labelling.progress(labeler)}
 
     @router.get("/rank/last")
     def last_task(labeler: str = who) -> dict[str, Any]:
@@ -407,9 +395,8 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
             raise RefusedError(404, "there is nothing to undo")
         answer = record.model_dump(include={"ranking", "ratings", "flags"})
         answer |= {"note": record.metadata.get("note", ""), "replaces": record.id}
-        with labelling.lock:
-            task = labelling._find(record.metadata["task"])
-        return {"task": task and body_for(task, labeler), "answer": answer}
+        task = labelling.find(record.metadata["task"])
+        return {"task": task and task_body(labelling.shown(task, labeler)), "answer": answer}
 
     @router.post("/rank")
     def rank(asked: RankingRequest, labeler: str = who) -> dict[str, Any]:
@@ -417,8 +404,9 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
 
     @router.get("/demonstrate/next")
     def next_prompt(labeler: str = who) -> dict[str, Any]:
-        task = labelling.next_prompt(labeler)
-        body = body_for(task, labeler) if task else {"name": None, "messages": None, "responses": []}
+        if (task := labelling.next_prompt(labeler)) is None:
+            return {"task": None, "messages": None, "responses": []}
+        body = task_body(labelling.shown(task, labeler))
         return {"task": body.pop("name")} | body
 
     @router.post("/demonstrate")

@@ -5,7 +5,6 @@ The browser chooses neither the command nor a word of it: the operator names the
 """
 
 import itertools
-import math
 import re
 import secrets
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from fastapi import APIRouter, Body
 from pydantic import RootModel
@@ -23,13 +23,13 @@ from rlhf.config import Config
 from rlhf.data.agreement import DECIDES, AgreementCounter
 from rlhf.data.encoding import join_rankings
 from rlhf.data.reading import load_comparisons
-from rlhf.data.records import Ranking, Text
+from rlhf.data.records import Ranking, Text, sum_checks
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import held_out_labelers, judged_pairs, load_judge, score_each
 from rlhf.recipe import ROUND_STAGES
 from rlhf.runs.folders import NAME, is_complete, read_stage, rounds_before
 from rlhf.runs.sources import in_split
-from rlhf.serving.labelling import Labelling, RankingRequest, task_body
+from rlhf.serving.labelling import Labelling, RankingRequest, ordered_pairs, task_body
 from rlhf.serving.security import RefusedError
 from rlhf.system.files import check_regular, write_json, write_text
 from rlhf.system.schemas import read_checked
@@ -124,7 +124,7 @@ def make_manage_router(labelling: Labelling, staff: Staff, rounds: "Rounds | Non
             {"labeler": who, "note": r.metadata.get("note", ""), **r.model_dump(include={"id", "ranking", "ratings", "flags", "seconds"})}
             for who, r in list(labelling.ranked[name].items())
         ]  # fmt: skip
-        return task_body(task, task.responses) | {"labels": labels}
+        return task_body(task) | {"labels": labels}
 
     @router.post("/decide")
     def decide(asked: RankingRequest) -> dict[str, Any]:
@@ -163,14 +163,17 @@ def overview_of(labelling: Labelling, staff: Staff) -> dict[str, Any]:
     for by_labeler in said.values():
         for name, record in by_labeler.items():
             by_name.setdefault(name, []).append(record)
-            if name != DECIDES:
-                counter.add(record)
-    agreed = counter.report()["by_labeler"] if counter.rankings else {}
+            counter.add(record)
+    agreed = counter.report()["by_labeler"]
     people = []
     for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
-        records = by_name.get(name, [])
-        paused, checks = staff.paused(name, labelling), labelling.figures(name)
-        row = {"name": name, "known": name in staff.secrets, "paused": paused, "done": len(records)}
+        records, checks = by_name.get(name, []), sum_checks(labelling.said_by(name).values())
+        row = {
+            "name": name,
+            "known": name in staff.secrets,
+            "paused": staff.paused(name, labelling),
+            "done": len(records),
+        }
         for kind in ("gold", "again"):
             row[kind] = checks[kind]["right"] / checks[kind]["pairs"] if kind in checks else None
         row["warnings"] = warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name))
@@ -180,8 +183,12 @@ def overview_of(labelling: Labelling, staff: Staff) -> dict[str, Any]:
     tasks, done, wanted, per_task = list[dict[str, Any]](), 0, 0, labelling.settings.labels_per_prompt
     for name, by_labeler in said.items():
         to, labels = staff.assigned.get(name, []), len(by_labeler.keys() - {DECIDES})
+        # the pairs of responses that two labelers both put in order, and how many of them in opposite orders
+        orders = [ordered_pairs(record) for labeler, record in by_labeler.items() if labeler != DECIDES]
+        two = list(itertools.combinations(orders, 2))
+        clashes = sum(pair[::-1] in b for a, b in two for pair in a)
         task = {"name": name, "labels": labels, "assigned": to, "decided": DECIDES in by_labeler}
-        tasks.append(task | clashes(by_labeler))
+        tasks.append(task | {"clashes": clashes, "pairs": clashes + sum(len(a & b) for a, b in two)})
         wanted += len(to) or per_task
         done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
     progress = {"done": done, "wanted": wanted}
@@ -195,23 +202,14 @@ def warnings_of(records: list[Ranking]) -> list[str]:
     if len(words) >= FEWEST[0] and 60 * median(words) > FASTEST:
         found.append(f"{60 * median(words):.0f} words a minute")
     for record in records:
-        place = {name: i for i, name in enumerate(record.metadata.get("order", ()))}
-        ids = [response.id for response in record.responses]
-        first = [place[ids[i]] < place[ids[j]] for i, j in record.pair_list() if {ids[i], ids[j]} <= place.keys()]
-        shares += [fmean(first)] if first else []
+        order, pairs = record.metadata.get("order"), ordered_pairs(record)
+        if order and pairs:
+            shares.append(fmean(order.index(better) < order.index(worse) for better, worse in pairs))
     if len(shares) >= FEWEST[1]:
         error = max(stdev(shares), 0.1) / len(shares) ** 0.5
         if abs(fmean(shares) - 0.5) > 3 * error:
             found.append(f"the response shown first wins {fmean(shares):.0%}")
     return found
-
-
-def clashes(by_labeler: dict[str, Ranking]) -> dict[str, int]:
-    """The pairs of responses that two labelers of a task both put in order, and how many of them in opposite orders."""
-    ordered = [set(record.pair_list()) for name, record in by_labeler.items() if name != DECIDES]
-    two = list(itertools.combinations(ordered, 2))
-    clash = sum((j, i) in b for a, b in two for i, j in a)
-    return {"clashes": clash, "pairs": clash + sum(len(a & b) for a, b in two)}
 
 
 # --- labelling rounds ------------------------------------------------------------------------------------------------
@@ -294,19 +292,19 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
     shares: dict[str, dict[str, Any]] = {}
     pairs: list[dict[str, Any]] = []
     for name, rankings in groups.items():
-        margins = []
+        judged = []
         for model, encode in judges:
             items, _ = join_rankings(rankings, encode)
-            judged = judged_pairs(items, score_each(model, items, calibrated=False))
-            margins.append([pair.margin for pair in judged])
-        wins = [sum((d > 0) + (d == 0) / 2 for d in of) / len(of) if of else None for of in margins]
-        shares[name] = {"before": wins[0], "after": wins[1] if name == "held_out" else None, "pairs": len(margins[0])}
-        told = [(item, one.labeler, pair) for item in items for one in item.judgements for pair in one.pairs]
-        for (item, labeler, (better, worse)), *d in zip(told, *margins, strict=True):
+            judged.append(judged_pairs(items, score_each(model, items, calibrated=False)))
+        wins = [fmean(pair.won for pair in of) if of else None for of in judged]
+        shares[name] = {"before": wins[0], "after": wins[1] if name == "held_out" else None, "pairs": len(judged[0])}
+        told = [(item, *pair) for item in items for pair in item.pairs()]
+        for (item, better, worse), *both in zip(told, *judged, strict=True):
+            d = [one.margin for one in both]
             pairs.append({
-                "group": name, "labeler": labeler, "prompt": item.record.prompt[-1].content if item.record else "",
+                "group": name, "labeler": both[0].labeler, "prompt": item.record.prompt[-1].content if item.record else "",
                 "better": item.answers[better][0], "worse": item.answers[worse][0],
-                "difference": d, "surprise": [math.log1p(math.exp(-abs(x))) + max(0.0, -x) for x in d],
+                "difference": d, "surprise": [float(np.logaddexp(0.0, -x)) for x in d],
             })  # fmt: skip
     pairs.sort(key=lambda pair: -pair["surprise"][1])
     held_out = shares.pop("held_out")

@@ -12,7 +12,7 @@ from rlhf.commands.import_data import run as import_data
 from rlhf.config.compose import compose_config
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.reading import load_comparisons, load_demonstrations
-from rlhf.data.records import Message
+from rlhf.data.records import Message, sum_checks
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, Labelling, RankingRequest
@@ -338,7 +338,9 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     assert labelling.next_task("ben").id == "g0" and labelling.qualified("ben")
     for name in ("g0", "g1"):
         labelling.rank("ben", ranked(name, f"ben-{name}-sub", (("c",), ("b",), ("a",))))
-    assert not labelling.qualified("ben") and labelling.figures("ben") == {"gold": {"right": 0, "pairs": 6}}
+    assert not labelling.qualified("ben") and sum_checks(labelling.said_by("ben").values()) == {
+        "gold": {"right": 0, "pairs": 6}
+    }
     seen, special = [], {"g0": (("a",), ("c",), ("b",)), "t0.2": (("a", "b"), ("c",))}
     while task := labelling.next_task("anna"):
         seen.append(task.id)
@@ -352,14 +354,15 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     assert seen == ["g0", "g1", "t0", "t1", "g2", "t2", "t3", "t0.2", "t4", "t5"]
     assert labelling.qualified("anna") and labelling.progress("anna") == {"done": 10, "left": 0}
     figures = {"gold": {"right": 8, "pairs": 9}, "again": {"right": 2.5, "pairs": 3}}
-    assert labelling.figures("anna") == figures
+    assert sum_checks(labelling.said_by("anna").values()) == figures
     with pytest.raises(RefusedError, match="you have labelled this task"):
         labelling.rank("anna", ranked("g0", "submission-x"))
     with pytest.raises(RefusedError, match="enough labelers"):
         labelling.rank("cleo", ranked("t0.2", "submission-x"))
     labelling.file.close()
     again = make_labelling(labelling.file.path, 6, 1, gold, check_every=2, qualification=2, qualified=0.8)
-    assert again.figures("anna") == figures and not again.qualified("ben"), "a restart forgets nothing"
+    assert sum_checks(again.said_by("anna").values()) == figures, "a restart forgets nothing"
+    assert not again.qualified("ben")
     path = str(labelling.file.path)
     assert {r.metadata["task"] for r in load_comparisons(path)[0]} == {f"t{i}" for i in range(6)}
     counts = {"input": 13, "accepted": 0, "duplicates": 0, "filtered": 13, "rejected": 0}
@@ -427,5 +430,5 @@ def test_labelers_at_once_get_different_tasks_and_every_task_enough_of_them(tmp_
     for one in threads:
         one.join()
     assert all(len(said) == 2 for said in labelling.ranked.values())
-    pairs = [(r.labeler, r.metadata["task"]) for r in labelling.file.records]
+    pairs = [(r.labeler, r.metadata["task"]) for r in labelling.file.records.values()]
     assert len(pairs) == len(set(pairs)) == 40
