@@ -37,7 +37,6 @@ class ShadingRequest(Strict):
     token_ids: Annotated[list[int], Field(min_length=1, max_length=2048)]
 
 
-@torch.no_grad()
 def judge_tokens(policy: Any, reference: Any, prompt: list[int], ids: list[int]) -> tuple[list[float], list[float]]:
     """Per token of a response log pi(token) in nats, and KL(pi || reference) over the vocabulary at its position."""
 
@@ -139,15 +138,18 @@ async def comparison_events(
     labelling: Labelling, labeler: str, messages: list[Message], completion: Completion
 ) -> AsyncIterator[str]:
     """One response of each model under a letter, as drawn; the last event has the comparison's id, with which it can be judged."""
-    responses = [
-        RankedResponse(id=letter, text="", policy=one.model.policy_id)
-        for letter, one in zip("abcdef", completion.generations, strict=False)
-    ]
+    letters = "abcdef"
     async for chunk in completion.chunks():
-        responses[chunk.place].metadata["ended"] = chunk.finish == "stop"
-        yield openai_api.event({"id": responses[chunk.place].id, "text": chunk.text})
-    for response, one in zip(responses, completion.generations, strict=True):
-        response.text = one.text.text.strip()
+        yield openai_api.event({"id": letters[chunk.place], "text": chunk.text})
+    responses = [
+        RankedResponse(
+            id=letter,
+            text=one.text.text.strip(),
+            policy=one.model.policy_id,
+            metadata={"ended": one.finish == "stop"},
+        )
+        for letter, one in zip(letters, completion.generations, strict=False)
+    ]
     name = f"comparison-{secrets.token_hex(8)}"
     labelling.add_comparison(Ranking(id=name, prompt=messages, responses=responses, labeler=labeler))
     yield openai_api.event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})

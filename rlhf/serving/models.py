@@ -10,11 +10,11 @@ import secrets
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,25 +37,16 @@ LOOKS_PER_SECOND = 200  # of all responses together, within these bounds: of mor
 FAILED = "the model failed on this request"
 
 
-@dataclass(frozen=True)
 class ServedModel:
     """One stage's policy, under the name run/stage."""
 
-    name: str
-    run: LoadedRun
-    policy: Any
-    tokenizer: Any
-    policy_id: str  # the policy's name in labels: run/stage@hash
-    max_new_tokens: int  # tokens of a response, if the request does not say
-
-    @cached_property
-    def ends(self) -> frozenset[int]:
-        return frozenset(end_ids(self.tokenizer, base=self.name.endswith("/pretrain")))
-
-    @property
-    def context(self) -> int:
-        """Tokens of a prompt and its response."""
-        return int(getattr(self.policy.config, "max_position_embeddings", None) or self.tokenizer.model_max_length)
+    def __init__(self, run: LoadedRun, stage: str, policy: Any):
+        self.name, self.run, self.policy, self.tokenizer = f"{run.folder.name}/{stage}", run, policy, run.tokenizer
+        self.policy_id = f"{self.name}@{run.record(stage)['hash'][:8]}"  # the policy's name in labels
+        self.max_new_tokens = run.max_new_tokens(stage)  # tokens of a response, if the request does not say
+        self.ends = frozenset(end_ids(self.tokenizer, base=stage == "pretrain"))
+        # tokens of a prompt and its response
+        self.context = int(getattr(policy.config, "max_position_embeddings", None) or self.tokenizer.model_max_length)
 
     def spelled(self, token: int) -> str:
         return self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False)
@@ -73,7 +64,7 @@ def served_models(
 
     Raises: UserError if the run has none.
     """
-    device, models = set_up(config), {}
+    device = set_up(config)
     run = LoadedRun(folder, device.type, config.precision)
     chosen = [stage for stage in run.policies if stages is None or stage in stages]
     missing = [stage for stage in stages or [] if stage not in run.policies]
@@ -82,12 +73,10 @@ def served_models(
         raise UserError(f"{folder}: {found}: run the stage, or choose others with serve.stages=…")
     with ExitStack() as weights:
         with inference(config, device):
-            for stage in chosen:
-                name, policy = f"{folder.name}/{stage}", hold_frozen(config, run.policy(stage), device)
-                weights.enter_context(packed(policy, rows))
-                policy_id = f"{name}@{run.record(stage)['hash'][:8]}"
-                models[name] = ServedModel(name, run, policy, run.tokenizer, policy_id, run.max_new_tokens(stage))
-        yield models, partial(inference, config, device)
+            models = [ServedModel(run, stage, hold_frozen(config, run.policy(stage), device)) for stage in chosen]
+            for model in models:
+                weights.enter_context(packed(model.policy, rows))
+        yield {model.name: model for model in models}, partial(inference, config, device)
 
 
 # --------------------------------------------------------------------------------------------- requests
@@ -111,6 +100,7 @@ class Generation(Response):
     text: TextStream
     error: RefusedError | None = None
     cancelled: bool = False  # since the client has gone
+    finish: str | None = None  # the reason of its end, once that is read
 
     def next_chunk(self, place: int) -> Chunk | None:
         finished = self.finished  # read first: the last token is added before
@@ -120,10 +110,11 @@ class Generation(Response):
         complete = finished and count == len(self.tokens)
         if count == seen and not (complete or self.cancelled):
             return None
-        piece, finish = self.text.add(self.tokens[seen:count], complete), None
+        piece = self.text.add(self.tokens[seen:count], complete)
         if self.text.stopped or complete or self.cancelled:
-            finish = "length" if complete and not (self.text.stopped or self.ended) else "stop"
-        return Chunk(place, piece, seen, len(self.text.ids), finish)
+            self.finish = "length" if complete and not (self.text.stopped or self.ended) else "stop"
+            self.cancelled = True  # also if a stop string ended it
+        return Chunk(place, piece, seen, len(self.text.ids), self.finish)
 
 
 class Completion:
@@ -174,25 +165,19 @@ class Completion:
         for one in self.generations:
             one.cancelled = True
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
+    async def chunks(self, gone: Callable[[], Awaitable[bool]] | None = None) -> AsyncIterator[Chunk]:
+        """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end. gone: whether the
+        client has disconnected, which ends the responses.
 
         Raises: RefusedError.
         """
-        unfinished = dict(enumerate(self.generations))
-        while unfinished:
+        while any(one.finish is None for one in self.generations):
             await asyncio.sleep(min(max(LEAST_PAUSE, len(self.thread) / LOOKS_PER_SECOND), MOST_PAUSE))
-            for place, one in list(unfinished.items()):
-                if (chunk := one.next_chunk(place)) is not None:
-                    if chunk.finish:
-                        del unfinished[place]
-                        one.cancelled = True  # also if a stop string ended it
+            if gone is not None and await gone():
+                self.close()
+            for place, one in enumerate(self.generations):
+                if one.finish is None and (chunk := one.next_chunk(place)) is not None:
                     yield chunk
-
-    async def whole(self) -> list[Chunk]:
-        reasons = {chunk.place: chunk.finish async for chunk in self.chunks()}
-        texts = [one.text for one in self.generations]
-        return [Chunk(i, text.text, 0, len(text.ids), reasons[i]) for i, text in enumerate(texts)]
 
 
 # --------------------------------------------------------------------------------------------- queue, batch and thread
@@ -248,7 +233,7 @@ class ModelThread:
         self.lock = threading.Lock()  # of what follows
         self.queues = {name: Queue(one.policy, rows, self.lock) for name, one in models.items()}
         self.calls, self.drawing = 0, False
-        self.context, self.thread = context, ThreadPoolExecutor(1, "models")
+        self.context, self.executor = context, ThreadPoolExecutor(1, "models")
 
     def __len__(self) -> int:
         """The number of responses that run or wait."""
@@ -272,18 +257,17 @@ class ModelThread:
                 self.queues[one.model.name].waiting.append(one)
             if not self.drawing:
                 self.drawing = True
-                self.thread.submit(self._step)
+                self.executor.submit(self._run, self._step)
 
     def _step(self) -> None:
         """One token of all, then what was called meanwhile, then the next step."""
-        with self.context():
-            for queue in self.queues.values():
-                if len(queue):
-                    queue.step()
+        for queue in self.queues.values():
+            if len(queue):
+                queue.step()
         with self.lock:
             self.drawing = len(self) > 0
             if self.drawing:
-                self.thread.submit(self._step)
+                self.executor.submit(self._run, self._step)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that runs between two tokens. Raises: UserError, RefusedError."""
@@ -291,7 +275,7 @@ class ModelThread:
             raise full()
         self.calls += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, self._call, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self.executor, self._run, function, *arguments)
         except UserError:
             raise
         except Exception as error:
@@ -300,13 +284,13 @@ class ModelThread:
         finally:
             self.calls -= 1
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with self.context():
             return function(*arguments)
 
     def stop(self) -> None:
         """End the thread after its present step."""
-        self.thread.shutdown(cancel_futures=True)
+        self.executor.shutdown(cancel_futures=True)
 
 
 def full() -> RefusedError:

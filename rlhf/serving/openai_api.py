@@ -8,7 +8,6 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -146,8 +145,12 @@ def make_router(thread: ModelThread) -> APIRouter:
         form = Form(completion, asked)
         if asked.stream:
             return EventStream(completion, form.events())
-        async with freed(completion, request.receive):
-            return JSONResponse(form.whole(await completion.whole()))
+        try:
+            async for _ in completion.chunks(request.is_disconnected):
+                pass
+            return JSONResponse(form.whole())
+        finally:
+            completion.close()
 
     @router.post("/score")
     async def score(asked: ScoreRequest) -> Reply:
@@ -203,7 +206,9 @@ class Form:
             return body | {"message": {"role": "assistant", "content": chunk.text, "refusal": None}}
         return body | {"delta": ({"role": "assistant"} if chunk.first == 0 else {}) | {"content": chunk.text}}
 
-    def whole(self, chunks: list[Chunk]) -> Reply:
+    def whole(self) -> Reply:
+        told = enumerate(self.completion.generations)
+        chunks = (Chunk(i, one.text.text, 0, len(one.text.ids), one.finish) for i, one in told)
         choices = [self.choice(chunk, streamed=False) for chunk in chunks]
         return self.head | {"object": "chat.completion", "choices": choices, "usage": self.usage()}
 
@@ -225,10 +230,12 @@ def event(body: Reply) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events, which frees the places of the completion however it ends."""
+    """A response of server-sent events, which frees the places of the completion however it ends. If the models fail, the last event
+    says so.
+    """
 
     def __init__(self, completion: Completion, events: AsyncIterator[str]):
-        super().__init__(with_error(events), media_type="text/event-stream")
+        super().__init__(self.with_error(events), media_type="text/event-stream")
         self.completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -237,28 +244,9 @@ class EventStream(StreamingResponse):
         finally:
             self.completion.close()
 
-
-async def with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events; if the models fail, the last one says so."""
-    try:
-        async for text in events:
-            yield text
-    except RefusedError as error:
-        yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
-
-
-@asynccontextmanager
-async def freed(completion: Completion, receive: Receive) -> AsyncIterator[None]:
-    """Free the places at the end, or when the client disconnects: the responses end, and with them the wait for them."""
-
-    async def close_when_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        completion.close()
-
-    leaving = asyncio.create_task(close_when_gone())
-    try:
-        yield
-    finally:
-        leaving.cancel()
-        completion.close()
+    async def with_error(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for text in events:
+                yield text
+        except RefusedError as error:
+            yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
