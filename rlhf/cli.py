@@ -167,7 +167,7 @@ def _command_help(command: str, given: compose.Words) -> str:
                 choices = "" if stated.choices is None else f"{' | '.join(stated.choices)}: "
                 lines.append(f"  {key + '=' + value:<40} {choices}{stated.help}{usual}")
     if command == "import":
-        from rlhf.data.formats import FORMATS
+        from rlhf.data.reading import FORMATS
 
         lines += ["", "formats (auto recognises all but table):"]
         lines += sorted(f"  {one.name:<20} {one.wants}" for one in FORMATS.values())

@@ -18,8 +18,8 @@ def run(config: ImportConfig) -> None:
     `<out>.partial`, if there are more rejects than max_rejects.
     """
     from rlhf.data.importer import Importer
-    from rlhf.data.inputs import RECORD_SUFFIXES, is_import, resolve_sources
-    from rlhf.data.storage import read_assignments, seal
+    from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
+    from rlhf.data.storage import is_import, read_assignments, seal
     from rlhf.runs.progress import Progress
 
     assert config.out is not None

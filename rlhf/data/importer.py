@@ -21,10 +21,10 @@ import numpy as np
 from rlhf.config.commands import ImportConfig
 from rlhf.data.agreement import AgreementCounter, verdicts
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
-from rlhf.data.formats import BadRow, Format, find_format
+from rlhf.data.formats.shapes import BadRow
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.inputs import ROW_SUFFIXES, Row, Source, has_suffix
-from rlhf.data.reading import read, read_rows
+from rlhf.data.reading import Choose, find_format, read, read_rows
 from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import create, read_lines, to_line, write_assignments
@@ -67,7 +67,7 @@ class Importer:
         """
         config = self.config
         table = config.format == "table"
-        chosen = make_table_format(config.columns, config.words) if table else find_format(config.format, "format")
+        choose = make_table_format(config.columns, config.words) if table else find_format(config.format, "format")
         ahead = [_look_ahead(source) for source in sources]
         checks = [check for _, of_file in ahead for check in of_file]
         for labeler in sorted({check.labeler for check in checks if check.labeler is not None}):
@@ -78,7 +78,7 @@ class Importer:
                 self.careless.add(labeler)
         done = 0
         for source, (replaced, _) in zip(sources, ahead, strict=True):
-            self._import_file(source, chosen, done, replaced)
+            self._import_file(source, choose, done, replaced)
             done += source.size
             self.progress(done)
         self._unsplit.close()
@@ -88,13 +88,13 @@ class Importer:
         write_json(self.folder / "report.json", report)
         return report
 
-    def _import_file(self, source: Source, chosen: Format | None, done: int, replaced: set[_Name]) -> None:
+    def _import_file(self, source: Source, choose: Choose, done: int, replaced: set[_Name]) -> None:
         """Import one file; `replaced`: records that later ones replace. Raises: UserError if it cannot be read."""
         source.encoding, source.sheet = self.config.encoding, self.config.sheet
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         items: _Items = {}
-        for row, records, own_id in read(source, chosen, "format"):
+        for row, records, own_id in read(source, choose):
             if source.path is None:
                 digest.update(row.original())
             result = REJECTED

@@ -1,20 +1,24 @@
 """Sources of rows: resolves a setting such as `path` or `data.comparisons` to files, finished imports and data sets of the
-hub; opens files; reads JSON. `tables.py` reads the other kinds of files, `reading.py` makes records from rows.
+hub; opens files; reads JSON and CSV. `tables.py` reads what libraries read, `reading.py` makes records from rows.
 """
 
+import codecs
+import csv
 import io
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from rlhf.config.setting import listed
 from rlhf.data.records import first_repeat
+from rlhf.data.storage import is_import
 from rlhf.errors import UserError
 from rlhf.system.files import check_regular
 from rlhf.system.schemas import shown
@@ -26,8 +30,9 @@ RECORD_SUFFIXES = (*ROW_SUFFIXES, ".csv", ".tsv", ".xlsx", ".parquet")  # of fil
 MAX_RECORD_BYTES = 64 << 20  # of one row: this bounds the memory
 MAX_ARRAY_BYTES = 1 << 30  # of a JSON file that is no JSON Lines, which is held in memory
 MAX_DEPTH = 200  # levels of lists and objects; pydantic writes no record that nests more than 255
-MANIFEST = "dataset.json"  # the file that marks a folder as an import, see storage.py
 _TOO_DEEP = f"nested too deeply, more than {MAX_DEPTH} levels"
+_ENCODING = "cp1252, … (of rlhf import; of classify data.encoding)"  # the remedy
+_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}")
@@ -78,15 +83,6 @@ def is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
 def has_suffix(path: Path, suffixes: Iterable[str]) -> bool:
     """Whether a file has one of these suffixes, packed or not."""
     return path.name.lower().endswith(tuple(s + packed for s in suffixes for packed in ("", *_CODECS)))
-
-
-def is_import(folder: Path) -> bool:
-    """Whether a folder is marked as an import; `storage.verify` checks whether it is complete."""
-    path = folder / MANIFEST
-    if not path.is_file():  # reading a pipe of that name would block
-        return False
-    with path.open("rb") as file:
-        return b'"rlhf_import"' in file.read(200)
 
 
 class Row(NamedTuple):
@@ -275,3 +271,76 @@ def read_values(file: IO[bytes], name: str) -> Iterator[Row]:
         raise UserError(f"{name}: damaged JSON ({reason}): correct it or download it again") from error
     for number, value in enumerate(items if isinstance(items, list) else [items], start=1):
         yield Row(name, number, number, value, problem=_problem_of(value, json.dumps(value)))
+
+
+def check_header(cells: Sequence[Any], place: str) -> list[str]:
+    """The names of the columns, without white space around them. Raises: UserError if one is empty or appears twice."""
+    names = ["" if cell is None else str(cell).strip() for cell in cells]
+    if "" in names:
+        raise UserError(
+            f"{place}: column {names.index('') + 1} without a name in the header: want a name for each column"
+        )
+    if (twice := first_repeat(names)) is not None:
+        raise UserError(f'{place}: the header names "{twice}" twice: rename one of these columns')
+    return names
+
+
+def read_delimited(path: Path, source: Source) -> Iterator[Row]:
+    """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
+    columns.
+
+    Raises: UserError if a quote never closes, and for a wrong header or encoding.
+    """
+    name, encoding = source.name, source.encoding
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding  # reads past a byte-order mark
+    try:
+        with open_bytes(path, source) as file:
+            text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
+            yield from _delimited_rows(text, has_suffix(path, (".tsv",)), source)
+    except UnicodeError as error:
+        raise UserError(f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, {_ENCODING}") from error
+
+
+def _delimited_rows(text: io.TextIOWrapper, tabs: bool, source: Source) -> Iterator[Row]:
+    name, first = source.name, text.readline(MAX_RECORD_BYTES)
+    delimiter = "\t" if tabs else max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
+    source.note = f"columns divided by {_DELIMITERS[delimiter]}"
+    record: list[str] = []  # its lines
+
+    def lines() -> Iterator[str]:
+        for line in chain([first], iter(lambda: text.readline(MAX_RECORD_BYTES), "")):
+            record.append(line)
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    number = 0
+    while True:
+        record.clear()
+        line, problem, cells = reader.line_num + 1, "", []
+        try:
+            cells = next(reader, [])
+        except csv.Error as error:
+            if "unexpected end" in str(error) or "field limit" in str(error):
+                what = "a quote opens a cell and never closes: close it, or double it if it belongs to the text"
+                raise UserError(f"{name}:{line}: damaged CSV: {what}") from error
+            problem = f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
+        whole = "".join(record)
+        if not whole:
+            return
+        if not whole.strip("\r\n"):
+            continue  # an empty line is no row
+        if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
+            byte = ord(wrong[0]) - 0xDC00
+            problem = f"byte 0x{byte:02x} is not {source.encoding} text: set encoding={_ENCODING}"
+        if not header:
+            if problem:
+                raise UserError(f"{name}:{line}: header: {problem}")
+            header = check_header(cells, f"{name}:{line}")
+            continue
+        number += 1
+        if not problem and len(cells) != len(header):
+            problem = f"got {len(cells)} cells, want {len(header)} as in the header: quote cells with the delimiter"
+        value = {key: cell or None for key, cell in zip(header, cells, strict=False)}
+        yield Row(name, line, number, value, whole.encode("utf-8", "surrogateescape"), problem)

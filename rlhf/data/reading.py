@@ -1,12 +1,15 @@
-"""Files as records: the rows of a source, its format, and one validated record after another.
+"""Files as records: the rows of a source, the format of a file, and one validated record after another.
 
 A row is an object under its keys or its header's names. A bad line of a line-based file is a reject, and reading goes on;
 a damaged array or table ends with a UserError that names the place.
 """
 
 import codecs
+import inspect
 import re
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -14,8 +17,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rlhf.data.formats import BadRow, Format, choose_format, find_format
-from rlhf.data.formats.shapes import is_text
+from rlhf.data.formats import dialogues, scored, tools
+from rlhf.data.formats.shapes import BadRow, Format, Values, is_text
+from rlhf.data.formats.table import WANTS, propose_columns
 from rlhf.data.inputs import (
     RECORD_SUFFIXES,
     ROW_SUFFIXES,
@@ -25,6 +29,7 @@ from rlhf.data.inputs import (
     holds_lines,
     open_bytes,
     printable_path,
+    read_delimited,
     read_lines,
     read_values,
     resolve_sources,
@@ -41,52 +46,167 @@ from rlhf.data.records import (
 )
 from rlhf.data.splits import given_split, prompt_key
 from rlhf.data.storage import read_records, verify
-from rlhf.data.tables import read_columns, read_delimited, read_sheet
-from rlhf.errors import UserError, hub_remedy
+from rlhf.data.tables import read_columns, read_hub, read_sheet
+from rlhf.errors import UserError
 from rlhf.system.files import read_json
+from rlhf.system.plugins import load_named
 from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line
 
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
+LOOK_AHEAD = 20  # of these, for recognition
+_KEYS = 12  # keys of a row that a message shows
+
+# The formats and the shapes of their rows, by the module that contains their functions: `from_<name>` and, if the rows of
+# a file belong together, `gather_<name>`.
+_TABLE: dict[Any, dict[str, str]] = {
+    dialogues: {
+        "alpaca": "keys instruction, input and output or response",
+        "sharegpt": "key conversations with turns of from and value, and perhaps chosen and rejected",
+        "messages": "key messages with turns of role and content",
+        "self_instruct": "keys instruction and instances of input and output",
+        "question_answer": "keys question and answer",
+        "decoded": "keys instruction, text (a person's answer) and decoded (a model's)",
+        "mt_bench": "key turns with a list of texts",
+        "hh": "keys chosen and rejected with dialogues of Human: and Assistant:, or text with two of them and score",
+        "trl": "keys chosen and rejected, or prompt and completion (strings or messages); or prompt",
+        "pairs": "a prompt (prompt, question or instruction) and chosen_response and rejected_response, "
+        "response_j and response_k, or chosen and rejected",
+        "choices": "keys prompt, and chosen and rejected, each a list of strings",
+        "kto": "prompt and completion, or messages or conversations, and key label (true or false)",
+    },
+    scored: {
+        "ultrafeedback": "keys instruction and completions with response and scores",
+        "nectar": "keys prompt and answers, a list of answer, model and rank",
+        "webgpt": "keys question with full_text, answer_0, answer_1, score_0 and score_1",
+        "openai_comparisons": "keys info, and summaries and choice or a summary with axes",
+        "qa_feedback": "keys question, passages, prediction 1 … 4, preference",
+        "oasst": "the first message of a tree, or key prompt with it: text, role and replies",
+        "oasst_messages": "keys message_id, parent_id, text, role, rank: one message of a tree per row; "
+        "rows are counted as trees",
+    },
+    tools: {
+        "argilla": "keys fields and responses (an export of version 2)",
+        "label_studio": "keys data and annotations (an export), or data (a task)",
+    },
+}
+FORMATS = {
+    "native": Format("native", f"key kind ({', '.join(KINDS)}) and the keys of that record", lambda row: [dict(row)]),
+    "table": Format("table", WANTS, lambda row: []),
+}
+for _module, _wants in _TABLE.items():
+    for _name, _shape in _wants.items():
+        _gather = getattr(_module, f"gather_{_name}", None)
+        FORMATS[_name] = Format(_name, _shape, getattr(_module, f"from_{_name}"), _name == "label_studio", _gather)
+
+
+def recognise(row: Values) -> str | None:
+    """The format of a row: the first of these shapes that it has. A row with an unknown `kind` counts as native."""
+    match row:
+        case {"kind": str(), "prompt": _}:
+            return "native"
+        case {"data": dict()} if "annotations" in row or row.keys() <= {"data", "id", "meta", "predictions"}:
+            return "label_studio"
+        case {"fields": dict(), "responses": dict()}:
+            return "argilla"
+        case {"prompt": {"text": _, "replies": _}} | {"text": str(), "role": _, "replies": list()}:
+            return "oasst"
+        case {"message_id": _, "text": _, "role": _}:
+            return "oasst_messages"
+        case {"info": dict(), "summaries": list(), "choice": _} | {"info": dict(), "summary": {"axes": _}}:
+            return "openai_comparisons"
+        case {"question": _, "preference": _} if row.keys() >= {f"prediction {i}" for i in range(1, 5)}:
+            return "qa_feedback"
+        case {"question": _, "answer_0": _, "answer_1": _, "score_0": _, "score_1": _}:
+            return "webgpt"
+        case {"instruction": _, "completions": [{"response": _}, *_]}:
+            return "ultrafeedback"
+        case {"prompt": _, "answers": [{"answer": _, "rank": _}, *_]}:
+            return "nectar"
+        case {"chosen": str(a), "rejected": str(b)} if "prompt" not in row and all(map(dialogues.is_dialogue, (a, b))):
+            return "hh"
+        case {"text": [str(first), *_], "score": _} if dialogues.is_dialogue(first):
+            return "hh"
+        case {"prompt": str(), "chosen": [str(), *_], "rejected": [str(), *_]}:
+            return "choices"
+        case _ if row.keys() & {"label", "kto_tag"} and dialogues.has_one_answer(row):
+            return "kto"
+        case _ if dialogues.pair_keys(row):
+            return "pairs"
+        case {"chosen": str() | [{"role": _}, *_], "rejected": str() | [{"role": _}, *_]} | {
+            "prompt": _,
+            "completion": _,
+        }:
+            return "trl"
+        case {"conversations": [{}, *_]} if ("chosen" in row) == ("rejected" in row):
+            return "sharegpt"
+        case {"messages": [{"role": _, "content": _}, *_]}:
+            return "messages"
+        case {"instruction": _, "instances": list()}:
+            return "self_instruct"
+        case {"instruction": str(), "text": str(), "decoded": str()}:
+            return "decoded"
+        case {"instruction": _, "output": str() | None} | {"instruction": _, "response": str() | None}:
+            return "alpaca"
+        case {"question": str(), "answer": str()} if not row.keys() & {"context", "passages", "choices", "options"}:
+            return "question_answer"  # a question about one of these columns would be incomplete without it
+        case {"turns": [str(), *_]}:
+            return "mt_bench"
+        case {"prompt": str() | [{"role": _}, *_]} if dialogues.is_prompt_alone(row):
+            return "trl"
+    return None
+
+
+Choose = Callable[[str, Sequence[Values]], Format]  # the format of a file, from its name and its first rows
+
+
+def find_format(name: str, setting: str) -> Choose:
+    """How files get the format of this name, or the one that is recognised if it is auto. Raises: UserError if there is none."""
+    if name == "auto":
+        return partial(_recognise_file, setting)
+    if ":" in name:
+        # a row that the function cannot read is a reject, so its errors stay as they are
+        found = Format(name, "what the function reads", inspect.unwrap(load_named("format", name, ("row",))))
+    elif name in FORMATS:
+        found = FORMATS[name]
+    else:
+        known = ", ".join(sorted(FORMATS))
+        raise UserError(f"{setting}={name}: no such format: want auto, {known}, or a function as file.py:name")
+    return lambda *_: replace(found, why="asked for")
+
+
+def _recognise_file(setting: str, name: str, rows: Sequence[Values]) -> Format:
+    """The format of the first of a file's rows that has one. setting: which chooses a format, for the message.
+
+    Raises: UserError that proposes columns, if there is none.
+    """
+    found = next(filter(None, map(recognise, rows[:LOOK_AHEAD])), None)
+    if found is not None:
+        return FORMATS[found]
+    keys = ", ".join(one_line(key, 60) for key in list(rows[0])[:_KEYS])
+    how = f"format=table {propose_columns(rows)}"
+    if setting != "format":
+        how = f"`rlhf import path={shlex.quote(name)} out=imported {how}`, then give the folder imported instead"
+    raise UserError(f"{name}: no format recognised: rows have the keys {keys}. Name the columns, as: {how}")
 
 
 def read_rows(source: Source) -> Iterator[Row]:
     """The rows of a file or a hub data set. Raises: UserError if the source as a whole cannot be read."""
-    path, name = source.path, source.name
+    path = source.path
     if path is None:
-        yield from _read_hub(name)
-        return
-    suffix = ([s.lower() for s in path.suffixes if s.lower() not in (".gz", ".zst")] or [path.name.lower()])[-1]
-    if has_suffix(path, ROW_SUFFIXES):
+        yield from read_hub(source.name)
+    elif has_suffix(path, ROW_SUFFIXES):
+        as_lines = has_suffix(path, (".jsonl",)) or holds_lines(path)
         with open_bytes(path, source) as file:
             if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
                 file.read(3)
-            as_lines = suffix == ".jsonl" or holds_lines(path)
-            yield from read_lines(file, name) if as_lines else read_values(file, name)
-    elif suffix in (".csv", ".tsv"):
-        yield from read_delimited(path, suffix, source)
-    elif suffix == ".parquet":
-        yield from read_columns(path, name)
+            yield from (read_lines if as_lines else read_values)(file, source.name)
+    elif has_suffix(path, (".csv", ".tsv")):
+        yield from read_delimited(path, source)
+    elif has_suffix(path, (".parquet",)):
+        yield from read_columns(path, source.name)
     else:
         yield from read_sheet(path, source)
-
-
-def _read_hub(name: str) -> Iterator[Row]:
-    """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
-
-    Raises: UserError if there is no such data set.
-    """
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(name)
-    except Exception as error:  # no network, no such name, gated, scripts
-        reason = one_line(str(error) or type(error).__name__, 200)
-        otherwise = "check the path or the name and the network, or download it and give the file"
-        came = "no such file or folder; taken for a hub id, but the hub gave no data set of that name"
-        raise UserError(f"{name}: {came} ({reason}): {hub_remedy(error, f'datasets/{name}', otherwise)}") from error
-    for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
-        yield Row(name, number, number, dict(row))
 
 
 class Converted(NamedTuple):
@@ -97,8 +217,8 @@ class Converted(NamedTuple):
     own_id: bool = False  # whether the file gives the records' ids
 
 
-def read(source: Source, format: Format | None, setting: str = "data.format") -> Iterator[Converted]:
-    """Every row of a source with its records; if `format` is None it is recognised. `source` gets the format and why.
+def read(source: Source, choose: Choose) -> Iterator[Converted]:
+    """Every row of a source with its records. `source` gets the format and why.
 
     Raises: UserError if the source as a whole cannot be read, has no row that can be, or is of no known format.
     """
@@ -107,12 +227,9 @@ def read(source: Source, format: Format | None, setting: str = "data.format") ->
     values = [row.value for row in head if not row.problem]
     if not values:
         raise UserError(str(head[0]) if head else f"{source.name}: the file is empty: want rows of a known format")
-    chosen = format or choose_format(source.name, values, setting)
-    source.why = "asked for" if format else chosen.wants
+    chosen = choose(source.name, values)
     source.format, source.joins = chosen.name, chosen.joins
-    if chosen.prepare is not None:
-        chosen = chosen.prepare(source.name, values)
-        source.why = "; ".join(filter(None, [source.why, source.note, chosen.note]))
+    source.why = "; ".join(filter(None, [chosen.why or chosen.wants, source.note, chosen.note]))
     every: Iterable[Row] = chain(head, rows)
     stem = printable_path(source.path.name) if source.path else source.name
     for row in every if chosen.gather is None else chosen.gather(every):

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import Field
 
-from rlhf.data.inputs import MANIFEST, is_import
 from rlhf.data.records import KINDS, Record
 from rlhf.data.splits import SPLITS, Assignments, with_split
 from rlhf.errors import UserError
@@ -23,6 +22,7 @@ from rlhf.system.files import hash_files, sha256_file, sync, write_json, write_j
 from rlhf.system.schemas import Digest, Inside, Schema, read_checked
 
 ASSIGNMENTS = "assignments.jsonl"
+MANIFEST = "dataset.json"
 
 
 def to_line(record: Record) -> str:
@@ -58,6 +58,15 @@ class _Manifest(Schema):
     rlhf_import: Literal[2]  # the version
     status: Literal["complete", "partial"]
     files: Annotated[dict[Inside, dict[Literal["sha256"], Digest]], Field(min_length=1)]
+
+
+def is_import(folder: Path) -> bool:
+    """Whether a folder is marked as an import; `verify` checks whether it is complete."""
+    path = folder / MANIFEST
+    if not path.is_file():  # reading a pipe of that name would block
+        return False
+    with path.open("rb") as file:
+        return b'"rlhf_import"' in file.read(200)
 
 
 def verify(folder: Path, allow_partial: bool = True) -> None:

@@ -1,107 +1,26 @@
-"""Tables as rows: CSV by csv, Parquet by pyarrow, spreadsheets (.xlsx) by calamine. An empty line is no row.
+"""Rows by libraries: Parquet by pyarrow, spreadsheets (.xlsx) by calamine, data sets of the hub by datasets. An empty line is no row.
 
 Calamine stores a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells far
 apart can use all memory. A workbook is therefore measured before it is opened: its unpacked size, and the block of its
 cells. Formulas give the value that was saved.
 """
 
-import codecs
-import csv
-import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import reduce
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.inputs import MAX_RECORD_BYTES, Row, Source, open_bytes
-from rlhf.data.records import first_repeat
-from rlhf.errors import UserError
+from rlhf.data.inputs import Row, Source, check_header
+from rlhf.errors import UserError, hub_remedy
 from rlhf.system.terminal import one_line
 
-_DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab"}
 _BATCH = 64  # rows of Parquet converted at a time
 MAX_UNPACKED_BYTES = 1 << 29  # of all parts of one file together
 MAX_CELLS = 20_000_000  # of the block of a sheet's cells
 _CELL = re.compile(rb'(?:\w+:)?c [^>]*?\br="([A-Z]{1,3})(\d{1,7})"')
-
-
-def check_header(cells: Sequence[Any], place: str) -> list[str]:
-    """The names of the columns, without white space around them. Raises: UserError if one is empty or appears twice."""
-    names = ["" if cell is None else str(cell).strip() for cell in cells]
-    if "" in names:
-        raise UserError(
-            f"{place}: column {names.index('') + 1} without a name in the header: want a name for each column"
-        )
-    if (twice := first_repeat(names)) is not None:
-        raise UserError(f'{place}: the header names "{twice}" twice: rename one of these columns')
-    return names
-
-
-def read_delimited(path: Path, suffix: str, source: Source) -> Iterator[Row]:
-    """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
-    columns.
-
-    Raises: UserError if a quote never closes, and for a wrong header or encoding.
-    """
-    name, encoding = source.name, source.encoding
-    csv.field_size_limit(MAX_RECORD_BYTES)
-    codec = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding  # reads past a byte-order mark
-    try:
-        with open_bytes(path, source) as file:
-            text = io.TextIOWrapper(file, codec, errors="surrogateescape", newline="")  # type: ignore[arg-type]
-            yield from _delimited_rows(text, suffix, source)
-    except UnicodeError as error:
-        raise UserError(
-            f"{name}: not {encoding} text ({error}): set encoding=utf-8, utf-16, cp1252, … (of rlhf import; of classify data.encoding)"
-        ) from error
-
-
-def _delimited_rows(text: io.TextIOWrapper, suffix: str, source: Source) -> Iterator[Row]:
-    name, first = source.name, text.readline(MAX_RECORD_BYTES)
-    delimiter = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
-    source.note = f"columns divided by {_DELIMITERS[delimiter]}"
-    record: list[str] = []  # its lines
-
-    def lines() -> Iterator[str]:
-        for line in chain([first], iter(lambda: text.readline(MAX_RECORD_BYTES), "")):
-            record.append(line)
-            yield line
-
-    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
-    header: list[str] = []
-    number = 0
-    while True:
-        record.clear()
-        line, problem, cells = reader.line_num + 1, "", []
-        try:
-            cells = next(reader, [])
-        except csv.Error as error:
-            if "unexpected end" in str(error) or "field limit" in str(error):
-                what = "a quote opens a cell and never closes: close it, or double it if it belongs to the text"
-                raise UserError(f"{name}:{line}: damaged CSV: {what}") from error
-            problem = f"not CSV ({error}): want quotes around the whole cell, and doubled inside of it"
-        whole = "".join(record)
-        if not whole:
-            return
-        if not whole.strip("\r\n"):
-            continue  # an empty line is no row
-        if not whole.isascii() and (wrong := re.search("[\udc80-\udcff]", whole)):
-            byte = ord(wrong[0]) - 0xDC00
-            problem = f"byte 0x{byte:02x} is not {source.encoding} text: set encoding=cp1252, … (of rlhf import; of classify data.encoding)"
-        if not header:
-            if problem:
-                raise UserError(f"{name}:{line}: header: {problem}")
-            header = check_header(cells, f"{name}:{line}")
-            continue
-        number += 1
-        if not problem and len(cells) != len(header):
-            problem = f"got {len(cells)} cells, want {len(header)} as in the header: quote cells with the delimiter"
-        value = {key: cell or None for key, cell in zip(header, cells, strict=False)}
-        yield Row(name, line, number, value, whole.encode("utf-8", "surrogateescape"), problem)
 
 
 def plain(value: Any) -> Any:
@@ -216,3 +135,21 @@ def _sheet_rows(sheet: Any, name: str, place: str) -> Iterator[Row]:
         number += 1
         row = zip(header, [*cells, *[None] * len(header)], strict=False)
         yield Row(name, line, number, plain({key: None if cell == "" else cell for key, cell in row}))
+
+
+def read_hub(name: str) -> Iterator[Row]:
+    """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
+
+    Raises: UserError if there is no such data set.
+    """
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # no network, no such name, gated, scripts
+        reason = one_line(str(error) or type(error).__name__, 200)
+        otherwise = "check the path or the name and the network, or download it and give the file"
+        came = "no such file or folder; taken for a hub id, but the hub gave no data set of that name"
+        raise UserError(f"{name}: {came} ({reason}): {hub_remedy(error, f'datasets/{name}', otherwise)}") from error
+    for number, row in enumerate(splits["train"] if "train" in splits else next(iter(splits.values())), start=1):
+        yield Row(name, number, number, dict(row))

@@ -8,8 +8,7 @@ import pytest
 
 from rlhf.commands import import_data
 from rlhf.config.compose import compose_config
-from rlhf.data.formats import FORMATS
-from rlhf.data.reading import load_all
+from rlhf.data.reading import FORMATS, load_all
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,9 +13,9 @@ import zstandard
 from pyarrow import parquet
 
 from rlhf.data import inputs, tables
-from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, is_import, resolve_sources
+from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, resolve_sources
 from rlhf.data.reading import load_all, read_rows
-from rlhf.data.storage import seal
+from rlhf.data.storage import is_import, seal
 from rlhf.errors import UserError
 from tests.data import sheets
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.commands import import_data
 from rlhf.config.commands import ImportConfig
-from rlhf.data.formats import FORMATS
+from rlhf.data.reading import FORMATS
 
 
 class Expected(NamedTuple):

@@ -12,8 +12,7 @@ from rlhf.commands.sample import draw_tasks, label_studio_config, label_studio_t
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.compose import compose_config
-from rlhf.data.formats import FORMATS
-from rlhf.data.reading import load_kind, load_prompts
+from rlhf.data.reading import FORMATS, load_kind, load_prompts
 from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import Answer

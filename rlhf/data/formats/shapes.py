@@ -44,9 +44,8 @@ class Format:
     joins: bool = False  # judgements with the same `metadata.item` become one ranking per labeler
     # Rows of a whole file that belong together, as the rows that are converted.
     gather: Callable[[Iterable[Row]], Iterator[Row]] | None = None
-    # The format for one file, after a look at its name and first rows, if the columns' values matter.
-    prepare: Callable[[str, Sequence[Values]], "Format"] | None = None
-    note: str = ""  # how the file is read, after `prepare`
+    why: str = ""  # of a file that is read so, if it is not that its rows have this shape
+    note: str = ""  # how the file is read
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

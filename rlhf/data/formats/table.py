@@ -10,7 +10,7 @@ position (1 … K, 0 a tie) only if the column contains the number K, since 0 an
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -83,8 +83,8 @@ def normal(value: Any) -> str:
     return str(value).strip().casefold() if value_as_number is None else f"{value_as_number:.15g}"
 
 
-def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
-    """The format that these settings describe. Raises: UserError with every setting that is missing or does not fit."""
+def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Callable[[str, Sequence[Values]], Format]:
+    """How files get the format that these settings describe. Raises: UserError with every setting that is missing or does not fit."""
     paths = {one.name: tuple(map(str, listed(getattr(columns, one.name)))) for one in fields(columns)}
     answers, winners = paths["responses"], paths["winner"]
     sides = ((words.first, 0), (words.second, 1), (words.tie, TIE))
@@ -110,7 +110,7 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Format:
         problems.append("words.* are not complete: want words.first and another words.second, and words.tie for ties")
     if problems:
         raise UserError("format=table: " + "; ".join(problems))
-    return Format("table", WANTS, lambda row: [], prepare=partial(_prepare, paths, outcomes))
+    return partial(_prepare, paths, outcomes)
 
 
 def _prepare(paths: dict[str, tuple[str, ...]], words: dict[str, int], name: str, rows: Sequence[Values]) -> Format:
@@ -143,7 +143,7 @@ def _prepare(paths: dict[str, tuple[str, ...]], words: dict[str, int], name: str
         note = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in words.items())
         note = note or ("numbers: 1 the first, 2 the second, 0 a tie" if columns.numbers else _IN_WORDS)
         note = f"{', '.join(winners)}: {note}"
-    return Format("table", WANTS, columns.convert, note=note)
+    return Format("table", WANTS, columns.convert, why="asked for", note=note)
 
 
 def _ask_for_words(unread: list[Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf.data.inputs import Source
-from rlhf.data.reading import load_all, read
+from rlhf.data.reading import find_format, load_all, read
 from rlhf.data.records import Record
 
 
@@ -29,7 +29,7 @@ def rejects(write_jsonl) -> Callable[..., list[tuple[str, str]]]:
     def run(format: str, good: dict[str, Any], bad: dict[str, Any]) -> list[tuple[str, str]]:
         path = write_jsonl([good, bad])
         source = Source(str(path), path)
-        made = list(read(source, None))
+        made = list(read(source, find_format("auto", "data.format")))
         found = [one.row for one in made if one.row.problem]
         assert source.format == format and {reject.line for reject in found} == {2}
         assert any(one.records for one in made)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from rlhf.data.formats import FORMATS, BadRow
-from rlhf.data.reading import load_demonstrations
+from rlhf.data.formats.shapes import BadRow
+from rlhf.data.reading import FORMATS, load_demonstrations
 from tests.data.importers import samples
 from tests.data.importers.samples import USER, answer, says, texts, turns
 

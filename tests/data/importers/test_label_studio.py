@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.formats import FORMATS, BadRow
+from rlhf.data.formats.shapes import BadRow
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
-from rlhf.data.reading import read_rows
+from rlhf.data.reading import FORMATS, read_rows
 from rlhf.data.records import Ranking
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "label_studio"

@@ -13,8 +13,7 @@ PAIR = {"prompt": "q", "responses": ["a", "b"]}
 
 
 def prepared(rows, words=None, **columns):
-    made = make_table_format(ColumnsConfig(**columns), WordsConfig(**(words or {})))
-    return made.prepare("t.csv", rows)
+    return make_table_format(ColumnsConfig(**columns), WordsConfig(**(words or {})))("t.csv", rows)
 
 
 def convert(rows, words=None, **columns):
