@@ -27,6 +27,19 @@ function select(name) {
   panels[name]?.show?.();
 }
 
+// A click on a button leaves the focus where it is, so that keys still rank and Enter still saves.
+document.addEventListener("mousedown", (event) => { if (event.target.closest("button, summary")) event.preventDefault(); });
+
+// Keys rank in the tab that is shown. Words of a text field are none; a radio button or a checkbox that was clicked takes no letters.
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest("textarea, select, input:not([type=radio], [type=checkbox])");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const shown = NAMES.find((name) => !document.getElementById(name).hidden);
+  if (event.key !== "Enter") {
+    if (panels[shown]?.onKey?.(event)) event.preventDefault();
+  } else if (!event.target.closest("button, summary, a")) panels[shown]?.onEnter?.();
+});
+
 function onTabKey(event) {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
@@ -46,12 +59,11 @@ async function start() {
     for (const name of NAMES) {
       const [title, make] = TABS[name];
       const panel = el("section", { id: name, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
-      document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name), onmousedown: (event) => event.preventDefault() }, title));
+      document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name) }, title));
       document.querySelector("main").append(panel);
       panels[name] = make(panel, me, (...of) => { select("compare"); panels.compare.start(...of); });
     }
     document.getElementById("tabs").addEventListener("keydown", onTabKey);
-    document.addEventListener("mousedown", (event) => { if (event.target.closest("summary")) event.preventDefault(); }); // a click takes no keys
     select(NAMES.includes("rank") && me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);
     document.body.dataset.ready = "true";
   } catch (error) {

@@ -35,9 +35,7 @@ export function makeChat(panel, me, compare) {
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSend();
   });
-  // A pressed button takes no focus: leaving the box of an answer moves what is below it, and the button would miss its click. The
-  // click itself closes the box first.
-  panel.addEventListener("mousedown", (event) => { if (event.target.closest("button")) event.preventDefault(); });
+  // Leaving the box of an answer moves what is below it, so the click on a button closes it first, not the button's focus.
   panel.addEventListener("click", (event) => { if (event.target.closest("button") && list.contains(document.activeElement)) document.activeElement.blur(); }, true);
   shading.addEventListener("change", draw);
   reference.addEventListener("change", () => { for (const turn of turns) turn.shades = null; draw(); });

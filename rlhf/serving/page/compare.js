@@ -1,30 +1,20 @@
 // One prompt to several models, side by side; the models are named after the judgement.
 
-import { ask, attempt, el, events, field, post, say, submissionId, turnsOf, Watch } from "./dom.js";
-import { button, isTyping, Ranking } from "./ranking.js";
+import { ask, attempt, el, events, field, post, say, turnsOf } from "./dom.js";
+import { Ranking } from "./ranking.js";
 
 export function makeCompare(panel, me) {
   const prompt = el("textarea", { rows: 3 });
   const boxes = me.models.map((name, i) => el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }));
   const temperature = el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
   const draw = el("button", { class: "main", onclick: onDraw }, "Ask all");
-  const asked = el("div", { class: "ask" });
   const place = el("div");
-  const strip = el("div");
-  const save = button("Save the judgement", () => onSave(false), { class: "main", disabled: true });
-  const bad = button("All are bad", () => onSave(true), { hidden: true });
-  const told = el("div");
+  const save = el("button", { class: "main", onclick: () => onSave(false) }, "Save the judgement");
+  const bad = el("button", { onclick: () => onSave(true) }, "All are bad");
   panel.append(field("Prompt", prompt, true),
     el("div", { class: "row" }, ...boxes.map((box) => el("label", { class: "inline" }, box, box.value)), field("Temperature", temperature), draw),
-    asked, place, el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, bad)), told);
-  let name = null, ranking = null, submission = null;
-  const watch = new Watch();
-
-  document.addEventListener("keydown", (event) => {
-    if (panel.hidden || !ranking || save.hidden || isTyping(event)) return;
-    if (ranking.onKey(event)) event.preventDefault();
-    else if (event.key === "Enter" && !event.target.closest("button, summary") && !save.disabled) onSave(false);
-  });
+    place);
+  let name = null, ranking = null; // of the comparison to judge
 
   function onDraw() {
     const models = boxes.filter((box) => box.checked).map((box) => box.value);
@@ -32,57 +22,49 @@ export function makeCompare(panel, me) {
     return start([{ role: "user", content: prompt.value.trim() }], models);
   }
 
+  // Show the answers as they come; the last event names the comparison.
   async function start(messages, models) {
-    asked.replaceChildren(...(messages.length > 1 ? turnsOf(messages) : []));
+    const texts = models.map(() => el("p", { class: "text" }));
+    const cards = el("ol", { class: "cards" }, ...texts.map((text, i) => el("li", { class: "card" }, el("strong", {}, `Response ${i + 1}`), text)));
+    place.replaceChildren(el("div", { class: "ask" }, ...(messages.length > 1 ? turnsOf(messages) : [])), cards);
+    document.activeElement.blur(); // the keys are for the ranking
+    ranking = null;
     draw.disabled = true;
     say("The models answer …");
-    told.replaceChildren();
     await attempt(async () => {
-      const drawn = await follow(await ask("/api/compare", { messages, models, temperature: temperature.valueAsNumber }), models.length);
-      name = drawn.name;
-      submission = submissionId();
-      ranking = new Ranking(drawn.responses, me);
-      ranking.list.addEventListener("changed", () => { save.disabled = ranking.placed < 2; submission = submissionId(); });
-      place.replaceChildren(ranking.list);
-      strip.replaceChildren(ranking.strip);
-      save.hidden = bad.hidden = false;
-      save.disabled = true;
-      watch.restart();
-      say("");
+      for await (const event of events(await ask("/api/compare", { messages, models, temperature: temperature.valueAsNumber }))) {
+        if (event.error) throw new Error(event.error.message);
+        if (event.name) { judge(cards, event); return; }
+        texts[event.id.charCodeAt(0) - "a".charCodeAt(0)].textContent += event.text;
+      }
+      throw new Error("The answers ended early: ask again.");
     });
     draw.disabled = false;
   }
 
-  // Show the answers as they come; returns the last event, which names the comparison.
-  async function follow(reply, count) {
-    const texts = Array.from({ length: count }, () => el("p", { class: "text" }));
-    ranking = null;
-    save.disabled = bad.hidden = true;
-    strip.replaceChildren();
-    place.replaceChildren(el("ol", { class: "cards" }, ...texts.map((text, i) =>
-      el("li", { class: "card" }, el("strong", {}, `Response ${i + 1}`), text))));
-    for await (const event of events(reply)) {
-      if (event.error) throw new Error(event.error.message);
-      if (event.name) return event;
-      texts[event.id.charCodeAt(0) - "a".charCodeAt(0)].textContent += event.text;
-    }
-    throw new Error("The answers ended early: ask again.");
+  function judge(cards, drawn) {
+    name = drawn.name;
+    ranking = new Ranking(drawn.responses, me);
+    ranking.onchange = () => { save.disabled = ranking.placed < 2; };
+    save.disabled = true;
+    bad.disabled = false;
+    cards.replaceWith(ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, save, bad)));
+    say("");
   }
 
   // allBad: a tie of all, marked as such.
   async function onSave(allBad) {
     save.disabled = bad.disabled = true;
-    save.disabled = await attempt(async () => {
+    const saved = await attempt(async () => {
       if (allBad) ranking.load({ ...ranking.state, ranking: [ranking.responses.map((one) => one.id)] });
-      const { policies } = await post("/api/compare/judge", { ...ranking.verdict(name, submission, watch.seconds()), all_bad: allBad });
+      const { policies } = await post("/api/compare/judge", { ...ranking.verdict(name), all_bad: allBad });
       say("Saved.");
-      save.hidden = bad.hidden = true;
-      told.replaceChildren(el("h2", {}, "Who wrote what"), el("ol", {}, ...ranking.tiers.flat().map((id) => {
-        const number = ranking.responses.findIndex((r) => r.id === id) + 1;
-        return el("li", {}, `Response ${number}: ${policies[id]}`);
-      })));
+      save.parentElement.remove();
+      place.append(el("h2", {}, "Who wrote what"),
+        el("ol", {}, ...ranking.tiers.flat().map((id) => el("li", {}, `Response ${ranking.numbers.get(id)}: ${policies[id]}`))));
+      ranking = null;
     }, "Not saved. ");
-    bad.disabled = false;
+    save.disabled = bad.disabled = saved;
   }
-  return { start };
+  return { start, onKey: (event) => ranking?.onKey(event), onEnter: () => { if (ranking && !save.disabled) onSave(false); } };
 }

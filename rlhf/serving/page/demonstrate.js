@@ -1,6 +1,6 @@
 // Write the ideal response to a prompt: of the next task, or one's own. The task's responses can be edited.
 
-import { attempt, draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
+import { attempt, draft, el, field, get, post, say, stopwatch, submissionId, turnsOf } from "./dom.js";
 
 export function makeDemonstrate(panel, me) {
   const shown = el("div");
@@ -13,8 +13,7 @@ export function makeDemonstrate(panel, me) {
   const other = el("button", { onclick: () => open(null, null, []) }, "Write a prompt of my own");
   panel.append(el("details", {}, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions)),
     shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
-  let task = null, messages = null, edited = null, submission = submissionId();
-  const watch = new Watch();
+  let task = null, messages = null, edited = null, submission = submissionId(), seconds = stopwatch();
   const saved = draft(me, "demonstration");
   panel.addEventListener("input", keep);
   panel.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSave(); });
@@ -37,7 +36,7 @@ export function makeDemonstrate(panel, me) {
     submission = submissionId();
     shown.replaceChildren(...(turns ? turnsOf(turns) : []));
     ownField.hidden = turns !== null;
-    watch.restart();
+    seconds = stopwatch();
   }
 
   function edit(one, responses) {
@@ -66,7 +65,7 @@ export function makeDemonstrate(panel, me) {
     if (!response.value.trim() || !prompt.at(-1).content) { say("Write a prompt and a response.", true); return; }
     save.disabled = true;
     await attempt(async () => {
-      const body = { messages: prompt, response: response.value.trim(), submission, seconds: watch.seconds() };
+      const body = { messages: prompt, response: response.value.trim(), submission, seconds: seconds() };
       if (task) body.task = task;
       if (edited) body.edited = edited;
       await post("/api/demonstrate", body);

@@ -103,16 +103,13 @@ export function turnsOf(messages) {
     el("div", { class: `turn ${m.role}` }, el("div", { class: "name" }, m.role), textOf(m.content)));
 }
 
-// Seconds that the page was looked at since it was started; not those after a minute without a key, a move or a scroll.
-let used = Date.now();
+// The seconds that the page was looked at since the call, so far; not those after a minute without a key, a move or a scroll.
+let used = Date.now(), tenths = 0;
 for (const kind of ["pointermove", "pointerdown", "keydown", "scroll"]) addEventListener(kind, () => { used = Date.now(); }, { capture: true, passive: true });
-export class Watch {
-  constructor() {
-    this.restart();
-    setInterval(() => { this.tenths += document.hidden || Date.now() - used > 60_000 ? 0 : 1; }, 100);
-  }
-  restart() { this.tenths = 0; }
-  seconds() { return this.tenths / 10; }
+setInterval(() => { if (!document.hidden && Date.now() - used <= 60_000) tenths += 1; }, 100);
+export function stopwatch() {
+  const start = tenths;
+  return () => (tenths - start) / 10;
 }
 
 // The events of a stream, parsed.

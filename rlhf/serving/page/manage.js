@@ -1,6 +1,6 @@
 // The page of who runs the labelling: progress, labelers, where they disagree, and the instructions. Nothing needs a restart.
 
-import { attempt, el, field, get, post, say, submissionId, textOf, turnsOf, Watch } from "./dom.js";
+import { attempt, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeManage(panel, me) {
@@ -37,7 +37,6 @@ export function makeManage(panel, me) {
         "Assign the marked tasks to these only (to everybody if none)")), task,
     rounds, el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
     el("button", { onclick: act("instructions", () => ({ text: text.value }), "The instructions are saved.") }, "Save the instructions"));
-  const watch = new Watch();
   let clicked = null;
 
   const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)}%`);
@@ -86,14 +85,11 @@ export function makeManage(panel, me) {
 
   async function open(which) {
     const { messages, responses, labels } = await get(`/api/manage/task?name=${encodeURIComponent(which)}`);
-    const number = new Map(responses.map((one, i) => [one.id, i + 1])), ranking = new Ranking(responses, me);
-    let submission = submissionId();
-    ranking.list.addEventListener("changed", () => { submission = submissionId(); });
+    const ranking = new Ranking(responses, me), number = ranking.numbers;
     const shown = (tiers) => tiers?.map((tier) => tier.map((id) => number.get(id)).join(" = ")).join(" > ") ?? "cannot judge";
     const before = labels.find((one) => one.labeler === "manager");
     if (before) ranking.load(before);
-    watch.restart();
-    const decide = act("decide", () => ({ ...ranking.verdict(which, submission, watch.seconds()), ...(before ? { replaces: before.id } : {}) }),
+    const decide = act("decide", () => ({ ...ranking.verdict(which), ...(before ? { replaces: before.id } : {}) }),
       "The decision is saved.", () => task.replaceChildren());
     task.replaceChildren(...turnsOf(messages), table("Rankings, best first", ["labeler", "ranking", "ratings", "flags", "note"],
       el("tbody", {}, ...labels.map((one) => row(one.labeler, shown(one.ranking),

@@ -1,7 +1,7 @@
 // The next labelling task: prompt, responses to rank, save, undo; progress. The prompt and the buttons stay in view.
 
-import { attempt, draft, el, field, get, post, say, submissionId, turnsOf, Watch } from "./dom.js";
-import { button, isTyping, Ranking } from "./ranking.js";
+import { attempt, draft, el, field, get, post, say, turnsOf } from "./dom.js";
+import { Ranking } from "./ranking.js";
 
 const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], ["Backspace", "unrank the last"], ["j, k", "next response, the one before"],
   ["r and 1 – 7", "rate the current response"], ["f and a letter", "flag it"], ["d", "mark in the others the words that it does not have"], ["n", "note (Escape leaves it)"], ["x", "cannot judge"],
@@ -17,30 +17,32 @@ export function makeRank(panel, me) {
   const about = el("span", { class: "name" });
   const place = el("div", { class: "ask" });
   const cards = el("div");
-  const note = el("input", { type: "text", maxLength: 2000, oninput: keep });
+  const note = el("input", { type: "text", maxLength: 2000, oninput: () => ranking?.changed(), onkeydown: onNoteKey });
   const strip = el("div");
-  const save = button("Save", () => submit(false), { class: "main", disabled: true });
-  const unable = button("Cannot judge", () => submit(true));
-  const undo = button("Undo the last", onUndo);
-  const cancel = button("Cancel", next, { hidden: true });
+  const save = el("button", { class: "main", disabled: true, onclick: () => submit(false) }, "Save");
+  const unable = el("button", { onclick: () => submit(true) }, "Cannot judge");
+  const undo = el("button", { onclick: onUndo }, "Undo the last");
+  const cancel = el("button", { onclick: next, hidden: true }, "Cancel");
   panel.append(el("div", { class: "row help" }, guide, keys), place, cards, field("Note", note, true),
     el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, unable, undo, cancel, about)));
-  let task = null, ranking = null, submission = null, replaces = null, busy = false, sure = false, saved = null;
-  const watch = new Watch();
+  let task = null, ranking = null, replaces = null, busy = false, sure = false, saved = null;
 
-  document.addEventListener("keydown", (event) => {
-    if (panel.hidden || !task) return;
-    if (event.key === "Escape" && event.target === note) note.blur();
-    if (event.key === "Enter" && event.target === note && !save.disabled) submit(false);
-    if (isTyping(event)) return;
+  function onEnter() { if (!save.disabled) submit(false); }
+
+  function onNoteKey({ key }) {
+    if (key === "Escape") note.blur();
+    if (key === "Enter") onEnter();
+  }
+
+  function onKey(event) {
+    if (!task) return false;
+    if (ranking.onKey(event)) return true;
     const does = { u: onUndo, x: () => submit(true), n: () => note.focus(), "?": () => { keys.open = !keys.open; } }[event.key];
-    if (ranking.onKey(event)) event.preventDefault();
-    else if (does) { event.preventDefault(); does(); }
-    else if (event.key === "Enter" && !event.target.closest("button, summary, a") && !save.disabled) submit(false);
-  });
+    does?.();
+    return does !== undefined;
+  }
 
   function keep() {
-    submission = submissionId(); // another answer is another submission
     sure = false;
     save.disabled = busy || ranking.placed < 2;
     const changed = ranking.placed || note.value || Object.keys({ ...ranking.ratings, ...ranking.flagged }).length;
@@ -67,15 +69,13 @@ export function makeRank(panel, me) {
     place.append(...turnsOf(task.messages));
     cards.append(ranking.list);
     strip.append(ranking.strip);
-    if (before) ranking.load(before);
     note.value = before?.note ?? "";
-    ranking.list.addEventListener("changed", keep);
-    keep();
+    ranking.onchange = keep;
+    ranking.load(before ?? undefined);
     unable.disabled = false;
     cards.dataset.task = task.name;
     place.scrollTop = 0;
     if (!answer) window.scrollTo(0, 0);
-    watch.restart();
   }
 
   async function next() {
@@ -95,7 +95,7 @@ export function makeRank(panel, me) {
     }
     busy = save.disabled = true;
     try {
-      const verdict = { ...ranking.verdict(task.name, submission, watch.seconds()), note: note.value.trim() };
+      const verdict = { ...ranking.verdict(task.name), note: note.value.trim() };
       if (cannot) verdict.ranking = null;
       if (replaces) verdict.replaces = replaces;
       await post("/api/rank", verdict);
@@ -104,7 +104,6 @@ export function makeRank(panel, me) {
       await next();
     } catch (error) {
       say(`Not saved. ${error.message}`, true);
-      save.disabled = false;
       if (error.status === 409) { saved.set(null); await next(); } // answered in another tab, or by enough others
     }
     busy = false;
@@ -118,5 +117,5 @@ export function makeRank(panel, me) {
       say("Your last answer: change it and save, or cancel.");
     });
   }
-  return { show: () => { if (!task) next(); } };
+  return { show: () => { if (!task) next(); }, onKey, onEnter };
 }

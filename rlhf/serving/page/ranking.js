@@ -1,21 +1,15 @@
 // Responses to put in order, best first: by number keys, by clicking, or by dragging; with ties, ratings and flags.
 // The cards never move. The strip has a chip per response in the order of the ranking, then a divider, then those not ranked.
 
-import { differenceOf, el, textOf } from "./dom.js";
+import { differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
 
-// Words of a text field are no commands; a radio button or a checkbox that was clicked takes no letters.
-export function isTyping(event) {
-  return event.ctrlKey || event.metaKey || event.altKey || event.target.closest("textarea, select, input:not([type=radio], [type=checkbox])");
-}
-
-// A button that a click leaves without focus, so that Enter still saves.
-export function button(label, onclick, more = {}) {
-  return el("button", { onclick, onmousedown: (event) => event.preventDefault(), ...more }, label);
-}
+const button = (label, onclick, more = {}) => el("button", { class: "small", onclick, ...more }, label);
 
 export class Ranking {
   constructor(responses, { flags, rules }) {
     this.responses = responses;
+    this.numbers = new Map(responses.map((response, i) => [response.id, i + 1]));
+    this.seconds = stopwatch();
     this.flags = flags; // [name, what it means] of faults, and last of a merit
     this.rules = rules; // [flag of breaking it, the rule]
     this.strip = el("ol", { class: "strip", "aria-label": "Ranking, best first" });
@@ -23,15 +17,15 @@ export class Ranking {
     this.current = responses[0].id; // what the keys for ratings and flags are about
     this.prefix = "";
     this.group = Math.random(); // Rank and Compare both have a response "a"
-    this.load({});
+    this.load();
   }
 
-  load({ ranking, ratings, flags }) {
+  load({ ranking, ratings, flags } = {}) {
     this.tiers = (ranking ?? []).map((tier) => [...tier]); // best first; several ids in one are a tie
     this.base = null; // whose words the others are compared with
     this.ratings = { ...ratings };
     this.flagged = { ...flags };
-    this.list.replaceChildren(...this.responses.map((response, i) => this.card(response, i + 1)));
+    this.list.replaceChildren(...this.responses.map((response) => this.card(response)));
     this.draw();
   }
 
@@ -63,7 +57,6 @@ export class Ranking {
   // A digit places that response next; with Shift it ties with the one before; Backspace takes the last place back.
   // r and a digit rate the current response, f and a letter flag it, d marks what others have and it has not; j and k go to the next and the one before.
   onKey(event) {
-    if (isTyping(event)) return false;
     const digit = Number(/^(?:Digit|Numpad)([1-9])$/.exec(event.code)?.[1] ?? 0);
     const prefix = this.prefix;
     this.prefix = "";
@@ -96,41 +89,43 @@ export class Ranking {
 
   get placed() { return this.tiers.flat().length; }
   get state() { return { ranking: this.tiers, ratings: this.ratings, flags: this.flagged }; }
-  verdict(name, submission, seconds) { return { name, submission, ...this.state, seconds }; }
-  changed() { this.list.dispatchEvent(new CustomEvent("changed")); }
+  verdict(name) { return { name, submission: this.submission, ...this.state, seconds: this.seconds() }; }
+
+  changed() {
+    this.submission = submissionId(); // another answer is another submission
+    this.onchange?.();
+  }
 
   draw(current) {
     this.current = current ?? this.current;
-    const numbers = new Map(this.responses.map((r, i) => [r.id, i + 1]));
     const places = new Map(this.tiers.flatMap((tier, at) => tier.map((id) => [id, tier.length > 1 ? `${at + 1} (tie)` : `${at + 1}`])));
     const chip = (id, text) => {
-      const made = el("li", { class: "chip", "data-id": id, title: `Response ${numbers.get(id)}: drag, or click to see it` }, text);
+      const made = el("li", { class: "chip", "data-id": id, title: `Response ${this.numbers.get(id)}: drag, or click to see it` }, text);
       made.addEventListener("pointerdown", (event) => this.drag(event, made));
       return made;
     };
     this.strip.replaceChildren(
-      ...this.tiers.flatMap((tier) => tier.map((id, i) => chip(id, `${i ? "= " : ""}${numbers.get(id)}`))),
+      ...this.tiers.flatMap((tier) => tier.map((id, i) => chip(id, `${i ? "= " : ""}${this.numbers.get(id)}`))),
       el("li", { class: "divider" }, places.size ? "not ranked:" : "drag here the best · not ranked:"),
-      ...this.responses.filter((r) => !places.has(r.id)).map((r) => chip(r.id, String(numbers.get(r.id)))));
+      ...this.responses.filter((r) => !places.has(r.id)).map((r) => chip(r.id, String(this.numbers.get(r.id)))));
     for (const card of this.list.children) {
       const { id } = card.dataset, at = this.tiers.findIndex((tier) => tier.includes(id));
       card.className = `card${at < 0 ? "" : " placed"}${id === this.current ? " current" : ""}`;
       card.querySelector(".place").textContent = places.get(id) ?? "not ranked";
-      const [put, tie, unrank] = card.querySelectorAll(".head button");
-      put.setAttribute("aria-label", `Response ${numbers.get(id)}: ${put.textContent}`);
+      const [, tie, unrank] = card.querySelectorAll(".head button");
       tie.classList.toggle("off", at < 1); // invisible, so that the text below does not move
       unrank.classList.toggle("off", at < 0);
     }
     this.changed();
   }
 
-  card({ id, text }, number) {
-    const name = `Response ${number}`;
+  card({ id, text }) {
+    const name = `Response ${this.numbers.get(id)}`;
     return el("li", { "data-id": id, onclick: () => { if (this.current !== id) this.draw(id); } },
       el("div", { class: "head" }, el("strong", {}, name), el("span", { class: "place" }),
-        button("Next best", () => this.place(id), { class: "small put" }),
-        button("Tie with above", () => this.tieUp(id), { class: "small" }),
-        button("Unrank", () => this.clear(id), { class: "small" })),
+        button("Next best", () => this.place(id), { class: "small put", "aria-label": `${name}: Next best` }),
+        button("Tie with above", () => this.tieUp(id)),
+        button("Unrank", () => this.clear(id))),
       textOf(text || "(nothing)"), this.rating(id, name), this.flagBox(id, name),
       button("Differences", () => this.compareWith(id), { class: "small differ", "aria-label": `${name}: differences`,
         title: "Mark in the others the words that this one does not have (d)" }));
