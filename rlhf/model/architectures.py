@@ -3,7 +3,8 @@
 Numbers never change, only names and layouts. `register_architecture` adds a row from outside the package.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from torch import Tensor
 from rlhf.model.gpt_config import SCALING, GPTConfig
 
 Fields = dict[str, Any]
-Entry = tuple[str, tuple[str, ...], "Layout"]  # our name, their names, the layout between them
+# Our module's name, in a layer without the layer's; theirs, or their names and the layout between them.
+Modules = dict[str, "str | tuple[tuple[str, ...], Layout]"]
 
 
 class Layout(NamedTuple):
@@ -39,7 +41,7 @@ class Architecture:
 
     shape: the values (one, or a tuple of them) that our configuration must have to be written. wanted: those that theirs must
     have to be read; the first one is written. names: of the fields that mean the same, ours to theirs. read: their configuration
-    to our other fields; write: back. entries: the names of each tensor. misfits: why our configuration cannot be written, beyond
+    to our other fields; write: back. modules: the names of each module. misfits: why our configuration cannot be written, beyond
     `shape`. ropes: kinds of rotary positions.
     """
 
@@ -50,7 +52,7 @@ class Architecture:
     names: dict[str, str]
     read: Callable[[Any], Fields]
     write: Callable[[GPTConfig], Fields]
-    entries: Callable[[GPTConfig], Iterator[Entry]]
+    modules: Callable[[GPTConfig], Modules]
     misfits: Callable[[GPTConfig], list[str]] = lambda ours: []
     ropes: tuple[str, ...] = ("default",)
 
@@ -64,6 +66,15 @@ class Architecture:
         fixed = {name: values[0] for name, values in self.wanted.items() if name in known}
         same = {theirs: getattr(c, ours) for ours, theirs in (COMMON | self.names).items()}
         return {**fixed, **same, **special_ids(c), **self.write(c)}
+
+    def locate(self, c: GPTConfig, name: str) -> tuple[list[str], Layout]:
+        """Their names of one of our tensors, and the layout between them."""
+        modules = self.modules(c)
+        layer, module, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()  # type: ignore[union-attr]
+        theirs = modules[module]
+        names, layout = ((theirs,), SAME) if isinstance(theirs, str) else theirs
+        prefix = "" if layer is None else f"{modules['model.layers']}.{layer}."
+        return [f"{prefix}{name}.{kind}" for name in names], layout
 
 
 ARCHITECTURES: dict[str, Architecture] = {}  # by transformers' model type; export tries them in this order
@@ -88,7 +99,6 @@ def why_not_native(config: Any) -> list[str]:
     return problems if rope in known else [*problems, f"rope_type is {rope!r}, wanted {' or '.join(map(repr, known))}"]
 
 
-BOTH = ("weight", "bias")
 COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
 
 
@@ -100,15 +110,6 @@ def special_ids(config: Any) -> Fields:
 def _square(c: GPTConfig) -> list[str]:
     wrong = [f"n_kv_head is {c.n_kv_head}"] if c.n_kv_head != c.n_head else []
     return wrong + ([f"head_dim is {c.head_dim}"] if c.head_dim * c.n_head != c.width else [])
-
-
-def _entries(c: GPTConfig, outside: dict[str, str], layers: str, parts: Sequence[Entry]) -> Iterator[Entry]:
-    """The tensors outside the layers, and the `parts` of each layer, whose names begin with `layers` there."""
-    for ours, theirs in outside.items():
-        yield ours, (theirs,), SAME
-    for layer in range(c.n_layer):
-        for ours, names, layout in parts:
-            yield f"model.layers.{layer}.{ours}", tuple(f"{layers}.{layer}.{name}" for name in names), layout
 
 
 # ---------------------------------------------------------------------------------------------- GPT and GPT-2
@@ -123,18 +124,14 @@ _GPT_SHAPE = {
 }  # fmt: skip
 
 
-def _gpt_entries(tokens: str, positions: str, last_norm: bool, c: GPTConfig) -> Iterator[Entry]:
-    """GPT's and GPT-2's tensors: matrices of the layers are stored transposed there, vectors are not changed by it."""
-    pairs = {
-        "norm_1": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "norm_2": "ln_2", "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
+def _gpt_modules(tokens: str, positions: str, c: GPTConfig) -> Modules:
+    """GPT's and GPT-2's: matrices of the layers are stored transposed there, vectors are not changed by it."""
+    return {
+        "model.embed_tokens": f"transformer.{tokens}", "model.embed_positions": f"transformer.{positions}",
+        "model.norm": "transformer.ln_f", "lm_head": "lm_head", "model.layers": "transformer.h",
+        "norm_1": "ln_1", "attention.qkv": (("attn.c_attn",), TRANSPOSED), "attention.out": (("attn.c_proj",), TRANSPOSED),
+        "norm_2": "ln_2", "mlp.up": (("mlp.c_fc",), TRANSPOSED), "mlp.down": (("mlp.c_proj",), TRANSPOSED),
     }  # fmt: skip
-    outside = {"model.embed_tokens.weight": f"transformer.{tokens}.weight", "lm_head.weight": "lm_head.weight"}
-    outside |= {"model.embed_positions.weight": f"transformer.{positions}.weight"}
-    if last_norm:
-        outside |= {f"model.norm.{kind}": f"transformer.ln_f.{kind}" for kind in BOTH}
-    parts = [(f"{ours}.{kind}", (f"{theirs}.{kind}",), TRANSPOSED) for ours, theirs in pairs.items() for kind in BOTH]
-    return _entries(c, outside, "transformer.h", parts)
 
 
 register_architecture("gpt2", Architecture(
@@ -145,12 +142,12 @@ register_architecture("gpt2", Architecture(
     },
     _GPT_NAMES, lambda c: {"mlp_width": c.n_inner or 4 * c.n_embd},
     lambda c: {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout, "n_inner": c.mlp_width},
-    partial(_gpt_entries, "wte", "wpe", True), _square,
+    partial(_gpt_modules, "wte", "wpe"), _square,
 ))  # fmt: skip
 register_architecture("openai-gpt", Architecture(
     transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, {**_GPT_SHAPE, "block": "post"}, {"afn": ("gelu",)},
     _GPT_NAMES, lambda c: {"mlp_width": 4 * c.n_embd}, lambda c: {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout},
-    partial(_gpt_entries, "tokens_embed", "positions_embed", False),
+    partial(_gpt_modules, "tokens_embed", "positions_embed"),
     lambda c: _square(c) + ([f"mlp_width is {c.mlp_width}, not 4 width"] if c.mlp_width != 4 * c.width else []),
 ))  # fmt: skip
 
@@ -197,24 +194,19 @@ def _write_qwen2(c: GPTConfig) -> Fields:
     return fields
 
 
-def llama_entries(c: GPTConfig) -> Iterator[Entry]:
+def llama_modules(c: GPTConfig) -> Modules:
     """Our fused matrices are theirs, stacked in rows."""
     qkv = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
-    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    parts: list[Entry] = [
-        ("norm_1.weight", ("input_layernorm.weight",), SAME),
-        ("attention.qkv.weight", tuple(f"{name}.weight" for name in projections), qkv),
-        ("attention.out.weight", ("self_attn.o_proj.weight",), SAME),
-        ("norm_2.weight", ("post_attention_layernorm.weight",), SAME),
-        ("mlp.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), rows(c.mlp_width, c.mlp_width)),
-        ("mlp.down.weight", ("mlp.down_proj.weight",), SAME),
-    ]
-    if c.qkv_bias:
-        parts.append(("attention.qkv.bias", tuple(f"{name}.bias" for name in projections), qkv))
-    if c.qk_norm:
-        parts.append(("attention.qk_norm.weight", ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), STACKED))
-    outside = {name: name for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")}
-    return _entries(c, outside, "model.layers", parts)
+    return {
+        **{name: name for name in ("model.embed_tokens", "model.norm", "lm_head", "model.layers")},
+        "norm_1": "input_layernorm",
+        "attention.qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv),
+        "attention.qk_norm": (("self_attn.q_norm", "self_attn.k_norm"), STACKED),
+        "attention.out": "self_attn.o_proj",
+        "norm_2": "post_attention_layernorm",
+        "mlp.up": (("mlp.gate_proj", "mlp.up_proj"), rows(c.mlp_width, c.mlp_width)),
+        "mlp.down": "mlp.down_proj",
+    }
 
 
 def llama_like(
@@ -223,7 +215,7 @@ def llama_like(
     """A row for an architecture with Llama's fields and tensors; `shape`: what differs."""
     both = {**_LLAMA_SHAPE, **shape}
     names, ropes = _LLAMA_NAMES, ("default", "llama3")
-    return Architecture(config_class, model_class, both, wanted, names, read_llama, write, llama_entries, ropes=ropes)
+    return Architecture(config_class, model_class, both, wanted, names, read_llama, write, llama_modules, ropes=ropes)
 
 
 register_architecture("llama", llama_like(transformers.LlamaConfig, transformers.LlamaForCausalLM))
@@ -238,11 +230,12 @@ register_architecture("qwen3", llama_like(transformers.Qwen3Config, transformers
 # ----------------------------------------------------------------------------------------- Cohere, which is PaLM's block
 
 
-def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
-    """Llama's names, with one norm per block; the two channels of a rotary pair are adjacent."""
+def _cohere_modules(c: GPTConfig) -> Modules:
+    """Llama's names, of two norms per block only the first; the two channels of a rotary pair are adjacent."""
+    modules: Any = llama_modules(c)
+    names, qkv = modules["attention.qkv"]
     # our order of their channels: 0, 2, 4, …, 1, 3, 5, …
     order = torch.arange(c.head_dim).unflatten(0, (-1, 2)).t().flatten()
-    parts = rows(c.head_dim * c.n_head, c.head_dim * c.n_kv_head, c.head_dim * c.n_kv_head)
 
     def reorder(matrix: Tensor, channels: Tensor) -> Tensor:
         return matrix.unflatten(0, (-1, c.head_dim))[:, channels].flatten(0, 1)
@@ -251,18 +244,16 @@ def _cohere_entries(c: GPTConfig) -> Iterator[Entry]:
         return torch.cat([*(reorder(part, order) for part in theirs[:2]), theirs[2]])
 
     def split(ours: Tensor) -> list[Tensor]:
-        q, k, v = parts.split(ours)
+        q, k, v = qkv.split(ours)
         return [reorder(q, order.argsort()), reorder(k, order.argsort()), v]
 
-    for ours, theirs, layout in llama_entries(c):
-        if "norm_2" not in ours:
-            yield ours, theirs, Layout(join, split) if ours.endswith("qkv.weight") else layout
+    return {**modules, "attention.qkv": (names, Layout(join, split))}
 
 
 register_architecture("cohere", Architecture(
     transformers.CohereConfig, transformers.CohereForCausalLM, {**_LLAMA_SHAPE, "norm": "layernorm", "block": "one_norm"},
     {**_LLAMA_WANTED, "logit_scale": (1.0,), "use_qk_norm": (False,)}, {**_LLAMA_NAMES, "norm_eps": "layer_norm_eps"},
-    read_llama, _write_qwen2, _cohere_entries,
+    read_llama, _write_qwen2, _cohere_modules,
 ))  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------- GPT-NeoX
@@ -287,8 +278,8 @@ def _write_neox(c: GPTConfig) -> Fields:
     }
 
 
-def _neox_qkv(c: GPTConfig) -> Layout:
-    """Theirs are ordered by head, then query, key, value. They rotate channel i with i + R/2 of the first R channels, ours with
+def _neox_modules(c: GPTConfig) -> Modules:
+    """Their fused matrix is ordered by head, then query, key, value. They rotate channel i with i + R/2 of the first R channels, ours with
     i + head_dim/2; queries and keys may be reordered alike: their products do not change.
     """
     turning, half = int(c.head_dim * c.rotary_share) // 2, c.head_dim // 2
@@ -307,24 +298,13 @@ def _neox_qkv(c: GPTConfig) -> Layout:
         q, k, v = ours.unflatten(0, (3, c.n_head, c.head_dim))
         return [torch.stack((q[:, back], k[:, back], v), 1).flatten(0, 2)]
 
-    return Layout(join, split)
-
-
-def _neox_entries(c: GPTConfig) -> Iterator[Entry]:
-    pairs = {
-        "norm_1": ("input_layernorm", SAME),
-        "attention.qkv": ("attention.query_key_value", _neox_qkv(c)),
-        "attention.out": ("attention.dense", SAME),
-        "norm_2": ("post_attention_layernorm", SAME),
-        "mlp.up": ("mlp.dense_h_to_4h", SAME),
-        "mlp.down": ("mlp.dense_4h_to_h", SAME),
-    }
-    outside = {"model.embed_tokens.weight": "gpt_neox.embed_in.weight", "lm_head.weight": "lm_head.weight"}
-    outside |= {f"model.norm.{kind}": f"gpt_neox.final_layer_norm.{kind}" for kind in BOTH}
-    parts = [
-        (f"{ours}.{kind}", (f"{theirs}.{kind}",), layout) for ours, (theirs, layout) in pairs.items() for kind in BOTH
-    ]
-    return _entries(c, outside, "gpt_neox.layers", parts)
+    return {
+        "model.embed_tokens": "gpt_neox.embed_in", "model.norm": "gpt_neox.final_layer_norm", "lm_head": "lm_head",
+        "model.layers": "gpt_neox.layers",
+        "norm_1": "input_layernorm", "attention.qkv": (("attention.query_key_value",), Layout(join, split)),
+        "attention.out": "attention.dense", "norm_2": "post_attention_layernorm",
+        "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
+    }  # fmt: skip
 
 
 register_architecture("gpt_neox", Architecture(
@@ -332,5 +312,5 @@ register_architecture("gpt_neox", Architecture(
     {**_GPT_SHAPE, "positions": "rotary", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel")},
     {"hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"), "attention_bias": (True,)},
     {n: name for n, name in _LLAMA_NAMES.items() if n != "n_kv_head"} | {"dropout": "hidden_dropout", "norm_eps": "layer_norm_eps"},
-    _read_neox, _write_neox, _neox_entries, _square,
+    _read_neox, _write_neox, _neox_modules, _square,
 ))  # fmt: skip

@@ -66,10 +66,12 @@ def make_native_config(config: Any) -> GPTConfig:
 def from_transformers(model: PreTrainedModel) -> GPTForCausalLM:
     """Our GPT with the weights of one of transformers' causal language models, copied. Raises: UserError as `make_native_config`."""
     config, theirs = make_native_config(model.config), model.state_dict()
+    architecture = ARCHITECTURES[model.config.model_type]
     with torch.device("meta"):  # memory never contains the weights a third time
         ours = GPTForCausalLM(config)
     state: dict[str, Tensor] = {}
-    for name, names, layout in ARCHITECTURES[model.config.model_type].entries(config):
+    for name in ours.state_dict():
+        names, layout = architecture.locate(config, name)
         joined = layout.join([theirs[n] for n in names])
         shared = joined.untyped_storage().data_ptr() == theirs[names[0]].untyped_storage().data_ptr()
         state[name] = joined.clone(memory_format=torch.contiguous_format) if shared else joined
@@ -89,9 +91,8 @@ def to_transformers(model: GPTForCausalLM, form: str) -> PreTrainedModel:
 
 def renamed(config: GPTConfig, form: str, ours: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Our weights under the names of an architecture and in its layout, one by one."""
-    entries = {name: (names, layout) for name, names, layout in ARCHITECTURES[form].entries(config)}
     for name, weight in ours:
-        names, layout = entries[name]
+        names, layout = ARCHITECTURES[form].locate(config, name)
         yield from zip(names, layout.split(weight), strict=True)
 
 
