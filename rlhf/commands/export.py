@@ -80,17 +80,17 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
 
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
-    exported = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
+    name, offset = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
     form = "rendered with the chat template, read at its last token"
     if loaded.reads_text:
         form = "prompt and response as its tokenizer frames them"
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
-    if exported.class_name == "GPTForSequenceClassification":
+    if name == "GPTForSequenceClassification":
         notes.append("It loads after `import rlhf.model`: no class of transformers expresses this model.")
-    if exported.offset:
+    if offset:
         notes.append(
-            f"score = logit {exported.offset:+.6g} (score_offset in config.json): {exported.class_name} has no bias for this "
-            "constant, which changes neither an order nor a difference of scores."
+            f"score = logit {offset:+.6g} (score_offset in config.json): {name} has no bias for this constant, which changes neither an "
+            "order nor a difference of scores."
         )
     return "AutoModelForSequenceClassification.from_pretrained('{}')", notes
 

@@ -64,27 +64,30 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, limit: float = math.inf, always_ends: bool = False):
         self.tokenizer, self.limit, self.always_ends = tokenizer, limit, always_ends
-        self.cut = 0  # rows that were too long
         added = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
         form = "template" if tokenizer.chat_template else "pair" if added[1] > added[0] else "plain"
         self.form = "plain" if always_ends else form
         self._special_ids = set(tokenizer.all_special_ids)
         self._closing = {tokenizer.sep_token_id, tokenizer.eos_token_id} - {None}
 
-    def within(self, limit: int) -> "TextEncoder":
-        """The same with rows of at most `limit` tokens."""
-        return TextEncoder(self.tokenizer, min(limit, self.limit), self.always_ends)
-
-    def encode(self, prompt: Sequence[Message], response: str, ended: bool = True) -> TextRow:
-        """One row. If it is too long, the oldest turns are dropped, then the beginning of the last one; a response that
-        leaves the prompt less than a quarter of the room is cut at its end instead, and then has no closing token.
-        Raises: UserError if the chat template refuses the dialogue.
+    def encode(
+        self,
+        prompt: Sequence[Message],
+        response: str,
+        ended: bool = True,
+        most: float = math.inf,
+        counts: Counter[str] | None = None,
+    ) -> TextRow:
+        """One row. If it exceeds the limit or `most`, the oldest turns are dropped, then the beginning of the last one; a response
+        that leaves the prompt less than a quarter of the room is cut at its end instead, and then has no closing token.
+        counts: counts cut_rows. Raises: UserError if the chat template refuses the dialogue.
         """
-        messages = list(prompt)
+        messages, limit = list(prompt), min(most, self.limit)
         row = self._row(messages, response, ended)
-        self.cut += len(row) > self.limit
-        while len(row) > self.limit:
-            limit = int(self.limit)
+        if counts is not None:
+            counts["cut_rows"] += len(row) > limit
+        while len(row) > limit:
+            limit = int(limit)
             over, spare = len(row) - limit, self.count(render_prompt(messages)) - limit // LEAST_PROMPT
             if spare > 0:
                 if not drop_oldest(messages):
@@ -174,14 +177,9 @@ class TextRewardModel(nn.Module):
         return cls(network, tokenizer)
 
     def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
-        encoder = self.encoder.within(limit)
-
         def encode(prompt: Sequence[Message], answers: Sequence[Answer]) -> tuple[list[Any], list[int]]:
-            before = encoder.cut
-            rows = [encoder.encode(prompt, *answer) for answer in answers]
-            if counts is not None:
-                counts["cut_rows"] += encoder.cut - before
-            return rows, [encoder.count(a) for a, _ in answers]
+            rows = [self.encoder.encode(prompt, *answer, limit, counts) for answer in answers]
+            return rows, [self.encoder.count(text) for text, _ in answers]
 
         return encode
 
@@ -190,8 +188,7 @@ class TextRewardModel(nn.Module):
         return [self.encoder.encode(record.prompt, *answer) for record, *answer in answers]
 
     def demonstration_rows(self, records: Sequence[Demonstration], tokenizer: Any, limit: int) -> list[TextRow]:
-        encoder = self.encoder.within(limit)
-        return [encoder.encode(record.prompt, record.response) for record in records]
+        return [self.encoder.encode(record.prompt, record.response, most=limit) for record in records]
 
     def collate(self, rows: Sequence[TextRow]) -> dict[str, Tensor]:
         """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the right, or before the last place if the head reads that."""

@@ -2,11 +2,9 @@
 reward models."""
 
 import copy
-import json
 from collections.abc import Iterable, Iterator
 from os import PathLike
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from rlhf.data.tokenizer import PAD
 from rlhf.errors import UserError, reading
 from rlhf.model.architectures import ARCHITECTURES, special_ids
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
+from rlhf.model.heads import fold
 from rlhf.model.interface import lm
 from rlhf.model.linear import merged
 from rlhf.ops.fast import by_torch_alone
@@ -140,52 +139,37 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
 
     Returns the form of a model of ours, see `find_form`, of which "rlhf" loads only after `import rlhf.model`; else the architecture.
     """
-    converted: Any = model
     form = find_form(model.config) if lm(model).native else model.config.model_type
-    if lm(model).native and form != OWN:
-        converted = to_transformers(converted, form)
-    ids, generation_config = special_ids(tokenizer), converted.generation_config
-    known = getattr(generation_config, "eos_token_id", None)
+    converted: Any = to_transformers(model, form) if lm(model).native and form != OWN else copy.copy(model)
+    ids, known = special_ids(tokenizer), getattr(model.generation_config, "eos_token_id", None)
     ends = [*dict.fromkeys([*listed(ids["eos_token_id"]), *listed(known)])]  # the tokenizer's first
     end = ends if len(ends) > 1 else next(iter(ends), None)
     converted.generation_config = GenerationConfig(**{**ids, "eos_token_id": end})
-    try:
-        converted.save_pretrained(out)
-    finally:
-        converted.generation_config = generation_config
+    converted.config = copy.deepcopy(converted.config)
+    converted.config.update(ids)
+    converted.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    path = Path(out) / "config.json"
-    config = {**json.loads(path.read_text(encoding="utf-8")), **ids}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return form
 
 
 # ----------------------------------------------------------------------------------------------- reward models
 
 
-class Exported(NamedTuple):
-    class_name: str
-    offset: float  # score = logit + offset
+def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> tuple[str, float]:
+    """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer; returns (class, offset), with
+    score = logit + offset: gain and shift go into the weights, but without a bias not this constant.
 
-
-def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
-    """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer.
-
-    Its head reads the last token that is not the pad token. Gain and shift go into the weights; if the head has no bias, the
-    constant is left out and stated.
-
-    tokenizer: the policy's. Raises: UserError for a model that no public class expresses.
+    Its head reads the last token that is not the pad token. tokenizer: the policy's. Raises: UserError for a model that no public class
+    expresses.
     """
     if model.reads_text:
-        result: Any = copy.deepcopy(model.network)
-        tokenizer = model.tokenizer
+        result, tokenizer = copy.deepcopy(model.network), model.tokenizer
         offset = fold(_head(result), model.gain, model.shift)
     elif model.config.read_tokens > 1 or model.mix is not None:
         several = "several tokens or layers (reward.read_tokens, reward.layers=mix)"
         raise UserError(f"export: no class of transformers reads a score at {several}")
     else:
-        result = _with_score_head(model)
-        tokenizer = copy.deepcopy(tokenizer)
+        result, tokenizer = _with_score_head(model), copy.deepcopy(tokenizer)
         _give_pad(result, tokenizer)
         end_at_end_token(tokenizer)
         head = _head(result)
@@ -196,17 +180,7 @@ def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> Exported:
     result.config.score_offset = offset
     result.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return Exported(type(result).__name__, offset)
-
-
-@torch.no_grad()
-def fold(head: nn.Linear, gain: float, shift: float) -> float:
-    """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded without a bias."""
-    head.weight.mul_(gain)
-    if head.bias is None:
-        return -gain * shift
-    head.bias.sub_(shift).mul_(gain)
-    return 0.0
+    return type(result).__name__, offset
 
 
 def _with_score_head(model: Any) -> Any:

@@ -1,7 +1,6 @@
 """The reward model, which is also the critic, and the label model: a trunk with a head, and the transfer of pretrained blocks."""
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlhf.data.encoding import Encode, encode_demonstrations, token_encoder
+from rlhf.data.encoding import encode_demonstrations, token_encoder
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
@@ -41,6 +40,16 @@ class ScalarHead(Float32Linear):
         nn.init.normal_(self.weight, 0.0, (self.in_features + 1) ** -0.5)
         nn.init.zeros_(self.bias)
         return self
+
+
+@torch.no_grad()
+def fold(head: nn.Linear, gain: float, shift: float) -> float:
+    """Fold gain (w . h + b - shift) into the weights; returns the constant that cannot be folded without a bias."""
+    head.weight.mul_(gain)
+    if head.bias is None:
+        return -gain * shift
+    head.bias.sub_(shift).mul_(gain)
+    return 0.0
 
 
 class LayerMix(nn.Module):
@@ -207,9 +216,7 @@ class RewardModel(PreTrainedModel):
         raw = self.head(hidden).squeeze(-1).float()
         return self.gain * (raw - self.shift) if calibrated else raw
 
-    def answer_encoder(self, tokenizer: Any, limit: int, room: int, counts: Counter[str] | None = None) -> Encode:
-        """Makes rows of texts, as `rlhf.data.encoding.token_encoder`; `tokenizer` is the policy's."""
-        return token_encoder(tokenizer, limit, room, counts)
+    answer_encoder = staticmethod(token_encoder)  # makes rows of texts; its tokenizer is the policy's
 
     def rows(self, episodes: Episodes) -> list[list[int]]:
         return [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
@@ -234,11 +241,9 @@ class RewardModel(PreTrainedModel):
         """Set the calibration, which the checkpoint carries."""
         self.config.gain, self.config.shift = float(gain), float(shift)
 
-    @torch.no_grad()
     def fold_calibration(self) -> "RewardModel":
         """Move gain and shift into the head, so that they train with it; the scores stay."""
-        self.head.weight.mul_(self.gain)
-        self.head.bias.sub_(self.shift).mul_(self.gain)
+        fold(self.head, self.gain, self.shift)
         self.calibrate(1.0, 0.0)
         return self
 

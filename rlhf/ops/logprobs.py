@@ -57,8 +57,3 @@ def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor, temperature: floa
     p = logp.exp()
     ce = -(p * logq).sum(-1)
     return temperature**2 * ce, (p * (logp - logq.detach())).sum(-1)
-
-
-def hidden_cosine(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-    """cos(h, h_teacher) (…) of hidden states (…, D); the loss is 1 minus it (Sanh et al. 2019, section 2)."""
-    return F.cosine_similarity(upcast(hidden), upcast(teacher_hidden.detach()), dim=-1)

@@ -13,6 +13,7 @@ import json
 from operator import itemgetter
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlhf.config import Config
@@ -26,7 +27,8 @@ from rlhf.evaluation.policies import draw_divided
 from rlhf.model.fused_loss import before_labels, in_chunks
 from rlhf.model.heads import keep_every
 from rlhf.model.interface import lm
-from rlhf.ops.logprobs import hidden_cosine, soft_cross_entropy, token_logprobs
+from rlhf.ops.logprobs import soft_cross_entropy, token_logprobs
+from rlhf.ops.masked import upcast
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
@@ -120,7 +122,7 @@ class Student(nn.Module):
             return ce, kl, -token_logprobs(logits, chosen)
 
         ce, kl, nats = in_chunks(measure, head, hidden, teacher_hidden, targets)
-        cosine = hidden_cosine(hidden, teacher_hidden)
+        cosine = F.cosine_similarity(upcast(hidden), upcast(teacher_hidden.detach()), dim=-1)
         loss = settings.ce_coef * ce + settings.lm_coef * nats + settings.cos_coef * (1 - cosine)
         figures = {"loss": loss, "kl": kl, "lm_loss": nats, "cosine": cosine}
         return loss.sum(), {name: x.detach().sum() for name, x in figures.items()}

@@ -74,7 +74,7 @@ def test_what_is_saved_comes_back_with_tokenizer_and_calibration(model, tmp_path
 def test_what_is_too_long_loses_the_beginning_of_the_prompt(model):
     """The longest input is 40 tokens in each that counts positions (RoBERTa counts from after its pad id); XLNet counts none."""
     if model.encoder.limit == float("inf"):
-        model.encoder = model.encoder.within(40)
+        model.encoder.limit = 40
     assert model.encoder.limit == 40
     row = model.encoder.encode(user("coal " * 100), "red")
     assert len(row) == 40

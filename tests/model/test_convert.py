@@ -207,21 +207,21 @@ def test_a_dialogue_rendered_with_the_exported_template_ends_where_the_score_is_
     """Templates write a newline after the last turn's end token (SmolLM2, Qwen), where no reward model of ours reads."""
     tokenizer = make_tokenizer(kind)
     model = reward_model("llama", tokenizer)
-    told = export_reward(model, tokenizer, tmp_path)
-    assert torch.allclose(their_scores(str(tmp_path)) + told.offset, our_scores(model, tokenizer), atol=1e-4)
+    _, offset = export_reward(model, tokenizer, tmp_path)
+    assert torch.allclose(their_scores(str(tmp_path)) + offset, our_scores(model, tokenizer), atol=1e-4)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "transformers"])
 @pytest.mark.parametrize("name", SIZES)
 def test_plain_transformers_gives_the_same_scores(name, native, tokenizer, tmp_path):
     model = reward_model(name, tokenizer, native)
-    told = export_reward(model, tokenizer, tmp_path)
+    class_name, offset = export_reward(model, tokenizer, tmp_path)
     expected = our_scores(model, tokenizer)
     assert expected.std() > 0.1
-    assert torch.allclose(their_scores(str(tmp_path)) + told.offset, expected, atol=1e-4)
-    assert told.offset == pytest.approx(3.0 * (0.7 + 1.4), abs=1e-5)
+    assert torch.allclose(their_scores(str(tmp_path)) + offset, expected, atol=1e-4)
+    assert offset == pytest.approx(3.0 * (0.7 + 1.4), abs=1e-5)
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path).config
-    assert saved.score_offset == told.offset and told.class_name in saved.architectures
+    assert saved.score_offset == offset and class_name in saved.architectures
     assert model.gain == 3.0 and torch.allclose(our_scores(model, tokenizer), expected), "the model is left as it was"
 
 
@@ -231,9 +231,9 @@ def test_a_pad_token_that_is_the_end_token_gets_a_place_of_its_own(tokenizer, tm
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     same = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
     same.pad_token = same.eos_token
-    told = export_reward(model, same, tmp_path / "out")
+    _, offset = export_reward(model, same, tmp_path / "out")
     assert same.pad_token == same.eos_token
-    theirs = their_scores(str(tmp_path / "out")) + told.offset
+    theirs = their_scores(str(tmp_path / "out")) + offset
     assert torch.allclose(theirs, our_scores(model, tokenizer), atol=1e-4)
 
 
@@ -241,14 +241,14 @@ def test_a_pad_token_that_is_the_end_token_gets_a_place_of_its_own(tokenizer, tm
 def test_a_text_classifier_exports_with_its_calibration(name, tmp_path):
     model = TextRewardModel.from_base(save_classifier(tmp_path / "base", name)).eval()
     model.calibrate(gain=2.0, shift=0.5)
-    told = export_reward(model, None, tmp_path / "out")
+    _, offset = export_reward(model, None, tmp_path / "out")
     loaded = TextRewardModel.from_pretrained(tmp_path / "out")
     asked = ([[{"role": "user", "content": "what colour is snow ?"}]] * 2, ["white .", "a dog"], [True, True])
     prompts = [[Message(**turn) for turn in prompt] for prompt in asked[0]]
     ours = score_texts(model, prompts, *asked[1:])
     theirs = score_texts(loaded, prompts, *asked[1:])
-    assert loaded.gain == 1.0 and torch.allclose(theirs + told.offset, ours, atol=1e-4)
-    assert told.offset == (pytest.approx(-1.0) if name == "llama" else 0.0)
+    assert loaded.gain == 1.0 and torch.allclose(theirs + offset, ours, atol=1e-4)
+    assert offset == (pytest.approx(-1.0) if name == "llama" else 0.0)
 
 
 @pytest.mark.parametrize(("kind", "why"), [
