@@ -27,8 +27,7 @@ def gae(
 
     rewards, values (B, T) float; mask (B, T) bool, one unbroken run of True per row, anywhere, or none. Returns
     advantages and returns (B, T), at least float32, 0 where mask is False, without a graph. Raises ValueError for a hole in mask.
-    Source: Schulman et al. 2016, eq. 16; Schulman et al. 2017, eq. 11 and 12 (the sum cut at the episode's
-    end).
+    Source: Schulman et al. 2016, eq. 16; Schulman et al. 2017, eq. 11 and 12 (the sum cut at the episode's end).
     """
     check_mask("gae", mask, rewards=rewards, values=values)
     starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)  # (B,) runs of True in a row
@@ -72,8 +71,7 @@ def group_normalised(rewards: Tensor, group_size: int) -> Tensor:
 
     A_i = (R_i - mean(R)) / (std(R) + 1e-6)        mean and biased std over the k responses to one prompt
 
-    rewards (B,) float; responses to one prompt are adjacent, k = group_size each. Returns (B,): 0 if all
-    responses to a prompt earn the same.
+    rewards (B,) float; responses to one prompt are adjacent, k = group_size each. Returns (B,): 0 if all earn the same.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2 (outcome supervision).
     """
     groups = upcast(rewards).view(-1, group_size)
@@ -94,15 +92,13 @@ def compute_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of response tokens, by name.
 
-    gae: `gae` of rewards and values.
-    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward-to-go, which is GAE with values 0 and lam 1; values
-    and lam are not used (Williams 1992).
-    rloo, grpo: A_t = A_i for every token of response i, from the sum of its token rewards, `group_size`
-    responses to a prompt; values, gamma and lam are not used, and the returns are the response's reward.
+    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward-to-go, which is GAE with values 0 and lam 1 (Williams 1992).
+    rloo, grpo: A_t = A_i for every token of response i, from the sum of its token rewards, `group_size` responses to a prompt;
+    values, gamma and lam are not used, and the returns are the response's reward.
 
     rewards, values (B, T) float, mask (B, T) bool. Both results are 0 where mask is False, without a graph.
-    Differs: RLOO's policy gradient and GRPO's surrogate are averaged over the tokens of the whole batch here,
-    as PPO's is, rather than over sequences (RLOO) or first within each sequence (GRPO).
+    Differs: RLOO's policy gradient and GRPO's surrogate are averaged over the tokens of the whole batch here, as PPO's is, rather
+    than over sequences (RLOO) or first within each sequence (GRPO).
     """
     if name == "gae":
         return gae(rewards, values, mask, gamma=gamma, lam=lam)

@@ -13,11 +13,9 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
 
     d = logp - logp_ref;  k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d
 
-    k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. logp, logp_ref of one shape, float, nats;
-    returns that shape, nats, at least float32. Summed over a sequence's tokens, k1 estimates the KL per
-    sequence.
-    Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, eq. 2 (k1 in the
-    reward).
+    k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. logp, logp_ref of one shape, float, nats; returns that shape,
+    nats, at least float32. Summed over a sequence's tokens, k1 estimates the KL per sequence.
+    Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, eq. 2 (k1 in the reward).
     """
     d = upcast(logp) - upcast(logp_ref)
     if kind == "k1":
@@ -71,8 +69,7 @@ class AdaptiveKL(FixedKL):
 
     coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
 
-    init: the first coef; target: nats per sequence; horizon: episodes. Only coef changes; it is the whole
-    state, and a checkpoint must contain it.
+    init: the first coef; target: nats per sequence; horizon: episodes. Only coef changes: a checkpoint must contain it.
     Source: Ziegler et al. 2019, section 2.2 (the update of beta).
     Differs: the gain is episodes / horizon as in the released code, where the paper prints a constant 0.1.
     """

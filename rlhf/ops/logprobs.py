@@ -15,9 +15,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     token_logprobs[...] = logits[..., tokens] - log sum_v exp(logits[..., v])
 
-    logits (…, V) of any float type, tokens (…) int64; returns (…) float32 (float64 for float64 logits).
-    Half-precision logits are raised to float32 before the sum. No log-softmax of size (…, V) is made: float32
-    logits are what the backward pass keeps.
+    logits (…, V) of any float type, tokens (…) int64; returns (…) float32 (float64 for float64 logits). Half-precision logits are
+    raised to float32 before the sum. No log-softmax of size (…, V) is made: float32 logits are what the backward pass keeps.
     Source: Radford et al. 2018, section 3.1 (the summand of eq. 1).
     """
     if tokens.shape != logits.shape[:-1]:
@@ -33,8 +32,7 @@ def entropy(logits: Tensor) -> Tensor:
 
     entropy[...] = -sum_v p_v log p_v        p = softmax(logits);  0 <= entropy <= log V
 
-    logits (…, V) of any float type; -inf (a forbidden token) adds nothing; returns (…) float32 (float64 for
-    float64).
+    logits (…, V) of any float type; -inf (a forbidden token) adds nothing; returns (…) float32 (float64 for float64).
     Source: Shannon 1948, eq. for H in section 6.
     """
     wide = upcast(logits)

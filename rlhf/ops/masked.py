@@ -27,8 +27,8 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = No
 
     masked_mean = sum(x where mask) / denominator        denominator: the number of True unless given
 
-    With the global count as `denominator`, the results of the parts of a batch add up to the mean of the
-    whole. x and mask of one shape, mask bool; returns a scalar, at least float32.
+    With the global count, the results of the parts of a batch add up to the mean of the whole. x and mask of one shape, mask
+    bool; returns a scalar, at least float32.
     """
     return masked_sum(x, mask) / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
 
@@ -43,8 +43,7 @@ def whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce | None = None) -> Tens
     sums and returns the sum over ranks; it is called twice, on every rank, in the same order (a rank may have no True
     of its own).
     Source: Ziegler et al. 2019, released code (lm-human-preferences, `whiten`).
-    Differs: the entries outside the mask do not count, and the statistics are of all ranks rather than of
-    one.
+    Differs: the entries outside the mask do not count, and the statistics are of all ranks rather than of one.
     """
     check_mask("whiten", mask, x=x)
     reduce: AllReduce = all_reduce if all_reduce is not None else lambda sums: sums

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.errors import UserError, optional
+from rlhf.model.checkpoint import ADAPTED
 from rlhf.model.linear import adapted_layers, merged
 from rlhf.runs.stage import Stage
 from rlhf.training.engine import zero_stage
@@ -28,7 +29,6 @@ from rlhf.training.state import gathered_state, save_model
 
 import_peft = partial(optional, "peft", "lora.rank", ", or set lora.rank=0")
 TRAINED = "default"  # the name of the trained adapters
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # PEFT's files
 PREFIX = "base_model.model."  # prefix of each name in PEFT's file
 
 
@@ -127,7 +127,7 @@ def save_adapters(model: Any, state: Mapping[str, Tensor], folder: Path) -> None
     settings.save_pretrained(str(folder))
     kept = {name: t for name, t in state.items() if f".{TRAINED}." in name or name in heads}
     tensors = {PREFIX + name.replace(f".{TRAINED}.", "."): t.contiguous() for name, t in kept.items()}
-    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    save_file(tensors, str(folder / ADAPTED), metadata={"format": "pt"})
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def load_adapters(model: Any, folder: Path, name: str) -> None:
     settings.lora_dropout = 0.0
     with torch.random.fork_rng():  # the random state afterwards is as if the whole model had been read
         inject(model, settings, name)
-    weights = {key.removeprefix(PREFIX): t for key, t in load_file(str(folder / WEIGHTS)).items()}
+    weights = {key.removeprefix(PREFIX): t for key, t in load_file(str(folder / ADAPTED)).items()}
     for key, p in model.named_parameters():
         stored = key.replace(f".{name}.", ".")
         if stored in weights:
