@@ -1,6 +1,6 @@
 """Settings of the model and its tokenizer: the GPT's shape and the kind of its blocks."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rlhf.config.setting import setting
@@ -10,15 +10,12 @@ BLOCKS = ("pre", "post", "parallel", "one_norm")
 ATTENTION = ("causal", "bidirectional")
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_erf", "relu", "swiglu")
-ADOPTION = ("pretrained", "native")  # the fields of ModelConfig that shape no model
 
 
-@dataclass(slots=True)
-class ModelConfig:
-    """The GPT to pretrain, or the pretrained model to adopt, whose shape is its own."""
+@dataclass(repr=False)  # transformers writes that of its configurations
+class GPTShape:
+    """The shape of the GPT and the kinds of its parts: what `rlhf.model.GPTConfig` has too."""
 
-    pretrained: str | None = setting(None, "adopt this model: a hub id (@revision), a folder, a .gguf file")
-    native: Any = setting("auto", "run an adopted model as our GPT (auto: if the logits are the same)", kind="switch")
     n_layer: int = setting(12, "blocks", min=1)
     n_head: int = setting(12, "attention heads", min=1)
     n_kv_head: int | None = setting(None, "key and value heads; fewer than n_head: grouped-query attention", min=1)
@@ -44,6 +41,14 @@ class ModelConfig:
     initializer_range: float = setting(0.02, "standard deviation of the initial weights", above=0, max=10)
 
 
+@dataclass
+class ModelConfig(GPTShape):
+    """The GPT to pretrain, or the pretrained model to adopt, whose shape is its own."""
+
+    pretrained: str | None = setting(None, "adopt this model: a hub id (@revision), a folder, a .gguf file")
+    native: Any = setting("auto", "run an adopted model as our GPT (auto: if the logits are the same)", kind="switch")
+
+
 @dataclass(slots=True)
 class TokenizerSettings:
     """Byte-level BPE trained on the pretraining text."""
@@ -59,11 +64,11 @@ def default_mlp_width(mlp: str, width: int) -> int:
 
 
 def shape_of(model: ModelConfig) -> dict[str, Any]:
-    """The fields that `rlhf.model.GPTConfig` has too, under the same names."""
-    return {name: value for name, value in asdict(model).items() if name not in ADOPTION}
+    """The fields that `rlhf.model.GPTConfig` has too."""
+    return {item.name: getattr(model, item.name) for item in fields(GPTShape)}
 
 
 def shape_settings() -> tuple[str, ...]:
     """The keys of `model` and of its tokenizer that shape a model trained here; an adopted one has its own."""
-    shape = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ADOPTION]
+    shape = [f"model.{item.name}" for item in fields(GPTShape)]
     return (*shape, *(f"tokenizer.{item.name}" for item in fields(TokenizerSettings)))

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, create_model
 from transformers import PreTrainedConfig
 
-from rlhf.config.model import ModelConfig, default_mlp_width
+from rlhf.config.model import GPTShape, default_mlp_width
 from rlhf.config.setting import Setting, settings_in
 from rlhf.system.schemas import first_problem
 
@@ -20,8 +20,8 @@ RANGES = {
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of rotary frequencies
 
 
-class GPTConfig(PreTrainedConfig):
-    """Shape and kind of a GPT; the defaults, GPT-2 small, are those of `rlhf.config.model.ModelConfig`.
+class GPTConfig(GPTShape, PreTrainedConfig):
+    """Shape and kind of a GPT, by default GPT-2 small.
 
     `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`, `mlp_width` None
     `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key
@@ -47,34 +47,14 @@ class GPTConfig(PreTrainedConfig):
     }
 
     vocab_size: int = 50257
-    context_length: int = 1024
-    n_layer: int = 12
-    n_head: int = 12
     n_kv_head: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
-    width: int = 768
     mlp_width: int = None  # type: ignore[assignment]
-    attention: str = "causal"
-    positions: str = "learned"
-    norm: str = "layernorm"
-    mlp: str = "gelu"
-    block: str = "pre"
-    bias: bool = True
     qkv_bias: bool = None  # type: ignore[assignment]
-    qk_norm: bool = False
-    tie_word_embeddings: bool = True
-    dropout: float = 0.0
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rotary_share: float = 1.0
     rotary_scaling: dict[str, float] | None = None
-    window: int | None = None
-    window_every: int = 2
-    experts: int = 0
-    expert_every: int = 2
-    expert_capacity: float = 1.25
-    balance_coef: float = 0.01
-    initializer_range: float = 0.02
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -86,7 +66,7 @@ class GPTConfig(PreTrainedConfig):
             TYPES.model_validate({name: getattr(self, name) for name in TYPES.model_fields})
         except ValidationError as error:
             raise ValueError(f"GPTConfig: {first_problem(error)[1]}") from None
-        ranges = {name: stated for name, stated in settings_in(ModelConfig).items() if hasattr(self, name)} | RANGES
+        ranges = {**settings_in(GPTShape), **RANGES}
         problems = [stated.problem(name, getattr(self, name)) for name, stated in ranges.items()]
         if not any(problems):
             self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
@@ -129,6 +109,6 @@ class GPTConfig(PreTrainedConfig):
 
 FIELDS: dict[str, Any] = {
     name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)
-    for name, kind in GPTConfig.__annotations__.items()
+    for name, kind in {**GPTShape.__annotations__, **GPTConfig.__annotations__}.items()
 }
 TYPES: Any = create_model("GPTConfig", __config__=ConfigDict(strict=True), **FIELDS)
