@@ -40,9 +40,9 @@ class Architecture:
     """One row of the table.
 
     shape: the values (one, or a tuple of them) that our configuration must have to be written. wanted: those that theirs must
-    have to be read; the first one is written. names: of the fields that mean the same, ours to theirs. read: their configuration
-    to our other fields; write: back. modules: the names of each module. misfits: why our configuration cannot be written, beyond
-    `shape`. ropes: kinds of rotary positions.
+    have to be read; the first one is written. names: of the fields that mean the same, ours to theirs, besides COMMON. read: their
+    configuration to our other fields; write: back. modules: the names of each module. misfits: why our configuration cannot be
+    written, beyond `shape`. ropes: kinds of rotary positions.
     """
 
     config_class: Any
@@ -99,7 +99,9 @@ def why_not_native(config: Any) -> list[str]:
     return problems if rope in known else [*problems, f"rope_type is {rope!r}, wanted {' or '.join(map(repr, known))}"]
 
 
-COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
+COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_embeddings")} | {
+    "context_length": "max_position_embeddings", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "width": "hidden_size",
+}  # fmt: skip
 
 
 def special_ids(config: Any) -> Fields:
@@ -115,10 +117,7 @@ def _square(c: GPTConfig) -> list[str]:
 # ---------------------------------------------------------------------------------------------- GPT and GPT-2
 
 
-_GPT_NAMES = {
-    "context_length": "n_positions", "n_layer": "n_layer", "n_head": "n_head", "width": "n_embd", "dropout": "resid_pdrop",
-    "norm_eps": "layer_norm_epsilon",
-}  # fmt: skip
+_GPT_NAMES = {"dropout": "resid_pdrop", "norm_eps": "layer_norm_epsilon"}
 _GPT_SHAPE = {
     "positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "qkv_bias": True, "qk_norm": False,
 }  # fmt: skip
@@ -155,9 +154,7 @@ register_architecture("openai-gpt", Architecture(
 
 
 _LLAMA_NAMES = {
-    "context_length": "max_position_embeddings", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads", "width": "hidden_size", "mlp_width": "intermediate_size", "dropout": "attention_dropout",
-    "norm_eps": "rms_norm_eps",
+    "n_kv_head": "num_key_value_heads", "mlp_width": "intermediate_size", "dropout": "attention_dropout", "norm_eps": "rms_norm_eps",
 }  # fmt: skip
 _LLAMA_WANTED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
 _LLAMA_SHAPE = {
@@ -311,6 +308,6 @@ register_architecture("gpt_neox", Architecture(
     transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM,
     {**_GPT_SHAPE, "positions": "rotary", "mlp": ("gelu", "gelu_erf"), "block": ("pre", "parallel")},
     {"hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"), "attention_bias": (True,)},
-    {n: name for n, name in _LLAMA_NAMES.items() if n != "n_kv_head"} | {"dropout": "hidden_dropout", "norm_eps": "layer_norm_eps"},
+    {"mlp_width": "intermediate_size", "dropout": "hidden_dropout", "norm_eps": "layer_norm_eps"},
     _read_neox, _write_neox, _neox_modules, _square,
 ))  # fmt: skip

@@ -102,7 +102,7 @@ def their_config(config: GPTConfig, form: str) -> Any:
     kept = origin if origin.pop("model_type", None) == form else {}
     written = architecture.their_fields(config)
     if kept and architecture.our_fields(architecture.config_class(**kept))["context_length"] == config.context_length:
-        written |= {name: kept[name] for name in ("max_position_embeddings", "sliding_window") if name in written}
+        written |= {name: kept[name] for name in ("max_position_embeddings", "sliding_window") if name in kept}
     return architecture.config_class(**{**kept, **written})
 
 
