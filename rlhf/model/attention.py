@@ -108,14 +108,15 @@ class QKNorm(nn.Module):
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v W_out, causal except in an encoder, with n_kv_head keys and values for n_head queries.
 
-    Its mask limits a banded layer to the last `window` tokens (`GPTConfig.window_of`). Source: Vaswani et al. 2017,
-    equation 1; Ainslie et al. 2023 (grouped queries), of which one key head is Shazeer 2019 (PaLM).
+    Its mask limits a banded layer to the last `window` tokens. Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (grouped
+    queries), of which one key head is Shazeer 2019 (PaLM); Brown et al. 2020, section 2.1 (dense and locally banded layers in
+    alternation); Child et al. 2019.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer, self.dropout = layer, config.dropout
-        self.window, self.causal = config.window_of(layer), config.causal
+        self.layer, self.dropout, self.causal = layer, config.dropout, config.causal
+        self.window = config.window if (layer + 1) % config.window_every == 0 else None  # None: all tokens
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim = config.head_dim
         self.qkv = Linear(config.width, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.qkv_bias)

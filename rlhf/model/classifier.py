@@ -1,6 +1,5 @@
-"""Any transformers text classifier as reward model, with its own tokenizer: it reads text, not the policy's tokens.
-
-It is an `AutoModelForSequenceClassification` with one label.
+"""Any transformers text classifier (`AutoModelForSequenceClassification`) with one label as reward model: with its own tokenizer it reads
+text, not the policy's tokens.
 """
 
 import inspect
@@ -162,10 +161,8 @@ class TextRewardModel(nn.Module):
 
     @classmethod
     def from_base(cls, source: str) -> "TextRewardModel":
-        """A classifier to train: a folder or hub name, whose scalar head is new unless it has one.
-
-        A tokenizer without its own pad token gets one, so that the end token can be read.
-        Raises: UserError if it cannot be read or model and tokenizer do not fit.
+        """A classifier to train: a folder or hub name, whose scalar head is new unless it has one. A tokenizer without its own pad token
+        gets one, so that the end token can be read. Raises: UserError if it cannot be read or model and tokenizer do not fit.
         """
         config, tokenizer = _read_config(source)
         bare = tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id

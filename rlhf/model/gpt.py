@@ -153,10 +153,10 @@ class GPTModel(GPTPreTrainedModel):
         x, rope = self.embed(x, make_positions(x, attention_mask, position_ids, past))
 
         earlier: tuple[Tensor, ...] = ()
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
             if output_hidden_states:
                 earlier += (x,)
-            layer_mask = mask if self.config.window_of(number) is None else banded
+            layer_mask = mask if layer.attention.window is None else banded
             last_kept = kept if layer is self.layers[-1] else None
             x = layer(x, rope, layer_mask, past_key_values=past_key_values, kept=last_kept)
         x = self.norm(x)

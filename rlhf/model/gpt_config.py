@@ -100,12 +100,6 @@ class GPTConfig(GPTShape, PreTrainedConfig):
     def causal(self) -> bool:
         return self.attention == "causal"
 
-    def window_of(self, layer: int) -> int | None:
-        """Tokens that a layer attends to; None if all before it.
-        Source: Brown et al. 2020, section 2.1 (dense and locally banded layers in alternation); Child et al. 2019.
-        """
-        return self.window if (layer + 1) % self.window_every == 0 else None
-
 
 FIELDS: dict[str, Any] = {
     name: (kind | None if getattr(GPTConfig, name) is None else kind, ...)

@@ -126,8 +126,7 @@ class RewardModel(PreTrainedModel):
     a critic (V) every one. A critic starts from the reward model with `fold_calibration`, on the scale of the scores.
     Differs: with read_tokens above 1 the score is the mean over the last tokens. If no token ends a response, the last token
     is in the middle of a sentence, and its state represents the next word rather than the response.
-    Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and
-    bias).
+    Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and bias).
 
     A row is what a reward model reads of one prompt and response: token ids of the policy's tokenizer, or of its own.
     """
