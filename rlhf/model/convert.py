@@ -139,8 +139,10 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
 
     Returns the form of a model of ours, see `find_form`, of which "rlhf" loads only after `import rlhf.model`; else the architecture.
     """
+    converted: Any = copy.copy(model)
     form = find_form(model.config) if lm(model).native else model.config.model_type
-    converted: Any = to_transformers(model, form) if lm(model).native and form != OWN else copy.copy(model)
+    if lm(model).native and form != OWN:
+        converted = to_transformers(converted, form)
     ids, known = special_ids(tokenizer), getattr(model.generation_config, "eos_token_id", None)
     ends = [*dict.fromkeys([*listed(ids["eos_token_id"]), *listed(known)])]  # the tokenizer's first
     end = ends if len(ends) > 1 else next(iter(ends), None)
