@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.report.pictures import Mark, Picture, draw_svg, format_value, make_pictures, make_stage_figures, spread
+from rlhf.report.pictures import Mark, draw_svg, format_value, make_pictures, make_stage_figures, spread
 from rlhf.report.sections import (
     MODELS,
     MOST_SAMPLES,
@@ -46,20 +46,6 @@ class Tile(NamedTuple):
     value: str
     unit: str
     note: str
-
-
-def make_overview(run: RunFiles) -> dict[str, Any]:
-    """One sentence, the main numbers with their intervals, and the audit's verdict if it is a warning."""
-    records = [stage.record for stage in run.stages.values()]
-    complete = sum(stage.status == "complete" for stage in run.stages.values())
-    seeds = {record["seed"] for record in records if isinstance(record.get("seed"), int)}
-    facts = [f"{complete} of {len(run.stages)} stages complete"]
-    facts += [
-        f"the evaluation is of an earlier {name}: `rlhf evaluate overwrite=true` renews it" for name in outdated(run)
-    ]
-    facts += [f"seed {', '.join(map(str, sorted(seeds)))}"] if seeds else []
-    warning = audit_lines(run.audit)[:2] if entry_at(run.audit, "verdict", "decision") != "go" else []
-    return {"facts": facts, "sentence": make_sentence(run), "tiles": list(make_tiles(run)), "warning": warning}
 
 
 def outdated(run: RunFiles) -> list[str]:
@@ -144,22 +130,22 @@ def compare_runs(folders: Sequence[Path]) -> list[str]:
     return pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
 
 
-# --- the page -----------------------------------------------------------------------------------------------
-
-
-def make_curves(run: RunFiles) -> dict[str, list[Picture]]:
-    """The pictures of each stage that has curves."""
-    known = {"noise ceiling, test": "noise_ceiling", "length only, test": "length_baseline"}
-    levels = ((label, number_at(run.results, "reward_model", key)) for label, key in known.items())
-    marks = {"Pair accuracy": [Mark(label, level) for label, level in levels if level is not None]}
-    curves = {name: list(make_stage_figures(name, stage.points, marks)) for name, stage in run.stages.items()}
-    return {name: figures for name, figures in curves.items() if figures}
-
-
 def make_page(run: RunFiles) -> str:
     """The page as HTML. The same files give the same text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    records = [stage.record for stage in run.stages.values()]
+    complete = sum(stage.status == "complete" for stage in run.stages.values())
+    facts = [f"{complete} of {len(run.stages)} stages complete"]
+    facts += [
+        f"the evaluation is of an earlier {name}: `rlhf evaluate overwrite=true` renews it" for name in outdated(run)
+    ]
+    if seeds := {record["seed"] for record in records if isinstance(record.get("seed"), int)}:
+        facts.append(f"seed {', '.join(map(str, sorted(seeds)))}")
+    levels = (("noise ceiling, test", "noise_ceiling"), ("length only, test", "length_baseline"))
+    known = ((label, number_at(run.results, "reward_model", key)) for label, key in levels)
+    marks = {"Pair accuracy": [Mark(label, level) for label, level in known if level is not None]}
+    curves = {name: list(make_stage_figures(name, stage.points, marks)) for name, stage in run.stages.items()}
     loader = PackageLoader("rlhf.report", ".")
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=True, loader=loader
@@ -169,9 +155,12 @@ def make_page(run: RunFiles) -> str:
     environment.globals |= {function.__name__: function for function in called}
     return environment.get_template("template.html").render(
         run=run,
-        overview=make_overview(run),
+        facts=facts,
+        sentence=make_sentence(run),
+        tiles=list(make_tiles(run)),
+        warning=audit_lines(run.audit)[:2] if entry_at(run.audit, "verdict", "decision") != "go" else [],
         seconds={name: number_at(stage.record, "seconds") or 0.0 for name, stage in run.stages.items()},
-        curves=make_curves(run),
+        curves={name: figures for name, figures in curves.items() if figures},
         sections=make_evaluation(run),
         pictures=list(make_pictures(run)),
         models=MODELS,

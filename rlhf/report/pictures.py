@@ -108,34 +108,28 @@ def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=MUTED, fontsize=9, ha="right", **place)
     for one in picture.series:
-        _plot(axes, one)
+        colour = SERIES[one.colour % len(SERIES)]
+        style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
+        strong = style | {"linewidth": 1.6, "label": one.label}
+        if one.lows:
+            axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
+        # the trend of a curve is hard to see if its total variation is many times its range
+        travelled = sum(abs(b - a) for a, b in itertools.pairwise(one.ys))
+        ys: Any = one.ys
+        if one.dots or len(one.xs) == 1:
+            strong |= {"marker": "o", "markersize": 4.4, "markeredgewidth": 0}
+        elif len(one.ys) >= SMOOTH_FROM and travelled > 5 * (max(one.ys) - min(one.ys)):
+            import pandas as pd
+
+            axes.plot(one.xs, one.ys, linewidth=1, alpha=0.3, **style)
+            ys = pd.Series(ys).rolling(2 * (len(ys) // 40) + 1, center=True, min_periods=1).mean()
+        axes.plot(one.xs, ys, **strong)
     whole, steps = all(float(x).is_integer() for one in picture.series for x in one.xs), [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
     return figure
-
-
-def _plot(axes: Any, one: Series) -> None:
-    colour = SERIES[one.colour % len(SERIES)]
-    style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
-    strong = style | {"linewidth": 1.6, "label": one.label}
-    if one.lows:
-        axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
-    # the trend of a curve is hard to see if its total variation is many times its range
-    travelled = sum(abs(b - a) for a, b in itertools.pairwise(one.ys))
-    noisy = len(one.ys) >= SMOOTH_FROM and travelled > 5 * (max(one.ys) - min(one.ys))
-    if one.dots or len(one.xs) == 1:
-        axes.plot(one.xs, one.ys, marker="o", markersize=4.4, markeredgewidth=0, **strong)
-    elif not noisy:
-        axes.plot(one.xs, one.ys, **strong)
-    else:
-        import pandas as pd
-
-        window = pd.Series(one.ys).rolling(2 * (len(one.ys) // 40) + 1, center=True, min_periods=1)
-        axes.plot(one.xs, one.ys, linewidth=1, alpha=0.3, **style)
-        axes.plot(one.xs, window.mean(), **strong)
 
 
 def draw_svg(picture: Picture) -> str:
@@ -202,7 +196,7 @@ def make_stage_figures(stage: str, points: Points, marks: dict[str, list[Mark]])
             yield figure
 
 
-def make_frontier(points: Points) -> Iterator[Picture]:
+def make_frontier(points: Points) -> list[Picture]:
     """Scores against sqrt(KL), which shows over-optimisation: the true score falls while the learned one rises.
 
     Held-out measurements if there are some, else the rollouts'. Source: Gao et al. 2022, figure 1.
@@ -212,18 +206,17 @@ def make_frontier(points: Points) -> Iterator[Picture]:
     sources.append(("objective/kl", "objective/scores", "gold/total", "rollouts"))
     for kl, scores, gold, source in sources:
         pictures = []
+        at = dict(zip(*points.get(kl, ([], [])), strict=True))
         for title, metric in (("Reward against the root of KL", scores), ("Gold score against the root of KL", gold)):
-            at = dict(zip(*points.get(kl, ([], [])), strict=True))
             steps = zip(*points.get(metric, ([], [])), strict=True)
-            # in the order of training
-            pairs = [(math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at]
+            pairs = [(math.sqrt(max(at[step], 0.0)), y) for step, y in steps if step in at]  # in the order of training
             if len(pairs) >= 2:
                 unit, meaning = f"{source}, over √nats", f"{metric} against sqrt({kl}); each dot is one update"
                 series = [Series("", [x for x, _ in pairs], [y for _, y in pairs], dots=True)]
-                pictures.append(Picture(title, series, (), "√KL", unit, meaning))
+                pictures.append(Picture(title, series, x_name="√KL", unit=unit, meaning=meaning))
         if pictures:
-            yield from pictures
-            return
+            return pictures
+    return []
 
 
 # --- of an evaluation ---------------------------------------------------------------------------------------

@@ -115,18 +115,16 @@ def columns_of(group: Sequence[tuple[str, Any]]) -> dict[str, None]:
 
 def make_evaluation(run: RunFiles) -> list[Section]:
     """The sections of tables: the audit, the labelled task, the evaluation and the others."""
-    external = [tables_of(title, run.evaluations.get(name)) for name, title in EVALUATIONS.items()]
-    evaluated = [table for table in (policies_table(run.results),) if table.rows]
     task = [*tables_of("Held-out examples", run.labelled)]
     names = [visible(name, 40) for name, _ in entries(run.labelled, "classes")]
     if isinstance(confusion := entry_at(run.labelled, "confusion"), list) and len(confusion) == len(names):
         matrix = [[name, *map(str, row)] for name, row in zip(names, confusion, strict=True) if isinstance(row, list)]
         task.append(Table("Label (down) against prediction (across)", ["", *names], matrix))
-    others = [table for tables in external for table in tables]
+    others = [table for name, title in EVALUATIONS.items() for table in tables_of(title, run.evaluations.get(name))]
     return [
         Section("Can this reward model be trusted?", audit_lines(run.audit), [*tables_of("Audit", run.audit)]),
         Section("Labelled task", [], task),
-        Section("", [], [*evaluated, *tables_of("Evaluation", run.results)]),
+        Section("", [], [policies_table(run.results), *tables_of("Evaluation", run.results)]),
         Section("Benchmarks, judges, people and preference files", [], others),
     ]
 
@@ -197,29 +195,27 @@ def total(gold: Any) -> float | None:
 # --- settings, versions, data -------------------------------------------------------------------------------
 
 
-def settings_of_run(run: RunFiles) -> dict[str, Any]:
-    """Every setting of a run. If stages were run with different ones, those in a stage's own identity count."""
-    settings: dict[str, Any] = {}
+def make_differences(run: RunFiles) -> Table:
+    """The settings that differ from the schema's defaults; one that is newer or older than the run is not compared. If stages were run
+    with different ones, those in a stage's own identity count.
+    """
+    ours: dict[str, Any] = {}
     for stage in run.stages.values():
-        settings |= flatten(stage.record.get("config"))
+        ours |= flatten(stage.record.get("config"))
     for stage in run.stages.values():
         identity = flatten(stage.record.get("settings"))
-        settings |= {key: value for key, value in identity.items() if key.partition(".")[0] == stage.name}
-    # Paths, display and the like affect no result.
-    unimportant = {key for key, stated in settings_in(Config).items() if stated.changes == NOTHING}
-    return {key: value for key, value in settings.items() if key not in unimportant}
-
-
-def make_differences(run: RunFiles) -> Table:
-    """The settings that differ from the schema's defaults; one that is newer or older than the run is not compared."""
-    usual, ours = flatten(asdict(Config())), settings_of_run(run)
-    differing = [key for key in sorted(usual.keys() & ours.keys()) if usual[key] != ours[key]]
-    rows = [[visible(key, 100), show_value(usual[key]), show_value(ours[key])] for key in differing]
+        ours |= {key: value for key, value in identity.items() if key.partition(".")[0] == stage.name}
+    usual, stated = flatten(asdict(Config())), settings_in(Config)  # paths, display and the like change nothing
+    compared = [
+        key for key in sorted(usual.keys() & ours.keys()) if key not in stated or stated[key].changes != NOTHING
+    ]
+    shown = [(key, usual[key], ours[key]) for key in compared if usual[key] != ours[key]]
+    rows = [[visible(key, 100), show_value(default), show_value(own)] for key, default, own in shown]
     return Table("", ["setting", "papers", "this run"], rows, code=True)
 
 
-def show_value(value: Any, limit: int = 120) -> str:
-    return format_value(value) if isinstance(value, float) and is_figure(value) else visible(value, limit)
+def show_value(value: Any) -> str:
+    return format_value(value) if isinstance(value, float) and is_figure(value) else visible(value, 120)
 
 
 def make_provenance(run: RunFiles) -> dict[str, Any]:

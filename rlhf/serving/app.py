@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rlhf.data.records import Message, RankedResponse, Ranking
 from rlhf.serving import openai_api
-from rlhf.serving.labelling import FLAGS, Labelling, make_label_router
+from rlhf.serving.labelling import Labelling, make_label_router
 from rlhf.serving.managing import Rounds, Staff, make_manage_router
 from rlhf.serving.models import Completion, ModelThread
 from rlhf.serving.openai_api import Id, Messages, MostTokens, Reply, Strict, Temperature
@@ -89,8 +89,7 @@ def make_app(
             "labeler": who.lstrip("~") or None,
             "tab": request.state.who or "",
             "tabs": tabs,
-            "flags": list(FLAGS.items()),
-            "rules": [(f"breaks_{name}", text) for name, text in labelling.rules.items()],
+            "flags": labelling.flags(),
             "models": list(thread.models),
             "tasks": len(labelling.tasks),
             "rounds": rounds is not None,

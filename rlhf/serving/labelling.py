@@ -22,8 +22,7 @@ from fastapi import APIRouter
 from pydantic import Field, ValidationError
 
 from rlhf.config.commands import ServeConfig
-from rlhf.data import records
-from rlhf.data.records import Demonstration, Ranking, Record, Text
+from rlhf.data.records import Demonstration, Ranking, Record, Text, check_of, sum_checks
 from rlhf.errors import UserError
 from rlhf.serving.openai_api import Id, Messages, Strict, records_of
 from rlhf.serving.security import RefusedError
@@ -37,7 +36,8 @@ KINDS: dict[str, type[Ranking | Demonstration]] = {"ranking": Ranking, "demonstr
 # The beginnings of a line. An incomplete last line must begin like one; otherwise another program wrote the file.
 STARTS = tuple(f'{{"kind": "{kind}", '.encode() for kind in KINDS)
 
-FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, table 3): faults, and last a merit
+# The labels of a response besides its quality (Ouyang et al. 2022, table 3).
+FAULTS = {
     "fails_instruction": "it does not do what was asked, or answers something else",
     "inappropriate": "a company's assistant should not say this to a customer",
     "hallucination": "it states what is neither known nor in the text that it was given",
@@ -48,8 +48,8 @@ FLAGS = {  # the labels of a response besides its quality (Ouyang et al. 2022, t
     "harmful_advice": "who follows it can come to harm",
     "opinion": "it gives an opinion of its own",
     "moral_judgement": "it tells the user what is right or wrong",
-    "satisfies_constraint": "it keeps every limit that the request sets, such as a length",
 }
+MERITS = {"satisfies_constraint": "it keeps every limit that the request sets, such as a length"}
 
 Submission = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{8,64}$")]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
@@ -161,7 +161,7 @@ class Labelling:
         # by task, or name of a check, and labeler, the record that counts
         self.ranked: defaultdict[str, dict[str, Ranking]] = defaultdict(dict)
         self.demonstrated: defaultdict[str, dict[str, Demonstration]] = defaultdict(dict)
-        for record in records.without_replaced(file.records.values()):
+        for record in file.records.values():  # a correction comes after what it replaces
             self._count(record)
 
     def _count(self, record: Any) -> None:
@@ -169,7 +169,7 @@ class Labelling:
         if not isinstance(name, str) or labeler is None:
             return
         task, table = self.tasks.get(name), self.ranked if record.kind == "ranking" else self.demonstrated
-        counts = answers_alike(record, task) if task else records.check_of(record)
+        counts = answers_alike(record, task) if task else check_of(record)
         if counts:  # and is not of an earlier draw under the same name
             table[name][labeler] = record
 
@@ -209,6 +209,12 @@ class Labelling:
         again = next((name for name in names if name not in said and name not in self.tasks), None)
         return (gold or again) if later % 2 == 0 else (again or gold)
 
+    def flags(self) -> dict[str, list[tuple[str, str]]]:
+        """The flags of a response with their meanings, by heading."""
+        broken = [(f"breaks_{name}", text) for name, text in self.rules.items()]
+        groups = {"Faults": [*FAULTS.items()], "Merit": [*MERITS.items()], "Rules that it breaks": broken}
+        return {heading: flags for heading, flags in groups.items() if flags}
+
     def said_by(self, labeler: str) -> dict[str, Ranking]:
         """By name of the task or check, the rankings of a labeler that count."""
         return {name: by[labeler] for name, by in list(self.ranked.items()) if labeler in by}
@@ -217,7 +223,7 @@ class Labelling:
         """Whether a labeler may go on: the first gold items are not done yet, or were right often enough."""
         said = self.said_by(labeler)
         first = [said[name] for name in self.gold if name in said][: self.settings.qualification]
-        known = records.sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
+        known = sum_checks(first).get("gold", {"right": 0.0, "pairs": 0.0})
         return len(first) < self.settings.qualification or known["right"] >= self.settings.qualified * known["pairs"]
 
     def _is_wanted(self, name: str, labeler: str, done: Mapping[str, Record], expected: int = 0) -> bool:
@@ -252,7 +258,9 @@ class Labelling:
         with self.lock:
             if stored := self.file.records.get(known_id):
                 return stored
-            if set[str]().union(*verdict.flags.values()) - FLAGS.keys() - {f"breaks_{rule}" for rule in self.rules}:
+            if set[str]().union(*verdict.flags.values()) - {
+                flag for group in self.flags().values() for flag, _ in group
+            }:
                 raise RefusedError(400, "no such flag or rule", "flags")
             task = self.comparisons.get(name) if compared else self.find(name)
             if task is None or (compared and task.labeler != labeler):

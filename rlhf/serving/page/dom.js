@@ -46,25 +46,14 @@ export function submissionId() {
 
 export async function ask(path, body, signal) {
   const tab = sessionStorage.getItem("tab"); // whose it is
-  let answer;
-  try {
-    answer = await fetch(path, {
-      method: body === undefined ? "GET" : "POST",
-      headers: { ...(body === undefined ? {} : { "content-type": "application/json" }), ...(tab === null ? {} : { "x-tab": tab }) },
-      body: body === undefined ? undefined : JSON.stringify(body),
-      signal,
-    });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Error("The server cannot be reached. Nothing is lost: try again.");
-  }
-  if (!answer.ok) {
-    const told = await answer.json().catch(() => null);
-    const error = new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
-    error.status = answer.status;
-    throw error;
-  }
-  return answer;
+  const headers = { "content-type": "application/json", ...(tab === null ? {} : { "x-tab": tab }) };
+  const sent = { method: body === undefined ? "GET" : "POST", headers, body: JSON.stringify(body), signal };
+  const answer = await fetch(path, sent).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Nothing is lost: try again.");
+  });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  throw Object.assign(new Error(told?.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
 }
 
 export const get = async (path) => (await ask(path)).json();

@@ -6,12 +6,11 @@ import { differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
 const button = (label, onclick, more = {}) => el("button", { class: "small", onclick, ...more }, label);
 
 export class Ranking {
-  constructor(responses, { flags, rules }) {
+  constructor(responses, { flags }) {
     this.responses = responses;
     this.numbers = new Map(responses.map((response, i) => [response.id, i + 1]));
     this.seconds = stopwatch();
-    this.flags = flags; // [name, what it means] of faults, and last of a merit
-    this.rules = rules; // [flag of breaking it, the rule]
+    this.flags = flags; // by heading, [name, what it means]
     this.strip = el("ol", { class: "strip", "aria-label": "Ranking, best first" });
     this.list = el("ol", { class: "cards", "aria-label": "Responses" });
     this.current = responses[0].id; // what the keys for ratings and flags are about
@@ -29,26 +28,23 @@ export class Ranking {
     this.draw();
   }
 
-  remove(id) {
+  // Take a response out of its place, and put it into another one, if any.
+  move(id, put) {
     this.tiers = this.tiers.map((tier) => tier.filter((other) => other !== id)).filter((tier) => tier.length);
+    put?.(this.tiers);
+    this.draw(id);
   }
 
   place(id, tie = false) {
-    this.remove(id);
-    if (tie && this.tiers.length) this.tiers.at(-1).push(id);
-    else this.tiers.push([id]);
-    this.draw(id);
+    this.move(id, (tiers) => { if (tie && tiers.length) tiers.at(-1).push(id); else tiers.push([id]); });
   }
 
   tieUp(id) {
-    const at = this.tiers.findIndex((tier) => tier.includes(id));
-    if (at < 1) return;
-    this.remove(id);
-    this.tiers[at - 1].push(id);
-    this.draw(id);
+    const at = this.tierOf(id);
+    this.move(id, (tiers) => tiers[at - 1].push(id));
   }
 
-  clear(id) { this.remove(id); this.draw(id); }
+  tierOf(id) { return this.tiers.findIndex((tier) => tier.includes(id)); }
 
   show(id) { this.draw(id); this.cardOf(id).scrollIntoView({ block: "nearest", inline: "nearest" }); }
 
@@ -66,7 +62,7 @@ export class Ranking {
       if (box) box.closest("details").open = true;
       box?.click();
     } else if (digit && this.responses[digit - 1]) this.place(this.responses[digit - 1].id, event.shiftKey);
-    else if (event.key === "Backspace" && this.tiers.length) this.clear(this.tiers.at(-1).at(-1));
+    else if (event.key === "Backspace" && this.tiers.length) this.move(this.tiers.at(-1).at(-1));
     else if (event.key === "d") this.compareWith(this.current);
     else if (event.key === "r" || event.key === "f") this.prefix = event.key;
     else if (event.key === "j" || event.key === "k") {
@@ -109,7 +105,7 @@ export class Ranking {
       el("li", { class: "divider" }, places.size ? "not ranked:" : "drag here the best · not ranked:"),
       ...this.responses.filter((r) => !places.has(r.id)).map((r) => chip(r.id, String(this.numbers.get(r.id)))));
     for (const card of this.list.children) {
-      const { id } = card.dataset, at = this.tiers.findIndex((tier) => tier.includes(id));
+      const { id } = card.dataset, at = this.tierOf(id);
       card.className = `card${at < 0 ? "" : " placed"}${id === this.current ? " current" : ""}`;
       card.querySelector(".place").textContent = places.get(id) ?? "not ranked";
       const [, tie, unrank] = card.querySelectorAll(".head button");
@@ -125,7 +121,7 @@ export class Ranking {
       el("div", { class: "head" }, el("strong", {}, name), el("span", { class: "place" }),
         button("Next best", () => this.place(id), { class: "small put", "aria-label": `${name}: Next best` }),
         button("Tie with above", () => this.tieUp(id)),
-        button("Unrank", () => this.clear(id))),
+        button("Unrank", () => this.move(id))),
       textOf(text || "(nothing)"), this.rating(id, name), this.flagBox(id, name),
       button("Differences", () => this.compareWith(id), { class: "small differ", "aria-label": `${name}: differences`,
         title: "Mark in the others the words that this one does not have (d)" }));
@@ -142,16 +138,16 @@ export class Ranking {
 
   flagBox(id, name) {
     const chosen = new Set(this.flagged[id] ?? []);
-    const boxes = [...this.flags, ...this.rules].map(([flag, meaning], i) => el("label", {},
-      el("input", { type: "checkbox", checked: chosen.has(flag), onchange: (event) => {
-        if (event.target.checked) chosen.add(flag);
+    let letter = 97; // of a
+    const box = ([flag, meaning]) => el("label", {},
+      el("input", { type: "checkbox", checked: chosen.has(flag), onchange: ({ target }) => {
+        if (target.checked) chosen.add(flag);
         else chosen.delete(flag);
         this.flagged[id] = [...chosen];
         this.changed();
-      } }), " ", i < this.flags.length ? el("kbd", {}, String.fromCharCode(97 + i)) : "", ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning)));
+      } }), " ", letter <= 122 ? el("kbd", {}, String.fromCharCode(letter++)) : "", ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning));
     return el("details", { open: chosen.size > 0 }, el("summary", { "aria-label": `${name}: flags` }, "Flags"),
-      el("div", { class: "flags" }, el("strong", {}, "Faults"), ...boxes.slice(0, this.flags.length - 1), el("strong", {}, "Merit"),
-        boxes[this.flags.length - 1], ...(this.rules.length ? [el("strong", {}, "Rules that it breaks")] : []), ...boxes.slice(this.flags.length)));
+      el("div", { class: "flags" }, ...Object.entries(this.flags).flatMap(([heading, flags]) => [el("strong", {}, heading), ...flags.map(box)])));
   }
 
   // The other chips move past the dragged one: an element that is put into the document anew loses the pointer. Let go before the
@@ -178,13 +174,12 @@ export class Ranking {
       if (!moved) { this.show(id); return; }
       const shown = [...this.strip.children].map((other) => other.dataset.id); // the divider has none
       const at = shown.indexOf(id);
-      this.remove(id);
-      if (at < shown.indexOf(undefined)) {
-        const tier = this.tiers.findIndex((ids) => ids.includes(shown[at - 1]));
-        if (tier >= 0 && this.tiers[tier].includes(shown[at + 1])) this.tiers[tier].push(id);
-        else this.tiers.splice(tier + 1, 0, [id]);
-      }
-      this.draw(id);
+      const ranked = at < shown.indexOf(undefined);
+      this.move(id, (tiers) => {
+        const tier = this.tierOf(shown[at - 1]);
+        if (ranked && tiers[tier]?.includes(shown[at + 1])) tiers[tier].push(id);
+        else if (ranked) tiers.splice(tier + 1, 0, [id]);
+      });
     };
     chip.onpointercancel = () => this.draw();
   }
