@@ -31,7 +31,7 @@ def run(config: ImportConfig) -> None:
         check_replaceable(out, config.overwrite, "out", "import", is_import)
         check_replaceable(too_many_rejects, True, "out", "import", is_import)
         with replaced(out) as folder:
-            earlier: dict[tuple[str, int], int] = {}  # of the import that is replaced too
+            earlier: dict[tuple[str, int], str] = {}  # of the import that is replaced too
             for known in [*map(Path, listed(config.earlier)), *([out] if is_import(out) else [])]:
                 earlier = read_assignments(known) | earlier
             with Progress(sum(source.size for source in sources), "import", unit="byte") as bar:

@@ -65,10 +65,9 @@ _RATING = -1
 
 
 class AgreementCounter:
-    """Collects what labelers said of each item, in 40 bytes per verdict or rating; no text is kept.
-
-    Records without a labeler count as different people. A labeler who judged an item more than once counts once: a pair
-    goes to the response preferred more often (a tie if neither is), ratings are averaged.
+    """Collects what labelers said of each item, in 40 bytes per verdict or rating; no text is kept. Records without a
+    labeler count as different people. A labeler who judged an item more than once counts once: a pair goes to the
+    response preferred more often (a tie if neither is), ratings are averaged.
     """
 
     def __init__(self) -> None:
@@ -108,21 +107,10 @@ class AgreementCounter:
         return said.assign(value=said.value.where(said.j < 0, np.sign(said.value)))
 
     def report(self) -> dict[str, Any]:
-        """Every figure of agreement; a value that cannot be computed is None.
-
-        Returns {"rankings": judgements, "items", "items_shared": by two or more labelers, "labelers": names,
-        "unnamed": judgements without one, "pairwise": as `pairwise_agreement`, "krippendorff_alpha": {value, pairs},
-        "krippendorff_alpha_ratings": {value, responses}, "by_labeler": {name: {items, items_shared, agreement, ci95,
-        comparisons, tie_rate, seconds}}}.
-        """
+        """Every figure of agreement; a value that cannot be computed is None. Shared: judged by two or more labelers."""
         said = self.table()
         verdicts = said[said.j >= 0]
         couples = _couples(verdicts)
-        figures = {
-            "pairwise": _pairwise(couples),
-            "krippendorff_alpha": _alpha(verdicts, "pairs", both_ways=True),
-            "krippendorff_alpha_ratings": _alpha(said[said.j == _RATING], "responses"),
-        }
         judged = said[["item", "person"]].drop_duplicates()
         judged["shared"] = judged.groupby("item").person.transform("size") > 1
         table = {}
@@ -139,18 +127,24 @@ class AgreementCounter:
                 "tie_rate": float(ties.mean()) if len(ties) else None,
                 "seconds": float(np.median(self._seconds[name])) if self._seconds[name] else None,
             }
-        about = {"rankings": self.rankings, "items": len(self._items)}
-        about |= {"items_shared": judged[judged.shared].item.nunique()}
-        people = {"labelers": len(self._names), "unnamed": self.unnamed}
-        return about | people | figures | {"by_labeler": table}
+        return {
+            "rankings": self.rankings,
+            "items": len(self._items),
+            "items_shared": judged[judged.shared].item.nunique(),
+            "labelers": len(self._names),
+            "unnamed": self.unnamed,
+            "pairwise": _pairwise(couples),
+            "krippendorff_alpha": _alpha(verdicts, "pairs", both_ways=True),
+            "krippendorff_alpha_ratings": _alpha(said[said.j == _RATING], "responses"),
+            "by_labeler": table,
+        }
 
 
 def verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
-    """(a, b, verdict) of each judged pair of responses: 1 if a is better, -1 if b is, 0 a tie."""
+    """(a, b, verdict) of each judged pair of responses: 1 if a is better, 0 a tie."""
+    ranked = [(name, rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]
+    yield from ((one, other, int(a < b)) for (one, a), (other, b) in combinations(ranked, 2))
     if ranking.pairs is None:
-        ranked = [(name, rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]
-        for (one, a), (other, b) in combinations(ranked, 2):
-            yield one, other, (a < b) - (a > b)
         return
     yield from ((better, worse, 1) for better, worse in ranking.pairs)
     ties, known = ranking.metadata.get("ties"), {response.id for response in ranking.responses}
@@ -176,9 +170,8 @@ def _pairwise(couples: "pd.DataFrame") -> dict[str, Any]:
 
 
 def _alpha(said: "pd.DataFrame", unit: str, both_ways: bool = False) -> dict[str, Any]:
-    """Ordinal alpha (Krippendorff 2011), None without variance, and by `unit` the number of slots that two or more people judged.
-
-    both_ways: each value -v counts beside v.
+    """Ordinal alpha (Krippendorff 2011), None without variance, and by `unit` the number of slots that two or more
+    people judged. both_ways: each value -v counts beside v.
     """
     said = said[said.groupby(_SLOT).person.transform("size") > 1]
     values = sorted({*said.value, *(-said.value if both_ways else ())})
@@ -202,10 +195,8 @@ def pairwise_agreement(rankings: Iterable[Ranking]) -> dict[str, Any]:
         value = sum_items agreements / sum_items comparisons
 
     A comparison is one pair of responses that two different labelers both put in a strict order: ties and unranked
-    responses are skipped. `ci95`: `ratio_interval`, since pairs of one item are not independent.
-
-    Returns {"value": share, "ci95": [low, high], "n": items, "pairs": comparisons}; value and ci95 are None
-    if no item was compared, and ci95 if there are fewer than LEAST_ITEMS.
+    responses are skipped. Returns {"value": share, "ci95": [low, high] by `ratio_interval`, "n": items, "pairs":
+    comparisons}; value and ci95 are None if no item was compared.
 
     Source: Ouyang et al. 2022, section 3.4 (72.6 +- 1.5%).
     """

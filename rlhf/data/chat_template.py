@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from rlhf.data.splits import common_beginning
+from rlhf.data.records import common_beginning
 from rlhf.data.tokenizer import encode_texts, separator_id
-from rlhf.errors import UserError
+from rlhf.errors import UserError, reading
 
 Turn = dict[str, Any]
 PROBE = [{"role": "user", "content": "a"}]  # the prompt that a response is rendered after
@@ -33,7 +33,7 @@ class _Marks:
         self.ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         spellings = sorted((s for s in self.ids if len(s) > 1), key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self.special = re.compile(f"({'|'.join(map(re.escape, spellings)) or '(?!)'})")
         used = set().union(*map(set, texts))
         self.mark, self.probe = islice((chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used), 2)
 
@@ -51,50 +51,41 @@ class _Marks:
 
 def _encode_rendered(tokenizer: Any, texts: Sequence[str], marks: _Marks) -> list[list[int]]:
     """Ids of rendered text; special tokens are recognised except marked ones. No BOS is added: the template writes it."""
-    plain = encode_texts(tokenizer, [text for text in texts if marks.mark not in text], special=True)
-    rest = iter(plain)
-    return [_encode_marked(tokenizer, text, marks) if marks.mark in text else next(rest) for text in texts]
+    plain = iter(encode_texts(tokenizer, [text for text in texts if marks.mark not in text], special=True))
+    return [_encode_marked(tokenizer, text, marks) if marks.mark in text else next(plain) for text in texts]
 
 
 def _encode_marked(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
     """Encode the text between real special tokens as plain text; if pieces encode differently alone than in place (some
     tokenizers begin every text with a space), a space breaks the spelling instead.
     """
+
+    def piecewise(text: str) -> list[int]:
+        ids: list[int] = []
+        for place, piece in enumerate(marks.special.split(text)):  # text, special token, text, …
+            if place % 2:
+                ids.append(marks.ids[piece])
+            elif words := piece.replace(marks.mark, ""):
+                ids += encode_texts(tokenizer, [words])[0]
+        return ids
+
     unlike = text.replace(marks.mark, "x")
-    if _piecewise(tokenizer, unlike, marks) == encode_texts(tokenizer, [unlike], special=True)[0]:
-        return _piecewise(tokenizer, text, marks)
+    if piecewise(unlike) == encode_texts(tokenizer, [unlike], special=True)[0]:
+        return piecewise(text)
     return encode_texts(tokenizer, [text.replace(marks.mark, " ")], special=True)[0]
-
-
-def _piecewise(tokenizer: Any, text: str, marks: _Marks) -> list[int]:
-    ids: list[int] = []
-    place = 0
-    for found in [*marks.special.finditer(text), None]:
-        piece = text[place : found.start() if found else len(text)].replace(marks.mark, "")
-        if piece:
-            ids += encode_texts(tokenizer, [piece])[0]
-        if found:
-            ids.append(marks.ids[found[0]])
-            place = found.end()
-    return ids
 
 
 def _call(tokenizer: Any, turns: list[Turn], generate: bool = False) -> str:
     """The text of a dialogue. Raises: UserError if the template refuses it."""
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: adopt it with model.pretrained, which gives it ours")
-    try:
+    with reading("the chat template refuses a dialogue", "change its turns, or use another tokenizer"):
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate)
-    except Exception as error:  # a template can raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    raise UserError(f"the chat template refuses a dialogue ({reason}): change its turns, or use another tokenizer")
 
 
 def _render(tokenizer: Any, turns: list[Turn], generate: bool) -> tuple[str, list[Turn]]:
-    """The text, and the turns as the template takes them: if it refuses them as they are, a system turn becomes part of the
-    first user turn, and neighbours of one role become one turn.
-
-    Raises: UserError if it refuses those too.
+    """The text, and the turns as the template takes them: if it refuses them as they are, a system turn becomes part of
+    the first user turn, and neighbours of one role become one turn. Raises: UserError if it refuses those too.
     """
     with suppress(UserError):
         return _call(tokenizer, turns, generate), turns
@@ -119,9 +110,8 @@ def _marked(tokenizer: Any, dialogues: Sequence[Any]) -> tuple[list[list[Turn]],
 
 
 def end_ids(tokenizer: Any, base: bool = False) -> list[int]:
-    """The tokens that end a response, the one that training uses first; empty for a completion.
-
-    base: of the pretrained model, which has learned where documents end: the separator too.
+    """The tokens that end a response, the one that training uses first; empty for a completion. base: of the pretrained
+    model, which has learned where documents end: the separator too.
     """
     kept = tokenizer.init_kwargs.get(ENDS)
     ends = [i for i in [tokenizer.eos_token_id] if i is not None] if kept is None else list(kept)
@@ -136,10 +126,10 @@ def find_end_of_turn(tokenizer: Any) -> int | None:
     return marks.ids[end[0]] if end else None
 
 
-def _after_end(tokenizer: Any, text: str, start: int, stop: int, marks: _Marks) -> int | None:
-    """The position after the first end token of text[start:stop]; None without one."""
+def _after_end(tokenizer: Any, text: str, start: int, marks: _Marks) -> int | None:
+    """The position after the first end token of text[start:]; None without one."""
     ends = set(end_ids(tokenizer))
-    return next((f.end() for f in marks.special.finditer(text, start, stop) if marks.ids[f[0]] in ends), None)
+    return next((f.end() for f in marks.special.finditer(text, start) if marks.ids[f[0]] in ends), None)
 
 
 def use_completion(tokenizer: Any) -> None:
@@ -154,11 +144,8 @@ def is_completion(tokenizer: Any) -> bool:
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
-    """Prompts as the template renders them, generation prompt included.
-
-    A prompt is a list of messages (with keys or attributes `role` and `content`); a string means one user turn.
-
-    Raises: UserError if the tokenizer has no template, or its template refuses a dialogue.
+    """Prompts as the template renders them, generation prompt included. A prompt is a list of messages (with keys or attributes
+    `role` and `content`); a string means one user turn. Raises: UserError if the tokenizer has no template, or it refuses a dialogue.
     """
     chats, marks = _marked(tokenizer, prompts)
     return _encode_rendered(tokenizer, [_render(tokenizer, c, True)[0] for c in chats], marks)
@@ -175,10 +162,8 @@ def encode_dialogue(
     """The tokens of a dialogue, and the mask of the assistant's: in each of its turns, everything after the generation prompt
     up to and including the end token.
 
-    context: positions of turns that are left out of the mask. The dialogue ends with the last turn's end token; if the
-    template writes none there, the tokenizer's is added.
-
-    Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
+    context: turns that are left out of the mask. If the template writes no end token after the last turn, the tokenizer's is
+    added. Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
     """
     [turns], marks = _marked(tokenizer, [messages])
     for place in context:
@@ -186,7 +171,7 @@ def encode_dialogue(
     text, turns = _render(tokenizer, turns, False)
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     spans = [_find_turn(tokenizer, turns, i, text, marks) for i in answers]
-    last = bool(turns) and turns[-1]["role"] == "assistant"
+    last = turns[-1]["role"] == "assistant"
     if last:
         text = text[: spans[-1][1]]
     pieces = [text, *(text[:place] for span in spans for place in span)]
@@ -198,16 +183,14 @@ def encode_dialogue(
         first, end = (len(common_beginning([whole, cut])) for cut in (start, stop))
         mask[first:end] = [True] * (end - first)
     ends = end_ids(tokenizer)
-    if last and ends and (not whole or whole[-1] not in ends):
+    if last and ends and whole[-1] not in ends:
         whole, mask = [*whole, ends[0]], [*mask, True]
     return whole, mask
 
 
 def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[int]:
     """A dialogue that ends with the assistant, as the template renders it; if the response was cut off (`ended` is false), up
-    to its last word.
-
-    Raises: UserError as `encode_prompts`.
+    to its last word. Raises: UserError as `encode_prompts`.
     """
     [turns], marks = _marked(tokenizer, [messages])
     if ended:
@@ -230,9 +213,9 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
         raise UserError(f"the chat template hides what the assistant says in turn {index + 1}: set sft.turns=last")
     start = len(prompt) if prompt and before.startswith(prompt) else len(before)
     stop = len(text) - len(after)
-    closing = _after_end(tokenizer, text, stop, len(text), marks)
+    closing = _after_end(tokenizer, text, stop, marks)
     closed = closing is not None and not marks.special.sub("", text[stop:closing]).strip()
-    return start, closing if closed and closing is not None else stop
+    return start, closing if closed and closing else stop
 
 
 @lru_cache(maxsize=8)
@@ -246,8 +229,7 @@ def _frame(tokenizer: Any, _: str) -> tuple[str, str, str, bool]:
     plain, spaced = (_call(tokenizer, [*PROBE, turn]) for turn in turns)
     before, after = marks.around(plain)
     before = before[len(prompt) :] if before.startswith(prompt) else ""
-    end = _after_end(tokenizer, after, 0, len(after), marks)
-    after = after[:end] if end is not None else ""
+    after = after[: _after_end(tokenizer, after, 0, marks) or 0]
     if is_completion(tokenizer):
         prompt = "\n"  # a completion follows any text; a newline joins no word
     texts = [f"{prompt}{before}x{after}", prompt, f"{before}x{after}"]
@@ -276,9 +258,8 @@ def encode_response(tokenizer: Any, text: str, ended: bool = True) -> list[int]:
 
 
 def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of a sampled response up to its first end token; other special tokens are left out.
-
-    Bytes that are not valid UTF-8 (a model may stop within a character) become U+FFFD.
+    """The text of a sampled response up to its first end token; other special tokens are left out. Bytes that are not
+    valid UTF-8 (a model may stop within a character) become U+FFFD.
     """
     ends, ids = set(end_ids(tokenizer)), [int(i) for i in ids]
     until = next((place for place, i in enumerate(ids) if i in ends), len(ids))

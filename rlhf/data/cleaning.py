@@ -61,10 +61,8 @@ def find_pii(text: str) -> set[str]:
 
 def identity_of(record: Record, own_id: bool) -> int:
     """The hash of what makes two records duplicates: prompt, responses, judgement (by position, so that the responses'
-    names do not matter) and labeler.
-
-    Id and time are not part of it, with one exception: two people without a name may judge alike, so the id of a ranking
-    without a labeler is part of it if the file gives one (`own_id`).
+    names do not matter) and labeler. Id and time are not part of it, with one exception: two people without a name may
+    judge alike, so the id of a ranking without a labeler is part of it if the file gives one (`own_id`).
     """
     said: list[Any] = [record.kind, [[m.role, m.content] for m in record.prompt]]
     if record.kind == "demonstration":

@@ -80,25 +80,23 @@ def _row_documents(source: Source) -> Iterator[str]:
             raise UserError(str(row))
         text = row.value.get("text")
         if not isinstance(text, str):
-            came = f"{source.name}:{row.line}: text: got {shown(text)}"
-            raise UserError(f'{came}, want {{"text": "…"}} in each row of a corpus')
+            wanted = '{"text": "…"} in each row of a corpus'
+            raise UserError(f"{source.name}:{row.line}: text: got {shown(text)}, want {wanted}")
         yield text
 
 
 def iterate_documents(sources: Any, encoding: str = "utf-8") -> Iterator[str]:
     """The documents of a corpus one by one, blank ones left out, in bounded memory.
 
-    A .txt file is one document, or several separated by `<|endoftext|>`. In .jsonl and .json files and in hub data sets each
-    row is one, under the key `text`. `encoding` is that of .txt files.
-
-    Raises: UserError if a file is missing, empty or undecodable, or a row has no text.
+    A .txt file is one document, or several separated by `<|endoftext|>`. In .jsonl and .json files and in hub data sets
+    each row is one, under the key `text`. `encoding` is that of .txt files. Raises: UserError if a file is missing,
+    empty or undecodable, or a row has no text.
     """
     for source in resolve_sources(sources, TEXT_SUFFIXES + ROW_SUFFIXES):
         empty, path = True, source.path
         is_text = path is not None and has_suffix(path, TEXT_SUFFIXES)
-        for document in filter(
-            str.strip, _text_documents(path, encoding) if path and is_text else _row_documents(source)
-        ):
+        texts = _text_documents(path, encoding) if path and is_text else _row_documents(source)
+        for document in filter(str.strip, texts):
             empty = False
             yield from cut_text(document, MAX_DOCUMENT)
         if empty:
@@ -125,10 +123,9 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[_Unit, str]]]:
 
 
 def held_out_pieces(u: np.ndarray, tokens: np.ndarray, fraction: float, context: int) -> np.ndarray:
-    """Which pieces are held out, (N,) bool: those whose hash `u` is below `fraction`.
-
-    If these have too few tokens, the pieces with the next smallest hashes are added, except the very last. Enough is 8
-    contexts, but at most a twentieth of the corpus; or one context, but at most a quarter of it; whichever is more.
+    """Which pieces are held out, (N,) bool: those whose hash `u` is below `fraction`. If these have too few tokens, the
+    pieces with the next smallest hashes are added, except the very last. Enough is 8 contexts, but at most a twentieth
+    of the corpus; or one context, but at most a quarter of it; whichever is more.
     """
     total = int(tokens.sum())
     share = max(min(8 * context, total // 20), min(context, total // 4), 1)
@@ -165,11 +162,9 @@ def pack_corpus(
 ) -> "PackedCorpus":
     """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
 
-    The hash of a document's text decides its split, so that equal ones share it, see `held_out_pieces`; documents above 16k
-    characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(documents, tokens)`
-    is called after each batch.
-
-    Raises: UserError if there is no text, or too little to divide.
+    The hash of a document's text decides its split, so that equal ones share it, see `held_out_pieces`; documents above
+    16k characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(documents,
+    tokens)` is called after each batch. Raises: UserError if there is no text, or too little to divide.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -240,9 +235,8 @@ class PackedCorpus:
 
     @classmethod
     def load_for(cls, setting: str, path: Path, tokenizer: Any, remedy: str) -> "PackedCorpus":
-        """`load`, for a later stage whose `setting` needs the text that the base model was pretrained on.
-
-        Raises: UserError as `load` does, and with `remedy` in its message if the text was packed with another tokenizer.
+        """`load`, for a later stage whose `setting` needs the text that the base model was pretrained on. Raises:
+        UserError as `load` does, and with `remedy` in its message if the text was packed with another tokenizer.
         """
         try:
             corpus = cls.load(path / "corpus")
@@ -292,10 +286,9 @@ class PackedCorpus:
 
 
 class Blocks(torch.utils.data.Dataset):
-    """Block i holds tokens [i * context_length, (i + 1) * context_length) of a split.
-
-    An item is {"input_ids", "labels"}, the same ids twice, (context_length,) int64: the model shifts them.
-    For bits per byte leave out labels equal to `separator`; `tokenizer.token_byte_lengths` has the bytes of the others.
+    """Block i holds tokens [i * context_length, (i + 1) * context_length) of a split. An item is {"input_ids",
+    "labels"}, the same ids twice, (context_length,) int64: the model shifts them. For bits per byte leave out labels
+    equal to `separator`; `tokenizer.token_byte_lengths` has the bytes of the others.
     """
 
     def __init__(self, corpus: PackedCorpus, split: str, context_length: int):
@@ -313,29 +306,24 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def document_positions(tokens: Tensor, separator: int) -> Tensor:
-    """Position of each token (B, T) within its document, which ends with a separator. Attention does not cross a restart."""
-    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))
-    return index - torch.where(starts, index, 0).cummax(1).values
-
-
 def make_collator(separator: int, isolate: bool):
-    """Stack blocks; with `isolate`, add the positions that keep documents apart."""
+    """Stack blocks; with `isolate`, add the position of each token (B, T) within its document, which ends with a separator, so that
+    attention keeps documents apart.
+    """
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         if isolate:
-            batch["position_ids"] = document_positions(batch["input_ids"], separator)
+            tokens = batch["input_ids"]
+            index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            starts = torch.nn.functional.pad(tokens[:, :-1] == separator, (1, 0))
+            batch["position_ids"] = index - torch.where(starts, index, 0).cummax(1).values
         return batch
 
     return collate
 
 
 # --- several sources, mixed by weight as GPT-3 mixed its five (Brown et al. 2020, table 2.2) ---
-
-
-Part = tuple[str, float, PackedCorpus]  # a source's name, its weight, and its text, packed by itself
 
 
 def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
@@ -347,13 +335,12 @@ def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
         yield chosen
 
 
-def mix_corpora(parts: Sequence[Part], block: int, tokens: int, out: Path) -> PackedCorpus:
+def mix_corpora(parts: Sequence[tuple[str, float, PackedCorpus]], block: int, tokens: int, out: Path) -> PackedCorpus:
     """Write `out`: `tokens` tokens of training text in blocks of `block`, each block of one source; all held-out text.
 
-    The blocks of a source come in its own order, and again from its beginning when they are used up. meta.json lists the
-    `sources`, each as {"name", "share", "tokens", "drawn", "epochs"}. The packed sources are removed.
-
-    Raises: UserError if a source has less than one block.
+    parts: names, weights, and texts that were packed alone, which are removed. The blocks of a source come in its own order, and
+    again from its beginning when they are used up. meta.json lists the `sources`, each as {"name", "share", "tokens", "drawn",
+    "epochs"}. Raises: UserError if a source has less than one block.
     """
     names, weights, corpora = zip(*parts, strict=True)
     served = [corpus.blocks("train", block) for corpus in corpora]

@@ -10,8 +10,7 @@ from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.chat_template import encode_dialogue, encode_prompt, encode_prompts, encode_response, encode_responses
 from rlhf.data.formats.shapes import is_learned
-from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking
-from rlhf.data.splits import common_beginning
+from rlhf.data.records import Demonstration, Message, PromptRecord, Ranking, common_beginning
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,10 +37,9 @@ def drop_oldest(turns: list[Message]) -> int:
 def encode_prompt_within(
     tokenizer: "PreTrainedTokenizerFast", prompt: str | Sequence[Message], room: int
 ) -> tuple[list[int], bool] | None:
-    """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None if it cannot fit.
-
-    It is cut from the left. First the oldest turns are removed (the rest begins with a user turn, after a system turn), then
-    the system turn, then the beginning of the last turn's text. The template's text around that is kept.
+    """Encode a prompt in at most `room` tokens: its ids and whether it was cut; None if it cannot fit. It is cut from
+    the left. First the oldest turns are removed (the rest begins with a user turn, after a system turn), then the
+    system turn, then the beginning of the last turn's text. The template's text around that is kept.
     """
     turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
     whole = ids = encode_prompt(tokenizer, turns)
@@ -85,9 +83,9 @@ def encode_demonstrations(
     A response that fits ends with its end token. One that does not is truncated and has no end token, because the
     author did not end it there. A prompt that leaves a response less than a quarter of the context (all of a shorter
     response) is cut from the left, see `encode_prompt_within`; if that is not enough, the demonstration is skipped.
-    `counts`, if given, is increased: kept, truncated_responses, cut_prompts, skipped; earlier_turns and further_rows of turns="all".
 
-    turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`.
+    turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`. counts: increased: kept, truncated_responses,
+    cut_prompts, skipped; with turns="all" earlier_turns and further_rows.
     """
     least, counts = context_length // 4, Counter() if counts is None else counts
     prompts = encode_prompts(tokenizer, [record.prompt for record in records])
@@ -100,9 +98,8 @@ def encode_demonstrations(
             counts.update(kept=1, earlier_turns=earlier, further_rows=len(rows) - 1, truncated_responses=cut)
             encoded += [row | {"response": row["response"][: context_length - len(row["prompt"])]} for row in rows]
             continue
-        room_for_prompt = context_length - min(least, len(response))
-        if len(prompt) > room_for_prompt:
-            fitting = encode_prompt_within(tokenizer, record.prompt, room_for_prompt)
+        if len(prompt) > (room := context_length - min(least, len(response))):
+            fitting = encode_prompt_within(tokenizer, record.prompt, room)
             if fitting is None:
                 counts["skipped"] += 1
                 continue
@@ -213,10 +210,9 @@ class Item:
 def token_encoder(
     tokenizer: "PreTrainedTokenizerFast", context_length: int, room: int, counts: Counter[str] | None = None
 ) -> Encode:
-    """The encoder of reward models that read the policy's own tokens.
-
-    A prompt keeps at most context_length - room tokens, cut from the left; a response that is longer than what is left
-    is truncated, and then has no end token. `counts`, if given, is increased: cut_prompts, truncated_responses, skipped.
+    """The encoder of reward models that read the policy's own tokens. A prompt keeps at most context_length - room
+    tokens, cut from the left; a response that is longer than what is left is truncated, and then has no end token.
+    `counts`, if given, is increased: cut_prompts, truncated_responses, skipped.
     """
     counts = Counter() if counts is None else counts
 
@@ -239,17 +235,15 @@ def join_rankings(
 ) -> tuple[list[Item], int]:
     """One item per prompt with at least one ordered pair, and how many rankings gave none.
 
-    Rankings of one prompt share an item, whoever the labelers are, whatever the order of the answers, and even if only some
-    of the answers are the same: each different answer appears once. Answers with the same text and ending are one, and a
-    pair of them is ignored. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
-
+    Rankings of one prompt share an item, whoever the labelers are, whatever the order of the answers, and even if only
+    some of the answers are the same: each different answer appears once. Answers with the same text and ending are one,
+    and a pair of them is ignored. Rankings of a labeler with weight 0, or whose prompt does not fit, give no pair.
     labeler_weights: labelers that are not named have weight 1.
     """
-    weights = labeler_weights or {}
     items_of: dict[str, list[Item]] = {}  # by prompt
     unpaired = 0
     for record in records:
-        weight = 1.0 if record.labeler is None else float(weights.get(record.labeler, 1.0))
+        weight = 1.0 if record.labeler is None else float((labeler_weights or {}).get(record.labeler, 1.0))
         answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
         pairs = [(i, j) for i, j in record.pair_list() if answers[i] != answers[j]]
         if not pairs or not weight > 0:

@@ -8,11 +8,10 @@ messages are in `commands/import_data.py`.
 import base64
 import hashlib
 import json
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import combinations
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,9 +60,8 @@ class Importer:
         self._unsplit, self._rejects = create(folder / "unsplit.jsonl"), create(folder / "rejects.jsonl")
 
     def run(self, sources: list[Source]) -> dict[str, Any]:
-        """Import the sources; returns the report, which is written too.
-
-        Raises: UserError if a source cannot be read; OSError if the folder cannot be written.
+        """Import the sources; returns the report, which is written too. Raises: UserError if a source cannot be read;
+        OSError if the folder cannot be written.
         """
         config = self.config
         table = config.format == "table"
@@ -71,10 +69,8 @@ class Importer:
         ahead = [_look_ahead(source) for source in sources]
         checks = [check for _, of_file in ahead for check in of_file]
         for labeler in sorted({check.labeler for check in checks if check.labeler is not None}):
-            sums = sum_checks(check for check in checks if check.labeler == labeler)
-            gold = sums.get("gold", {"right": 0.0, "pairs": 0.0})
-            self.checks[labeler] = sums
-            if gold["right"] < config.min_gold_accuracy * gold["pairs"]:
+            self.checks[labeler] = sums = sum_checks(check for check in checks if check.labeler == labeler)
+            if "gold" in sums and sums["gold"]["right"] < config.min_gold_accuracy * sums["gold"]["pairs"]:
                 self.careless.add(labeler)
         done = 0
         for source, (replaced, _) in zip(sources, ahead, strict=True):
@@ -120,15 +116,19 @@ class Importer:
             if len(results) % 100 == 0:
                 self.progress(done + source.position())
         self._join(items, results, source)
-        counts = {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()}
-        sha256 = digest.hexdigest() if source.path is None else sha256_file(source.path)
-        about = {"file": source.name, "format": source.format, "why": source.why, "counts": counts}
-        self.files.append(about | {"records": dict(sorted(source.records.items())), "sha256": sha256})
+        entry = {
+            "file": source.name,
+            "format": source.format,
+            "why": source.why,
+            "counts": {"input": len(results)} | {name: results.count(result) for result, name in _RESULTS.items()},
+            "records": dict(sorted(source.records.items())),
+            "sha256": digest.hexdigest() if source.path is None else sha256_file(source.path),
+        }
+        self.files.append(entry)
 
     def _check(self, record: Record, format: str | None) -> tuple[Record, str]:
-        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`.
-
-        Raises: BadRow for such a split in our own format, and if the metadata is not JSON.
+        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`. Raises: BadRow for
+        such a split in our own format, and if the metadata is not JSON.
         """
         given = given_split(record)
         if given is not None and given not in SPLITS:
@@ -162,15 +162,13 @@ class Importer:
         """Write the place, what is wrong, and the row, cut to KEPT_BYTES."""
         entry: dict[str, Any] = {name: getattr(row, name) for name in ("file", "line", "number", "field")}
         entry["message"], raw = row.problem, row.original()
-        cut = len(raw) > KEPT_BYTES
+        cut = {"bytes": len(raw)} if len(raw) > KEPT_BYTES else {}
         try:
             entry["original"] = raw[:KEPT_BYTES].decode("utf-8", "ignore" if cut else "strict")
         except UnicodeDecodeError:
             entry["base64"] = base64.b64encode(raw[:KEPT_BYTES]).decode("ascii")
-        if cut:
-            entry["bytes"] = len(raw)
         # lone surrogates, which UTF-8 cannot hold, are written as JSON's escapes
-        line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+        line = json.dumps(entry | cut, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
         self._rejects.write(line + "\n")
         self.reject_count += 1
         if len(self.first_rejects) < SHOWN_REJECTS:
@@ -196,7 +194,7 @@ class Importer:
         unsplit, files = self.folder / "unsplit.jsonl", dict[tuple[str, str], TextIO]()
         counts = {kind: dict.fromkeys(SPLITS, 0) for kind in KINDS if any(one.kind == kind for one in self.kept)}
         for one, line in zip(self.kept, read_lines(unsplit), strict=True):
-            split = SPLITS[self.assigner.splits[one.key]]
+            split = self.assigner.splits[one.key]
             if (one.kind, split) not in files:
                 files[one.kind, split] = create(self.folder / one.kind / f"{split}.jsonl")
             files[one.kind, split].write(line)
@@ -208,7 +206,7 @@ class Importer:
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
         prompts = Counter(self.assigner.splits.values())
-        by_split, users = {split: prompts[i] for i, split in enumerate(SPLITS)}, {one.user for one in self.kept} - {0}
+        by_split, users = {split: prompts[split] for split in SPLITS}, {one.user for one in self.kept} - {0}
         found = {f"{name}_found": sum(name in one.pii for one in self.kept) for name in PII_KINDS}
         settings = asdict(self.config)
         del settings["out"], settings["overwrite"]  # the folder does not affect the content
@@ -248,9 +246,8 @@ def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
 
 
 def join_rankings_of_item(records: list[Ranking]) -> Ranking:
-    """One labeler's judgements of one item, pairwise or of some responses, as one ranking; `pairs` if no weak order fits.
-
-    Raises: BadRow if they contradict each other: in a circle, in the prompt, or in a response's text.
+    """One labeler's judgements of one item, pairwise or of some responses, as one ranking; `pairs` if no weak order
+    fits. Raises: BadRow if they contradict each other: in a circle, in the prompt, or in a response's text.
     """
     if len(records) == 1:
         return records[0]
@@ -261,22 +258,24 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     for response in (response for record in records for response in record.responses):
         if responses.setdefault(response.id, response).text != response.text:
             raise BadRow("responses", f'give response "{one_line(response.id, 60)}" two texts: want one')
-    ids = [[response.id for response in record.responses] for record in records]
-    better = [(of[i], of[j]) for of, record in zip(ids, records, strict=True) for i, j in record.pair_list()]
-    equal = [pair for record in records for tie in record.ranking or () for pair in combinations(tie, 2)]
+    judged = [one for record in records for one in verdicts(record)]
+    better, equal = ([(a, b) for a, b, verdict in judged if verdict == wanted] for wanted in (1, 0))
     try:
         said, ties = join_judgements(list(responses), better, equal)
     except ValueError as error:
         raise BadRow("ranking", f"go in a circle, {error}: drop one of them") from error
     others = [record.metadata for record in records[1:]]
     shared = {k: v for k, v in first.metadata.items() if all(k in other and other[k] == v for other in others)}
-    alone = [{k: v for k, v in record.metadata.items() if k not in shared} for record in records]
-    alone = [{"id": one.id, "responses": of} | more for one, of, more in zip(records, ids, alone, strict=True)]
+    alone = [
+        {"id": one.id, "responses": [response.id for response in one.responses]}
+        | {k: v for k, v in one.metadata.items() if k not in shared}
+        for one in records
+    ]
     times = [record.seconds for record in records if record.seconds is not None]
     update = {
         "responses": list(responses.values()),
-        "ratings": {key: value for record in reversed(records) for key, value in record.ratings.items()},
-        "flags": {key: value for record in reversed(records) for key, value in record.flags.items()},
+        "ratings": dict(ChainMap(*(record.ratings for record in records))),
+        "flags": dict(ChainMap(*(record.flags for record in records))),
         "seconds": sum(times) if times else None,
         "created": max((record.created for record in records if record.created is not None), default=None),
         "metadata": shared | {"judgements": alone} | ties,
@@ -296,9 +295,8 @@ class Summary:
         texts = [record.response] if record.kind == "demonstration" else []
         if record.kind == "ranking":
             texts = [response.text for response in record.responses]
-            said = [verdict for *_, verdict in verdicts(record)]
-            ties = said.count(0)
-            self.counts.update(ties=ties, pairs=len(said) - ties, unpaired=int(len(said) == ties))
+            said = Counter(verdict for *_, verdict in verdicts(record))
+            self.counts.update(ties=said[0], pairs=said[1], unpaired=int(not said[1]))
             self.sizes[len(texts)] += 1
         if record.kind != "prompt" and record.labeler is not None:
             self.labelers[record.labeler] += 1
@@ -312,5 +310,5 @@ class Summary:
                 found = np.quantile(words, (0.5, 0.95, 1), method="inverted_cdf").astype(int).tolist()
                 lengths[name] = dict(zip(("median", "p95", "max"), found, strict=True))
         sizes = {str(size): count for size, count in sorted(self.sizes.items())}
-        of_kept = {"responses_a_ranking": sizes, "labelers": dict(sorted(self.labelers.items())), "lengths": lengths}
-        return self.counts | of_kept
+        labelers = dict(sorted(self.labelers.items()))
+        return self.counts | {"responses_a_ranking": sizes, "labelers": labelers, "lengths": lengths}

@@ -130,11 +130,9 @@ def open_bytes(path: Path, source: Source | None = None) -> Iterator[IO[bytes]]:
 def resolve_sources(
     sources: Any, suffixes: tuple[str, ...], imports: bool = False, setting: str = "data"
 ) -> list[Source]:
-    """A path, a hub id or a list of these as the files to read; a folder: all its files with these suffixes.
-
-    With `imports`, folders that `rlhf import` wrote are sources too. `setting` is for messages.
-
-    Raises: UserError if something is missing, has another suffix, or if a folder has no such file.
+    """A path, a hub id or a list of these as the files to read; a folder: all its files with these suffixes. With
+    `imports`, folders that `rlhf import` wrote are sources too. `setting` is for messages. Raises: UserError if
+    something is missing, has another suffix, or if a folder has no such file.
     """
     if sources is None:
         raise UserError(f"{setting}: no data given: want a file, a folder or a hub id (owner/name)")
@@ -167,7 +165,6 @@ def _resolve(name: str, suffixes: tuple[str, ...], imports: bool) -> list[Source
 
 def _files_below(folder: Path, suffixes: tuple[str, ...], imports: bool, root: Path) -> Iterator[Source]:
     """The files with these suffixes, and the imports, of a folder and the folders in it; hidden ones are left out.
-
     Raises: UserError for a link that leads out of `root` or nowhere, and for pipes, sockets and devices.
     """
     if is_import(folder):
@@ -229,17 +226,15 @@ def _problem_of(value: Any, text: str) -> str:
 
 def read_lines(file: IO[bytes], name: str) -> Iterator[Row]:
     """The objects of a file with one per line; blank lines are skipped. The reject of a line that is too long has its beginning."""
-    number = 0
-    while line := file.readline(MAX_RECORD_BYTES):
-        number += 1
+    for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES), b""), start=1):
         if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
             while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
             problem = f"got a longer line, want one of at most {MAX_RECORD_BYTES >> 20} MB"
             yield Row(name, number, number, {}, line[: 1 << 20], problem)
             continue
-        line = line.rstrip(b"\r\n")
-        text = line.decode("utf-8", "surrogateescape").strip(" \t")
+        raw = line.rstrip(b"\r\n")
+        text = raw.decode("utf-8", "surrogateescape").strip(" \t")
         if not text:
             continue
         value: Any = {}
@@ -252,7 +247,7 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row]:
             problem = _problem_of({"": text}, text) or f"not JSON ({error}): want one object per line"
         except ValueError as error:
             problem = str(error)
-        yield Row(name, number, number, value, line, one_line(problem))
+        yield Row(name, number, number, value, raw, one_line(problem))
 
 
 def read_values(file: IO[bytes], name: str) -> Iterator[Row]:
@@ -286,10 +281,8 @@ def check_header(cells: Sequence[Any], place: str) -> list[str]:
 
 
 def read_delimited(path: Path, source: Source) -> Iterator[Row]:
-    """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the header most
-    columns.
-
-    Raises: UserError if a quote never closes, and for a wrong header or encoding.
+    """The rows after the header. The delimiter is a tab in .tsv, else whichever of comma, semicolon and tab gives the
+    header most columns. Raises: UserError if a quote never closes, and for a wrong header or encoding.
     """
     name, encoding = source.name, source.encoding
     csv.field_size_limit(MAX_RECORD_BYTES)

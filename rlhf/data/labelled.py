@@ -62,26 +62,23 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
 def _example(row: Row, columns: Columns) -> Example:
     if row.problem:
         raise UserError(f"{row}: repair or remove this row")
-    where, cells_of_row = f"{row.file}:{row.line}", row.value
+    where = f"{row.file}:{row.line}"
 
     def cell(setting: str, path: str) -> Any:
-        value = lookup(cells_of_row, path)
+        value = lookup(row.value, path)
         if value is MISSING:
-            raise UserError(f"{where}: classify.{setting}={path}: no such column{nearest(path, list(cells_of_row))}")
+            raise UserError(f"{where}: classify.{setting}={path}: no such column{nearest(path, list(row.value))}")
         return value
 
-    def text(setting: str, path: str) -> str:
-        return _text(f"{where}: {path}", cell(setting, path))
-
-    label = text("label", columns.label)
-    named = {"text": columns.text, "second": columns.second}
-    first = tuple(text(setting, path) for setting, path in named.items() if path is not None)
+    named = {"label": columns.label, "text": columns.text, "second": columns.second}
+    label, *first = (_text(f"{where}: {path}", cell(name, path)) for name, path in named.items() if path is not None)
     if columns.choices:
         cells = [cell("choices", path) for path in columns.choices]
         listed = cells[0] if len(cells) == 1 and isinstance(cells[0], list) else cells
         choices = [_text(f"{where}: choice {i}", value) for i, value in enumerate(listed, 1)]
         return Example(where, tuple(("\n".join(first), choice) for choice in choices), label)
-    return Example(where, (first, first[::-1]) if columns.both_orders else (first,), label)
+    texts = tuple(first)
+    return Example(where, (texts, texts[::-1]) if columns.both_orders else (texts,), label)
 
 
 def _placed(examples: list[Example], columns: Columns) -> list[Example]:
@@ -108,9 +105,8 @@ def _text(where: str, value: Any) -> str:
 
 
 def classes_of(examples: list[Example], columns: Columns) -> list[str]:
-    """The labels in order; of multiple choice the numbers of the choices, from 0 or from 1 as the labels count.
-
-    Raises: UserError if there is only one label, or one that is not a choice, or rows have different numbers of choices.
+    """The labels in order; of multiple choice the numbers of the choices, from 0 or from 1 as the labels count. Raises:
+    UserError if there is only one label, or one that is not a choice, or rows have different numbers of choices.
     """
     labels = sorted({example.label for example in examples})
     if len(labels) < 2:

@@ -176,9 +176,8 @@ def find_format(name: str, setting: str) -> Choose:
 
 
 def _recognise_file(setting: str, name: str, rows: Sequence[Values]) -> Format:
-    """The format of the first of a file's rows that has one. setting: which chooses a format, for the message.
-
-    Raises: UserError that proposes columns, if there is none.
+    """The format of the first of a file's rows that has one. setting: which chooses a format, for the message. Raises:
+    UserError that proposes columns, if there is none.
     """
     found = next(filter(None, map(recognise, rows[:LOOK_AHEAD])), None)
     if found is not None:
@@ -218,9 +217,8 @@ class Converted(NamedTuple):
 
 
 def read(source: Source, choose: Choose) -> Iterator[Converted]:
-    """Every row of a source with its records. `source` gets the format and why.
-
-    Raises: UserError if the source as a whole cannot be read, has no row that can be, or is of no known format.
+    """Every row of a source with its records. `source` gets the format and why. Raises: UserError if the source as a
+    whole cannot be read, has no row that can be, or is of no known format.
     """
     rows = read_rows(source)
     head = list(islice(rows, HEAD_ROWS))
@@ -237,9 +235,8 @@ def read(source: Source, choose: Choose) -> Iterator[Converted]:
 
 
 def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
-    """The validated records of one row. A record without an id gets the row's, else `<file>:<number>`; of several with `.<i>`.
-
-    An id of the row that is a number means nothing outside its file, so it stays in the metadata.
+    """The validated records of one row. A record without an id gets the row's, else `<file>:<number>`; of several with
+    `.<i>`. An id of the row that is a number means nothing outside its file, so it stays in the metadata.
     """
     try:
         values = list(chosen.convert(row.value))
@@ -272,10 +269,9 @@ def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
 
 
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[Source]]:
-    """All records of the sources, of every kind, and what each file was; of finished imports with the split that was written there.
-
-    Raises: UserError if a source cannot be read, if any row is bad (the message has the first five and their number), or if
-    an import had too many rejects, unless `allow_partial`.
+    """All records of the sources, of every kind, and what each file was; of finished imports with the split that was
+    written there. Raises: UserError if a source cannot be read, if any row is bad (the message has the first five and
+    their number), or if an import had too many rejects, unless `allow_partial`.
     """
     files = resolve_sources(sources, RECORD_SUFFIXES, imports=True)
     records: list[Record] = []
@@ -306,10 +302,9 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
 
 
 def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
-    """The prompts of records of any kind, in order, each once; the first record with a prompt names it.
-
-    The split and group of a demonstration or ranking are kept, since they determine the prompt's split; a demonstration's response
-    is `reference` in the metadata, for reward functions that compare with it.
+    """The prompts of records of any kind, in order, each once; the first record with a prompt names it. The split and
+    group of a demonstration or ranking are kept, since they determine the prompt's split; a demonstration's response is
+    `reference` in the metadata, for reward functions that compare with it.
     """
     prompt_of: dict[str, PromptRecord] = {}
     for record in records:
@@ -328,9 +323,8 @@ def prompts_of(records: Iterable[Record]) -> list[PromptRecord]:
 def load_kind(
     wanted: type[RecordType], sources: Any, format: str = "auto", allow_partial: bool = False
 ) -> tuple[list[RecordType], list[Source]]:
-    """The records of one kind in order, or the distinct prompts of records of any kind; and what each file was.
-
-    Raises: UserError as `load_all`, and if there is none.
+    """The records of one kind in order, or the distinct prompts of records of any kind; and what each file was. Raises:
+    UserError as `load_all`, and if there is none.
     """
     records, files = load_all(sources, format, allow_partial)
     chosen: list[Any] = prompts_of(records) if wanted is PromptRecord else [r for r in records if isinstance(r, wanted)]

@@ -140,10 +140,9 @@ class RankedResponse(_Part):
 
 
 class Ranking(_Part):
-    """One labeler's ranking of K responses to one prompt: trains the reward model.
-
-    `ranking` names response ids, best first; an inner list is a tie; a response left out is unranked. `pairs`
-    of (better, worse) replace it if the judgements do not form a weak order. Both are None in a labelling task.
+    """One labeler's ranking of K responses to one prompt: trains the reward model. `ranking` names response ids, best
+    first; an inner list is a tie; a response left out is unranked. `pairs` of (better, worse) replace it if the
+    judgements do not form a weak order. Both are None in a labelling task.
     """
 
     kind: Literal["ranking"] = "ranking"
@@ -185,9 +184,8 @@ class Ranking(_Part):
         return self
 
     def ranks(self) -> list[int]:
-        """The rank of each response in the order of `responses`: 0 best, equal = tie, -1 unranked.
-
-        Raises: ValueError if the judgements are `pairs`, which have no ranks: use `pair_list`.
+        """The rank of each response in the order of `responses`: 0 best, equal = tie, -1 unranked. Raises: ValueError
+        if the judgements are `pairs`, which have no ranks: use `pair_list`.
         """
         if self.pairs is not None:
             raise ValueError(f"ranking {self.id} is given as pairs, which have no ranks: use pair_list")
@@ -209,9 +207,8 @@ KINDS: dict[str, type[Record]] = {"demonstration": Demonstration, "ranking": Ran
 
 
 def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
-    """The records that count, in their order: a labeler's correction names the one that it replaces in `metadata.replaces`.
-
-    Files of labels are only appended to, so that nothing is lost when a program is killed.
+    """The records that count, in their order: a labeler's correction names the one that it replaces in
+    `metadata.replaces`. Files of labels are only appended to, so that nothing is lost when a program is killed.
     """
     known = list(records)
     named = ((record.metadata.get("replaces"), getattr(record, "labeler", None)) for record in known)
@@ -249,6 +246,12 @@ def first_repeat(names: Iterable[str]) -> str | None:
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
 
+def common_beginning(texts: Sequence[Any]) -> Any:
+    """With what all of several texts (or lists) begin."""
+    least, most = min(texts), max(texts)
+    return least[: next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))]
+
+
 Node = TypeVar("Node", bound=Hashable)
 
 
@@ -269,17 +272,15 @@ def join_judgements(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Join judgements of pairs of the named responses: those of (better, worse), and those judged equal.
 
-    Returns a record's fields and metadata: one `ranking` if the judgements form a weak order, with transitivity applied; else
-    they stay `pairs`, and the equal ones are `metadata.ties`. A response never judged is left out.
-
+    Returns a record's fields and metadata: one `ranking` if the judgements form a weak order, with transitivity
+    applied; else they stay `pairs`, and the equal ones are `metadata.ties`. A response never judged is left out.
     Raises: ValueError that spells out the circle if the strict judgements go in one.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
     place = {name: i for i, name in enumerate(names)}
-    strict = sorted(set(better), key=lambda pair: (place[pair[0]], place[pair[1]]))
-    ties = [sorted(pair, key=place.__getitem__) for pair in equal]
-    ties = sorted({(a, b) for a, b in ties}, key=lambda pair: (place[pair[0]], place[pair[1]]))  # type: ignore[misc]
+    sides = {(a, b) if place[a] < place[b] else (b, a) for a, b in equal}
+    strict, ties = (sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]])) for pairs in (set(better), sides))
     if cycle := find_cycle(strict):
         raise ValueError(" over ".join(map(str, cycle)))
 

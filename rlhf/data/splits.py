@@ -8,19 +8,16 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlhf.data.records import Message, Record, common_beginning
 from rlhf.errors import UserError
-
-if TYPE_CHECKING:
-    from rlhf.data.records import Message, Record
 
 PREFIX_CHARACTERS = 200
 KEY_LETTERS = PREFIX_CHARACTERS * 3 // 4  # of a split key
 SPLITS = ("train", "dev", "test")
 LARGE_SHARE, LEAST_SHARING = 0.05, 10  # a beginning that more prompts share is no reason to keep them together
 _NO_LETTER = re.compile(r"[\W_]+")
-_NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
 
 
@@ -29,17 +26,16 @@ def _normal(form: str, text: str) -> str:
     return unicodedata.normalize(form, text if text.isascii() else _MARKS.sub(r"\1", text))  # type: ignore[arg-type]
 
 
-def prompt_key(prompt: "str | Sequence[Message]") -> str:
-    """A prompt's normalised text: Unicode NFKC, case and runs of white space do not matter.
-
-    A bare string and the same text as one user turn have the same key; the turns of other roles are named.
+def prompt_key(prompt: str | Sequence[Message]) -> str:
+    """A prompt's normalised text: Unicode NFKC, case and runs of white space do not matter. A bare string and the same
+    text as one user turn have the same key; the turns of other roles are named.
     """
     if not isinstance(prompt, str):
         prompt = "\n".join(m.content if m.role == "user" else f"{m.role}: {m.content}" for m in prompt)
     return " ".join(_normal("NFKC", prompt).casefold().split())
 
 
-def conversation(prompt: "str | Sequence[Message]") -> str:
+def conversation(prompt: str | Sequence[Message]) -> str:
     """The text of the turns from the first user turn on: a system turn that many prompts share stays out."""
     if isinstance(prompt, str):
         return prompt
@@ -49,17 +45,14 @@ def conversation(prompt: "str | Sequence[Message]") -> str:
 
 def _letters(text: str) -> str:
     """Only letters and digits, in one case and one Unicode form, without accents."""
-    if text.isascii():  # the same, faster
-        return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
     text = _normal("NFKD", text).upper().casefold()
     return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
 
 
-def split_key(prompt: "str | Sequence[Message]", shared: Sequence[str] = ()) -> str:
+def split_key(prompt: str | Sequence[Message], shared: Sequence[str] = ()) -> str:
     """The key that decides a prompt's split: the letters and digits with which it begins, after `shared_beginnings`.
-
-    Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key. So have two that
-    share PREFIX_CHARACTERS, of which at least KEY_LETTERS are letters and digits in ordinary text.
+    Two prompts that differ in case, white space, punctuation, accents or Unicode form have the same key. So have two
+    that share PREFIX_CHARACTERS, of which at least KEY_LETTERS are letters and digits in ordinary text.
     """
     letters = _letters(conversation(prompt))
     for beginning in shared:
@@ -67,13 +60,7 @@ def split_key(prompt: "str | Sequence[Message]", shared: Sequence[str] = ()) -> 
     return letters[:KEY_LETTERS]
 
 
-def common_beginning(texts: Sequence[Any]) -> Any:
-    """With what all of several texts (or lists) begin."""
-    least, most = min(texts), max(texts)
-    return least[: next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))]
-
-
-def shared_beginnings(prompts: "Iterable[str | Sequence[Message]]") -> tuple[str, ...]:
+def shared_beginnings(prompts: Iterable[str | Sequence[Message]]) -> tuple[str, ...]:
     """The beginnings that more than LARGE_SHARE of the distinct prompts share, such as a preamble, as letters and digits."""
     texts, found = sorted({_letters(conversation(prompt)) for prompt in prompts}), list[str]()
     least = max(LEAST_SHARING - 1, LARGE_SHARE * len(texts))
@@ -109,23 +96,20 @@ def choose(u: float, fractions: Mapping[str, float]) -> str:
     return next((name for name, end in zip(names[:-1], ends, strict=False) if u < end), names[-1])
 
 
-def split_of(text: "str | Sequence[Message]", seed: int, fractions: Mapping[str, float]) -> str:
+def split_of(text: str, seed: int, fractions: Mapping[str, float]) -> str:
     """The split of a text such as a group's key, by its `prompt_key`."""
     return choose(uniform(prompt_key(text), seed), fractions)
 
 
-def given_split(record: "Record") -> str | None:
+def given_split(record: Record) -> str | None:
     """The split that a record states, in `split` or `metadata.split`."""
     stated = record.split if record.kind == "demonstration" else None
     return stated or record.metadata.get("split")
 
 
-def record_split(record: "Record", seed: int, fractions: Mapping[str, float], shared: Sequence[str] = ()) -> str:
-    """A record's split: its `split` or `metadata.split` if given, else by `metadata.group`, else by prompt.
-
-    Records of one group (the same request in other words, or one user) are kept together, and so are prompts with
-    one `split_key`.
-
+def record_split(record: Record, seed: int, fractions: Mapping[str, float], shared: Sequence[str] = ()) -> str:
+    """A record's split: its `split` or `metadata.split` if given, else by `metadata.group`, else by prompt. Records of
+    one group (the same request in other words, or one user) are kept together, and so are prompts with one `split_key`.
     Raises: UserError if the given split is none of `fractions`.
     """
     given = given_split(record)
@@ -136,29 +120,26 @@ def record_split(record: "Record", seed: int, fractions: Mapping[str, float], sh
     return choose(uniform(unit_key(record, shared), seed), fractions)
 
 
-def unit_key(record: "Record", shared: Sequence[str] = ()) -> str:
+def unit_key(record: Record, shared: Sequence[str] = ()) -> str:
     """What records that stay together share: their `metadata.group`, else their prompt's `split_key`."""
     group = record.metadata.get("group")
     return f"{hash64(split_key(record.prompt, shared=shared)):016x}" if group is None else prompt_key(str(group))
 
 
-def record_half(record: "Record", seed: int, shared: Sequence[str] = ()) -> int:
+def record_half(record: Record, seed: int, shared: Sequence[str] = ()) -> int:
     """1 or 2: the half of the prompts that a record belongs to, whatever its split. What stays together is in one half."""
     return 1 + int(uniform(f"half {unit_key(record, shared)}", seed) >= 0.5)
 
 
-def with_split(record: "Record", split: str) -> "Record":
+def with_split(record: Record, split: str) -> Record:
     """The record as it is read back from the file of that split."""
     if record.kind == "demonstration":
         return record.model_copy(update={"split": split})
     return record.model_copy(update={"metadata": record.metadata | {"split": split}})
 
 
-# --- the splits of an import -------------------------------------------------------------------------------------------
-
-
-# The split (an index into SPLITS) of each prompt and user that was ever imported: by "prompt" or "user", and its hash.
-Assignments = dict[tuple[str, int], int]
+# The split of each prompt and user that was ever imported: by "prompt" or "user", and its hash.
+Assignments = dict[tuple[str, int], str]
 
 
 class Assigner:
@@ -177,29 +158,25 @@ class Assigner:
         from scipy.cluster.hierarchy import DisjointSet
 
         self.seed, self.fractions, self.earlier = seed, fractions, earlier
-        self.splits: dict[int, int] = {}  # by the key of each kept prompt; decided at the end
+        self.splits: dict[int, str] = {}  # by the key of each kept prompt; decided at the end
         self._connected: Any = DisjointSet()  # of prompts, users and groups, each as (what, its hash)
-        self._given: dict[int, int] = {}  # by key: the first split that a record states
+        self._given: dict[int, str] = {}  # by key: the first split that a record states
 
     def add(self, key: int, user: int, group: float, given: str | None, kept: bool) -> None:
         """Add a record. One that is not kept connects prompts too: the order of two duplicates must not matter."""
         if kept:
-            self.splits[key] = -1
+            self.splits[key] = ""
         for node in (("user", user), ("group", group)):
             if node[1]:
                 self._connected.add(("prompt", key))
                 self._connected.add(node)
                 self._connected.merge(("prompt", key), node)
         if given in SPLITS:
-            self._given.setdefault(key, SPLITS.index(given))
-
-    def _choose(self, u: float) -> int:
-        return SPLITS.index(choose(u, self.fractions))
+            self._given.setdefault(key, given)
 
     def decide(self) -> Assignments:
-        """Give every prompt its split; returns these and the users', with the earlier ones.
-
-        Of prompts that users and groups connect, the best reason and the least hash decide, whatever the order of the rows.
+        """Give every prompt its split; returns these and the users', with the earlier ones. Of prompts that users and
+        groups connect, the best reason and the least hash decide, whatever the order of the rows.
         """
         together: Assignments = {}
         for members in self._connected.subsets():
@@ -207,11 +184,10 @@ class Assigner:
             users, prompts, groups = (sorted(node for node in members if node[0] == kind) for kind in kinds)
             reasons = [self.earlier.get(node) for node in (*users, *prompts)]
             reasons += [self._given.get(key) for _, key in prompts]
-            reasons += [self._choose(uniform(f"user {user:016x}", self.seed)) for _, user in users]
-            reasons += [self._choose(u) for _, u in groups]
-            together |= dict.fromkeys(members, next(split for split in reasons if split is not None))
+            places = [uniform(f"user {user:016x}", self.seed) for _, user in users] + [u for _, u in groups]
+            together |= dict.fromkeys(members, next(filter(None, reasons), None) or choose(places[0], self.fractions))
         for key in self.splits:
             split = self.earlier.get(("prompt", key), self._given.get(key, together.get(("prompt", key))))
-            self.splits[key] = self._choose(uniform(f"{key:016x}", self.seed)) if split is None else split
+            self.splits[key] = split or choose(uniform(f"{key:016x}", self.seed), self.fractions)
         users_of = {node: split for node, split in together.items() if node[0] == "user"}
         return users_of | {("prompt", key): split for key, split in self.splits.items()} | self.earlier

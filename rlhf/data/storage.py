@@ -70,10 +70,8 @@ def is_import(folder: Path) -> bool:
 
 
 def verify(folder: Path, allow_partial: bool = True) -> None:
-    """Check that all files of an import are present and unchanged.
-
-    Raises: UserError that names the first file that is not; for a folder that is no import; and for an import that had too many
-    rejects, unless that is allowed.
+    """Check that all files of an import are present and unchanged. Raises: UserError that names the first file that is
+    not; for a folder that is no import; and for an import that had too many rejects, unless that is allowed.
     """
     again = "run `rlhf import` again"
     manifest = read_checked(folder / MANIFEST, _Manifest, again) if is_import(folder) else None
@@ -107,10 +105,10 @@ def read_assignments(folder: Path) -> Assignments:
     """What an import decided. Raises: UserError if the folder is no import."""
     verify(folder)
     rows = map(json.loads, read_lines(folder / ASSIGNMENTS))
-    return {(row["what"], row["key"]): SPLITS.index(row["split"]) for row in rows}
+    return {(row["what"], row["key"]): row["split"] for row in rows}
 
 
 def write_assignments(folder: Path, assignments: Assignments) -> None:
     """Every prompt and user with its split, sorted, so that the order of the rows that were read does not matter."""
-    known = sorted(assignments.items())
-    write_jsonl(folder / ASSIGNMENTS, ({"what": what, "key": key, "split": SPLITS[i]} for (what, key), i in known))
+    rows = ({"what": what, "key": key, "split": split} for (what, key), split in sorted(assignments.items()))
+    write_jsonl(folder / ASSIGNMENTS, rows)

@@ -10,11 +10,12 @@ import re
 import zipfile
 from collections.abc import Iterator
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from rlhf.data.inputs import Row, Source, check_header
-from rlhf.errors import UserError, hub_remedy
+from rlhf.errors import UserError, hub_remedy, reading
 from rlhf.system.terminal import one_line
 
 _BATCH = 64  # rows of Parquet converted at a time
@@ -50,13 +51,12 @@ def read_columns(path: Path, name: str) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             check_header(file.schema_arrow.names, name)
-            for batch in file.iter_batches(batch_size=_BATCH):
-                for row in batch.to_pylist():
-                    number += 1
-                    try:
-                        yield Row(name, number, number, plain(row))
-                    except (ValueError, RecursionError) as error:
-                        yield Row(name, number, number, {}, problem=one_line(error))
+            batches = file.iter_batches(batch_size=_BATCH)
+            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1):
+                try:
+                    yield Row(name, number, number, plain(row))
+                except (ValueError, RecursionError) as error:
+                    yield Row(name, number, number, {}, problem=one_line(error))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, NotImplementedError) as error:
         where = f"{name}: damaged .parquet file after row {number}"
         raise UserError(f"{where} ({one_line(error, 200)}): copy or download it again") from error
@@ -91,14 +91,13 @@ def _check_size(path: Path, name: str) -> None:
 
 
 def read_sheet(path: Path, source: Source) -> Iterator[Row]:
-    """The rows of one sheet, the named or the first one, under its first row that is not empty.
-
-    Raises: UserError if the file is none, is too large or protected, or has no such sheet.
+    """The rows of one sheet, the named or the first one, under its first row that is not empty. Raises: UserError if
+    the file is none, is too large or protected, or has no such sheet.
     """
     from python_calamine import CalamineWorkbook
 
     name = source.name
-    try:
+    with reading(f"{name}: damaged, or protected by a password", "save it again without one or export it as CSV"):
         _check_size(path, name)
         with CalamineWorkbook.from_path(str(path)) as book:
             names = list(book.sheet_names)
@@ -107,15 +106,6 @@ def read_sheet(path: Path, source: Source) -> Iterator[Row]:
                 raise UserError(f"sheet={chosen}: {name} has no such sheet: it has {', '.join(names) or 'none'}")
             source.note = f'sheet "{chosen}" of {len(names)}'
             yield from _sheet_rows(book.get_sheet_by_name(chosen), name, f'{name}, sheet "{chosen}"')
-    except (UserError, GeneratorExit):
-        raise
-    except BaseException as error:
-        # The Rust library raises PanicException, no Exception, when one of its assertions fails.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = one_line(error, 200) or type(error).__name__
-        remedy = "save it again without one or export it as CSV"
-        raise UserError(f"{name}: damaged, or protected by a password ({reason}): {remedy}") from error
 
 
 def _sheet_rows(sheet: Any, name: str, place: str) -> Iterator[Row]:
@@ -138,9 +128,8 @@ def _sheet_rows(sheet: Any, name: str, place: str) -> Iterator[Row]:
 
 
 def read_hub(name: str) -> Iterator[Row]:
-    """The rows of a data set of the hub, of its train split if it has one; without a network from the cache.
-
-    Raises: UserError if there is no such data set.
+    """The rows of a data set of the hub, of its train split if it has one; without a network from the cache. Raises:
+    UserError if there is no such data set.
     """
     import datasets
 

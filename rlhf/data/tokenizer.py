@@ -114,10 +114,9 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 
 def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None:
-    """Bytes of text that each token id represents, (V,): 0 for special tokens. None if the tokenizer is not byte-level, since
-    its tokens then have no fixed number of bytes.
-
-    Bits per byte of any stretch of tokens = nats of its text tokens / (ln 2 * sum of these lengths).
+    """Bytes of text that each token id represents, (V,): 0 for special tokens. None if the tokenizer is not byte-level,
+    since its tokens then have no fixed number of bytes. Bits per byte of any stretch of tokens = nats of its text
+    tokens / (ln 2 * sum of these lengths).
     """
     from tokenizers import decoders
 
@@ -148,11 +147,9 @@ def open_tokenizer(loader: Any, what: str, remedy: str, **source: Any) -> Any:
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
-    """Read a tokenizer from a folder that `save_pretrained` wrote.
-
-    Pad and end token may be the same, as in many adopted ones: masks come from lengths.
-
-    Raises: UserError if the folder is missing or contains no tokenizer with a pad token.
+    """Read a tokenizer from a folder that `save_pretrained` wrote. Pad and end token may be the same, as in many
+    adopted ones: masks come from lengths. Raises: UserError if the folder is missing or contains no tokenizer with a
+    pad token.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -167,9 +164,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """SHA-256 (hex) of everything that determines ids: the tokenizer.json and the chat template.
-
-    The same before saving and after loading. Padding and truncation are left out, since calls change them.
+    """SHA-256 (hex) of everything that determines ids: the tokenizer.json and the chat template. The same before saving
+    and after loading. Padding and truncation are left out, since calls change them.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state.pop("padding", None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf.data.splits import common_beginning
+from rlhf.data.records import common_beginning
 from rlhf.system.memory import SCORING_BYTES
 
 

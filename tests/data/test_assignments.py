@@ -137,8 +137,8 @@ def test_earlier_imports_win_prompt_before_user_before_hash(tmp_path):
     three = run_import(tmp_path / "three", [[*others, {"kind": "prompt", "prompt": "hi"}]], [two])
     assert {split for _, _, split in splits_in(three)} == {kept}
     key = "prompt", hash64(split_key("Hi"))
-    assert read_assignments(three)[key] == SPLITS.index(kept)
+    assert read_assignments(three)[key] == kept
     # of two earlier imports that differ, the first one counts
     rows = [{"kind": "prompt", "prompt": "Hi", "metadata": {"split": moved}}]
     four = run_import(tmp_path / "four", [rows])
-    assert read_assignments(run_import(tmp_path / "five", [rows], [four, three]))[key] == SPLITS.index(moved)
+    assert read_assignments(run_import(tmp_path / "five", [rows], [four, three]))[key] == moved

@@ -33,7 +33,7 @@ from rlhf.data.formats.shapes import (
     response_of,
     with_system,
 )
-from rlhf.data.splits import common_beginning
+from rlhf.data.records import common_beginning
 
 Made = Iterator[dict[str, Any]]
 _INPUTS = ("input", "context")  # Dolly's name for the input is context
@@ -64,11 +64,9 @@ def from_alpaca(row: Values) -> Made:
 
 
 def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """A demonstration of a dialogue's last answer, or a prompt if it has no answer.
-
-    Earlier answers are turns of its prompt, which SFT learns too (sft.turns). If turns have a `loss_weight` (or `weight`),
-    an answer of weight 0 is context. Turns after the answer are kept as `metadata.later_turns`; other keys of its turn as
-    `metadata.answer`.
+    """A demonstration of a dialogue's last answer, or a prompt if it has no answer. Earlier answers are turns of its
+    prompt, which SFT learns too (sft.turns). If turns have a `loss_weight` (or `weight`), an answer of weight 0 is
+    context. Turns after the answer are kept as `metadata.later_turns`; other keys of its turn as `metadata.answer`.
     """
     learned = [i for i, turn in enumerate(turns) if is_learned(turn)]
     if not learned:

@@ -38,10 +38,8 @@ def _answer(name: str, given: Any, text: str, policy: str, *used: str) -> dict[s
 
 def from_ultrafeedback(row: Values) -> Made:
     """One ranking by the first score that every completion has. `overall_score` is last because the public set has 10
-    for some answers that its judge gave 1.
-
-    The scales are not 1 to 7, so scores are no ratings; `metadata.ranked_by` says by which score. A response's `qualities` are its
-    mean ratings by aspect; those "N/A" are left out.
+    for some answers that its judge gave 1. The scales are not 1 to 7, so scores are no ratings; `metadata.ranked_by`
+    says by which score. A response's `qualities` are its mean ratings by aspect; those "N/A" are left out.
     """
     responses = []
     ways: dict[str, dict[str, Any]] = {}  # scores by what they are, then by response
@@ -123,10 +121,9 @@ def from_openai_comparisons(row: Values) -> Made:
 
 
 def from_qa_feedback(row: Values) -> Made:
-    """One ranking with K = 4 of a person's verdicts on all six pairs, or `pairs` if they are not a weak order.
-
-    The prompt is what the answers were written from: the passages, then the question. With `pairs`, those judged equal
-    are under `metadata.ties`.
+    """One ranking with K = 4 of a person's verdicts on all six pairs, or `pairs` if they are not a weak order. The
+    prompt is what the answers were written from: the passages, then the question. With `pairs`, those judged equal are
+    under `metadata.ties`.
     """
     verdicts: Any = row["preference"]
     fits = is_list(verdicts) and len(verdicts) == 6 and all(v in (0, 1, 2) for v in verdicts)
@@ -146,8 +143,6 @@ def from_qa_feedback(row: Values) -> Made:
     responses = [{"id": name, "text": rest.pop(f"prediction {name}")} for name in names]
     yield judged_record("\n\n".join([*parts, row["question"].strip()]), responses, rest | ties, **said)
 
-
-# --- OpenAssistant -----------------------------------------------------------------------------------------------------
 
 # People wrote every message of a tree, and ranked the answers to the same message. Every set of ranked siblings is one
 # ranking, whose prompt is the path to them: rank 0 is best, equal ranks tie. A sibling without a rank is an unranked
@@ -211,16 +206,15 @@ def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
             held[key] = row
             below.setdefault(parent, []).append(key)
     for root in below.get(None, []):
-        keys = [root]
-        for key in keys:
-            keys += below.get(key, [])
-        tree = {key: held.pop(key) for key in keys}
+        first, keys = held[root], [root]
         nodes: dict[str, dict[str, Any]] = {}
-        for key, row in tree.items():  # a row of a table has every key, many of them empty
-            nodes[key] = {name: value for name, value in row.value.items() if name == "text" or not is_empty(value)}
-        for key, node in nodes.items():
-            node["replies"] = [nodes[reply] for reply in below.get(key, [])]
-        yield tree[root]._replace(value=nodes[root], raw=None)
+        for key in keys:  # a row of a table has every key, many of them empty
+            keys += below.get(key, [])
+            given = held.pop(key).value.items()
+            nodes[key] = {name: value for name, value in given if name == "text" or not is_empty(value)}
+        for key in keys:
+            nodes[key]["replies"] = [nodes[reply] for reply in below.get(key, [])]
+        yield first._replace(value=nodes[root], raw=None)
     for row in held.values():
         parent = shown(row.value.get("parent_id"))
         problem = f"parent_id: got {parent}, whose tree has no first message: add it, or remove this one"

@@ -48,9 +48,6 @@ class Format:
     note: str = ""  # how the file is read
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
-
 def require(fits: bool, field: str, value: Any, wanted: str) -> None:
     """Raises: BadRow if the value of a field does not fit."""
     if not fits:
@@ -92,11 +89,11 @@ def as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) else None
 
 
-def number(value: Any, field: str, wanted: str = "a number") -> float:
+def number(value: Any, field: str) -> float:
     """A finite number. Raises: BadRow if it is something else, null and true included."""
     found = as_number(value)
     if found is None:
-        raise BadRow(field, f"got {shown(value)}, want {wanted}")
+        raise BadRow(field, f"got {shown(value)}, want a number")
     return found
 
 
@@ -109,9 +106,6 @@ def as_json(value: Any) -> Any:
     except (ValueError, RecursionError):
         return value
     return value if is_deep(parsed) else parsed
-
-
-# --- chats -----------------------------------------------------------------------------------------------------------
 
 
 def as_flag(value: Any) -> Any:
@@ -142,9 +136,8 @@ def _turn(turn: Any, field: str) -> dict[str, Any]:
 
 
 def chat_turns(value: Any, field: str) -> Turns:
-    """Turns as {role, content} or {from, value}, with the roles system, user, assistant; other keys are kept.
-
-    Raises: BadRow if it is no list of turns, or if a turn has another role (a tool, a function).
+    """Turns as {role, content} or {from, value}, with the roles system, user, assistant; other keys are kept. Raises:
+    BadRow if it is no list of turns, or if a turn has another role (a tool, a function).
     """
     require(is_list(value), field, value, "a list of turns")
     return [_turn(turn, f"{field}.{i}") for i, turn in enumerate(value)]
@@ -169,9 +162,6 @@ def one_answer(value: Any, field: str) -> dict[str, Any]:
     roles = [turn["role"] for turn in turns]
     require(roles == ["assistant"], field, roles, "one assistant turn")
     return turns[0]
-
-
-# --- judgements ------------------------------------------------------------------------------------------------------
 
 
 def response_of(name: str, turn: Values) -> dict[str, Any]:
@@ -218,8 +208,6 @@ def name_end(name: str) -> str:
     match = re.search(r"(?:^|[-_ .])?(\d+|(?<![a-z])[a-z])$", name.strip(), re.I)
     return match[1].lower() if match else ""
 
-
-# --- words of a verdict ----------------------------------------------------------------------------------------------
 
 _SIDES = {"left": 0, "first": 0, "one": 0, "right": 1, "second": 1, "two": 1, "third": 2, "three": 2}
 _NOUN = "(?:model|response|assistant|completion|answer|output|option|candidate|text|summary|system|choice)"

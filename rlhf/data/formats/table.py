@@ -89,26 +89,26 @@ def make_table_format(columns: ColumnsConfig, words: WordsConfig) -> Callable[[s
     answers, winners = paths["responses"], paths["winner"]
     sides = ((words.first, 0), (words.second, 1), (words.tie, TIE))
     outcomes = {normal(word): outcome for given, outcome in sides for word in listed(given)}
-    problems: list[str] = []
-    if not paths["prompt"]:
-        problems.append("columns.prompt is not set: want the column with the request")
-    for names in (("response", "responses", "ranked"), ("winner", "scores")):
-        if len(forms := [f"columns.{name}" for name in names if paths[name]]) > 1:
-            problems.append(f"{' and '.join(forms)} are given: want one of them")
-    for name in ("winner", "scores"):
-        if paths[name] and not answers:
-            problems.append(f"columns.{name} needs columns.responses: name what was judged")
-    if len(winners) > 1 and paths["labeler"]:
-        problems.append("columns.labeler with several columns.winner: want one, since each column is a labeler")
+    forms, judgements = (
+        [f"columns.{name}" for name in names if paths[name]]
+        for names in (("response", "responses", "ranked"), ("winner", "scores"))
+    )
     ordered = sorted(answers, key=name_end)
     ends = [name_end(path) for path in ordered]
-    if winners and not outcomes and ordered != list(answers) and ends in (["a", "b"], ["1", "2"]):
-        problems.append(f"columns.responses: want the order {', '.join(ordered)}: a or 1 as a winner means the first")
-    if outcomes and not (winners and len(answers) <= 2):
-        problems.append("words.* need columns.winner and two columns.responses")
-    if outcomes and not {0, 1} <= set(outcomes.values()):
-        problems.append("words.* are not complete: want words.first and another words.second, and words.tie for ties")
-    if problems:
+    several = len(winners) > 1 and paths["labeler"]
+    swapped = winners and not outcomes and ordered != list(answers) and ends in (["a", "b"], ["1", "2"])
+    misplaced = outcomes and not (winners and len(answers) <= 2)
+    incomplete = outcomes and not {0, 1} <= set(outcomes.values())
+    checks: list[tuple[Any, str]] = [
+        (not paths["prompt"], "columns.prompt is not set: want the column with the request"),
+        *((len(given) > 1, f"{' and '.join(given)} are given: want one of them") for given in (forms, judgements)),
+        *((not answers, f"{given} needs columns.responses: name what was judged") for given in judgements),
+        (several, "columns.labeler with several columns.winner: want one, since each column is a labeler"),
+        (swapped, f"columns.responses: want the order {', '.join(ordered)}: a or 1 as a winner means the first"),
+        (misplaced, "words.* need columns.winner and two columns.responses"),
+        (incomplete, "words.* are not complete: want words.first and another words.second, and words.tie for ties"),
+    ]
+    if problems := [problem for wrong, problem in checks if wrong]:
         raise UserError("format=table: " + "; ".join(problems))
     return partial(_prepare, paths, outcomes)
 
@@ -139,7 +139,7 @@ def _prepare(paths: dict[str, tuple[str, ...]], words: dict[str, int], name: str
         if 2 * len(unread) > len(said) or any(name_end(str(v)) == "0" for v in unread):  # model_0: counted from 0
             where = f"columns.winner={','.join(winners)}: {name}, first {len(rows)} rows"
             raise UserError(f"{where}: {_ask_for_words(unread)}")
-        meaning = {0: "first", 1: "second", TIE: "tie"}
+        meaning = ("first", "second", "tie")  # TIE is -1
         note = ", ".join(f"{word} ({meaning[outcome]})" for word, outcome in words.items())
         note = note or ("numbers: 1 the first, 2 the second, 0 a tie" if columns.numbers else _IN_WORDS)
         note = f"{', '.join(winners)}: {note}"
@@ -185,10 +185,8 @@ class ColumnMap:
         kind = "ranking" if judgements else "demonstration" if self.paths["response"] else "prompt"
         rest = other_keys(row, *(path for paths in self.paths.values() for path in paths))
         # a record moves those of them for which it has no field to its metadata
-        named = {
-            key: value for key in ("id", "user", "created", "labeler") if (value := self.one(row, key)) is not None
-        }
-        common: dict[str, Any] = {key: str(value) for key, value in named.items()}
+        named = ((key, self.one(row, key)) for key in ("id", "user", "created", "labeler"))
+        common: dict[str, Any] = {key: str(value) for key, value in named if value is not None}
         if (seconds := as_number(common.get("created"))) is not None:  # since 1970, or milliseconds
             common["created"] = datetime.fromtimestamp(seconds / (1000 if seconds > 1e11 else 1), UTC).isoformat()
         common |= {"kind": kind, "prompt": self._prompt(row)}
@@ -218,10 +216,8 @@ class ColumnMap:
             yield from self._judged(row)
         elif name := next((name for name in ("ranked", "responses") if self.paths[name]), None):
             made = _responses({path: cell for path, cell in self.cells(row, name).items() if not is_empty(cell)})
-            least = 2 if name == "ranked" else 1
-            require(
-                len(made) >= least, self.paths[name][0], [one["text"] for one in made], f"{least} or more responses"
-            )
+            least, texts = 2 if name == "ranked" else 1, [one["text"] for one in made]
+            require(len(made) >= least, self.paths[name][0], texts, f"{least} or more responses")
             ranking = [[one["id"]] for one in made] if name == "ranked" else None
             yield {"responses": made, "ranking": ranking, "metadata": {}}
 
@@ -237,11 +233,9 @@ class ColumnMap:
 
     def _judged(self, row: Values) -> Iterator[dict[str, Any]]:
         responses, verdicts = self.judge(row)
-        k, wanted = len(responses), _IN_WORDS
-        if self.words:
-            wanted = f"one of {', '.join(self.words)}"
-        elif self.numbers:
-            wanted = f"1 to {k}, 0 a tie"
+        k = len(responses)
+        wanted = f"1 to {k}, 0 a tie" if self.numbers else _IN_WORDS
+        wanted = f"one of {', '.join(self.words)}" if self.words else wanted
         for path, (value, winner) in verdicts.items():
             if winner is None:
                 raise BadRow(path, f"got {shown(value)}, want {wanted}: {_SAY_WORDS}")

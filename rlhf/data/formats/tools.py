@@ -1,9 +1,9 @@
 """Exports of labelling tools: Label Studio and Argilla.
 
-Label Studio's JSON exports and task files, with pairwise, ranker, rating and choices interfaces: one annotation is one record; a
-skipped one is no judgement. A task without any annotation is a ranking still to be made. Tasks that `rlhf sample` wrote keep their
-ids. Other tasks have the prompt under one of PROMPTS, and the responses as a list `responses`, under `answer1`, `answer2`, … as in
-Label Studio's own templates, or as one `response`. The import joins the pairs of one item.
+Label Studio's JSON exports and task files, with pairwise, ranker, rating and choices interfaces: one annotation is one record. A
+task without any annotation is a ranking still to be made. Tasks that `rlhf sample` wrote keep their ids. Other tasks have the
+prompt under one of PROMPTS, and the responses as a list `responses`, under `answer1`, `answer2`, … as in Label Studio's own
+templates, or as one `response`. The import joins the pairs of one item.
 
 Argilla's records (version 2): the `fields` that annotators saw, and under `responses` the annotators' answers to each question.
 An export states neither the role of a field nor the kind of a question, so their names decide:
@@ -86,13 +86,8 @@ def _winner(control: str, value: Any, names: list[str]) -> int | None:
     return same[0] if same else read_phrase(value, len(names))
 
 
-# --- Label Studio ----------------------------------------------------------------------------------------------------
-
-Task = tuple[Any, list[dict[str, Any]], dict[str, Any]]  # prompt, responses in the order shown, metadata
-
-
-def _task(data: Values) -> Task:
-    """Raises: BadRow that names what was seen."""
+def _task(data: Values) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
+    """(prompt, responses in the order shown, metadata) of a task. Raises: BadRow that names what was seen."""
     if data.keys() >= {"item", "dialogue"}:  # from `label_studio_tasks` of `rlhf sample`
         pair = [{"id": data.get(f"{side}_id"), "body": data.get(side) or ""} for side in ("left", "right")]
         listed, about = data.get("responses") or pair, data.get("about") or {}
@@ -130,14 +125,16 @@ def _read_annotation(annotation: Values, ids: list[str]) -> dict[str, Any]:
         if isinstance(ranked, dict) and len(ranked) == 1:  # the one bucket of a list
             [ranked] = ranked.values()
         order: dict[str, Any] | None = None
+        winner: int | None = None
         if "selected" in value:
             require(value["selected"] in ("left", "right"), "value.selected", value["selected"], "left or right")
-            order = judged(["left", "right"].index(value["selected"]), ids)
+            winner = ["left", "right"].index(value["selected"])
         elif isinstance(ranked, list):
             order = {"ranking": [[str(name)] for name in ranked]}
         elif len(choices) == 1 and len(ids) == 2 and (named is None or target not in ids):
             winner = _winner(control, choices[0], ids)
-            order = None if winner is None else judged(winner, ids)
+        if winner is not None:
+            order = judged(winner, ids)
         if order is not None:
             both = [said["order"], order]
             require(said["order"] in ({}, order), "result", both, "one judgement: remove the other")
@@ -158,34 +155,13 @@ def _labeler_of(annotation: Values) -> str | None:
     return None if who is None else str(who)
 
 
-def _record(task: Task, said: dict[str, Any], annotation: Values, about: dict[str, Any]) -> dict[str, Any]:
-    """The record of one annotation, or of none."""
-    prompt, responses, rest = task
-    by_scores, scores = _scored(said["scores"])
-    more = other_keys(annotation, "result", "completed_by", "lead_time", "created_at", "unique_id")
-    more = about | {"scores": scores, "results": said["other"], "annotation": _without_empty(more)}
-    return judged_record(
-        prompt,
-        responses,
-        rest | _without_empty(more),
-        id=annotation.get("unique_id") or None,
-        **by_scores | said["order"],
-        flags=said["flags"],
-        labeler=_labeler_of(annotation),
-        seconds=as_number(annotation.get("lead_time")),
-        created=annotation.get("created_at"),
-    )
-
-
 def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
-    """One ranking per annotation that judges; one without a judgement if the task has no annotation.
-
-    Annotations without a judgement (skipped, empty, or about no response that can be identified) are listed in the metadata
-    of the task's other records: the annotators under `skipped_by`, the results under `unread`. A task that has no other
-    records is a reject. Predictions are kept in the metadata and judge nothing.
+    """One ranking per annotation that judges; one without a judgement if the task has no annotation. Annotations
+    without a judgement (skipped, empty, or about no response that can be identified) are listed in the metadata of the
+    task's other records: the annotators under `skipped_by`, the results under `unread`.
     """
-    task = _task(row["data"])
-    ids = [response["id"] for response in task[1]]
+    prompt, responses, rest = _task(row["data"])
+    ids = [response["id"] for response in responses]
     judging, silent = list[Any](), list[Any]()  # (annotation, what it says)
     for annotation in row.get("annotations") or [{"result": []}]:
         said = _read_annotation(annotation, ids)
@@ -198,10 +174,20 @@ def from_label_studio(row: Values) -> Iterator[dict[str, Any]]:
     about: dict[str, Any] = {"task": _without_empty(other_keys(row, "data", "annotations"))}
     about |= {"skipped_by": list(left_out), "unread": _without_empty(left_out)}
     for annotation, said in judging:
-        yield _record(task, said, annotation, about)
-
-
-# --- Argilla ---------------------------------------------------------------------------------------------------------
+        by_scores, scores = _scored(said["scores"])
+        more = other_keys(annotation, "result", "completed_by", "lead_time", "created_at", "unique_id")
+        more = about | {"scores": scores, "results": said["other"], "annotation": _without_empty(more)}
+        yield judged_record(
+            prompt,
+            responses,
+            rest | _without_empty(more),
+            id=annotation.get("unique_id") or None,
+            **by_scores | said["order"],
+            flags=said["flags"],
+            labeler=_labeler_of(annotation),
+            seconds=as_number(annotation.get("lead_time")),
+            created=annotation.get("created_at"),
+        )
 
 
 def _prompt_and_responses(fields: Values) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -218,7 +204,7 @@ def _prompt_and_responses(fields: Values) -> tuple[Any, dict[str, str], dict[str
     return turns, named, others
 
 
-def _demonstrations(answers: Values) -> Iterator[dict[str, Any]]:
+def _demonstrations(answers: Values, _: list[str]) -> Iterator[dict[str, Any]]:
     """The text that an annotator wrote, if it is clear which one it is."""
     texts = {question: value for question, value in answers.items() if is_text(value)}
     written = {question: value for question, value in texts.items() if _RESPONSE.search(question)} or texts
@@ -248,7 +234,7 @@ def _orders(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
             yield said | {"metadata": _without_empty({"question": stem, "scores": scores})}
 
 
-def _verdict(answers: Values, name: str) -> Iterator[dict[str, Any]]:
+def _verdict(answers: Values, names: list[str]) -> Iterator[dict[str, Any]]:
     """The rating and the flags of a single response, if there are any."""
     numbers = {q: value for q, value in answers.items() if not isinstance(value, str) and as_number(value) is not None}
     overall = {q: value for q, value in numbers.items() if "overall" in q.lower()} or numbers
@@ -256,11 +242,8 @@ def _verdict(answers: Values, name: str) -> Iterator[dict[str, Any]]:
     flags = [label for one in labels if all(map(is_text, one)) for label in one]
     rating = next(iter(overall.values())) if len(overall) == 1 else 0
     if numbers or flags:
-        yield {
-            "ratings": {name: rating} if 1 <= rating <= 7 else {},
-            "flags": {name: flags} if flags else {},
-            "metadata": {},
-        }
+        ratings = dict.fromkeys(names, rating) if 1 <= rating <= 7 else {}
+        yield {"ratings": ratings, "flags": dict.fromkeys(names, flags) if flags else {}, "metadata": {}}
 
 
 def from_argilla(row: Values) -> Iterator[dict[str, Any]]:
@@ -271,12 +254,8 @@ def from_argilla(row: Values) -> Iterator[dict[str, Any]]:
     for question, given in row["responses"].items():
         for i, answer in enumerate(given):
             answers_of.setdefault(answer.get("user_id") or i, {})[question] = answer["value"]
-    made: dict[Any, list[dict[str, Any]]] = {}
-    for annotator, answers in answers_of.items():
-        if len(names) > 1:
-            made[annotator] = list(_orders(answers, names))
-        else:
-            made[annotator] = list(_verdict(answers, names[0]) if names else _demonstrations(answers))
+    read = _orders if len(names) > 1 else _verdict if names else _demonstrations
+    made = {annotator: list(read(answers, names)) for annotator, answers in answers_of.items()}
     left_out = {str(annotator): answers_of[annotator] for annotator, judgements in made.items() if not judgements}
     if len(left_out) == len(made):
         came = ", ".join(str(list(answers)) for answers in left_out.values()) or "none"
