@@ -57,9 +57,8 @@ def _dispatch(arguments: list[str]) -> None:
     if command in removed.COMMANDS:
         raise UserError(f"`rlhf {command}` is gone: {removed.COMMANDS[command]}")
     if command not in COMMANDS:
-        raise UserError(
-            f"unknown command {command!r}{compose.nearest(command, list(COMMANDS))}: `rlhf --help` lists them"
-        )
+        meant = compose.nearest(command, list(COMMANDS))
+        raise UserError(f"unknown command {command!r}{meant}: `rlhf --help` lists them")
     given = compose.read_words([word for word in words if word not in ("-h", "--help", SHARED_FLAG)], command)
     compose.check_overrides(given.overrides, command)
     if {"-h", "--help"} & {*words}:
@@ -96,7 +95,10 @@ def with_remembered(command: str, given: compose.Words) -> compose.Words:
 
 
 def _run(command: str, given: compose.Words) -> None:
-    """Check the configuration, of a sweep every job's, then run the command with each."""
+    """Check the configuration, of a sweep every job's, then run the command with each.
+
+    The overrides go to the stages of a pipeline, and to the command itself if it runs as several processes.
+    """
     jobs = compose.check_jobs(given.overrides, given.sweeps, command)
     for number, (config, overrides) in enumerate(jobs, 1):
         if given.shows:
@@ -109,7 +111,15 @@ def _run(command: str, given: compose.Words) -> None:
             say(f"{command}: job {number} of {len(jobs)}: {' '.join(swept)}")
         given_here = GIVEN.set(tuple(overrides))
         try:
-            _start(command, config, overrides)
+            call_plugins(listed(getattr(config, "plugins", None)))
+            if command in RUN_STAGES:
+                lend_parents(config)
+            if command in STAGES and process_count() == 1 < config.processes_of(command):
+                from rlhf.commands.pipeline import run_stage
+
+                run_stage(config, command, overrides)
+            else:
+                module_of(command).run(config, *([overrides] if command == "pipeline" else []))
         finally:
             GIVEN.reset(given_here)
     if given.sweeps and not given.shows and command in RUN_STAGES:
@@ -117,19 +127,6 @@ def _run(command: str, given: compose.Words) -> None:
 
         if made := [folder for config, _ in jobs if (folder := run_folder(config)).is_dir()]:
             write("\n".join(["", *compare_runs(made), ""]))
-
-
-def _start(command: str, config: Any, words: list[str]) -> None:
-    """Run the command. words: what its stages get, and it itself if it runs as several processes."""
-    call_plugins(listed(getattr(config, "plugins", None)))
-    if command in RUN_STAGES:
-        lend_parents(config)
-    if command in STAGES and config.launcher.processes > 1 and process_count() == 1:
-        from rlhf.commands.pipeline import processes_of, run_stage
-
-        if processes_of(config, command) > 1:
-            return run_stage(config, command, words)
-    module_of(command).run(config, *([words] if command == "pipeline" else []))
 
 
 def module_of(command: str) -> ModuleType:

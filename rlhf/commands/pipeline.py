@@ -211,17 +211,9 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
     run_stage(config, "sample", [*others, *(f"{key}={value}" for key, value in settings.items())])
 
 
-def processes_of(config: Config, stage: str) -> int:
-    """How many processes run a stage: launcher.processes if it can, and does not also run evaluations that cannot."""
-    several = stage in STAGES and STAGES[stage].several_processes
-    alone = not several or (stage == "evaluate" and config.evaluate.turned_on)
-    return 1 if alone else config.launcher.processes
-
-
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """Run the stage as child processes. Exits with the code of the one that fails."""
-    processes = processes_of(config, stage)
-    code = run_processes([stage, SHARED_FLAG, *overrides], processes, config.threads)
+    code = run_processes([stage, SHARED_FLAG, *overrides], config.processes_of(stage), config.threads)
     if code not in (0, INTERRUPTED):
         report(f"pipeline: {why_stopped(config, stage, code)}")
     if code:

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.config import commands, stages
 from rlhf.config.model import ModelConfig, TokenizerSettings
 from rlhf.config.setting import MAX_PROCESSES, MAX_SEED, NOTHING, ROUNDING, group, setting
-from rlhf.recipe import GOLD_STAGES, PARENTS
+from rlhf.recipe import GOLD_STAGES, PARENTS, STAGES
 
 # Name: ZeRO stage, and whether states are in the host's memory.
 DEEPSPEED = {
@@ -128,6 +128,11 @@ class Config:
     def kl_in_loss(self) -> bool:
         """Whether the KL is a part of the loss rather than of the rewards."""
         return self.kl.penalty == "loss" or (self.kl.penalty == "auto" and self.ppo.advantages == "grpo")
+
+    def processes_of(self, command: str) -> int:
+        """How many processes run a command: launcher.processes if it can, and does not also run evaluations that cannot."""
+        several = command in STAGES and STAGES[command].several_processes
+        return self.launcher.processes if several and not (command == "evaluate" and self.evaluate.turned_on) else 1
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,9 +59,6 @@ def choices_of(group: str, *folders: Path) -> list[str]:
     return sorted(path.stem for folder in (conf_dir(), *folders) for path in (folder / group).glob("*.yaml"))
 
 
-# --- words --------------------------------------------------------------------------------------------------
-
-
 class Words(NamedTuple):
     """A command line taken apart."""
 
@@ -72,8 +70,7 @@ class Words(NamedTuple):
 def read_words(arguments: list[str], command: str) -> Words:
     """Take the words after the command apart. Raises: UserError for an unknown flag, a missing folder or a YAML file that grows."""
     overrides: list[str] = []
-    words = list(arguments)
-    sweeps = shows = False
+    words, sweeps, shows = list(arguments), False, False
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
@@ -85,21 +82,20 @@ def read_words(arguments: list[str], command: str) -> Words:
             # `+` adds a group to Hydra's list of defaults, which already contains ours
             is_group = flag.startswith("+") and flag[1:] in CONFIG_GROUPS
             overrides.append(word[1:] if is_group else quoted(word))
-            continue
-        if flag not in FLAGS:
+        elif flag not in FLAGS:
             raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: write settings as key=value")
-        if flag in ("-m", "--multirun"):
+        elif flag in ("-m", "--multirun"):
             sweeps = True
-            continue
-        value = value if equals or not words else words.pop(0)
-        if flag in ("-c", "--cfg"):
-            shows = True
-            if value != "job":
-                raise UserError(f"{flag} {value}: want {flag} job")
-        elif not Path(value).is_dir():
-            raise UserError(f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml")
         else:
-            overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
+            value = value if equals or not words else words.pop(0)
+            if flag in ("-c", "--cfg"):
+                shows = True
+                if value != "job":
+                    raise UserError(f"{flag} {value}: want {flag} job")
+            elif not Path(value).is_dir():
+                raise UserError(f"{flag} {value}: no such folder: want one with YAML files, as experiment/mine.yaml")
+            else:
+                overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
     for folder in searched_folders(overrides):
         check_yaml(folder)
     return Words(overrides, sweeps, shows)
@@ -125,9 +121,8 @@ def check_yaml(folder: Path) -> None:
                 elif isinstance(event, yaml.CollectionEndEvent):
                     anchors.pop()
                 if len(anchors) > MOST_LEVELS or (isinstance(event, yaml.AliasEvent) and any(anchors)):
-                    raise UserError(
-                        f"{path}: nested too deeply, or an alias within what its anchor names: write it out"
-                    )
+                    problem = "nested too deeply, or an alias within what its anchor names"
+                    raise UserError(f"{path}: {problem}: write it out")
 
 
 def quoted(word: str) -> str:
@@ -158,9 +153,8 @@ def parse(text: str) -> Any:
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError) as error:
-        raise UserError(
-            f"{text[:200]!r}: not an override ({first_line(error)}): write key=value, quote odd values"
-        ) from None
+        problem = f"not an override ({first_line(error)}): write key=value, quote odd values"
+        raise UserError(f"{text[:200]!r}: {problem}") from None
 
 
 def in_quotes(text: str, interpolate: bool = False) -> str:
@@ -168,9 +162,6 @@ def in_quotes(text: str, interpolate: bool = False) -> str:
     text = text if interpolate else re.sub(r"(\\*)\$\{", lambda at: at[1] * 2 + "\\${", text)
     escaped = re.sub(r"(\\*)('|\Z)", lambda at: at[1] * 2 + ("\\'" if at[2] else ""), text)
     return f"'{escaped}'"
-
-
-# --- checks of overrides ------------------------------------------------------------------------------------
 
 
 def check_overrides(overrides: list[str], command: str = "") -> None:
@@ -185,8 +176,12 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
         key, value = override.key_or_group, override.value()
         given[key] = text.partition("=")[2]
         if key in groups and not text.startswith("~"):
-            if isinstance(value, str):
-                check_choice(key, value, searched_folders(overrides))
+            choices = choices_of(key, *searched_folders(overrides))
+            if isinstance(value, str) and value not in choices:
+                if key == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
+                    raise UserError(f"{key}={value}: names a shape to pretrain, as gpt2: give model.pretrained={value}")
+                own = f"a file of your own, <folder>/{key}/{value}.yaml, is found with --config-dir <folder>"
+                raise UserError(f"{key}={value}: want one of {', '.join(choices)}{nearest(value, choices)}; {own}")
         elif any(setting.startswith(f"{key}.") for setting in settings):
             if isinstance(value, str | int | float):
                 pretrained = "a pretrained tokenizer comes with its model, by model.pretrained=…"
@@ -206,19 +201,8 @@ def check_adopted(given: Mapping[str, Any]) -> None:
         raise UserError(f"{', '.join(shapes)}: {own}: leave it out, or leave out model.pretrained")
     tokens = given.get("pretrain.tokens")
     if tokens not in (None, "null") and not {"data.corpus", "experiment"} & set(given):
-        raise UserError(
-            f"pretrain.tokens={tokens}: pretraining goes on with text only: set data.corpus too, or leave it out"
-        )
-
-
-def check_choice(group: str, value: str, folders: list[Path]) -> None:
-    choices = choices_of(group, *folders)
-    if value in choices:
-        return
-    if group == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
-        raise UserError(f"model={value}: names a shape to pretrain, such as gpt2: give model.pretrained={value}")
-    own = f"a file of your own, <folder>/{group}/{value}.yaml, is found with --config-dir <folder>"
-    raise UserError(f"{group}={value}: want one of {', '.join(choices)}{nearest(value, choices)}; {own}")
+        text = "pretraining goes on with text only: set data.corpus too, or leave it out"
+        raise UserError(f"pretrain.tokens={tokens}: {text}")
 
 
 def check_used(overrides: list[str], command: str) -> None:
@@ -230,40 +214,30 @@ def check_used(overrides: list[str], command: str) -> None:
             if not any(uses(name, key) for name in (*PIPELINE, *BASELINES, *ancestors("evaluate"), command)):
                 say(f"pipeline: {key}: no stage of the pipeline uses it")
     unused = [] if command in OF_SEVERAL else [key for key in given if not uses(command, key)]
-    if unused[:1] == ["model.pretrained"]:
-        first = "add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
-        raise UserError(
-            f"model.pretrained: `rlhf {command}` does not use it; earlier stages do: leave it out, or {first}"
-        )
     if unused:
-        others = [name for name in COMMANDS if name not in ("pipeline", *SCHEMAS) and uses(name, unused[0])]
-        others = others or ["pipeline"]
+        others = [name for name in COMMANDS if name not in OF_SEVERAL and uses(name, unused[0])] or ["pipeline"]
+        do = f"{', '.join(others)} {'do' if others[1:] else 'does'}"
         more = f" ({', '.join(unused[1:])}: neither)" if unused[1:] else ""
-        raise UserError(
-            f"{unused[0]}: `rlhf {command}` does not use it; {', '.join(others)} {'do' if others[1:] else 'does'}{more}: "
-            f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
-        )
+        remedy = f"leave it out, or add {SHARED_FLAG} if the settings are meant for several commands"
+        if unused[0] == "model.pretrained":
+            remedy = "leave it out, or add it to `rlhf tokenizer` and `rlhf pretrain`, which run first, or to `rlhf pipeline`"
+        raise UserError(f"{unused[0]}: `rlhf {command}` does not use it; {do}{more}: {remedy}")
 
 
 def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[Any, list[str]]]:
     """The checked configuration and the overrides of each job of a sweep, or of the one job. Raises: UserError, also if two jobs
     would write one run.
     """
-    jobs = [overrides]
-    if sweep:
-        parsed = [(text, parse(text)) for text in overrides]
-        choices = [
-            [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
-            if one.is_sweep_override()
-            else [text]
-            for text, one in parsed
-        ]
-        jobs = [list(job) for job in itertools.product(*choices)]
+    values: list[list[str]] = []  # of each override
+    for text in overrides:
+        one = parse(text) if sweep else None
+        sweeps = one is not None and one.is_sweep_override()
+        values.append([f"{one.get_key_element()}={x}" for x in one.sweep_string_iterator()] if sweeps else [text])
     configs, runs = [], set[str]()
-    for job in jobs:
+    for job in itertools.product(*values):
         config = compose_config(job, command)
         check_config(config, command)
-        configs.append((config, job))
+        configs.append((config, list(job)))
         if command in STAGES or command == "pipeline":
             if config.run in runs:
                 own = "give each a run of its own, such as 'run=x-${seed}' for seed=1,2"
@@ -272,11 +246,16 @@ def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[An
     return configs
 
 
-# --- composing ----------------------------------------------------------------------------------------------
-
-
-def compose_config(overrides: list[str], command: str = "") -> Any:
+def compose_config(overrides: Sequence[str], command: str = "") -> Any:
     """The `Config` (or the command's own schema) that these overrides give. Raises: UserError if Hydra refuses them."""
+    lasts = not any(
+        "${" in text or text.startswith("hydra.") for text in overrides
+    )  # whatever the environment and the user's files
+    return deepcopy(_compose(tuple(overrides), command)) if lasts else _compose.__wrapped__(overrides, command)
+
+
+@functools.lru_cache(maxsize=16)
+def _compose(overrides: Sequence[str], command: str) -> Any:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
@@ -290,7 +269,7 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
     GlobalHydra.instance().hydra, place["config.yaml"] = None, bare
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
-            composed = compose(name, overrides=overrides)
+            composed = compose(name, overrides=list(overrides))
         return to_settings(composed)
     except (HydraException, OmegaConfBaseException, OverflowError) as error:  # the last: a number of hundreds of digits
         raise UserError(unknown_key(error, command) or first_line(error)) from None
@@ -302,8 +281,8 @@ def compose_config(overrides: list[str], command: str = "") -> Any:
 
 @functools.cache
 def register_schema(name: str) -> Any:
-    """Tell Hydra the schema of a primary configuration: "config", or a command that has its own. Returns a configuration of Hydra itself
-    without its own groups (launcher, sweeper, logging, help), which no command uses and which would double the time to compose.
+    """Give Hydra the schema of a primary configuration. Returns Hydra's own configuration without its groups (launcher, sweeper, …),
+    which no command uses and which would double the time to compose.
     """
     from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigNode, ConfigStore
@@ -338,9 +317,6 @@ def to_settings(composed: Any) -> Any:
             group, _, name = key.rpartition(".")
             setattr(get(config, group) if group else config, name, mark(texts[key], get(config, key)))
     return config
-
-
-# --- mistakes -----------------------------------------------------------------------------------------------
 
 
 def first_line(error: BaseException) -> str:
@@ -378,5 +354,4 @@ def unknown_key(error: BaseException, command: str) -> str | None:
     full_key, where = (re.search(pattern, str(error)) for pattern in (r"full_key: (\S+)", r"In '([^']+)'"))
     if full_key is None or "not in" not in str(error):
         return None
-    message = unknown_setting(full_key[1], command)
-    return f"{where[1]}.yaml: {message}" if where else message
+    return (f"{where[1]}.yaml: " if where else "") + unknown_setting(full_key[1], command)
