@@ -31,10 +31,11 @@ class StageRow:
     data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
     settings: tuple[str, ...] = ()  # settings that change its result: single ones or whole groups
     reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
-    gold_data: Mapping[str, str] = field(default_factory=dict)  # kind of data: the file of it that this stage writes
+    gold_data: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of a stage of the gold world only: the file of each kind it writes
     kept_work: tuple[str, ...] = ()  # files, besides checkpoints, from which an interrupted stage continues
     several_processes: bool = False  # whether several processes can run it together
-    gold_only: bool = False  # whether only the gold world has it
     optional: bool = False  # whether the pipeline runs it only if a setting asks for it
     every_round: bool = False  # whether each labelling round runs it again
     writes_policy: bool = False  # whether its model answers prompts (chat, export, sample)
@@ -59,7 +60,6 @@ ROWS = (
                   "gold.dev_prompts", "gold.test_prompts", "gold.passage_min_tokens", "gold.passage_max_tokens", "gold.continuation_tokens",
                   "data.corpus", "data.encoding", "data.split_seed", "model.pretrained"),
         gold_data={"corpus": "corpus.jsonl", "demonstrations": "demonstrations.jsonl", "prompts": "prompts.jsonl"},
-        gold_only=True,
     ),
     StageRow(
         "tokenizer",
@@ -95,7 +95,6 @@ ROWS = (
         settings=(*OF_MODELS, "gold", "rounds", "rollout.max_new_tokens", "round.keep_rankings"),
         reads=("data.prompts", *SAMPLER, "sample"),
         gold_data={"comparisons": "comparisons.jsonl"},
-        gold_only=True,
         every_round=True,
     ),
     StageRow(
@@ -210,7 +209,7 @@ def names(rows: Iterable[StageRow]) -> tuple[str, ...]:
 
 
 PIPELINE = names(row for row in ROWS if not row.optional)
-GOLD_STAGES = names(row for row in ROWS if row.gold_only)
+GOLD_STAGES = names(row for row in ROWS if row.gold_data)
 ROUND_STAGES = names(row for row in ROWS if row.every_round)
 POLICY_STAGES = names(row for row in ROWS if row.writes_policy)
 BASELINES = names(row for row in ROWS if row.writes_policy and row.optional)  # policies to compare with PPO's

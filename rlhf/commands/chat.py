@@ -17,7 +17,7 @@ def run(config: Config) -> None:
     settings, folder = config.chat, stage_folder(config, config.chat.stage)
     check_output(folder, config.chat.stage)
     talking = settings.message is None and sys.stdin is not None and sys.stdin.isatty()
-    lines = read_lines(talking) if settings.message is None else iter([settings.message])
+    lines = read_lines(talking) if settings.message is None else [settings.message]
 
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.training.setup import load_frozen, set_up
@@ -29,12 +29,12 @@ def run(config: Config) -> None:
         opening = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         dialogue, turn = list(opening), 0
         for line in lines:
-            if not line:
+            if line:
+                dialogue.append({"role": "user", "content": line})
+                dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
+                turn += 1
+            else:
                 dialogue = list(opening)
-                continue
-            dialogue.append({"role": "user", "content": line})
-            dialogue.append({"role": "assistant", "content": answer(config, policy, tokenizer, dialogue, turn)})
-            turn += 1
 
 
 def read_lines(talking: bool) -> Iterator[str]:
@@ -47,10 +47,7 @@ def read_lines(talking: bool) -> Iterator[str]:
 
 
 def answer(config: Config, policy: Any, tokenizer: Any, dialogue: list[dict[str, str]], turn: int) -> str:
-    """Stream one answer to the screen and return it. The oldest turns are dropped if the context is too short for all.
-
-    Raises: UserError if the last message alone does not fit, or is no text.
-    """
+    """Stream one answer to the screen and return it. The oldest turns are dropped if the context is too short for all."""
     from rlhf.data.chat_template import end_ids, response_text
     from rlhf.data.encoding import encode_prompt_within
     from rlhf.data.records import Message

@@ -1,11 +1,9 @@
 """`rlhf clean run=x`: lists the files of a run that nothing reads any more, with their sizes, and deletes them with `yes=true`.
 
-Kept are every file that a stage's record lists, since later stages check its hash and export reads it; what an unfinished stage
-resumes from; the curves and samples of the report.
+Kept are the files that a stage's record lists, what an unfinished stage resumes from, and the report's curves and samples.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +28,13 @@ def run(config: Config) -> None:
         freed = sum(size_of(path) for path, _ in found)
         for path, why in found:
             say(f"{memory(size_of(path) / 1e6):>9}  {path}: {why}")
-            if config.clean.yes:
-                remove(path)
+            if config.clean.yes and path.is_file():
+                path.unlink()
+            elif config.clean.yes:
+                remove_checkpoint(path)  # a manifest goes first
+            if path.parent.name == "checkpoints":
+                with contextlib.suppress(OSError):  # it is not empty
+                    path.parent.rmdir()
     kept = size_of(folder) - (0 if config.clean.yes else freed)
     can_go = "is deleted" if config.clean.yes else "can go" + (": add yes=true to delete it" if found else "")
     say(f"{memory(freed / 1e6):>9}  {can_go}")
@@ -65,12 +68,3 @@ def removable(folder: Path, stages: dict[str, Path]) -> Iterator[tuple[Path, str
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a folder; what a link points to does not count."""
     return sum(one.lstat().st_size for one in (path, *path.rglob("*")) if not one.is_dir())
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        remove_checkpoint(path)  # a manifest goes first
-    else:
-        path.unlink(missing_ok=True)
-    if path.parent.name == "checkpoints" and not any(path.parent.iterdir()):
-        shutil.rmtree(path.parent, ignore_errors=True)

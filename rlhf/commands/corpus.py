@@ -1,6 +1,4 @@
-"""`rlhf corpus`: pretraining text cleaned as C4's and GPT-3's was, with the reason of every document that goes: C4's line and page
-rules, exact and near duplicates, a quality classifier, evaluation text.
-"""
+"""`rlhf corpus`: pretraining text cleaned as C4's and GPT-3's was, with the reason of every document that goes."""
 
 import functools
 import json
@@ -32,10 +30,7 @@ SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?:\s|$)")
 
 
 def run(config: CorpusConfig) -> None:
-    """Write out/corpus.jsonl, rows with `text`; documents.jsonl, what became of each document; report.json, their numbers.
-
-    Raises: UserError if a source cannot be read or written, or no document is left.
-    """
+    """Write out/corpus.jsonl, rows with `text`; documents.jsonl, what became of each document; report.json, their numbers."""
     assert config.out is not None
     out = Path(os.path.abspath(config.out))
     with held(out):
@@ -66,39 +61,37 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
             quality.append(Quality(reference, (text[:PIECE] for number, text in raw if number % 2 != parity)))
     duplicates, documents, characters, written = Duplicates(config.near), Counter[str](), Counter[str](), 0
 
-    def judge(number: int, text: str) -> tuple[list[str], str, dict[str, Any]]:
-        """The pieces that stay, why the document goes or KEPT, and what else is recorded."""
-        page, reason, more = text, None, dict[str, Any]()
+    def judge(number: int, text: str) -> tuple[list[str], str, float | None]:
+        """The pieces that stay, why the document goes or KEPT, and its quality if that was looked at."""
+        page, reason = text, None
         if config.rules:
             page, reason = apply_page_rules(text, bad_words, config.min_words, config.min_sentences)
         if reason := reason or duplicates.reason(page):
-            return [], reason, more
+            return [], reason, None
         pieces = cut_grams(page, grams) if grams else [page]
-        if not pieces:
-            return [], "evaluation", more
-        if quality:
-            more["quality"] = round(quality[number % 2].score(page[:PIECE]), 4)
-            if not is_kept(more["quality"], random.Random(f"corpus-{config.seed}-{number}")):
-                return [], "quality", more
-        return pieces, KEPT, more
+        if not (pieces and quality):
+            return pieces, KEPT if pieces else "evaluation", None
+        score = round(quality[number % 2].score(page[:PIECE]), 4)
+        stays = is_kept(score, random.Random(f"corpus-{config.seed}-{number}"))
+        return (pieces, KEPT, score) if stays else ([], "quality", score)
 
     with (
         (folder / "corpus.jsonl").open("w", encoding="utf-8") as texts,
         (folder / "documents.jsonl").open("w", encoding="utf-8") as rows,
     ):
         for number, text in enumerate(iterate_documents(config.path, config.encoding)):
-            pieces, reason, more = judge(number, text)
+            pieces, reason, score = judge(number, text)
             left = sum(map(len, pieces))
             documents[reason] += 1
             characters[reason] += len(text)
             written += left
             texts.writelines(json.dumps({"text": piece}, ensure_ascii=False) + "\n" for piece in pieces)
-            row = {"document": number, "reason": reason, "characters": len(text), "written": left} | more
+            row = {"document": number, "reason": reason, "characters": len(text), "written": left}
+            row |= {} if score is None else {"quality": score}
             rows.write(json.dumps(row) + "\n")
     if not documents[KEPT]:
-        raise UserError(
-            f"corpus: none of {documents.total():,} documents is left ({dict(documents)}): set rules=false or other settings"
-        )
+        went = f"none of {documents.total():,} documents is left ({dict(documents)})"
+        raise UserError(f"corpus: {went}: set rules=false or other settings")
     reasons = {name: {"documents": count, "characters": characters[name]} for name, count in documents.most_common()}
     return {"documents": reasons, "characters": characters.total(), "written_characters": written}
 
@@ -125,13 +118,8 @@ def apply_page_rules(
         return "", "curly_bracket"
     if bad_words and bad_word_pattern(bad_words).search(lower):
         return "", "bad_word"
-    lines = (line.strip() for line in text.splitlines())
-    kept = [
-        line
-        for line in lines
-        if line.endswith(LINE_ENDS) and len(line.split()) >= min_words and "javascript" not in line.lower()
-    ]
-    page = "\n".join(kept)
+    lines = [line for line in map(str.strip, text.splitlines()) if line.endswith(LINE_ENDS)]
+    page = "\n".join(line for line in lines if len(line.split()) >= min_words and "javascript" not in line.lower())
     return page, "few_sentences" if len(SENTENCE_END.findall(page)) < min_sentences else None
 
 
@@ -139,7 +127,6 @@ class Duplicates:
     """Exact duplicates, without case and space, and those whose sets of 5-word shingles have a Jaccard index of about `near` or more.
 
     Source: Lee et al. 2022, section 4.2 (MinHash); Brown et al. 2020, appendix A (fuzzy deduplication).
-    Raises: UserError if datasketch is not installed.
     """
 
     def __init__(self, near: float | None):
@@ -223,17 +210,14 @@ def cut_grams(text: str, grams: set[tuple[str, ...]]) -> list[str]:
 
     Source: Brown et al. 2020, appendix C.
     """
-    places = [(match.start(), match.end(), match[0].lower()) for match in WORD.finditer(text)]
-    found = [
-        (places[i][0], places[i + GRAM - 1][1])
-        for i in range(len(places) - GRAM + 1)
-        if tuple(word for *_, word in places[i : i + GRAM]) in grams
-    ]
+    words = list(WORD.finditer(text))
+    lower = [match[0].lower() for match in words]
+    found = [i for i in range(len(words) - GRAM + 1) if tuple(lower[i : i + GRAM]) in grams]
     if not found:
         return [text]
     pieces, begin = [], 0
-    for start, end in found:
-        if start - AROUND > begin:
-            pieces.append(text[begin : start - AROUND])
-        begin = max(begin, end + AROUND)
+    for i in found:
+        if words[i].start() - AROUND > begin:
+            pieces.append(text[begin : words[i].start() - AROUND])
+        begin = max(begin, words[i + GRAM - 1].end() + AROUND)
     return [piece for piece in map(str.strip, [*pieces, text[begin:]]) if len(piece) >= AROUND]

@@ -24,12 +24,11 @@ SECTIONS = {
 
 
 def run(config: Config) -> None:
-    """Create or update the dashboard; its address is in runs_dir/dashboard.json. Raises: UserError without a key or an answer."""
+    """Create or update the dashboard; its address is in runs_dir/dashboard.json."""
     if not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         raise UserError("dashboard: W&B is offline: set WANDB_API_KEY, and send offline runs with `wandb sync`")
     path = Path(config.runs_dir) / "dashboard.json"
-    project = project_of(config.tracking.project)
-    place: dict[str, Any] = {"project": project, "entity": config.tracking.entity}
+    place = {"project": project_of(config.tracking.project), "entity": config.tracking.entity}
     before = read_json(path)
     known = before.get("url") if before | place == before else None
     answer: dict[str, str] = {}
@@ -44,11 +43,10 @@ def run(config: Config) -> None:
             owner = place["entity"] or wandb.Api(timeout=int(SEND_TIMEOUT)).default_entity
             if not owner:
                 raise ValueError("the key has no default entity: set tracking.entity")
-            workspace = make_workspace(place["project"], owner)
+            workspace = made = make_workspace(str(place["project"]), owner)
             if known is not None:
-                there = ws.Workspace.from_url(known)
-                there.name, there.sections, there.settings = workspace.name, workspace.sections, workspace.settings
-                workspace = there
+                workspace = ws.Workspace.from_url(known)
+                workspace.name, workspace.sections, workspace.settings = made.name, made.sections, made.settings
             workspace.save()
             answer["url"] = str(workspace.url)
         except Exception as error:
@@ -71,12 +69,12 @@ def make_workspace(project: str, entity: str) -> Any:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
-    samples = wr.WeavePanelSummaryTable(table_name="samples", layout=wr.Layout(w=COLUMNS, h=TABLE_HEIGHT))
-    panels = {
+    panels: dict[str, list[Any]] = {
         name: [line_plot(chart, X_AXES.get(stage, STEP_AXIS)) for chart in CHARTS[stage] if chart not in COST]
-        + ([samples] if stage == "ppo" else [])
         for stage, name in SECTIONS.items()
     }
+    samples = wr.WeavePanelSummaryTable(table_name="samples", layout=wr.Layout(w=COLUMNS, h=TABLE_HEIGHT))
+    panels["PPO"].append(samples)
     panels["Cost"] = [line_plot(chart, STEP_AXIS) for chart in COST]
     for row in panels.values():  # in rows, as words in lines
         x = y = 0

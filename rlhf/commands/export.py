@@ -37,14 +37,12 @@ def run(config: Config) -> None:
             (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
             share(folder)
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
-    for line in (*notes, *use_lines(out, config.export.stage, notes)):
+    for line in notes or use_lines(out):  # a reward model has notes
         say(f"export: {line}")
 
 
-def use_lines(out: Path, stage: str, notes: list[str]) -> list[str]:
+def use_lines(out: Path) -> list[str]:
     """Commands to copy that use an exported policy of a public class."""
-    if stage == "reward" or notes:
-        return []
     path, name = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
     code = f'from transformers import pipeline; print(pipeline("text-generation", {json.dumps(str(out))})'
     code += '([{"role": "user", "content": "Hello"}], max_new_tokens=64)[0]["generated_text"][-1]["content"])'
@@ -57,16 +55,16 @@ def use_lines(out: Path, stage: str, notes: list[str]) -> list[str]:
 
 
 def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """Write a causal language model; returns how to load it, and a note."""
+    """Write a causal language model; returns how to load it, and a note if that needs more than transformers."""
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.model.convert import OWN, export, why_own
     from rlhf.training.setup import load_policy
 
-    policy, notes = load_policy(model), []
-    if export(policy, load_tokenizer(model), folder) == OWN:
-        why = why_own(policy.config)
-        notes = [f"It loads after `import rlhf.model`: no class of transformers expresses this model: {why}."]
-    return "AutoModelForCausalLM.from_pretrained('{}')", notes
+    policy, loading = load_policy(model), "AutoModelForCausalLM.from_pretrained('{}')"
+    if export(policy, load_tokenizer(model), folder) != OWN:
+        return loading, []
+    own = "It loads after `import rlhf.model`: no class of transformers expresses this model"
+    return loading, [f"{own}: {why_own(policy.config)}."]
 
 
 def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
@@ -81,9 +79,11 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
     name, offset = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
-    form = "rendered with the chat template, read at its last token"
-    if loaded.reads_text:
-        form = "prompt and response as its tokenizer frames them"
+    forms = (
+        "rendered with the chat template, read at its last token",
+        "prompt and response as its tokenizer frames them",
+    )
+    form = forms[loaded.reads_text]
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
     if name == "GPTForSequenceClassification":
         notes.append("It loads after `import rlhf.model`: no class of transformers expresses this model.")
@@ -95,17 +95,14 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     return "AutoModelForSequenceClassification.from_pretrained('{}')", notes
 
 
-# --- the model card: everything in it is read from the records of the run's stages ---
-
-
 def model_card(config: Config, stage: str, loading: str, notes: list[str]) -> str:
-    """Markdown with a header that the hub reads. loading: the line of Python that loads the folder."""
+    """Markdown with a header that the hub reads, all from the records of the stages. loading: the Python that loads the folder."""
     places = {name: stage_folder(config, name) for name in (*ancestors(stage), stage)}
     records = {name: read_stage(folder) or {} for name, folder in places.items() if is_complete(folder)}
     adopted = read_record(stage_folder(config, "pretrain") / "adopted.json", "adopted")  # None: pretrained here
     header = ["library_name: transformers", f"tags: [rlhf, {stage}]"]
     record, what = records[stage], STAGES[stage].help
-    about = f"{what[:1].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
+    about = f"{what[0].upper()}{what[1:]}. Made with rlhf {record['versions'].get('rlhf', '')}."
     made_of = ["None: pretrained from random weights by the stages below."]
     if adopted is not None:
         base, licence = shown_name(adopted["source"]), one_line(adopted.get("licence") or "")

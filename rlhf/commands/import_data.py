@@ -12,11 +12,7 @@ from rlhf.system.terminal import one_line, say
 
 
 def run(config: ImportConfig) -> None:
-    """Import `config.path` into `config.out`.
-
-    Raises: UserError if nothing can be read or written, and, after the accepted rows were written under
-    `<out>.partial`, if there are more rejects than max_rejects.
-    """
+    """Import `config.path` into `config.out`, or, with more rejects than max_rejects, into `<out>.partial`, and then fail."""
     from rlhf.data.importer import Importer
     from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
     from rlhf.data.storage import is_import, read_assignments, seal
@@ -48,10 +44,9 @@ def run(config: ImportConfig) -> None:
     for line in (*lines, f"written to {target}"):
         say(f"import: {line[:4000]}")
     if partial:
-        raise UserError(
-            f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}: the accepted rows are in {target}, which "
-            "training refuses without data.allow_partial=true: correct the rows, or set max_rejects"
-        )
+        there = f"the accepted rows are in {target}, which training refuses without data.allow_partial=true"
+        rejects = f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}"
+        raise UserError(f"{rejects}: {there}: correct the rows, or set max_rejects")
 
 
 def describe(report: dict[str, Any]) -> list[str]:
@@ -66,30 +61,22 @@ def describe(report: dict[str, Any]) -> list[str]:
         lines.append(f"{file['file']}: {file['format']} ({file['why']}): {file['counts']['input']:,} rows, {made}")
     lines.append("rows: " + ", ".join(f"{report['counts'][name]:,} {name}" for name in ROW_COUNTS))
     records = report["records"]
-    if records:
-        lines.append(f"  {'records':<15}" + "".join(f"{name:>10}" for name in (*SPLITS, "in all")))
-        for kind, by_split in records.items():
-            cells = [by_split[split] for split in SPLITS]
-            lines.append(f"  {kind:<15}" + "".join(f"{count:>10,}" for count in (*cells, sum(cells))))
+    lines += [f"  {'records':<15}" + "".join(f"{name:>10}" for name in (*SPLITS, "in all"))] if records else []
+    for kind, by_split in records.items():
+        cells = [by_split[split] for split in SPLITS]
+        lines.append(f"  {kind:<15}" + "".join(f"{count:>10,}" for count in (*cells, sum(cells))))
     done = [f"{count:,} {name.replace('_', ' ')}" for name, count in report["cleaning"].items() if count]
     lines += ["cleaning: " + ", ".join(done)] if done else []
     if "ranking" in records:
         k = ", ".join(f"{count:,} of {size}" for size, count in report["responses_a_ranking"].items())
-        lines.append(
-            f"rankings: responses {k}; {report['pairs']:,} pairs, {report['ties']:,} ties, "
-            f"{report['unpaired']:,} unpaired; {len(report['labelers']):,} labelers"
-        )
+        counts = ", ".join(f"{report[name]:,} {name}" for name in ("pairs", "ties", "unpaired"))
+        lines.append(f"rankings: responses {k}; {counts}; {len(report['labelers']):,} labelers")
     for name, figures in report["lengths"].items():
-        lines.append(
-            f"words per {name.removesuffix('_words')}: median {figures['median']:,}, "
-            f"95% up to {figures['p95']:,}, longest {figures['max']:,}"
-        )
+        median, p95, most = (f"{figures[key]:,}" for key in ("median", "p95", "max"))
+        lines.append(f"words per {name.removesuffix('_words')}: median {median}, 95% up to {p95}, longest {most}")
     lines += agreement.describe(report["agreement"]) if "ranking" in records else []
     for labeler, checks in report["checks"].items():
-        shares = (
-            f"{name} {one['right'] / one['pairs']:.1%} of {one['pairs']:.0f} pairs"
-            for name, one in checks.items()
-            if one["pairs"]
-        )
-        lines.append(f"checks: {one_line(labeler, 24)}: {', '.join(shares)}")
+        looked = {name: (one["right"] / one["pairs"], one["pairs"]) for name, one in checks.items() if one["pairs"]}
+        shares = ", ".join(f"{name} {right:.1%} of {pairs:.0f} pairs" for name, (right, pairs) in looked.items())
+        lines.append(f"checks: {one_line(labeler, 24)}: {shares}")
     return lines

@@ -38,9 +38,9 @@ def import_once(modules: Sequence[str]) -> None:
 def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0, module: str = "rlhf") -> int:
     """Run `python -m rlhf <arguments>` as several processes; returns 0, or the exit code of the first one that failed.
 
-    If one fails, the others are killed at once, since they would wait for it and report follow-up errors. All of them end
-    with this process. threads: per process; 0 divides the cores among several processes. Raises: KeyboardInterrupt after a
-    signal, once the processes have ended; SystemExit if they have printed how to resume.
+    If one fails, the others are killed, since they would wait for it and report follow-up errors. All of them end with this process.
+    threads: per process; 0 divides the cores. Raises: after a signal and their end KeyboardInterrupt, or SystemExit if they have said
+    how to resume.
     """
     sys.stdout.flush()
     _start_server()
@@ -78,10 +78,7 @@ def _end_session(session: int) -> None:
 
 @cache
 def _start_server() -> None:
-    """Start the process that forks, with this process's module path.
-
-    By default Python would put the working directory first and import any file there with a module's name.
-    """
+    """Start the process that forks with this process's module path: by default it would import modules of the working directory."""
     if sys.platform == "linux":
         before = dict(os.environ)
         os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
@@ -91,7 +88,7 @@ def _start_server() -> None:
 
 
 def _run_module(command: list[str], environment: dict[str, str]) -> None:
-    """Run `python -m <command>` in a started process with its own environment; exits with the command's exit code."""
+    """Run `python -m <command>` in a started process with its own environment."""
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()

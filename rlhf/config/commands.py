@@ -65,6 +65,9 @@ def uses(command: str, key: str) -> bool:
     return key in read or key.partition(".")[0] in read
 
 
+CHOOSE = ("first", "random", "uncertain", "disagreement")
+
+
 @dataclass(slots=True)
 class SampleConfig:
     """`rlhf sample`: the next labelling round."""
@@ -73,11 +76,7 @@ class SampleConfig:
     stages: Any = setting(None, "policies to compare, as sft or run/ppo: tasks with one response of each", kind="names")
     split: str = setting("train", "split of the prompts", choices=("train", "dev", "test"))
     prompts: int = setting(100, "prompts to sample responses for", min=1)
-    choose: str = setting(
-        "first",
-        "prompts: in the order of the data, at random, or by reward models",
-        choices=("first", "random", "uncertain", "disagreement"),
-    )
+    choose: str = setting("first", "prompts: in the order of the data, at random, or by reward models", choices=CHOOSE)
     rewards: Any = setting(None, "runs whose reward models choose; none: the run's own", kind="names")
     pool: int = setting(4, "prompts that are answered per prompt that reward models choose", min=1)
     random_fraction: float = setting(0.25, "fraction of chosen prompts that is drawn at random", min=0, max=1)
@@ -108,8 +107,6 @@ class ReportConfig:
 
 @dataclass(slots=True)
 class WatchConfig:
-    """`rlhf watch`: follows a run from another terminal."""
-
     every_seconds: float = setting(1.0, "seconds between two reads of the run's files", above=0, max=86400)
     wait: bool = setting(True, "wait for the run's end; false: print the state and exit")
 

@@ -173,9 +173,7 @@ class PpoConfig(WarmupConfig):
     reward_key: str | None = setting(None, "environment variable with the token of a server in ppo.rewards")
     reward_weights: Any = setting(None, "one weight per source; none: 1 each", kind="numbers")
     reward_parameters: Any = setting(None, "{name: value} for the functions' further arguments", kind="parameters")
-    sampler_correction: str = setting(
-        "auto", "weights of tokens that vllm sampled; auto: by mismatch", choices=CORRECTIONS
-    )
+    sampler_correction: str = setting("auto", "weights of vllm's tokens; auto: by mismatch", choices=CORRECTIONS)
     ptx_coef: float = setting(0.0, "weight of the pretraining loss (PPO-ptx)", min=0)
     ptx_blocks_per_episode: float = setting(8.0, "pretraining blocks per episode", above=0)
     ema_decay: float | None = setting(None, "decay per step of averaged weights; none: the last", above=0, below=1)

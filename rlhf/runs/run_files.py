@@ -100,7 +100,7 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: UserError for a damaged record."""
     places = stage_places(folder)
     stages = [read_stage_files(place, name) for name, place in places.items()]
-    shown = [name for name in PIPELINE if not STAGES[name].gold_only]  # even if they were not started
+    shown = [name for name in PIPELINE if not STAGES[name].gold_data]  # even if they were not started
     return RunFiles(
         visible(folder.resolve().name, 100),
         {stage.name: stage for stage in stages if stage.status != "not started" or stage.name in shown},
