@@ -28,22 +28,16 @@ from rlhf.system.exits import INTERRUPTED, report
 from rlhf.system.files import write_json
 from rlhf.system.terminal import say
 
-Start = Callable[[Config, str, list[str]], None]
 OTHERWISE = "choose another run=…, or add overwrite=true to redo this stage and those that build on it"
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 
 
 def run(config: Config, overrides: Sequence[str] = ()) -> None:
-    """Run what is missing, then write the report and print a table of all stages.
-
-    overrides: those of the command line, for the stages; `overwrite` is decided stage by stage.
-    """
-    overrides = [o for o in overrides if not o.startswith("overwrite=")]
-    folder = run_folder(config)
+    """Run what is missing, then write the report and print a table of all stages. overrides: of the command line, for the stages."""
+    folder, started, done = run_folder(config), time.monotonic(), dict[str, str]()
+    overrides = [o for o in overrides if not o.startswith("overwrite=")]  # which is decided stage by stage
     overrides += fit_to_data(config)
     check_before(config)
-    started = time.monotonic()
-    done: dict[str, str] = {}
     import_once(["hydra", *(STAGES[stage].module for stage in stages_to_run(config))])
     for stage in stages_to_run(config):
         if stage == "label":
@@ -60,10 +54,10 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
     show(config, table, time.monotonic() - started)
 
 
-def stages_to_run(config: Config, last: Sequence[str] | None = None) -> list[str]:
+def stages_to_run(config: Config, last: Sequence[str] = ()) -> list[str]:
     """The stages that this run needs and that `parents.<stage>` does not provide, in the order of the pipeline.
 
-    last: the stages that are wanted; None: `stages`, or the ends of the pipeline, and the baselines that its evaluation compares.
+    last: the wanted ones; if none, `stages`, or the ends of the pipeline, and the baselines that its evaluation compares.
     """
     wanted: set[str] = set()
 
@@ -73,23 +67,17 @@ def stages_to_run(config: Config, last: Sequence[str] | None = None) -> list[str
             for parent in folders.parents_of(config, stage):
                 want(parent)
 
-    if last is None:
-        last = listed(config.stages) or [*listed(config.evaluate.baselines), *ENDS]
-    for stage in last:
+    for stage in last or listed(config.stages) or [*listed(config.evaluate.baselines), *ENDS]:
         want(stage)
     return [stage for stage in STAGES if stage in wanted]
 
 
 def fit_to_data(config: Config) -> list[str]:
-    """Leave out what the data do not allow, in the configuration; returns the overrides that tell the stages, and says what and why.
-
-    Without demonstrations a pretrained model is its own SFT model. Without comparisons there is a policy to optimise only if
-    ppo.rewards scores. `++`: no run remembers it, since data that come later change it.
-    """
+    """Leave out what the data do not allow, in the configuration; returns the overrides that tell the stages, and says what and why."""
     fitted = []
     adopts = config.model.pretrained is not None and "sft" in stages_to_run(config)
     if adopts and config.sft.epochs and sources.data_source(config, "demonstrations") is None:
-        config.sft.epochs, fitted = 0, ["++sft.epochs=0"]
+        config.sft.epochs, fitted = 0, ["++sft.epochs=0"]  # `++`: no run remembers it, since data may come later
         say("pipeline: no data.demonstrations: the pretrained model is taken as the SFT model")
     learns = folders.scores_by_own(config) and "reward" in stages_to_run(config)
     if config.stages is None and learns and not fitted and sources.data_source(config, "comparisons") is None:
@@ -118,14 +106,12 @@ def check_before(config: Config) -> None:
             continue
         is_folder = (Path(base) / "config.json").is_file()
         if not is_folder and (Path(base).exists() or sources.hub_folder(base, stage + ".model") is None):
-            raise UserError(
-                f"{stage}.model: {base}: no folder of a model (with config.json), and no hub id: check the name"
-            )
-    folder = run_folder(config)
+            no = "no folder of a model (with config.json), and no hub id"
+            raise UserError(f"{stage}.model: {base}: {no}: check the name")
+    folder, data = run_folder(config), config.data
     if not is_complete(folder / "reward"):  # a bad line of the user's data is reported now and not after pretraining
         from rlhf.data.encoding import check_labelers, names_of
 
-        data = config.data
         if data.demonstrations is not None:
             sources.read_demonstrations(config)
         if data.comparisons is not None:
@@ -134,8 +120,7 @@ def check_before(config: Config) -> None:
         if data.prompts is not None:
             sources.read_prompts(config)
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < LEAST_FREE_BYTES:
+    if (free := shutil.disk_usage(existing).free) < LEAST_FREE_BYTES:
         came = f"{free / 1e6:.0f} MB free, want at least {LEAST_FREE_BYTES / 1e6:.0f}"
         raise UserError(f"{existing}: {came}: free space, or choose another disk with runs_dir=…")
 
@@ -149,14 +134,12 @@ def check_settings(config: Config, stages: Sequence[str]) -> None:
             raise UserError(f"{folder}: {stage} was run with other settings ({changed}): {OTHERWISE}")
 
 
-def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start | None = None) -> str:
-    """Run a stage unless it is complete and matches; returns what was done. Raises: UserError if it does not match.
-
-    start: runs it with these overrides; None: as child processes.
-    """
+def ensure_stage(
+    config: Config, stage: str, overrides: list[str], start: Callable[[Config, str, list[str]], None] | None = None
+) -> str:
+    """Run a stage unless it is complete and matches; returns what was done. start: runs it with these overrides; None: as processes."""
     folder, parents = stage_folder(config, stage), folders.collect_parents(config, stage)
-    recorded = read_stage(folder)
-    reason = None
+    recorded, reason = read_stage(folder), None
     if recorded is not None and (is_complete(folder) or has_begun(folder, stage)):
         reason = misfit(config, stage, recorded, parents, sources.hash_sources(config, stage))
         if reason is None and recorded["status"] == "complete":
@@ -182,12 +165,16 @@ def ensure_rounds(config: Config, overrides: list[str]) -> dict[str, str]:
         for key, (now, before) in values.items()
         if now != before or (key.startswith("parents.") and now is not None)  # parents are found, not only given
     }
-    others = [o for o in overrides if o.partition("=")[0] not in changed]
-    overrides = [*others, *(f"{key}={text}" for key, text in changed.items())]
+    overrides = with_changes(overrides, changed)
     done = ensure_rounds(earlier, overrides)
     say(f"labelling round {earlier.rounds} and its policy: {run_folder(earlier)}")
     stages = [stage for stage in ROUND_STAGES if folders.is_needed(earlier, stage)]
     return done | {f"{earlier.run}/{stage}": ensure_stage(earlier, stage, overrides) for stage in stages}
+
+
+def with_changes(overrides: list[str], changed: dict[str, str]) -> list[str]:
+    kept = [text for text in overrides if text.partition("=")[0] not in changed]
+    return [*kept, *(f"{key}={text}" for key, text in changed.items())]
 
 
 def ensure_tasks(config: Config, overrides: list[str]) -> None:
@@ -204,34 +191,27 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
         "sample.stage": "ppo",
         "sample.out": f"'{out}'",
     }
-    others = [o for o in overrides if o.partition("=")[0] not in settings]
     whole = run_folder(replace(config, run=ROUND.sub("", config.run)))
     whole.mkdir(parents=True, exist_ok=True)  # with stages of other runs it has none of its own yet
     remember(whole)  # the same command goes on after the labels
-    run_stage(config, "sample", [*others, *(f"{key}={value}" for key, value in settings.items())])
+    run_stage(config, "sample", with_changes(overrides, settings))
 
 
 def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     """Run the stage as child processes. Exits with the code of the one that fails."""
     code = run_processes([stage, SHARED_FLAG, *overrides], config.processes_of(stage), config.threads)
+    why, number = f"stopped in {stage}: correct the error above and run the same command again", code - 128
+    if number == signal.SIGKILL:
+        memory = (read_stage(stage_folder(config, stage)) or {}).get("memory") or {}
+        needed = f" (it counted on {memory['needs_gb']:.1f} of {memory['budget_gb']:.1f} GB)" if memory else ""
+        why = f"{stage} was killed, as the system does with the largest process if memory runs out{needed}: end other programs, "
+        why += "or set memory.budget_gb to less, data.max_tokens or lora.rank=16, and run the same command again to resume it"
+    elif number > 0:  # it could not print an error itself
+        why = f"{stage} was ended by signal {number} ({signal.strsignal(number)}): run the same command again to resume it"
     if code not in (0, INTERRUPTED):
-        report(f"pipeline: {why_stopped(config, stage, code)}")
+        report(f"pipeline: {why}")
     if code:
         sys.exit(code)
-
-
-def why_stopped(config: Config, stage: str, code: int) -> str:
-    """One line for a stage that has failed; one that a signal ended could not print an error itself."""
-    if code <= 128:
-        return f"stopped in {stage}: correct the error above and run the same command again"
-    number, memory = code - 128, (read_stage(stage_folder(config, stage)) or {}).get("memory") or {}
-    if number != signal.SIGKILL:
-        return f"{stage} was ended by signal {number} ({signal.strsignal(number)}): run the same command again to resume it"
-    needed = f" (it counted on {memory['needs_gb']:.1f} of {memory['budget_gb']:.1f} GB)" if memory else ""
-    return (
-        f"{stage} was killed, as the system does with the largest process if memory runs out{needed}: end other programs, or set "
-        "memory.budget_gb to less, data.max_tokens or lora.rank=16, and run the same command again to resume it"
-    )
 
 
 def show(config: Config, table: dict, seconds: float) -> None:
@@ -245,12 +225,9 @@ def show(config: Config, table: dict, seconds: float) -> None:
     total = sum(row["seconds"] or 0 for row in table["stages"].values())
     say(f"{'total':<{width}}{total:>9.0f}{'':>9}  this call {seconds:.0f} s")
     results = folders.read_record(run_folder(config) / "evaluate" / "results.json", "results") or {}
-    if "gold" in results:
-        gold = results["gold"]
-        sampled, greedy = gold["win_rate_vs_sft"], gold["win_rate_greedy"]
+    if gold := results.get("gold"):
+        wins, greedy = figure_text(gold["win_rate_vs_sft"]), gold["win_rate_greedy"]["value"]
+        what = f"win rate of {titled(results.get('policy', 'ppo'))} over SFT by the {gold['truth']}"
         say()
-        say(
-            f"win rate of {titled(results.get('policy', 'ppo'))} over SFT by the {gold['truth']} {figure_text(sampled)} at "
-            f"temperature 1, {greedy['value']:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats"
-        )
+        say(f"{what} {wins} at temperature 1, {greedy:.3f} greedy; KL {results['kl_to_sft_nats']:.2f} nats")
     say(f"report: {table['report']}")

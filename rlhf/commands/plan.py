@@ -13,19 +13,17 @@ from rlhf.system.terminal import say
 
 
 def run(config: PlanConfig) -> None:
-    """Print the plan, and write it to `out`, a .json file or a folder, if that is set. Raises: UserError if it cannot be written."""
+    """Print the plan, and write it to `out`, a .json file or a folder, if that is set."""
     plan = make_plan(config)
     for line in plan_lines(plan):
         say(line)
-    if config.out is None:
-        return
-    out = Path(config.out)
-    path = out if out.suffix == ".json" else out / "plan.json"
-    if not path.parent.is_dir():
-        raise UserError(f"out={out}: there is no folder {path.parent}: create it, or choose another out=…")
-    check_replaceable(path, config.overwrite, "out", "file", Path.is_file)
-    write_json(path, plan)
-    say(f"written to {path}")
+    if config.out is not None:
+        path = Path(config.out) if config.out.endswith(".json") else Path(config.out) / "plan.json"
+        if not path.parent.is_dir():
+            raise UserError(f"out={config.out}: there is no folder {path.parent}: create it, or choose another out=…")
+        check_replaceable(path, config.overwrite, "out", "file", Path.is_file)
+        write_json(path, plan)
+        say(f"written to {path}")
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
@@ -46,10 +44,11 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
         f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing {checkpointing}; "
         f"trained: {setup['lora']}"
     )
-    yield ""
-    shown = [part for part in (*BYTE_PARTS, "host") if any(parts[part] for parts in plan["bytes"].values())]
-    columns = ["rows", *(part for part in shown if part != "host"), "sum", *(["host"] if "host" in shown else [])]
-    yield "GB per GPU   " + "  ".join(f"{name:>7}" for name in columns) + "  fits"
+    shown = [
+        part for part in (*BYTE_PARTS, "sum", "host") if any(parts.get(part, 1) for parts in plan["bytes"].values())
+    ]
+    columns = ["rows", *shown]
+    yield from ("", "GB per GPU   " + "  ".join(f"{name:>7}" for name in columns) + "  fits")
     for stage, parts in plan["bytes"].items():
         most = peak_bytes(parts)
         figures = {"rows": str(plan["micro_batches"][stage]), "sum": gigabytes(most)}
@@ -84,18 +83,12 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
                 f"  {name:<16} {amount(row['parameters']):>8} parameters on {amount(row['tokens'])} tokens: {row['train_flops']:.2e} FLOPs "
                 f"to train, {row['served_flops']:.2e} in use: {amount(row['gpu_hours'])} GPU hours{more}"
             )
-    yield from ("", verdict(plan))
-
-
-def verdict(plan: dict[str, Any]) -> str:
-    """One line: whether every stage fits, which one needs most, and which overrides would fit."""
     largest, fewest = plan["largest"], plan["fewest_gpus"]
     needs = f"{largest['stage']} needs {gigabytes(largest['bytes'])} of {gigabytes(plan['room_bytes'])} GB per GPU"
-    if plan["fits"]:
-        return f"fits: of all stages {needs}; the fewest GPUs that do: {fewest}"
     why = "no number of GPUs does with these settings" if fewest is None else f"the fewest GPUs that do: {fewest}"
     hints = " or ".join(plan["suggestions"]) or "a smaller model, or GPUs with more memory"
-    return f"does not fit: {needs}; {why}; try {hints}"
+    verdict = f"fits: of all stages {needs}; {why}" if plan["fits"] else f"does not fit: {needs}; {why}; try {hints}"
+    yield from ("", verdict)
 
 
 def gigabytes(count: float) -> str:

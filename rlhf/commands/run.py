@@ -2,7 +2,6 @@
 
     run = rlhf.Run("tuned", model="HuggingFaceTB/SmolLM2-135M-Instruct", demonstrations=rows, comparisons=rows)
     run.sft(epochs=2).reward().ppo(rewards=[my_function], kl_coef=0.05)
-    run.evaluate(), run.metrics("ppo"), run.sample(["What colour is snow?"]), run.report()
 
 Stages run in this process, one after the other. They resume, are recorded and are refused exactly as on the command line.
 """
@@ -10,7 +9,7 @@ Stages run in this process, one after the other. They resume, are recorded and a
 import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ class Run:
 
     def config(self, command: str = "pipeline", **settings: Any) -> Config:
         """The settings of a command, checked. Raises: UserError."""
-        known = self._settings | {find_setting(key, command): value for key, value in settings.items()}
+        known = self._known(command, settings)
         check_adopted(known | dict.fromkeys(("experiment",) if self._preset else ()))
         values = {key: plain(given) for key, given in known.items()}
         config = compose_config([*self._preset, *(f"{key}={text_of(value)}" for key, value in values.items())], command)
@@ -84,6 +83,9 @@ class Run:
                 setattr(getattr(config, group) if group else config, field, value)
         check_config(config, command)
         return config
+
+    def _known(self, command: str, settings: dict[str, Any]) -> dict[str, Any]:
+        return self._settings | {find_setting(key, command): value for key, value in settings.items()}
 
     def stage(self, name: str, overwrite: bool = False, **settings: Any) -> "Run":
         """Run a stage, and before it those that it needs and that are missing; returns the run.
@@ -105,9 +107,10 @@ class Run:
         """The settings of a stage, which later ones and the run's folder keep."""
         beginnings_in.cache_clear()  # the files may have changed since another call
         config = self.config(name, overwrite=overwrite, **settings)
-        known = self._settings | {find_setting(key, name): value for key, value in settings.items()}
-        texts = {key: text_of(value) for key, given in known.items() if not has_function(value := plain(given))}
-        given = GIVEN.set((*self._given, *(f"{key}={text}" for key, text in texts.items())))
+        known = self._known(name, settings)
+        values = {key: plain(value) for key, value in known.items()}
+        texts = (f"{key}={text_of(value)}" for key, value in values.items() if not has_function(value))
+        given = GIVEN.set((*self._given, *texts))
         try:
             call_plugins(listed(config.plugins))
             lend_parents(config)
@@ -125,10 +128,7 @@ class Run:
 
     @contextlib.contextmanager
     def open_ppo(self, overwrite: bool = False, **settings: Any) -> Iterator[Any]:
-        """The PPO stage for a loop of your own: yields the `rlhf.stages.ppo.Parts` of its updates, and writes the policy at the end.
-
-        Its parents must be complete; it does not resume.
-        """
+        """PPO for a loop of your own: yields the `rlhf.stages.ppo.Parts` of its updates, and writes the policy at the end; no resume."""
         from rlhf.runs.sources import hash_sources
         from rlhf.runs.stage import open_stage
         from rlhf.stages import ppo
@@ -179,13 +179,11 @@ class Run:
             return str(given)
         if isinstance(given, list | tuple) and all(isinstance(one, str | Path) for one in given):
             return [str(one) for one in given]
-        rows: Iterable[Any] = given.to_dict("records") if hasattr(given, "iloc") else given
-        lines = []
-        for number, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise UserError(f"{kind}, row {number}: got a {type(row).__name__}, want a dict")
-            lines.append(json.dumps(json_values(row), ensure_ascii=False) + "\n")
-        path, text = self.folder / "data" / f"{kind}.jsonl", "".join(lines)
+        rows: list[Any] = list(given.to_dict("records") if hasattr(given, "iloc") else given)
+        if (wrong := next((i for i, row in enumerate(rows) if not isinstance(row, Mapping)), None)) is not None:
+            raise UserError(f"{kind}, row {wrong}: got a {type(rows[wrong]).__name__}, want a dict")
+        text = "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows)
+        path = self.folder / "data" / f"{kind}.jsonl"
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, text)
@@ -197,8 +195,7 @@ def find_setting(key: str, command: str) -> str:
     if key in CONFIG_GROUPS:  # tracking="jsonl", as on the command line
         return key
     known = settings_in(Config)
-    spelt = [name for name in known if name.replace(".", "_") == key]
-    for name in (f"{command}.{key}", key, *spelt):
+    for name in (f"{command}.{key}", key, *(name for name in known if name.replace(".", "_") == key)):
         if name in known:
             return name
     raise UserError(unknown_setting(key, command))
@@ -220,6 +217,5 @@ def has_function(value: Any) -> bool:
 
 def run_here(config: Config, stage: str, overrides: list[str]) -> None:
     """Run a stage in this process."""
-    run: Callable[[Config], None] = importlib.import_module(STAGES[stage].module).run
     config.overwrite = "overwrite=true" in overrides
-    run(config)
+    importlib.import_module(STAGES[stage].module).run(config)
