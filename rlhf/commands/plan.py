@@ -44,10 +44,8 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
         f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing {checkpointing}; "
         f"trained: {setup['lora']}"
     )
-    shown = [
-        part for part in (*BYTE_PARTS, "sum", "host") if any(parts.get(part, 1) for parts in plan["bytes"].values())
-    ]
-    columns = ["rows", *shown]
+    used = {name for parts in plan["bytes"].values() for name, count in parts.items() if count}
+    columns = ["rows", *(name for name in (*BYTE_PARTS, "sum", "host") if name in used | {"sum"})]
     yield from ("", "GB per GPU   " + "  ".join(f"{name:>7}" for name in columns) + "  fits")
     for stage, parts in plan["bytes"].items():
         most = peak_bytes(parts)

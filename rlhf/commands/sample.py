@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import combinations
@@ -27,10 +28,7 @@ SPARE = 3  # draws beyond K, to replace duplicates
 
 
 def run(config: Config) -> None:
-    """Write the tasks, and a record of how they were sampled, to runs/<run>/sample or `sample.out`.
-
-    Raises: UserError if the output exists, the model is missing, or no prompt is left to label.
-    """
+    """Write the tasks, and a record of how they were sampled, to runs/<run>/sample or `sample.out`."""
     settings, stages = config.sample, listed(config.sample.stages)
     out = Path(settings.out) if settings.out else run_folder(config) / "sample"
     refuse_inside_stage(out, "sample.out")
@@ -39,24 +37,20 @@ def run(config: Config) -> None:
         policies = [find_policy(config, name) for name in stages or [settings.stage]]
         if twice := first_repeat(policy_id for policy_id, _ in policies):
             raise UserError(f"sample.stages: {twice} is named twice: name each policy once")
-        for name in choosing_rewards(config):
+        rewards = (listed(settings.rewards) or [None]) if settings.choose in BY_REWARD else []  # None is the run's own
+        for name in rewards:
             check_output(reward_folder(config, name, "sample.rewards"))
         prompts, labelled = choose_prompts(config)
-
-        # 1. Sample
-        tasks, alike, too_long = draw_tasks(config, policies, prompts)
-        pool = len(tasks)
-        tasks = choose_tasks(config, tasks)
+        drawn, alike, too_long = draw_tasks(config, policies, prompts)
+        tasks = choose_tasks(config, drawn, rewards) if rewards and drawn else drawn
         left = f"{alike:,} prompts with fewer than 2 distinct responses, {too_long:,} too long, {labelled:,} labelled already"
         if not tasks:
             raise UserError(f"sample: no task is left ({left}): raise sample.temperature or sample.prompts")
-
-        # 2. Write
         with replaced(out) as temporary:
             files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
             step = next_step(out, settings.tool)
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
-            counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count, "chosen_of": pool}
+            counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count, "chosen_of": len(drawn)}
             counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
             record = asdict(settings) | {
                 "policy": ", ".join(policy_id for policy_id, _ in policies),
@@ -66,8 +60,10 @@ def run(config: Config) -> None:
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
             write_json(temporary / RECORD, record)
-    drawn = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
-    say(f"sample: {drawn}, {count:,} {settings.tool} tasks -> {out} (left out: {left})")
+    responses = sum(len(task.responses) for task in tasks)
+    say(
+        f"sample: {len(tasks):,} prompts with {responses:,} responses, {count:,} {settings.tool} tasks -> {out} (left out: {left})"
+    )
     say(f"sample: next: {step}")
 
 
@@ -78,56 +74,41 @@ def check_free(out: Path, overwrite: bool) -> None:
     others = [path for path in sorted(out.glob("*")) if path.name not in (RECORD, "README.md")]
     changed = [p.name for p in others if not p.is_file() or sha256_file(p) != written.get(p.name)]
     if changed:
-        raise UserError(
-            f"{out}: {', '.join(changed[:3])} appeared or changed after `rlhf sample` (labels?): move what you need "
-            "and remove the folder, or choose another sample.out=…"
-        )
+        remedy = "move what you need and remove the folder, or choose another sample.out=…"
+        raise UserError(f"{out}: {', '.join(changed[:3])} appeared or changed after `rlhf sample` (labels?): {remedy}")
 
 
 def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     """Up to `sample.prompts` prompts of the split in the order of sample.choose (more if reward models choose among them), and how many
     were skipped, since the run's comparisons rank responses to them; to judge policies (sample.stages) those will do.
-
-    Raises: UserError if none is left.
     """
-    records = read_prompts(config)
+    records, split = read_prompts(config), config.sample.split
     if config.sample.turn == "random":
         for record in records:  # cut after a turn of the user that (seed, id) draws
             ends = [i for i, message in enumerate(record.prompt, 1) if message.role == "user"]
             record.prompt = record.prompt[: random.Random(f"turn-{config.seed}-{record.id}").choice(ends)]
-    split = config.sample.split
     candidates = in_split(config, records, split)
     if not candidates:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
     source = data_source(config, "comparisons")
-    labelled: set[str] = set()
     given = source is not None and (config.data.comparisons is not None or Path(source).is_file())
-    if given and not config.sample.stages:
-        ranked = [r for r in read_comparisons(config) if r.ranking is not None or r.pairs is not None]
-        labelled = {prompt_key(record.prompt) for record in ranked}
+    records = read_comparisons(config) if given and not config.sample.stages else []
+    labelled = {prompt_key(r.prompt) for r in records if r.ranking is not None or r.pairs is not None}
     fresh = [record for record in candidates if prompt_key(record.prompt) not in labelled]
     if not fresh:
-        raise UserError(
-            f"sample.split={split}: all {len(candidates)} prompts of it are labelled already: give new ones with data.prompts=…"
-        )
+        all_of = f"all {len(candidates)} prompts of it are labelled already"
+        raise UserError(f"sample.split={split}: {all_of}: give new ones with data.prompts=…")
     pool = config.sample.prompts * (config.sample.pool if config.sample.choose in BY_REWARD else 1)
     if config.sample.choose != "first":
         fresh.sort(key=lambda record: uniform(f"sample {record.id}", config.seed))
     return fresh[:pool], len(candidates) - len(fresh)
 
 
-def choosing_rewards(config: Config) -> list[str | None]:
-    """The reward models that choose the prompts; None is the run's own."""
-    return (listed(config.sample.rewards) or [None]) if config.sample.choose in BY_REWARD else []
-
-
-def choose_tasks(config: Config, tasks: list[Ranking]) -> list[Ranking]:
-    """Those to label: all, or those that reward models choose; `metadata.chosen` says how."""
+def choose_tasks(config: Config, tasks: list[Ranking], rewards: list[str | None]) -> list[Ranking]:
+    """Those to label, which reward models choose; `metadata.chosen` says how."""
     from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
 
-    settings, rewards, keys = config.sample, choosing_rewards(config), [task.id for task in tasks]
-    if not rewards or not tasks:
-        return tasks
+    settings, keys = config.sample, [task.id for task in tasks]
     values = value_tasks(config, tasks, settings.choose, rewards)
     chosen = choose_prompts_by(values, keys, settings.prompts, settings.random_fraction, config.seed)
     for place, at_random in chosen.items():
@@ -151,19 +132,17 @@ def draw_tasks(
     """Tasks of K distinct responses (at least 2) of one policy, or of one response of each of several; the number of prompts with
     fewer, and the number that do not fit the context.
     """
-    alone = len(policies) == 1
+    alone, drawn = len(policies) == 1, []
     count = config.sample.responses + SPARE if alone else 1
-    drawn = []
     for name, folder in policies:
         answered = answer_prompts(config, "sample", folder, prompts, count, () if alone else (name,))
         drawn.append({id(record): answers for record, _, answers, _ in answered})
-    tasks: list[Ranking] = []
-    seen: dict[str, int] = {}
+    tasks, seen = list[Ranking](), Counter[str]()
+    hashes = "+".join(policy_id.rsplit("@", 1)[-1] for policy_id, _ in policies)
     whole = [record for record in prompts if all(id(record) in answers for answers in drawn)]
     for record in whole:
-        seen[record.id] = number = seen.get(record.id, 0) + 1  # tasks with the same id would be joined
-        hashes = "+".join(policy_id.rsplit("@", 1)[-1] for policy_id, _ in policies)
-        task_id = f"{record.id}@{hashes}" + (f"#{number}" if number > 1 else "")
+        seen[record.id] += 1  # tasks with the same id would be joined
+        task_id = f"{record.id}@{hashes}" + (f"#{seen[record.id]}" if seen[record.id] > 1 else "")
         by_policy = zip(policies, drawn, strict=True)
         given = [(one.text, one.ended, name) for (name, _), by in by_policy for one in by[id(record)]]
         if alone:  # a labeler sees only the text
@@ -188,10 +167,7 @@ def draw_tasks(
 
 def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dict[str, Any]]:
     """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise), whose sides are drawn by
-    (seed, id).
-
-    The task also contains data that labelers do not see, so that the export is sufficient to restore the records: the item's
-    id, the turns of the prompt, each response's id, policy and metadata.
+    (seed, id); with data that labelers do not see, from which the export restores the records.
     """
 
     def data(shown: dict[str, Any], responses: Sequence[RankedResponse]) -> dict[str, Any]:
@@ -251,14 +227,12 @@ def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: st
 
 def next_step(folder: Path, tool: str) -> str:
     """What to do with the files: one paragraph for README.md and the screen."""
-    out = f"{folder}-imported"
-    if tool == "native":
-        return (
-            "Fill in `ranking` (response ids, best first, a tie as an inner list) and `labeler` in every line of "
-            f"tasks.jsonl, then: rlhf import path={folder}/tasks.jsonl out={out}"
+    do = "Fill in `ranking` (response ids, best first, a tie as an inner list) and `labeler` in every line of tasks.jsonl"
+    path = f"{folder}/tasks.jsonl"
+    if tool == "label_studio":
+        do = (
+            "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, and import "
         )
-    return (
-        "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, and import "
-        "tasks.json. When the labelers are done, export as JSON, then: "
-        f"rlhf import path=export.json format=label_studio out={out}"
-    )
+        do += "tasks.json. When the labelers are done, export as JSON"
+        path = "export.json format=label_studio"
+    return f"{do}, then: rlhf import path={path} out={folder}-imported"

@@ -33,7 +33,7 @@ Harmless: it hurts nobody, insults nobody, and helps nobody to do so.
 
 
 def run(config: Config) -> None:
-    """Serve until a signal stops the process. Raises: UserError for a run without models, or an address in use."""
+    """Serve until a signal stops the process."""
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
     folder, loopback = existing_run(config), check_address(config)
@@ -105,14 +105,12 @@ def make(config: Config, folder: Path, loopback: bool, address: str, held: ExitS
     settings = config.serve
     labels = Path(settings.labels) if settings.labels else folder / "serve" / "labels.jsonl"
     refuse_inside_stage(labels, "serve.labels")
-    file = LabelFile(labels)
-    names = names_of(settings.labelers)
-    tasks = load_tasks(settings.tasks, folder)
+    file, names, tasks = LabelFile(labels), names_of(settings.labelers), load_tasks(settings.tasks, folder)
     written = Path(settings.instructions) if settings.instructions else labels.with_name("instructions.txt")
-    own = settings.instructions or written.is_file()
     judged = any(len({response.policy for response in task.responses}) > 1 for task in tasks)  # not to be trained on
-    usual = INSTRUCTIONS.format(first=EVALUATION if judged else TRAINING)
-    instructions = read_instructions(written) if own else usual
+    instructions = INSTRUCTIONS.format(first=EVALUATION if judged else TRAINING)
+    if settings.instructions or written.is_file():
+        instructions = read_instructions(written)
     staff = Staff(labels.parent, names, address, written) if names else None
     if staff is not None:
         links = f"{labels.parent}/labelers.txt, manager.txt"
@@ -129,9 +127,8 @@ def make(config: Config, folder: Path, loopback: bool, address: str, held: ExitS
     rounds = None
     if settings.pipeline is not None:
         if staff is None or not (run_folder(replace(config, run=settings.pipeline)) / "settings.json").is_file():
-            raise UserError(
-                f"serve.pipeline={settings.pipeline}: want a run of `rlhf pipeline` in {config.runs_dir}, and labelers=[…]"
-            )
+            wanted = f"want a run of `rlhf pipeline` in {config.runs_dir}, and labelers=[…]"
+            raise UserError(f"serve.pipeline={settings.pipeline}: {wanted}")
         rounds = Rounds(config, folder, settings.pipeline)
     return thread, make_app(thread, access, labelling, staff, rounds), rounds
 
@@ -150,13 +147,12 @@ def load_gold(config: Config, tasks: list[Any]) -> dict[str, Any]:
     """The gold items of serve.gold by id. Raises: UserError for one without a ranking or with a task's id, or too few of them."""
     settings = config.serve
     records = [] if settings.gold is None else load_comparisons(settings.gold)[0]
-    wrong = first_repeat(record.id for record in [*tasks, *records])
-    if wrong := wrong or next((record.id for record in records if not record.pair_list()), None):
+    unordered = next((record.id for record in records if not record.pair_list()), None)
+    if wrong := first_repeat(record.id for record in [*tasks, *records]) or unordered:
         raise UserError(f"serve.gold={settings.gold}: {wrong!r}: want rankings with an order, and ids of their own")
     if settings.qualification > len(records):
-        raise UserError(
-            f"serve.qualification={settings.qualification}: serve.gold has {len(records)} rankings: want as many"
-        )
+        few = f"serve.gold has {len(records)} rankings: want as many"
+        raise UserError(f"serve.qualification={settings.qualification}: {few}")
     return {record.id: record for record in records}
 
 

@@ -30,18 +30,8 @@ class StageState(NamedTuple):
     folder: Path
     files: StageFiles
 
-    @property
-    def figures(self) -> list[str]:
-        """The newest values of each chart that has a label for `rlhf watch`: of its first curve and of a held-out one."""
-        figures = []
-        for chart in (chart for chart in CHARTS.get(self.title.rpartition("/")[2], ()) if chart.watch):
-            for i, (metric, word) in enumerate(chart.expand(self.files.points)[:2]):
-                if i == 0 or metric.startswith("eval/"):
-                    label = chart.watch if i == 0 else f"{chart.watch} {word}"
-                    figures.append(f"{label} {format_figure(self.files.points[metric][1][-1])}")
-        return figures
-
     def __str__(self) -> str:
+        """With the newest values of each chart that has a label for `rlhf watch`: of its first curve and of a held-out one."""
         parts, step = [f"{self.title}: {self.status}"], int(self.files.last_step)
         total = int(number_at(self.files.record, "steps") or 0) or None
         if step:
@@ -51,7 +41,12 @@ class StageState(NamedTuple):
             parts += [f"{format_seconds((total - step) * seconds / steps)} left"] if steps > 0 else []
         if self.status == "complete" and (taken := number_at(self.files.record, "seconds")) is not None:
             parts.append(format_seconds(taken))
-        return "  ".join([*parts, *self.figures])
+        for chart in (chart for chart in CHARTS.get(self.title.rpartition("/")[2], ()) if chart.watch):
+            for i, (metric, word) in enumerate(chart.expand(self.files.points)[:2]):
+                if i == 0 or metric.startswith("eval/"):
+                    label = chart.watch if i == 0 else f"{chart.watch} {word}"
+                    parts.append(f"{label} {format_figure(self.files.points[metric][1][-1])}")
+        return "  ".join(parts)
 
 
 def look(run: Path) -> list[StageState]:
