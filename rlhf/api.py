@@ -9,8 +9,9 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.setting import settings_in
 from rlhf.errors import UserError
-from rlhf.recipe import PARENTS, POLICY_STAGES
-from rlhf.runs.folders import check_output, is_complete, read_stage, stage_folder, stages_of
+from rlhf.recipe import POLICY_STAGES
+from rlhf.runs.folders import check_output, is_complete, read_stage, stages_of
+from rlhf.runs.run_files import entry_at, stage_places
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +33,9 @@ class LoadedRun:
         _check(device=("device", device), precision=("precision", precision))
         self.folder = folder = Path(run)
         self._config = Config(run=folder.name, runs_dir=str(folder.parent), device=device, precision=precision)
-        records = [read_stage(stage) or {} for stage in stages_of(folder).values()]
-        if not records:
+        if not [read_stage(stage) for stage in stages_of(folder).values()]:
             raise UserError(f"{folder}: no stage of a run in it: want the folder of a run, such as runs/demo")
-        for record in records:  # stages that the run took from elsewhere
-            for stage, place in ((record.get("config") or {}).get("parents") or {}).items():
-                if stage in PARENTS and place is not None:
-                    setattr(self._config.parents, stage, place)
+        self._places = stage_places(folder)
         self._models: dict[str, Any] = {}
         self._tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -48,7 +45,7 @@ class LoadedRun:
     @property
     def policies(self) -> tuple[str, ...]:
         """The finished stages that have a policy."""
-        return tuple(stage for stage in POLICY_STAGES if is_complete(stage_folder(self._config, stage)))
+        return tuple(stage for stage in POLICY_STAGES if is_complete(self._places[stage]))
 
     @property
     def device(self) -> "torch.device":
@@ -64,7 +61,7 @@ class LoadedRun:
             from rlhf.data.tokenizer import load_tokenizer
 
             stage = self.policies[-1] if self.policies else "tokenizer"
-            self._tokenizer = load_tokenizer(self._checked(stage) / "model")
+            self._tokenizer = load_tokenizer(self._model_folder(stage))
         return self._tokenizer
 
     def policy(self, stage: str = "ppo") -> "PreTrainedModel":
@@ -74,7 +71,7 @@ class LoadedRun:
         if stage not in self._models:
             from rlhf.training.setup import load_policy
 
-            self._models[stage] = load_policy(self._checked(stage) / "model").to(self.device)
+            self._models[stage] = load_policy(self._model_folder(stage)).to(self.device)
         return self._models[stage]
 
     def reward_model(self) -> "RewardModel | TextRewardModel":
@@ -84,7 +81,7 @@ class LoadedRun:
             from rlhf.training.setup import be_quiet
 
             be_quiet()
-            self._models["reward"] = load_reward_model(self._checked("reward") / "model", self.device)
+            self._models["reward"] = load_reward_model(self._model_folder("reward"), self.device)
         return self._models["reward"]
 
     def sample(
@@ -99,9 +96,7 @@ class LoadedRun:
     ) -> list[str]:
         """One answer per prompt. It depends only on the model, the prompt, its position in the list and the seed.
 
-        max_new_tokens: maximum length of an answer; None: as in the run.
-
-        Raises: UserError if a prompt does not fit the context.
+        max_new_tokens: maximum length of an answer; None: as in the run. Raises: UserError if a prompt does not fit the context.
         """
         length = self.max_new_tokens(stage) if max_new_tokens is None else max_new_tokens
         _check(seed=("seed", seed), temperature=("chat.temperature", temperature))
@@ -114,24 +109,25 @@ class LoadedRun:
 
         policy, tokenizer = self.policy(stage), self.tokenizer
         length, room = room_for(tokenizer.model_max_length, length)
-        fitted = [encode_prompt_within(tokenizer, dialogue, room) for dialogue in dialogues]
-        if None in fitted:
-            context = f"the context of {tokenizer.model_max_length} tokens"
-            raise UserError(f"prompt {fitted.index(None)}: does not fit {context}: shorten it")
-        prompt_ids, keys = [fit[0] for fit in fitted if fit], [("api", i) for i in range(len(fitted))]
+        prompt_ids = []
+        for i, dialogue in enumerate(dialogues):
+            if (fitted := encode_prompt_within(tokenizer, dialogue, room)) is None:
+                raise UserError(
+                    f"prompt {i}: does not fit the context of {tokenizer.model_max_length} tokens: shorten it"
+                )
+            prompt_ids.append(fitted[0])
         with inference(self._config, self.device):
             how = {"seed": seed, "max_new_tokens": length, "temperature": temperature, "greedy": greedy}
             ends = end_ids(tokenizer, base=stage == "pretrain")
             engine = make_sampler(self._config, policy, tokenizer, batch_size=None, eos_token_id=ends, **how)
-            answers = draw_answers(engine, tokenizer, prompt_ids, keys)
+            answers = draw_answers(engine, tokenizer, prompt_ids, [("api", i) for i in range(len(prompt_ids))])
         return [answer.text for answer in answers]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str], ended: Sequence[bool] = ()) -> list[float]:
         """The reward model's calibrated score of each response to the prompt at the same position.
 
-        ended: whether each has its end token, as all have unless it is given.
-
-        Raises: UserError if the lengths differ, or a prompt does not fit the context.
+        ended: whether each has its end token, as all have unless it is given. Raises: UserError if the lengths differ, or a prompt does
+        not fit the context.
         """
         dialogues = _dialogues(prompts)
         if isinstance(responses, str) or not all(isinstance(response, str) for response in responses):
@@ -145,8 +141,8 @@ class LoadedRun:
 
         model, rows, counts = self.reward_model(), [], Counter[str]()
         self._config.rollout.max_new_tokens = self.max_new_tokens("reward")
-        recorded = (self.record("reward").get("config") or {}).get("data") or {}
-        self._config.data.max_tokens = recorded.get("max_tokens", self._config.data.max_tokens)
+        recorded = entry_at(self.record("reward"), "config", "data", "max_tokens")
+        self._config.data.max_tokens = recorded or self._config.data.max_tokens
         encode = item_encoder(self._config, model, self.tokenizer, counts)
         for i, (prompt, response) in enumerate(zip(dialogues, responses, strict=True)):
             encoded = encode(prompt, [(response, i >= len(ended) or ended[i])])
@@ -154,23 +150,22 @@ class LoadedRun:
                 raise UserError(f"prompt {i}: does not fit the reward model's context: shorten it")
             rows += encoded[0]
         if cut := counts.total():
-            limit = row_limit(self._config, self.tokenizer)
-            say(f"score: {cut} prompts or responses were cut to {limit} tokens (data.max_tokens and the context)")
+            limit = f"{row_limit(self._config, self.tokenizer)} tokens (data.max_tokens and the context)"
+            say(f"score: {cut} prompts or responses were cut to {limit}")
         with inference(self._config, self.device):
             return score(model, rows).tolist()
 
-    def _checked(self, stage: str) -> Path:
-        folder = stage_folder(self._config, stage)
-        check_output(folder, stage)
-        return folder
+    def _model_folder(self, stage: str) -> Path:
+        check_output(self._places[stage], stage)
+        return self._places[stage] / "model"
 
     def record(self, stage: str) -> dict[str, Any]:
         """The stage's record (settings, hash, …); empty if it was not run."""
-        return read_stage(stage_folder(self._config, stage)) or {}
+        return read_stage(self._places[stage]) or {}
 
     def max_new_tokens(self, stage: str) -> int:
         """The maximum length of a response in the stage's record."""
-        recorded = ((self.record(stage).get("config") or {}).get("rollout") or {}).get("max_new_tokens")
+        recorded = entry_at(self.record(stage), "config", "rollout", "max_new_tokens")
         return recorded or self._config.rollout.max_new_tokens
 
 
@@ -194,7 +189,8 @@ def _dialogues(prompts: Sequence[Prompt]) -> list[list[Any]]:
 
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         raise UserError(f"prompts: got a {type(prompts).__name__}: want a list of prompts")
-    rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)]
-    return [
-        check_value(row, PromptRecord, f"prompt {row['id']}", "want a text, or a list of turns").prompt for row in rows
-    ]
+    rows, wanted = (
+        [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)],
+        "want a text, or a list of turns",
+    )
+    return [check_value(row, PromptRecord, f"prompt {row['id']}", wanted).prompt for row in rows]
