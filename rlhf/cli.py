@@ -9,11 +9,10 @@ from dataclasses import asdict
 from multiprocessing import parent_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from rlhf.config import Config, compose, removed
 from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, SHARED_FLAG, WITHOUT_GROUPS
-from rlhf.config.setting import get, listed, settings_in, stored
+from rlhf.config.setting import get, listed, settings_in, shown, stored
 from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents, run_folder
@@ -159,8 +158,8 @@ def _command_help(command: str, given: compose.Words) -> str:
     for group in ("", *COMMANDS[command][2]):
         for key, stated in settings_in(compose.schema_of(command)).items():
             if key.rpartition(".")[0] == group:
-                value = _show(get(config, key))
-                usual = "" if value == _show(stated.default) else f" (default {_show(stated.default)})"
+                value = shown(get(config, key))
+                usual = "" if value == shown(stated.default) else f" (default {shown(stated.default)})"
                 choices = "" if stated.choices is None else f"{' | '.join(stated.choices)}: "
                 lines.append(f"  {key + '=' + value:<40} {choices}{stated.help}{usual}")
     if command == "import":
@@ -175,7 +174,3 @@ def _command_help(command: str, given: compose.Words) -> str:
             "Defaults are the papers' values. With experiment=… or run=… this help shows the values that they give.",
         ]
     return "\n".join(lines)
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -107,7 +107,7 @@ def test_help_and_mistakes_import_nothing_heavy():
     (["next", "run=x"], "`rlhf next` is gone: `rlhf generate"),
     (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),
     (["ppo", "study.kind=details"], "unknown setting 'study.kind': use the options of `python scripts/studies/"),
-    (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt: only format=table uses columns.* and words.*: add"),
+    (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt=q: only format=table uses columns.* and words.*: add"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(call, arguments, said):
     code, out, err = call(*arguments)

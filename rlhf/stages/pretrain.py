@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import Config
-from rlhf.config.checks import batch_relation
 from rlhf.config.model import shape_of
 from rlhf.config.precision import inference
 from rlhf.config.setting import listed
@@ -69,9 +68,9 @@ def run(config: Config) -> None:
         model = make_model(config, tokenizer) if adopted is None else adopted.model
         context = lm(model).context or tokenizer.model_max_length
         length = min(context, config.pretrain.global_batch_tokens)  # of a block
-        broken, problem = batch_relation(config, length, f"the model's context of {length} tokens, or less than it")
-        if broken:
-            raise UserError(problem)
+        if (batch := config.pretrain.global_batch_tokens) % length:
+            wanted = f"want a multiple of the model's context of {length} tokens, or less than it"
+            raise UserError(f"pretrain.global_batch_tokens={batch}: {wanted}")
         if config.pretrain.isolate_documents and not lm(model).native:
             raise UserError("pretrain.isolate_documents: transformers' class cannot: want false, or model.native=true")
 
