@@ -21,8 +21,6 @@ DEEPSPEED = {
 
 @dataclass(slots=True)
 class TrackingConfig:
-    """Where metrics are written. JSONL is always written."""
-
     kind: str = setting("wandb", "wandb: offline without a key; off: no samples", choices=("wandb", "jsonl", "off"))
     project: str | None = setting(None, "W&B project; none: the variable WANDB_PROJECT, or rlhf")
     entity: str | None = setting(None, "W&B user or team; none: the key's own")
@@ -35,8 +33,6 @@ class TrackingConfig:
 
 @dataclass(slots=True)
 class CheckpointConfig:
-    """The checkpoints that a killed run resumes from."""
-
     every_seconds: float = setting(600.0, "seconds between them, more if writing is slow; 0: after each step", min=0)
     keep: int = setting(2, "newest checkpoints to keep", min=1)
     keep_best: int = setting(0, "checkpoints with the best held-out score (ppo) to keep for good", min=0)
@@ -45,15 +41,11 @@ class CheckpointConfig:
 
 @dataclass(slots=True)
 class LauncherConfig:
-    """How stages are started."""
-
     processes: int = setting(1, "processes per stage, on this machine", min=1, max=MAX_PROCESSES)
 
 
 @dataclass(slots=True)
 class ShardingConfig:
-    """Settings of ZeRO, apart from its stage (`deepspeed=…`)."""
-
     bucket_elements: int = setting(50_000_000, "elements of each communication buffer", min=1)
     persistence_threshold: int = setting(10_000, "ZeRO-3: tensors with fewer elements stay whole on every rank", min=0)
     overlap: bool | None = setting(None, "ZeRO-2, 3: sum gradients during backward; none: on a GPU", changes=ROUNDING)
@@ -137,8 +129,6 @@ class Config:
 
 @dataclass(slots=True)
 class PlanConfig(Config):
-    """`rlhf plan`: the settings of training, and the machine they are planned for."""
-
     gpus: int = setting(1, "total GPUs", min=1)
     gpu_memory_gb: float = setting(80.0, "memory of one GPU, in 10^9 bytes", above=0)
     dtype: str = setting("bf16", "bf16: mixed precision", choices=("bf16", "fp32"))

@@ -70,8 +70,6 @@ CHOOSE = ("first", "random", "uncertain", "disagreement")
 
 @dataclass(slots=True)
 class SampleConfig:
-    """`rlhf sample`: the next labelling round."""
-
     stage: str = setting("sft", "stage whose model answers", choices=POLICY_STAGES)
     stages: Any = setting(None, "policies to compare, as sft or run/ppo: tasks with one response of each", kind="names")
     split: str = setting("train", "split of the prompts", choices=("train", "dev", "test"))
@@ -90,8 +88,6 @@ class SampleConfig:
 
 @dataclass(slots=True)
 class GenerateConfig:
-    """`rlhf generate`: responses to a file of prompts (data.prompts), one JSON line per prompt."""
-
     stage: str = setting("ppo", "stage whose model answers", choices=POLICY_STAGES)
     samples: int = setting(1, "responses per prompt", min=1)
     temperature: float = setting(1.0, "temperature of sampling", min=LEAST_TEMPERATURE)
@@ -122,8 +118,6 @@ class ChatConfig:
 
 @dataclass(slots=True)
 class ServeConfig:
-    """`rlhf serve`: an OpenAI-style API, and a page for chat, comparison and labelling."""
-
     port: int = setting(8000, "port to listen on; 0: any free one", min=0, max=65535)
     host: str = setting("127.0.0.1", "address to listen on; any but loopback needs serve.token")
     token: str | None = setting(None, "secret of each request; better as '${oc.env:NAME}'")
@@ -204,8 +198,6 @@ class CorpusConfig:
 
 @dataclass(slots=True)
 class ImportConfig:
-    """`rlhf import`: converts files of other formats to records and accounts for every row."""
-
     path: Any = setting(None, "a file, a folder, a hub id, or a list of these", kind="paths")
     format: str = setting("auto", "name of the format, auto, or a function as module:name or file.py:name")
     out: str | None = setting(None, "the folder to write", changes=NOTHING)

@@ -110,8 +110,6 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field states of its setting."""
-
     help: str
     choices: tuple[str, ...] | None = None
     min: float | None = None

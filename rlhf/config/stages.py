@@ -58,8 +58,6 @@ class OptimizerConfig:
 
 @dataclass(slots=True)
 class WarmupConfig(OptimizerConfig):
-    """The same with a warm-up."""
-
     warmup_fraction: float = setting(0.0, "fraction of the steps of linear warm-up", min=0, below=1)
 
 
@@ -85,8 +83,6 @@ class PretrainConfig(OptimizerConfig):
 
 @dataclass(slots=True)
 class EvaluatedConfig(WarmupConfig):
-    """The same with evaluations during training."""
-
     eval_every: int = setting(0, "steps between held-out losses; 0: after training only", min=0)
     patience: int | None = setting(None, "evaluations without a better loss that end training; the best is kept", min=1)
 
@@ -227,8 +223,6 @@ class RolloutConfig:
 
 @dataclass(slots=True)
 class EvaluateConfig:
-    """The final figures."""
-
     prompts: int = setting(512, "held-out prompts, drawn by a hash", min=1, changes=RESULT)
     split: str = setting("test", "split of prompts; dev: to choose settings", choices=("test", "dev"), changes=RESULT)
     samples: int = setting(3, "responses per prompt at temperature 1", min=1, changes=RESULT)
