@@ -27,7 +27,7 @@ from rlhf.config.commands import (
 )
 from rlhf.config.model import shape_settings
 from rlhf.config.removed import EQUIVALENTS, replacement
-from rlhf.config.setting import FromEnvironment, flatten, get, settings_in
+from rlhf.config.setting import FromEnvironment, flatten, settings_in
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
 from rlhf.system.files import check_regular
@@ -60,8 +60,6 @@ def choices_of(group: str, *folders: Path) -> list[str]:
 
 
 class Words(NamedTuple):
-    """A command line taken apart."""
-
     overrides: list[str]
     sweeps: bool = False  # -m: a job for each combination of values
     shows: bool = False  # --cfg job: only print the configuration
@@ -248,10 +246,9 @@ def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[An
 
 def compose_config(overrides: Sequence[str], command: str = "") -> Any:
     """The `Config` (or the command's own schema) that these overrides give. Raises: UserError if Hydra refuses them."""
-    lasts = not any(
-        "${" in text or text.startswith("hydra.") for text in overrides
-    )  # whatever the environment and the user's files
-    return deepcopy(_compose(tuple(overrides), command)) if lasts else _compose.__wrapped__(overrides, command)
+    if any("${" in text or "hydra." in text for text in overrides):  # the environment and the user's files may change
+        return _compose.__wrapped__(overrides, command)
+    return deepcopy(_compose(tuple(overrides), command))
 
 
 @functools.lru_cache(maxsize=16)
@@ -296,8 +293,8 @@ def to_settings(composed: Any) -> Any:
     """The schema's own classes, with interpolations resolved; text from the environment keeps the name of its variable."""
     from omegaconf import OmegaConf
 
-    config: Any = OmegaConf.to_object(composed)
-    texts = flatten(OmegaConf.to_container(composed, resolve=False))
+    tree: Any = OmegaConf.to_container(composed, resolve=False)
+    texts = flatten(tree)
 
     def from_environment(text: Any) -> bool:
         """Directly, or through other settings."""
@@ -307,16 +304,16 @@ def to_settings(composed: Any) -> Any:
     def mark(text: Any, value: Any) -> Any:
         if isinstance(text, list):
             return [mark(*pair) for pair in zip(text, value, strict=True)]
+        if isinstance(text, dict) and isinstance(value, dict):
+            return {key: mark(inner, value[key]) for key, inner in text.items()}
+        for key, inner in text.items() if isinstance(text, dict) else ():
+            setattr(value, key, mark(inner, getattr(value, key)))
         if isinstance(value, str) and from_environment(text):
             value = FromEnvironment(value)
             value.source = text
         return value
 
-    for key in settings_in(config.__class__):
-        if isinstance(texts.get(key), str | list):
-            group, _, name = key.rpartition(".")
-            setattr(get(config, group) if group else config, name, mark(texts[key], get(config, key)))
-    return config
+    return mark(tree, OmegaConf.to_object(composed))
 
 
 def first_line(error: BaseException) -> str:
