@@ -69,11 +69,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def with_remembered(command: str, given: compose.Words) -> compose.Words:
-    """The words, preceded by the settings that their run remembers and that they do not change.
-
-    Sweeps, a pipeline's processes and commands with a schema of their own state everything themselves.
-    """
-    if given.sweeps or command in compose.SCHEMAS or parent_process() is not None:
+    """The words, preceded by the settings that their run remembers and that they do not change."""
+    if given.sweeps or command in compose.SCHEMAS or parent_process() is not None:  # they state everything themselves
         return given
     stated = by_key(given.overrides)
     config = compose.compose_config(given.overrides, command) if given.overrides else Config()
@@ -94,10 +91,7 @@ def with_remembered(command: str, given: compose.Words) -> compose.Words:
 
 
 def _run(command: str, given: compose.Words) -> None:
-    """Check the configuration, of a sweep every job's, then run the command with each.
-
-    The overrides go to the stages of a pipeline, and to the command itself if it runs as several processes.
-    """
+    """Check the configuration, of a sweep every job's, then run the command with each."""
     jobs = compose.check_jobs(given.overrides, given.sweeps, command)
     for number, (config, overrides) in enumerate(jobs, 1):
         if given.shows:

@@ -1,7 +1,6 @@
-"""The recipe as a table: one row per stage. Whatever else depends on the stages is derived from these rows.
+"""The recipe as a table: one row per stage, from which whatever depends on the stages is derived. Imports nothing of the project.
 
-To add a stage, add a row here and one file under rlhf/stages/ (docs/new_stage.md has a worked example). This module
-imports nothing of the project.
+To add a stage, add a row here and one file under rlhf/stages/ (docs/new_stage.md has a worked example).
 """
 
 from collections.abc import Iterable, Mapping

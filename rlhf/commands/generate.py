@@ -1,7 +1,6 @@
 """`rlhf generate`: a stage's model answers a file of prompts; one JSON line per prompt, for judges and labelers.
 
-A line contains `id`, `prompt` (messages), `responses` and `ended` (lists of k), `logprobs` and `token_ids` on request, and
-everything that the responses depend on: `model`, `model_hash`, `seed`, `temperature`, `greedy`, `max_new_tokens`.
+A line contains the prompt, the lists `responses` and `ended`, `logprobs` and `token_ids` on request, and what the responses depend on.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Starts a stage as several processes on this machine, one per device, and stops them together.
 
-They find each other through the environment variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, …). For several machines
-use torchrun (docs/scale.md). Imports neither torch nor hydra.
+They find each other by torchrun's environment variables (RANK, WORLD_SIZE, …). For several machines use torchrun (docs/scale.md).
 """
 
 import contextlib
@@ -38,9 +37,7 @@ def import_once(modules: Sequence[str]) -> None:
 def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0, module: str = "rlhf") -> int:
     """Run `python -m rlhf <arguments>` as several processes; returns 0, or the exit code of the first one that failed.
 
-    If one fails, the others are killed, since they would wait for it and report follow-up errors. All of them end with this process.
-    threads: per process; 0 divides the cores. Raises: after a signal and their end KeyboardInterrupt, or SystemExit if they have said
-    how to resume.
+    Then the others are killed, since they would wait for it. All end with this process. threads: per process; 0 divides the cores.
     """
     sys.stdout.flush()
     _start_server()
@@ -57,9 +54,9 @@ def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0
             process.terminate()  # the process ignores a second signal within a second
         for process in started:
             process.join()
-        if INTERRUPTED not in [process.exitcode for process in started]:
-            raise
-        sys.exit(INTERRUPTED)  # they have printed how to resume
+        if INTERRUPTED in [process.exitcode for process in started]:  # they have printed how to resume
+            sys.exit(INTERRUPTED)
+        raise
     finally:
         for process in started:
             process.kill()
@@ -109,7 +106,6 @@ def _run_module(command: list[str], environment: dict[str, str]) -> None:
 
 
 def environments(processes: int, threads: int) -> list[dict[str, str]]:
-    """The environment of each process."""
     if processes == 1:
         return [dict(os.environ)]
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,6 +1,6 @@
 """`rlhf pipeline`: all stages in order, each in its own processes. Complete stages are skipped, interrupted ones resumed.
 
-Imports neither torch nor transformers, so a complete run is recognised in a second.
+Imports no torch, so a complete run is recognised in a second.
 """
 
 import shutil
@@ -28,6 +28,7 @@ from rlhf.system.exits import INTERRUPTED, report
 from rlhf.system.files import write_json
 from rlhf.system.terminal import say
 
+Start = Callable[[Config, str, list[str]], None]
 OTHERWISE = "choose another run=…, or add overwrite=true to redo this stage and those that build on it"
 LEAST_FREE_BYTES = 200 * 2**20  # with less free space a run would fail later
 
@@ -55,10 +56,7 @@ def run(config: Config, overrides: Sequence[str] = ()) -> None:
 
 
 def stages_to_run(config: Config, last: Sequence[str] = ()) -> list[str]:
-    """The stages that this run needs and that `parents.<stage>` does not provide, in the order of the pipeline.
-
-    last: the wanted ones; if none, `stages`, or the ends of the pipeline, and the baselines that its evaluation compares.
-    """
+    """The stages that a run needs for its `last` ones, if none are given the settings' or the pipeline's; `parents.<stage>` need none."""
     wanted: set[str] = set()
 
     def want(stage: str) -> None:
@@ -134,9 +132,7 @@ def check_settings(config: Config, stages: Sequence[str]) -> None:
             raise UserError(f"{folder}: {stage} was run with other settings ({changed}): {OTHERWISE}")
 
 
-def ensure_stage(
-    config: Config, stage: str, overrides: list[str], start: Callable[[Config, str, list[str]], None] | None = None
-) -> str:
+def ensure_stage(config: Config, stage: str, overrides: list[str], start: Start | None = None) -> str:
     """Run a stage unless it is complete and matches; returns what was done. start: runs it with these overrides; None: as processes."""
     folder, parents = stage_folder(config, stage), folders.collect_parents(config, stage)
     recorded, reason = read_stage(folder), None
@@ -185,9 +181,7 @@ def ensure_tasks(config: Config, overrides: list[str]) -> None:
     settings = {
         "run": config.run,
         "rounds": str(earlier.rounds),  # whose comparisons say which prompts are labelled
-        "parents.label": earlier.run,
-        "parents.ppo": earlier.run,
-        "parents.reward": earlier.run,
+        **dict.fromkeys(("parents.label", "parents.ppo", "parents.reward"), earlier.run),
         "sample.stage": "ppo",
         "sample.out": f"'{out}'",
     }

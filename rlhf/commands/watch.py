@@ -74,10 +74,7 @@ def run(config: Config) -> None:
 
 
 def follow(run: Path, every: float, wait: bool, out: TextIO, patience: float = PATIENCE) -> None:
-    """Prints a line when a stage begins or ends, and every INTERVAL seconds if it has changed.
-
-    Raises: UserError if the run is incomplete and no process has worked on it for `patience` seconds.
-    """
+    """Prints a line when a stage begins or ends, and every INTERVAL seconds if it has changed. patience: seconds without a process."""
     printed, printed_at, changed_at, seen = dict[str, str](), 0.0, 0.0, None
     while True:
         stages, now = look(run), time.monotonic()
@@ -97,7 +94,5 @@ def follow(run: Path, every: float, wait: bool, out: TextIO, patience: float = P
         time.sleep(max(0.05, every))
     if stopped := [stage for stage in stages if stage.status == "stopped"]:
         step = stopped[-1].files.last_step
-        raise UserError(
-            f"{stopped[-1].folder}: {stopped[-1].title} stopped{f' at step {step:,}' if step else ''} and no process works "
-            "on it: run the same command again, it resumes"
-        )
+        where = f"{stopped[-1].folder}: {stopped[-1].title} stopped{f' at step {step:,}' if step else ''}"
+        raise UserError(f"{where} and no process works on it: run the same command again, it resumes")

@@ -1,7 +1,6 @@
 """The schema of every setting: its type, default (the papers' value), unit, meaning, range, and what it changes.
 
-All of this is stated once, on the field (setting.py). YAML under conf/ holds differences. `python -m rlhf <command>
---cfg job` prints the composed result. This package imports nothing heavy, so that checking an override costs milliseconds.
+All of this is stated once, on the field (setting.py); YAML under conf/ holds differences. This package imports nothing heavy.
 """
 
 from dataclasses import dataclass, make_dataclass
@@ -141,3 +140,7 @@ class PlanConfig(Config):
     gpu_price: float | None = setting(None, "price of one GPU for an hour, without energy", above=0)
     energy_price: float | None = setting(None, "price of a kilowatt-hour; needs gpu_watts", above=0)
     out: str | None = setting(None, "file or folder for plan.json")
+
+
+# Commands that have a schema of their own; all others share `Config`.
+SCHEMAS: dict[str, Any] = {"import": commands.ImportConfig, "corpus": commands.CorpusConfig, "plan": PlanConfig}

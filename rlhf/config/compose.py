@@ -13,18 +13,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.config import Config, PlanConfig
+from rlhf.config import SCHEMAS, Config
 from rlhf.config.checks import check_config
-from rlhf.config.commands import (
-    COMMANDS,
-    CONFIG_GROUPS,
-    OF_SEVERAL,
-    SHARED_FLAG,
-    WITHOUT_GROUPS,
-    CorpusConfig,
-    ImportConfig,
-    uses,
-)
+from rlhf.config.commands import COMMANDS, CONFIG_GROUPS, OF_SEVERAL, SHARED_FLAG, WITHOUT_GROUPS, uses
 from rlhf.config.model import shape_settings
 from rlhf.config.removed import EQUIVALENTS, replacement
 from rlhf.config.setting import FromEnvironment, flatten, settings_in
@@ -33,8 +24,6 @@ from rlhf.recipe import BASELINES, PIPELINE, STAGES, ancestors
 from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
-# Commands that have a schema of their own; all others share `Config`.
-SCHEMAS: dict[str, type[Any]] = {"import": ImportConfig, "corpus": CorpusConfig, "plan": PlanConfig}
 FLAGS = ("-m", "--multirun", "-c", "--cfg", "-cd", "--config-dir")
 # Settings that may be written without their group.
 SHORT = {"serve": ("labelers", "labels_per_prompt"), "clean": ("yes",)}

@@ -41,11 +41,7 @@ def wants_bfloat16(config: Config, device: "torch.device") -> bool:
 
 @contextmanager
 def inference(config: Config, device: "torch.device") -> Iterator["torch.device"]:
-    """How models run outside training: without gradients, their products in the precision of training; yields the device.
-
-    Scalar heads and calibration stay in float32. TF32 stays off, so that float32 means float32; GPUs with TF32 also have
-    bfloat16.
-    """
+    """How models run outside training: without gradients, their products in the precision of training; yields the device."""
     import torch
 
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=wants_bfloat16(config, device)):
