@@ -112,9 +112,8 @@ class LoadedRun:
         prompt_ids = []
         for i, dialogue in enumerate(dialogues):
             if (fitted := encode_prompt_within(tokenizer, dialogue, room)) is None:
-                raise UserError(
-                    f"prompt {i}: does not fit the context of {tokenizer.model_max_length} tokens: shorten it"
-                )
+                context = f"the context of {tokenizer.model_max_length} tokens"
+                raise UserError(f"prompt {i}: does not fit {context}: shorten it")
             prompt_ids.append(fitted[0])
         with inference(self._config, self.device):
             how = {"seed": seed, "max_new_tokens": length, "temperature": temperature, "greedy": greedy}
@@ -189,8 +188,5 @@ def _dialogues(prompts: Sequence[Prompt]) -> list[list[Any]]:
 
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         raise UserError(f"prompts: got a {type(prompts).__name__}: want a list of prompts")
-    rows, wanted = (
-        [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts)],
-        "want a text, or a list of turns",
-    )
+    rows, wanted = [{"id": str(i), "prompt": one} for i, one in enumerate(prompts)], "want a text, or a list of turns"
     return [check_value(row, PromptRecord, f"prompt {row['id']}", wanted).prompt for row in rows]

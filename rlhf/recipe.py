@@ -30,9 +30,7 @@ class StageRow:
     data: tuple[str, ...] = ()  # the kinds of data it reads: data.<kind>
     settings: tuple[str, ...] = ()  # settings that change its result: single ones or whole groups
     reads: tuple[str, ...] = ()  # further settings that it reads, on which its result does not depend
-    gold_data: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of a stage of the gold world only: the file of each kind it writes
+    gold_data: Mapping[str, str] = field(default_factory=dict)  # of the gold world's own stages: the file of each kind
     kept_work: tuple[str, ...] = ()  # files, besides checkpoints, from which an interrupted stage continues
     several_processes: bool = False  # whether several processes can run it together
     optional: bool = False  # whether the pipeline runs it only if a setting asks for it

@@ -79,19 +79,14 @@ def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[s
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
     name, offset = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
-    forms = (
-        "rendered with the chat template, read at its last token",
-        "prompt and response as its tokenizer frames them",
-    )
-    form = forms[loaded.reads_text]
+    form = "prompt and response as its tokenizer frames them"
+    form = form if loaded.reads_text else "rendered with the chat template, read at its last token"
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
     if name == "GPTForSequenceClassification":
         notes.append("It loads after `import rlhf.model`: no class of transformers expresses this model.")
     if offset:
-        notes.append(
-            f"score = logit {offset:+.6g} (score_offset in config.json): {name} has no bias for this constant, which changes neither an "
-            "order nor a difference of scores."
-        )
+        bias = f"{name} has no bias for this constant, which changes neither an order nor a difference of scores"
+        notes.append(f"score = logit {offset:+.6g} (score_offset in config.json): {bias}.")
     return "AutoModelForSequenceClassification.from_pretrained('{}')", notes
 
 

@@ -77,9 +77,7 @@ def answer_prompts(
             bar.update()
 
 
-def answered_rows(
-    config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str]
-) -> Iterator[dict[str, Any]]:
+def answered_rows(config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str]) -> Iterator[dict]:
     """The file's rows; `cut`: whether the prompt was cut from the left to fit."""
     for record, cut, answers, how in answer_prompts(config, "generate", folder, records, config.generate.samples):
         prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]

@@ -133,10 +133,8 @@ class Run:
         from rlhf.runs.stage import open_stage
         from rlhf.stages import ppo
 
-        with (
-            self._starting("ppo", overwrite, settings) as config,
-            open_stage(config, "ppo", hash_sources(config, "ppo")) as stage,
-        ):
+        starting = self._starting("ppo", overwrite, settings)
+        with starting as config, open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
             parts = ppo.load_parts(config, stage)
             ppo.limit_memory(stage, parts)
             yield parts

@@ -60,10 +60,8 @@ def run(config: Config) -> None:
                 "files": {name: sha256_file(temporary / name) for name in files},
             }
             write_json(temporary / RECORD, record)
-    responses = sum(len(task.responses) for task in tasks)
-    say(
-        f"sample: {len(tasks):,} prompts with {responses:,} responses, {count:,} {settings.tool} tasks -> {out} (left out: {left})"
-    )
+    prompts_with = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
+    say(f"sample: {prompts_with}, {count:,} {settings.tool} tasks -> {out} (left out: {left})")
     say(f"sample: next: {step}")
 
 
@@ -230,9 +228,7 @@ def next_step(folder: Path, tool: str) -> str:
     do = "Fill in `ranking` (response ids, best first, a tie as an inner list) and `labeler` in every line of tasks.jsonl"
     path = f"{folder}/tasks.jsonl"
     if tool == "label_studio":
-        do = (
-            "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, and import "
-        )
-        do += "tasks.json. When the labelers are done, export as JSON"
+        do = "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, "
+        do += "and import tasks.json. When the labelers are done, export as JSON"
         path = "export.json format=label_studio"
     return f"{do}, then: rlhf import path={path} out={folder}-imported"
