@@ -27,8 +27,8 @@ RUN_STAGES = ("pipeline", *STAGES)  # the commands that run stages
 
 def main(argv: list[str] | None = None) -> None:
     """The console script. Exit codes: `rlhf.system.exits`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    arguments = [a for a in arguments if not a.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
+    words = sys.argv[1:] if argv is None else argv
+    arguments = [word for word in words if not word.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
     accept_any_text()
     resumes = bool(arguments) and arguments[0] in RUN_STAGES
     message = "interrupted" + (": run the same command again, it resumes from the last checkpoint" if resumes else "")

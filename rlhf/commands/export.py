@@ -8,10 +8,17 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.recipe import STAGES, ancestors
-from rlhf.runs import folders
-from rlhf.runs.folders import is_complete, read_record, read_stage, stage_folder
+from rlhf.runs.folders import (
+    check_output,
+    is_complete,
+    read_record,
+    read_stage,
+    refuse_inside_stage,
+    run_folder,
+    stage_folder,
+)
 from rlhf.runs.run_files import entries, with_interval
-from rlhf.system.files import check_replaceable, held, replaced, share, writing
+from rlhf.system.files import check_replaceable, held, replaced, share
 from rlhf.system.terminal import one_line, say
 
 NOT_MEASURED = (
@@ -23,17 +30,15 @@ NOT_MEASURED = (
 
 def run(config: Config) -> None:
     """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder exists."""
-    source = stage_folder(config, config.export.stage)
-    folders.check_output(source, config.export.stage)
-    out = Path(config.export.out) if config.export.out else folders.run_folder(config) / "export" / config.export.stage
-    folders.refuse_inside_stage(out, "export.out")
-
-    write = write_reward if config.export.stage == "reward" else write_policy
-    with writing(out), held(out):
+    stage, source = config.export.stage, stage_folder(config, config.export.stage)
+    check_output(source, stage)
+    out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / stage
+    refuse_inside_stage(out, "export.out")
+    with held(out):
         check_replaceable(out, config.overwrite, "export.out", "model", lambda path: (path / "config.json").is_file())
         with replaced(out) as folder:
-            loading, notes = write(config, source / "model", folder)
-            card = model_card(config, config.export.stage, loading.format(out.name), notes)
+            loading, notes = write_model(stage, source / "model", folder)
+            card = model_card(config, stage, loading.format(out.name), notes)
             (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
             share(folder)
     say(f"export: {source / 'model'} -> {out}: {loading.format(out)} loads it")
@@ -54,36 +59,27 @@ def use_lines(out: Path) -> list[str]:
     ]
 
 
-def write_policy(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """Write a causal language model; returns how to load it, and a note if that needs more than transformers."""
-    from rlhf.data.tokenizer import load_tokenizer
-    from rlhf.model.convert import OWN, export, why_own
-    from rlhf.training.setup import load_policy
-
-    policy, loading = load_policy(model), "AutoModelForCausalLM.from_pretrained('{}')"
-    if export(policy, load_tokenizer(model), folder) != OWN:
-        return loading, []
-    own = "It loads after `import rlhf.model`: no class of transformers expresses this model"
-    return loading, [f"{own}: {why_own(policy.config)}."]
-
-
-def write_reward(config: Config, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """Write a sequence classifier with one label. Raises: UserError if no public class expresses it."""
+def write_model(stage: str, model: Path, folder: Path) -> tuple[str, list[str]]:
+    """Write a causal language model, or of a reward model a classifier with one label; returns how to load it, and notes."""
     import torch
 
     from rlhf.data.tokenizer import load_tokenizer
     from rlhf.model.classifier import load_reward_model
-    from rlhf.model.convert import export_reward
-    from rlhf.training.setup import be_quiet
+    from rlhf.model.convert import OWN, export, export_reward, why_own
+    from rlhf.training.setup import be_quiet, load_policy
 
+    own = "It loads after `import rlhf.model`: no class of transformers expresses this model"
+    if stage != "reward":
+        policy = load_policy(model)
+        is_own = export(policy, load_tokenizer(model), folder) == OWN
+        return "AutoModelForCausalLM.from_pretrained('{}')", [f"{own}: {why_own(policy.config)}."] if is_own else []
     be_quiet()
     loaded = load_reward_model(model, torch.device("cpu"))
     name, offset = export_reward(loaded, None if loaded.reads_text else load_tokenizer(model), folder)
     form = "prompt and response as its tokenizer frames them"
     form = form if loaded.reads_text else "rendered with the chat template, read at its last token"
     notes = [f"The logit is the calibrated score of a dialogue: {form}."]
-    if name == "GPTForSequenceClassification":
-        notes.append("It loads after `import rlhf.model`: no class of transformers expresses this model.")
+    notes += [f"{own}."] if name == "GPTForSequenceClassification" else []
     if offset:
         bias = f"{name} has no bias for this constant, which changes neither an order nor a difference of scores"
         notes.append(f"score = logit {offset:+.6g} (score_offset in config.json): {bias}.")

@@ -3,6 +3,7 @@
 A line contains the prompt, the lists `responses` and `ended`, `logprobs` and `token_ids` on request, and what the responses depend on.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, sta
 from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import read_prompts
-from rlhf.system.files import check_replaceable, held, write_jsonl, writing
+from rlhf.system.files import check_replaceable, held, write_text
 from rlhf.system.terminal import say
 
 
@@ -31,16 +32,11 @@ def run(config: Config) -> None:
         made = check_output(folder, settings.stage)
         records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
-        temporary = out.with_name(f".{out.name}.tmp")
-        try:
-            with writing(out):
-                count = write_jsonl(temporary, answered_rows(config, folder, records, model))
-                if not count:
-                    raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
-                temporary.replace(out)
-        finally:
-            temporary.unlink(missing_ok=True)
-        prompts = f"{count:,} of {len(records):,} prompts with {settings.samples} responses each"
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered_rows(config, folder, records, model)]
+        if not lines:
+            raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
+        write_text(out, "".join(lines))
+        prompts = f"{len(lines):,} of {len(records):,} prompts with {settings.samples} responses each"
         say(f"generate: {model['model']}: {prompts} -> {out}")
 
 
