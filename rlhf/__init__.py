@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rlhf' has no attribute {name!r}")
     module = importlib.import_module(_FROM[name])
     return module if name == "ops" else getattr(module, name)
+
+
+def __dir__() -> list[str]:  # for help()
+    return sorted({*globals(), *__all__})

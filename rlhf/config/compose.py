@@ -215,11 +215,10 @@ def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[An
     """The checked configuration and the overrides of each job of a sweep, or of the one job. Raises: UserError, also if two jobs
     would write one run.
     """
-    values: list[list[str]] = []  # of each override
-    for text in overrides:
-        one = parse(text) if sweep else None
-        sweeps = one is not None and one.is_sweep_override()
-        values.append([f"{one.get_key_element()}={x}" for x in one.sweep_string_iterator()] if sweeps else [text])
+    values = [[text] for text in overrides]
+    for i, one in enumerate(map(parse, overrides) if sweep else ()):
+        if one.is_sweep_override():
+            values[i] = [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
     configs, runs = [], set[str]()
     for job in itertools.product(*values):
         config = compose_config(job, command)
