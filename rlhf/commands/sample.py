@@ -20,7 +20,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES
 from rlhf.runs.folders import check_output, read_record, refuse_inside_stage, run_folder, stage_folder
 from rlhf.runs.sources import data_source, in_split, read_comparisons, read_prompts, reward_folder
-from rlhf.system.files import check_replaceable, held, replaced, sha256_file, write_json, write_jsonl
+from rlhf.system.files import check_replaceable, hash_files, held, replaced, write_json, write_jsonl
 from rlhf.system.terminal import say
 
 RECORD = "sample.json"
@@ -47,9 +47,7 @@ def run(config: Config) -> None:
         if not tasks:
             raise UserError(f"sample: no task is left ({left}): raise sample.temperature or sample.prompts")
         with replaced(out) as temporary:
-            files, count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
-            step = next_step(out, settings.tool)
-            (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
+            count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
             counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count, "chosen_of": len(drawn)}
             counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
             record = asdict(settings) | {
@@ -57,9 +55,11 @@ def run(config: Config) -> None:
                 "seed": config.seed,
                 "max_new_tokens": config.rollout.max_new_tokens,
                 "counts": counts,
-                "files": {name: sha256_file(temporary / name) for name in files},
+                "files": hash_files(temporary),
             }
             write_json(temporary / RECORD, record)
+            step = next_step(out, settings.tool)
+            (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
     prompts_with = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"
     say(f"sample: {prompts_with}, {count:,} {settings.tool} tasks -> {out} (left out: {left})")
     say(f"sample: next: {step}")
@@ -69,9 +69,8 @@ def check_free(out: Path, overwrite: bool) -> None:
     """Raises: UserError unless `out` may be written: overwrite=true replaces an earlier round, but never labels of people."""
     check_replaceable(out, overwrite, "sample.out", "labelling round", lambda path: (path / RECORD).is_file())
     written = (read_record(out / RECORD, "round") or {"files": {}})["files"]
-    others = [path for path in sorted(out.glob("*")) if path.name not in (RECORD, "README.md")]
-    changed = [p.name for p in others if not p.is_file() or sha256_file(p) != written.get(p.name)]
-    if changed:
+    files = hash_files(out, skip=(RECORD, "README.md"))
+    if changed := [name for name, digest in files.items() if digest != written.get(name)]:
         remedy = "move what you need and remove the folder, or choose another sample.out=…"
         raise UserError(f"{out}: {', '.join(changed[:3])} appeared or changed after `rlhf sample` (labels?): {remedy}")
 
@@ -90,8 +89,8 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
         raise UserError(f"sample.split={split}: none of {len(records)} prompts is in it: choose another, or data.dev=…")
     source = data_source(config, "comparisons")
     given = source is not None and (config.data.comparisons is not None or Path(source).is_file())
-    records = read_comparisons(config) if given and not config.sample.stages else []
-    labelled = {prompt_key(r.prompt) for r in records if r.ranking is not None or r.pairs is not None}
+    compared = read_comparisons(config) if given and not config.sample.stages else []
+    labelled = {prompt_key(r.prompt) for r in compared if r.ranking is not None or r.pairs is not None}
     fresh = [record for record in candidates if prompt_key(record.prompt) not in labelled]
     if not fresh:
         all_of = f"all {len(candidates)} prompts of it are labelled already"
@@ -213,14 +212,14 @@ def label_studio_config(interface: str) -> str:
     return f'<View>\n  <Header value="The prompt"/>\n  {text("prompt")}\n{body}</View>\n'
 
 
-def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> tuple[list[str], int]:
-    """Write tasks for `tool` (native, label_studio) into a folder: the files' names and the number of tasks."""
+def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: str, seed: int) -> int:
+    """Write tasks for `tool` (native, label_studio) into a folder; returns their number."""
     if tool == "native":
-        return ["tasks.jsonl"], write_jsonl(folder / "tasks.jsonl", (task.model_dump(mode="json") for task in tasks))
+        return write_jsonl(folder / "tasks.jsonl", (task.model_dump(mode="json") for task in tasks))
     rows = [row for task in tasks for row in label_studio_tasks(task, interface, seed)]
     (folder / "tasks.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     (folder / "config.xml").write_text(label_studio_config(interface), encoding="utf-8")
-    return ["tasks.json", "config.xml"], len(rows)
+    return len(rows)
 
 
 def next_step(folder: Path, tool: str) -> str:
