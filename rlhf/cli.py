@@ -91,7 +91,6 @@ def with_remembered(command: str, given: compose.Words) -> compose.Words:
 
 
 def _run(command: str, given: compose.Words) -> None:
-    """Check the configuration, of a sweep every job's, then run the command with each."""
     jobs = compose.check_jobs(given.overrides, given.sweeps, command)
     for number, (config, overrides) in enumerate(jobs, 1):
         if given.shows:
@@ -123,7 +122,6 @@ def _run(command: str, given: compose.Words) -> None:
 
 
 def module_of(command: str) -> ModuleType:
-    """The module whose `run` is the command."""
     return importlib.import_module(COMMANDS[command][0])
 
 

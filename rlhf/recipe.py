@@ -20,8 +20,6 @@ SAMPLER = ("rollout.batch_size", "rollout.engine", "rollout.vllm_memory", "rollo
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """What the other modules need to know about a stage."""
-
     name: str  # of the command and of the folder under runs/<run>/
     help: str  # one line for `rlhf --help`
     parents: tuple[str, ...] = ()  # the stages whose output it reads

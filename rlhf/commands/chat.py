@@ -38,7 +38,6 @@ def run(config: Config) -> None:
 
 
 def read_lines(talking: bool) -> Iterator[str]:
-    """The messages on standard input. Raises: UserError if it is closed."""
     if sys.stdin is None:
         raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
     with contextlib.suppress(EOFError):

@@ -29,7 +29,6 @@ NOT_MEASURED = (
 
 
 def run(config: Config) -> None:
-    """Write the model of `export.stage` to `export.out`. Raises: UserError if the folder exists."""
     stage, source = config.export.stage, stage_folder(config, config.export.stage)
     check_output(source, stage)
     out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / stage
@@ -158,5 +157,4 @@ def shown_name(value: Any) -> Any:
 
 
 def cell(text: object) -> str:
-    """Text in a table's cell."""
     return one_line(text, 200).replace("|", "\\|")

@@ -41,7 +41,6 @@ def run(config: Config) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the first row of a file is one that this command writes."""
     return {"responses", "model_hash"} <= next(read_jsonl(path), {}).keys()
 
 

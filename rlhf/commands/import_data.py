@@ -50,7 +50,6 @@ def run(config: ImportConfig) -> None:
 
 
 def describe(report: dict[str, Any]) -> list[str]:
-    """The report as lines for the screen."""
     from rlhf.data import agreement
     from rlhf.data.importer import ROW_COUNTS
     from rlhf.data.splits import SPLITS

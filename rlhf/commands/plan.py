@@ -104,7 +104,6 @@ def amount(number: float) -> str:
 
 
 def format_hours(hours: float) -> str:
-    """Hours in a convenient unit."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
     return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"

@@ -9,7 +9,6 @@ from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the page. Raises: UserError for an unknown run, or if it would overwrite anything but a report."""
     from rlhf.report.page import write_report
 
     folder, out = existing_run(config), None if config.report.out is None else Path(config.report.out)

@@ -214,6 +214,5 @@ def has_function(value: Any) -> bool:
 
 
 def run_here(config: Config, stage: str, overrides: list[str]) -> None:
-    """Run a stage in this process."""
     config.overwrite = "overwrite=true" in overrides
     importlib.import_module(STAGES[stage].module).run(config)

@@ -33,7 +33,6 @@ Harmless: it hurts nobody, insults nobody, and helps nobody to do so.
 
 
 def run(config: Config) -> None:
-    """Serve until a signal stops the process."""
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
     folder, loopback = existing_run(config), check_address(config)

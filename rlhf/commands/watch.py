@@ -65,7 +65,6 @@ def look(run: Path) -> list[StageState]:
 
 
 def run(config: Config) -> None:
-    """Show the state of the run until it ends. Raises: UserError if there is no such run, or if it stopped."""
     folder = existing_run(config)
     try:
         follow(folder, config.watch.every_seconds, config.watch.wait, sys.stdout)

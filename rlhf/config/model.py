@@ -51,8 +51,6 @@ class ModelConfig(GPTShape):
 
 @dataclass(slots=True)
 class TokenizerSettings:
-    """Byte-level BPE trained on the pretraining text."""
-
     vocab_size: int = setting(50257, "entries, special tokens included", min=262)  # 256 bytes and 6 special tokens
     digits: str = setting("together", "together as they come, or single, as PaLM's", choices=("together", "single"))
     max_characters: int = setting(200_000_000, "characters of text that the BPE is trained on", min=1)

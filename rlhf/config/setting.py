@@ -189,7 +189,6 @@ def settings_in(schema: Any, changes: str = RESULT) -> Mapping[str, Setting]:
 
 
 def get(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
     return functools.reduce(getattr, key.split("."), config)
 
 
