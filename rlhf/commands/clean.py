@@ -29,11 +29,10 @@ def run(config: Config) -> None:
         for path, why in found:
             say(f"{memory(size_of(path) / 1e6):>9}  {path}: {why}")
             if config.clean.yes and path.is_file():
-                path.unlink()
+                path.unlink(missing_ok=True)
             elif config.clean.yes:
                 remove_checkpoint(path)  # a manifest goes first
-            if path.parent.name == "checkpoints":
-                with contextlib.suppress(OSError):  # it is not empty
+                with contextlib.suppress(OSError):  # unless others are left
                     path.parent.rmdir()
     kept = size_of(folder) - (0 if config.clean.yes else freed)
     can_go = "is deleted" if config.clean.yes else "can go" + (": add yes=true to delete it" if found else "")
