@@ -238,14 +238,14 @@ def test_a_resumed_stage_says_which_settings_change_its_rounding(compose, capsys
 
 def test_what_comes_from_the_environment_is_stored_by_its_name(compose, monkeypatch):
     monkeypatch.setenv("SECRET_PLACE", "s3cret-9271")
-    given = ["tracking.entity=${oc.env:SECRET_PLACE}", "data.demonstrations=['${oc.env:SECRET_PLACE}',b.jsonl]"]
-    config = compose(*given, "reward.model=prefix/${tracking.entity}", "reward.labeler_weights={anna: 2}")
+    it = "${oc.env:SECRET_PLACE}"
+    given = [f"tracking.entity={it}", f"data.demonstrations=['{it}',b.jsonl]", f"ppo.reward_parameters={{k: '{it}'}}"]
+    config = compose(*given, "reward.model=prefix/${tracking.entity}")
     assert config.tracking.entity == "s3cret-9271" and config.reward.model == "prefix/s3cret-9271"
     assert config.data.demonstrations == ["s3cret-9271", "b.jsonl"]
     with open_stage(config, "tokenizer") as stage:
         stage.finish()
-    folder = stage.folder
-    for path in folder.rglob("*"):
+    for path in (folder := stage.folder).rglob("*"):
         assert not path.is_file() or b"s3cret-9271" not in path.read_bytes(), path
     record = json.loads((folder / "stage.json").read_text())
     assert record["config"]["tracking"]["entity"] == "${oc.env:SECRET_PLACE}"
