@@ -241,7 +241,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     dev = [record for record in dev if prompt_key(record.prompt) in chosen]
     encode = item_encoder(config, bare, models.tokenizer)
     items, _ = join_rankings(dev, encode)
-    scores = score_each(models.model, items)
+    scores = score_each(models.model, [item.rows for item in items])
     judged = {record.labeler for record in records}
     figures = comparison_figures(records, judged & strangers, (items, scores), bare.gain)
     fits = policy_encoder(config, models.tokenizer)

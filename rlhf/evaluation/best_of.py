@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
+from rlhf.data.agreement import ratio_interval
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation import policies
 from rlhf.evaluation.policies import Answer, Answers, Asked, Responses
 from rlhf.evaluation.scoring import Scores
-from rlhf.evaluation.statistics import Figures, flatten, interval, ratio_interval, split_like, text_figures, win_rate
+from rlhf.evaluation.statistics import Figures, flatten, interval, interval_of, split_like, text_figures, win_rate
 from rlhf.ppo.rewards import Rater, Reward, make_reward
 from rlhf.runs.progress import Progress
 from rlhf.system.processes import divide, gather
@@ -94,7 +95,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     scores, ppo = policies.totals(judged), policies.totals(asked.gold[asked.main]["samples"])
     results |= {
         "gold": policies.mean_of(scores),
-        "score": policies.interval_of(scores),
+        "score": interval_of(scores),
         "parts": policies.part_means(truth, judged),
         "win_rate_vs_sft": win_rate(scores, policies.totals(asked.gold["sft"]["samples"])),
         "ppo_above": interval([fmean(theirs) - best for theirs, (best,) in zip(ppo, scores, strict=True)]),

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -20,15 +20,22 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import pairwise_agreement, verdicts
-from rlhf.data.encoding import Item
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
-from rlhf.evaluation.policies import Asked, Responses, interval_of, score_divided
+from rlhf.evaluation.policies import Asked, Responses, score_divided
 from rlhf.evaluation.reward_report import evaluate_reward_model
 from rlhf.evaluation.scoring import answers_of, held_out_labelers, load_judge, score_each
-from rlhf.evaluation.statistics import Figures, ends, interval, length_controlled, pair_points, prediction_powered, win
+from rlhf.evaluation.statistics import (
+    Figures,
+    ends,
+    interval_of,
+    length_controlled,
+    pair_points,
+    prediction_powered,
+    win,
+)
 from rlhf.model.classifier import load_reward_model
 from rlhf.ppo.rewards import ModelReward
 from rlhf.runs.folders import run_folder, stage_folder
@@ -138,34 +145,36 @@ def judged_figures(
     if not answered:
         none = f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE"
         raise UserError(f"{none}{refused and f' ({refused})'}: check the judge")
-    points = [(one + two) / 2 for _, one, two in answered]
-    words = [[len(row["responses"][name].split()) for name in pair] for row, _, _ in answered]
+    points = [[(one + two) / 2] for _, one, two in answered]
+    said = [[row["responses"][name].split() for name in pair] for row, _, _ in answered]
     return {
         "pair": list(pair),
-        "win_rate": interval(points, share=True),
-        "length_controlled": length_controlled([[p] for p in points], [[ours - theirs] for ours, theirs in words]),
-        "both_orders_agree": interval([float(one == two) for _, one, two in answered], share=True),
+        "win_rate": interval_of(points, share=True),
+        "length_controlled": length_controlled(points, [[len(ours) - len(theirs)] for ours, theirs in said]),
+        "both_orders_agree": interval_of([[float(one == two)] for _, one, two in answered], share=True),
         "left_out": len(rows) - len(answered),
         "others": compare_judges([row for row, _, _ in answered], pair, points),
     }
 
 
-def compare_judges(rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[float]) -> dict[str, Figures]:
+def compare_judges(
+    rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[Sequence[float]]
+) -> dict[str, Figures]:
     """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers. agreement: of the prompts on which both prefer an answer,
     the share on which it is the same one. disagrees: the intervals of the two win rates lie on different sides of 1/2.
     """
-    judges, (our_low, our_high) = {}, ends(interval(points, share=True))
+    judges, (our_low, our_high) = {}, ends(interval_of(points, share=True))
     for name, key in OTHER_JUDGES.items():
-        known = [(row[key], p) for row, p in zip(rows, points, strict=True) if {*pair} <= row.get(key, {}).keys()]
-        if not known:
+        scored = [(row[key], p) for row, (p,) in zip(rows, points, strict=True) if {*pair} <= row.get(key, {}).keys()]
+        if not scored:
             continue
-        theirs = [win(s[pair[0]], s[pair[1]]) for s, _ in known]
-        both = [(a > 0.5) == (b > 0.5) for a, (_, b) in zip(theirs, known, strict=True) if a != 0.5 and b != 0.5]
-        rate = interval(theirs, share=True)
+        known = [(win(s[pair[0]], s[pair[1]]), p) for s, p in scored]
+        both = [[float((a > 0.5) == (b > 0.5))] for a, b in known if a != 0.5 and b != 0.5]
+        rate = interval_of([[theirs] for theirs, _ in known], share=True)
         low, high = ends(rate)
         judges[name] = {
             "win_rate": rate,
-            "agreement": interval(list(map(float, both)), share=True) if both else None,
+            "agreement": interval_of(both, share=True) if both else None,
             "disagrees": (low > 0.5 and our_high < 0.5) or (high < 0.5 and our_low > 0.5),
         }
     return judges
@@ -204,7 +213,7 @@ def compare_scored(ours: Scored, theirs: Scored) -> Figures:
         [float(len(a.split()) - len(b.split())) for a in a_texts for b in b_texts]
         for a_texts, b_texts in zip(ours[1], theirs[1], strict=True)
     ]
-    rates = {"win_rate": interval_of(points), "length_controlled": length_controlled(points, words)}
+    rates = {"win_rate": interval_of(points, share=True), "length_controlled": length_controlled(points, words)}
     return rates | {"words": interval_of(words)}
 
 
@@ -224,18 +233,17 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
     records, _ = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)
     people = [r for r in records if r.ranking is not None or r.pairs is not None or r.ratings]
     names = policy_names(records)
-    if not (points := mean_points(map(said_of, people), people, names)):
+    if not (points := mean_points(((record, said_of(record)) for record in people), names)):
         wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
         raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
     held_out = held_out_labelers(config)
     strangers = [record for record in people if record.labeler in held_out]
-    groups = {"all labelers": people}
-    if strangers:
-        groups["training labelers"] = [record for record in people if record.labeler not in held_out]
-        groups["held-out labelers"] = strangers
+    known = [record for record in people if record.labeler not in held_out]
+    apart = {"training labelers": known, "held-out labelers": strangers} if strangers else {}
+    groups = {"all labelers": people} | apart
     figures: Figures = {name: people_figures(group, names) for name, group in groups.items() if group}
     if config.evaluate.labels_model is not None:
-        judged = mean_points(*score_tasks(config, records, device), names)
+        judged = mean_points(score_tasks(config, records, device), names)
         figures["corrected"] = [
             {"pair": list(pair), **prediction_powered(by_prompt, judged.get(pair, {}))}
             for pair, by_prompt in points.items()
@@ -259,11 +267,11 @@ def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Fig
         "judgements": len(rankings),
         "agreement": pairwise_agreement(rankings),
         "win_rates": [
-            {"pair": list(pair), "win_rate": interval(list(by_prompt.values()), share=True)}
-            for pair, by_prompt in mean_points(map(said_of, rankings), rankings, names).items()
+            {"pair": list(pair), "win_rate": interval_of([[p] for p in by_prompt.values()], share=True)}
+            for pair, by_prompt in mean_points(((one, said_of(one)) for one in rankings), names).items()
         ],
         "policies": {
-            name: {what: interval(list(map(fmean, of.values())), share=what != "rating") for what, of in row.items()}
+            name: {what: interval_of(list(of.values()), share=what != "rating") for what, of in row.items()}
             for name, row in found.items()
         },
     }
@@ -276,10 +284,10 @@ def policy_names(records: Iterable[Ranking]) -> dict[str, str]:
     return {p: p if short.count(name) > 1 else name for p, name in zip(policies, short, strict=True)}
 
 
-def mean_points(told: Iterable[Told], records: Iterable[Ranking], names: Mapping[str, str]) -> Points:
+def mean_points(told: Iterable[tuple[Ranking, Told]], names: Mapping[str, str]) -> Points:
     """The means of what is told of each record's responses of different policies, for the policy whose name comes first."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for record, points in zip(records, told, strict=True):
+    for record, points in told:
         policies = [names.get(response.policy or "") for response in record.responses]
         for (i, j), point in points.items():
             if (a := policies[i]) is not None and (b := policies[j]) is not None and a < b:
@@ -294,15 +302,10 @@ def said_of(record: Ranking) -> Told:
     return {(i, j): 0.5 + x for i, j, x in said} | {(j, i): 0.5 - x for i, j, x in said}
 
 
-def score_tasks(config: Config, records: Sequence[Ranking], device: torch.device) -> tuple[list[Told], list[Ranking]]:
-    """What the scores of evaluate.labels_model say of every task once, labelled or not; and the tasks, of those that fit the model."""
+def score_tasks(config: Config, records: Sequence[Ranking], device: torch.device) -> Iterator[tuple[Ranking, Told]]:
+    """What the scores of evaluate.labels_model say of every task that fits the model once, labelled or not."""
     _, model, encode = load_judge(config, config.evaluate.labels_model, "evaluate.labels_model", device)
-    items, tasks = [], {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
-    for record in tasks.values():
-        if (encoded := encode(record.prompt, answers_of(record))) is not None:
-            items.append(Item(record.id, *encoded, record))
-    told: list[Told] = [
-        {(i, j): win(scores[i], scores[j]) for i, j in itertools.permutations(range(len(scores)), 2)}
-        for scores in score_each(model, items)
-    ]
-    return told, [item.record for item in items if item.record]
+    tasks = {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
+    fitting = [(r, encoded[0]) for r in tasks.values() if (encoded := encode(r.prompt, answers_of(r))) is not None]
+    for (record, _), s in zip(fitting, score_each(model, [rows for _, rows in fitting]), strict=True):
+        yield record, {(i, j): win(s[i], s[j]) for i, j in itertools.permutations(range(len(s)), 2)}

@@ -14,7 +14,7 @@ from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key, SamplingEngine
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation.scoring import Scores, pair_nats
-from rlhf.evaluation.statistics import Figures, batched, flatten, interval, split_like, win_rate
+from rlhf.evaluation.statistics import Figures, batched, flatten, interval_of, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
 from rlhf.ppo.rewards import ModelReward, Reward, adjust_scores, make_reward
@@ -173,21 +173,16 @@ def part_means(truth: Truth, judged: Judged) -> dict[str, float]:
     return {part: mean_of(totals(judged, part)) for part in truth.parts}
 
 
-def interval_of(rows: Sequence[Sequence[float]]) -> Figures:
-    """Interval of the mean over prompts of each prompt's mean."""
-    return interval(list(map(fmean, rows)))
-
-
 def summarize_truth(truth: Truth, judged: dict[str, dict[str, Judged]], main: str) -> dict[str, Any]:
     """The `gold` entry of results.json. main: the policy whose win rates it states."""
-    figures: dict[str, Any] = truth_win_rates(judged, main) | {"truth": truth.name}
     sampled = {name: given["samples"] for name, given in judged.items()}
-    figures["mean_score"] = {name: mean_of(totals(rows)) for name, rows in sampled.items()}
-    figures["parts"] = {name: part_means(truth, rows) for name, rows in sampled.items()}
-    figures["score"] = {name: interval_of(totals(rows)) for name, rows in sampled.items()}
-    if "correct" in truth.parts:
-        figures["correct"] = {name: interval_of(totals(rows, "correct")) for name, rows in sampled.items()}
-    return figures
+    stated = {"score": "total"} | ({"correct": "correct"} if "correct" in truth.parts else {})
+    return truth_win_rates(judged, main) | {
+        "truth": truth.name,
+        "mean_score": {name: mean_of(totals(rows)) for name, rows in sampled.items()},
+        "parts": {name: part_means(truth, rows) for name, rows in sampled.items()},
+        **{key: {name: interval_of(totals(s, part)) for name, s in sampled.items()} for key, part in stated.items()},
+    }
 
 
 def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> Figures:

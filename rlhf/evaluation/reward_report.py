@@ -48,7 +48,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
     strangers = judged & scoring.held_out_labelers(config, records)
     encode = scoring.item_encoder(config, model, tokenizer)
     items, _ = join_rankings(in_split(config, records, "test"), encode)
-    held_out = items, scoring.score_each(model, items)
+    held_out = items, scoring.score_each(model, [item.rows for item in items])
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:
         raise UserError("evaluate: no comparison is in the test split: raise data.test, or add comparisons")
@@ -180,7 +180,7 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     if not items:
         none = "no pair of different answers whose prompt fits the model"
         raise UserError(f"evaluate.pairs={config.evaluate.pairs}: {none}: give other files")
-    scores = scoring.score_each(model, items)
+    scores = scoring.score_each(model, [item.rows for item in items])
     return {"model": str(folder), "left_out": len(records) - len(items)} | pair_figures(items, scores)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_matrix
 
 from rlhf.config import Config
 from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
@@ -82,11 +83,9 @@ def by_item(items: list[Item], flat: Tensor) -> Tensor:
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
     """(N, K, K) pair weights of items, 0 for missing answers."""
     most = max(len(item.rows) for item in items)
-    weights = torch.zeros(len(items), most, most)
-    for i, item in enumerate(items):
-        k = len(item.rows)
-        weights[i, :k, :k] = item.weights()
-    return weights.to(device)
+    missing = [most - len(item.rows) for item in items]
+    padded = [pad_matrix(item.weights(), (0, k, 0, k)) for item, k in zip(items, missing, strict=True)]
+    return torch.stack(padded).to(device)
 
 
 def collate_answers(rows: Sequence[Sequence[int]], answers: Sequence[int], pad: int) -> dict[str, Tensor]:
@@ -112,8 +111,8 @@ def pair_nats(model: Any, pairs: Sequence[tuple[list[int], list[int]]], pad: int
     return nats.tolist()
 
 
-def score_each(model: Any, items: list[Item], calibrated: bool = True) -> Scores:
-    rows = [item.rows for item in items]
+def score_each(model: Any, rows: Sequence[Sequence[Any]], calibrated: bool = True) -> Scores:
+    """A reward model's scores of rows in lists, such as `Item.rows` of a prompt."""
     return split_like(score(model, flatten(rows), calibrated=calibrated).tolist(), rows)
 
 
@@ -283,7 +282,6 @@ def value_tasks(config: Config, tasks: Sequence[Ranking], how: str, rewards: Seq
         for name in rewards:
             _, model, encode = load_judge(config, name, "sample.rewards", device)
             encoded = [encode(task.prompt, answers_of(task)) for task in tasks]
-            rows = [found[0] if found else [] for found in encoded]
-            by_model.append(split_like(score(model, flatten(rows), calibrated=False).tolist(), rows))
+            by_model.append(score_each(model, [found[0] if found else [] for found in encoded], calibrated=False))
             bar.update(len(tasks))
     return [value_of(how, each) if all(each) else None for each in zip(*by_model, strict=True)]

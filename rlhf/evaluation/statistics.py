@@ -40,6 +40,11 @@ def interval(values: Sequence[float], share: bool = False) -> Figures:
     return ratio_interval(values, [1.0] * len(values), share)
 
 
+def interval_of(rows: Sequence[Sequence[float]], share: bool = False) -> Figures:
+    """`interval` of each prompt's mean."""
+    return interval(list(map(fmean, rows)), share)
+
+
 def mean_by(keys: Sequence[Any], values: Sequence[float], share: bool = False) -> Figures:
     """`ratio_interval` of the mean of values, with a key (a prompt) as the unit. share: of values in [0, 1]."""
     sums: dict[Any, float] = dict.fromkeys(keys, 0.0)
@@ -68,7 +73,7 @@ def pair_points(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[f
 
 def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Figures:
     """How often a response beats the baseline's: all pairs of samples to a prompt, ties half; the mean over prompts."""
-    return interval(list(map(fmean, pair_points(scores, baseline))), share=True)
+    return interval_of(pair_points(scores, baseline), share=True)
 
 
 def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float]) -> Figures:
@@ -110,7 +115,7 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
     if d.min() > 0 or d.max() < 0:
         return {"value": None, "ci95": None, "n": len(y)}
     if y.min() == y.max() in (0.0, 1.0):  # one side always wins: the regression's weight has no end
-        return interval(y.mean(1).tolist(), share=True)
+        return interval_of(points, share=True)
     x = np.stack([np.ones_like(d), d / (d.std() or 1.0)], -1)  # (prompts, comparisons, 2)
     w = np.zeros(2)
     for _ in range(100):  # Newton's method
@@ -204,9 +209,9 @@ def text_figures(answers: Sequence[Sequence[Any]], nats: Sequence[Sequence[float
     return {
         "perplexity": spread | {"value": value, "ci95": ends or None},
         **{f"distinct_{n}": distinct([ngrams(row[0], n) for row in words]) for n in (1, 2, 3)},
-        "repetition": interval([fmean(map(repetition, row)) for row in words], share=True),
-        "tokens": interval([fmean(row) for row in lengths]),
-        "words": interval([fmean(map(len, row)) for row in words]),
+        "repetition": interval_of([list(map(repetition, row)) for row in words], share=True),
+        "tokens": interval_of(lengths),
+        "words": interval_of([list(map(len, row)) for row in words]),
     }
 
 

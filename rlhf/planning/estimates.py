@@ -61,7 +61,6 @@ def planned_rows(config: PlanConfig) -> dict[str, int]:
         return max(1, -(-rows // config.gpus))
 
     ppo, pretrain = config.ppo, config.pretrain
-    minibatch = share(ppo.episodes_per_update // ppo.minibatches)
     episodes = share(ppo.episodes_per_update)
     return {
         "pretrain": min(pretrain.micro_batch_sequences, share(pretrain.global_batch_tokens // block_tokens(config))),
@@ -69,7 +68,7 @@ def planned_rows(config: PlanConfig) -> dict[str, int]:
         "reward": min(config.reward.micro_batch_responses, share(config.reward.batch_prompts * RESPONSES)),
         "ppo rollout": min(config.rollout.batch_size, episodes),
         "ppo score": min(2 * ppo.micro_batch_episodes, episodes),
-        "ppo update": min(ppo.micro_batch_episodes, minibatch),
+        "ppo update": min(ppo.micro_batch_episodes, share(ppo.episodes_per_update // ppo.minibatches)),
     }
 
 
@@ -106,8 +105,7 @@ def row_bytes(config: PlanConfig, stage: str) -> int:
         return longest * formulas.working_bytes(shape, dtype)
     tokens = block_tokens(config) if stage == "pretrain" else longest
     dropout = {"pretrain": shape.dropout, "sft": config.sft.dropout}.get(stage, 0.0)
-    recomputes = config.gradient_checkpointing
-    kept = formulas.activation_bytes(shape, tokens, dtype, recomputes, dropout)
+    kept = formulas.activation_bytes(shape, tokens, dtype, config.gradient_checkpointing, dropout)
     # Of one trunk, also in PPO, which computes critic and policy together only under ZeRO.
     both = stage == "ppo update" and config.deepspeed != "none" and critic_parameters(config, shape) > shape.width + 1
     return kept * (1 + both)
@@ -125,31 +123,27 @@ def stage_bytes(config: PlanConfig, stage: str) -> dict[str, int]:
     trained, frozen = trained_and_frozen(config, stage)
     parts = {**dict.fromkeys(BYTE_PARTS, 0), **formulas.model_state_bytes(trained, gpus, zero, dtype, offload=offload)}
     parts["frozen"] = sum(formulas.frozen_bytes(*counts, gpus, zero, dtype) for counts in frozen)
-    if zero == 3:
-        parts["gathered"] = formulas.gathered_bytes(shape, dtype)
+    if zero == 3:  # a rollout gathers the policy whole once
+        whole = formulas.ELEMENT[dtype] * shape.language_model
+        parts["gathered"] = whole if stage == "ppo rollout" else formulas.gathered_bytes(shape, dtype)
     if stage in ("ppo rollout", "ppo score"):
         parts["gradients"] = 0  # freed by the step before
-        if stage == "ppo rollout":
-            if zero == 3:  # the policy is gathered whole once per rollout
-                parts["gathered"] = formulas.ELEMENT[dtype] * shape.language_model
-            if config.rollout.engine == "vllm":  # weights, cache and work
-                parts["kv_cache"] = int(config.rollout.vllm_memory * config.gpu_memory_gb * GB)
-                return parts
-            left = room(config) - peak_bytes(parts)
-            parts["kv_cache"] = within(left / 8, row, rows)
-            rows = -(-parts["kv_cache"] // row)
-            parts["logits"] = formulas.sampling_logit_bytes(rows, shape.vocab_size, dtype)
-            work = (longest - answer) * formulas.working_bytes(shape, dtype)
-            parts["activations"] = within(SCORING_BYTES, work, rows)
-            return parts
+    if stage == "ppo rollout" and config.rollout.engine == "vllm":  # weights, cache and work
+        parts["kv_cache"] = int(config.rollout.vllm_memory * config.gpu_memory_gb * GB)
+    elif stage == "ppo rollout":
+        parts["kv_cache"] = within((room(config) - peak_bytes(parts)) / 8, row, rows)
+        rows = -(-parts["kv_cache"] // row)
+        parts["logits"] = formulas.sampling_logit_bytes(rows, shape.vocab_size, dtype)
+        parts["activations"] = within(SCORING_BYTES, (longest - answer) * formulas.working_bytes(shape, dtype), rows)
+    elif stage == "ppo score":
         parts["activations"] = within(SCORING_BYTES, row, rows)
         parts["logits"] = formulas.logit_bytes(rows * answer, shape.vocab_size)
-        return parts
-    tokens = block_tokens(config) if stage == "pretrain" else longest
-    scored = {"reward": 0, "ppo update": rows * answer}.get(stage, rows * tokens)
-    parts["logits"] = formulas.logit_bytes(scored, shape.vocab_size)
-    parts["buffers"] = formulas.buffer_bytes(trained, gpus, zero, dtype, config.sharding.bucket_elements)
-    parts["activations"] = within(room(config) - peak_bytes(parts), row, rows)
+    else:
+        tokens = block_tokens(config) if stage == "pretrain" else longest
+        scored = {"reward": 0, "ppo update": rows * answer}.get(stage, rows * tokens)
+        parts["logits"] = formulas.logit_bytes(scored, shape.vocab_size)
+        parts["buffers"] = formulas.buffer_bytes(trained, gpus, zero, dtype, config.sharding.bucket_elements)
+        parts["activations"] = within(room(config) - peak_bytes(parts), row, rows)
     return parts
 
 
@@ -241,15 +235,10 @@ def peak_tflops(config: PlanConfig) -> float:
     return config.peak_tflops or formulas.PEAK_TFLOPS["A100"][config.dtype != "bf16"]
 
 
-def used_flops(config: PlanConfig) -> float:
-    """Operations per second of one GPU at the stated MFU."""
-    return config.mfu * 1e12 * peak_tflops(config)
-
-
 def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     """FLOPs and hours of pretraining and of PPO by phase, at the stated MFU; decoding by the roofline."""
     shape, context, longest = planned_shape(config), block_tokens(config), longest_row(config)
-    speed = config.gpus * used_flops(config)
+    flops = config.mfu * 1e12 * peak_tflops(config)  # of one GPU
     pretrain = formulas.TRAINING_PASSES * formulas.shape_flops(shape, pretraining_tokens(config), context)
 
     answer = min(longest - 1, config.rollout.max_new_tokens)
@@ -270,12 +259,12 @@ def make_times(config: PlanConfig) -> dict[str, dict[str, float]]:
     share, rows = -(-config.ppo.episodes_per_update // config.gpus), planned_rows(config)["ppo rollout"]
     if config.rollout.engine != "vllm":  # as many as the cache has room for
         rows = max(1, min(rows, stage_bytes(config, "ppo rollout")["kv_cache"] // row_bytes(config, "ppo rollout")))
-    rates = {"flops": used_flops(config), "bandwidth": config.bandwidth_gb * GB}
-    decode = formulas.decode_seconds(shape, rows, longest - answer, answer, config.dtype, **rates)
-    computed = {"pretrain": pretrain, "ppo score": score, "ppo update": update}
-    times = {name: {"flops": flops, "hours": flops / speed / 3600} for name, flops in computed.items()}
-    times["ppo rollout"] = {"flops": rollout, "hours": updates * -(-share // rows) * decode / 3600}
-    return {name: times[name] for name in ("pretrain", "ppo rollout", "ppo score", "ppo update")}
+    bandwidth, prompt = config.bandwidth_gb * GB, longest - answer
+    decode = formulas.decode_seconds(shape, rows, prompt, answer, config.dtype, flops=flops, bandwidth=bandwidth)
+    computed = {"pretrain": pretrain, "ppo rollout": rollout, "ppo score": score, "ppo update": update}
+    times = {name: {"flops": n, "hours": n / (config.gpus * flops) / 3600} for name, n in computed.items()}
+    times["ppo rollout"]["hours"] = updates * -(-share // rows) * decode / 3600
+    return times
 
 
 def make_optimal(config: PlanConfig) -> dict[str, Any]:
@@ -287,9 +276,12 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
     optimal: dict[str, Any] = {"budget_flops": budget, "loss": scaling.PUBLISHED.loss(parameters, tokens)}
     for number, frontier in scaling.FRONTIERS.items():
         flops = frontier.flops(parameters)
-        of_model = {"model_flops": flops, "model_tokens": frontier.tokens(flops)}
-        of_budget = {"budget_parameters": frontier.parameters(budget), "budget_tokens": frontier.tokens(budget)}
-        optimal[f"approach {number}"] = of_model | of_budget
+        optimal[f"approach {number}"] = {
+            "model_flops": flops,
+            "model_tokens": frontier.tokens(flops),
+            "budget_parameters": frontier.parameters(budget),
+            "budget_tokens": frontier.tokens(budget),
+        }
     return optimal
 
 
@@ -306,13 +298,13 @@ def make_served(config: PlanConfig) -> dict[str, Any]:
         raise UserError(
             "served_tokens: an adopted model's loss is not known by the law: set pretrain.tokens, or leave it out"
         )
-    law, rows = scaling.PUBLISHED, {"this model": (parameters, tokens)}
-    loss = law.loss(parameters, tokens)
-    rows |= {"compute-optimal": scaling.cheapest(law, loss, 0.0), "cheapest": scaling.cheapest(law, loss, served)}
+    loss = scaling.PUBLISHED.loss(parameters, tokens)
+    best, cheapest = (scaling.cheapest(scaling.PUBLISHED, loss, use) for use in (0.0, served))
+    rows = {"this model": (parameters, tokens), "compute-optimal": best, "cheapest": cheapest}
     found: dict[str, Any] = {"served_tokens": served, "loss": loss}
     for name, (size, text) in rows.items():
         train, use = 6 * size * text, 2 * size * served
-        hours = (train + use) / used_flops(config) / 3600
+        hours = (train + use) / (config.mfu * 1e12 * peak_tflops(config)) / 3600
         row = {"parameters": size, "tokens": text, "train_flops": train, "served_flops": use, "gpu_hours": hours}
         kwh = hours * (config.gpu_watts or 0.0) / 1000
         row |= {"kwh": kwh} if config.gpu_watts is not None else {}
@@ -326,7 +318,6 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     """The whole plan as JSON values: bytes, FLOPs, hours, and the verdict."""
     shape = planned_shape(config)
     stage, most = largest(config)
-    fits = most <= room(config)
     held = {name: stage_bytes(config, name) for name in planned_stages(config)}
     return {
         "shape": asdict(shape),
@@ -353,9 +344,9 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "bytes": held,
         "largest": {"stage": stage, "bytes": most},
         "room_bytes": room(config),
-        "fits": fits,
+        "fits": most <= room(config),
         "fewest_gpus": fewest_gpus(config),
-        "suggestions": [] if fits else suggest(config),
+        "suggestions": [] if most <= room(config) else suggest(config),
         "time": make_times(config),
         "compute_optimal": make_optimal(config),
         "served": make_served(config),

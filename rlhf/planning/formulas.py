@@ -217,7 +217,7 @@ def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int
     return ELEMENT[dtype] * min(bucket, parameters) * {1: 2, 2: 3, 3: 1}[zero]
 
 
-def block_activation_bytes(shape: Shape, dtype: str, dropout: float | None = None) -> int:
+def block_activation_bytes(shape: Shape, dtype: str, dropout: float = 0.0) -> int:
     """Bytes per token that one block keeps for its backward pass.
 
     With multi-head attention, GELU, 4 D hidden units, learned positions, dropout and 16 bits it is the paper's
@@ -227,12 +227,11 @@ def block_activation_bytes(shape: Shape, dtype: str, dropout: float | None = Non
     Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only if dropout > 0.
     """
     width, element = shape.width, ELEMENT[dtype]
-    rate = shape.dropout if dropout is None else dropout
     attention = 2 * shape.query_width + 2 * shape.kv_width + shape.rotated
     norms = 2 * width * (2 if shape.norm == "layernorm" else 3)  # input and output of both
     elements = norms + attention + shape.hidden_units
     statistics = 2 * 4 * (2 if shape.norm == "layernorm" else 1)
-    masks = 2 * width if rate > 0 else 0
+    masks = 2 * width if dropout > 0 else 0
     return element * elements + statistics + masks + 4 * shape.n_head
 
 
@@ -244,7 +243,7 @@ def working_bytes(shape: Shape, dtype: str) -> int:
     return ELEMENT[dtype] * (2 * shape.width + max(attention, shape.hidden_units))
 
 
-def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool, dropout: float | None = None) -> int:
+def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool, dropout: float = 0.0) -> int:
     """Bytes that the trunk keeps for the backward pass of padded tokens; with checkpointing every block's input, and one complete
     block while it is recomputed. Source: Korthikanti et al. 2022, sections 4.1 and 5.
     """

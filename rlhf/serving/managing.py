@@ -295,7 +295,7 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
         judged = []
         for model, encode in judges:
             items, _ = join_rankings(rankings, encode)
-            judged.append(judged_pairs(items, score_each(model, items, calibrated=False)))
+            judged.append(judged_pairs(items, score_each(model, [item.rows for item in items], False)))
         wins = [fmean(pair.won for pair in of) if of else None for of in judged]
         shares[name] = {"before": wins[0], "after": wins[1] if name == "held_out" else None, "pairs": len(judged[0])}
         told = [(item, *pair) for item in items for pair in item.pairs()]

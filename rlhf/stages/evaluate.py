@@ -18,9 +18,9 @@ from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
 from rlhf.evaluation.best_of import evaluate_best_of, evaluate_ratings
 from rlhf.evaluation.judging import compare_by_endpoint, compare_policies, evaluate_people
-from rlhf.evaluation.policies import ByPolicy, Responses, interval_of, mean_of
+from rlhf.evaluation.policies import ByPolicy, Responses, mean_of
 from rlhf.evaluation.shots import evaluate_shots
-from rlhf.evaluation.statistics import Figures, describe, show, text_figures, win_rate
+from rlhf.evaluation.statistics import Figures, describe, interval_of, show, text_figures, win_rate
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen

@@ -100,7 +100,7 @@ class Study:
         with inference(config, device):
             _, model, encode = scoring.load_judge(config, str(home), "active", device)
             items, _ = join_rankings(test, encode)
-            pairs = scoring.judged_pairs(items, scoring.score_each(model, items))
+            pairs = scoring.judged_pairs(items, scoring.score_each(model, [item.rows for item in items]))
         gain = harness.read(home / "reward" / "stage.json")["summary"]["gain"]
         loss = sum(math.log1p(math.exp(-pair.margin / gain)) for pair in pairs) / len(pairs)
         return {"accuracy": scoring.accuracy(pairs)["value"], "loss": loss, "pairs": len(pairs)}
