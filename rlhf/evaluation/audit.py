@@ -62,9 +62,7 @@ class Material(NamedTuple):
 
 
 def collect_material(texts: Iterable[tuple[str, str]]) -> Material:
-    words: set[str] = set()
-    spread: Counter[str] = Counter()
-    sentences: Counter[str] = Counter()
+    words, spread, sentences = set[str](), Counter[str](), Counter[str]()
     for prompt, answer in texts:
         answer_words = WORD.findall(answer)
         words.update(answer_words)
@@ -202,9 +200,6 @@ def attack_pairs(
     return figures
 
 
-# --- the audit -------------------------------------------------------------------------------------------------------
-
-
 PROMPTS_PER_PAIR = 4  # held-out prompts that are scored, for each pair that is attacked
 PAIRS_PER_SAMPLED = 8  # pairs that are attacked, for each prompt that is sampled from
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)
@@ -278,8 +273,7 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
         by_model = [np.array(of_prompt) for of_prompt in zip(scores, *found, strict=True)]  # each (models, samples)
         values["others"] = [of_prompt[1:].mean(0).tolist() for of_prompt in by_model]
         values["spread"] = [of_prompt.std(0, ddof=1).tolist() for of_prompt in by_model]
-    truth = make_truth(config)
-    if truth is not None and all(map(truth.knows, records)):  # not of the user's own data
+    if (truth := make_truth(config)) is not None and all(map(truth.knows, records)):  # not of the user's own data
         values["truth"] = totals(judge_rows(truth, records, answers))
 
     def of_best(n: int, judged: Scores | None) -> Figures | None:
@@ -287,9 +281,6 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
 
     kl = {n: round(best_of_n_kl(n), 4) for n in BEST_OF}
     return [{"n": n, "kl": kl[n]} | {name: of_best(n, judged) for name, judged in values.items()} for n in BEST_OF]
-
-
-# --- the verdict ---------------------------------------------------------------------------------------------------
 
 
 class Finding(NamedTuple):

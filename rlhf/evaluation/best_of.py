@@ -69,7 +69,8 @@ def draw_best(
     """
 
     def draw(mine: Sequence[int]) -> list[tuple[Answer, float]]:
-        rows = zip(*draw_candidates(config, policy, asked.part(mine), n, reward, label), strict=True)
+        part = asked._replace(records=[asked.records[i] for i in mine], prompts=[asked.prompts[i] for i in mine])
+        rows = zip(*draw_candidates(config, policy, part, n, reward, label), strict=True)
         return [max(zip(*row, strict=True), key=lambda one: (one[0].ended or not ended, one[1])) for row in rows]
 
     return divide(len(asked.records), draw)
@@ -101,9 +102,6 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
         "ppo_above": interval([fmean(theirs) - best for theirs, (best,) in zip(ppo, scores, strict=True)]),
     }
     return results, scores
-
-
-# --- generate and rate ---------------------------------------------------------------------------------------------
 
 
 def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses], asked: Asked) -> Figures:
@@ -147,10 +145,9 @@ def evaluate_best_of(
         return pick_best(config, asked, load_frozen(config, models[name], device), judge)
 
     best, best_scores = pick("sft", reward)
-    if rater is None:
-        return {"best_of_n": best}
-    rater.least = config.rate.least or {name: one.least for name, one in rater.qualities.items() if one.least}
-    if not (rater.weights or rater.least):  # nothing to pick by
+    if rater is not None:
+        rater.least = config.rate.least or {name: one.least for name, one in rater.qualities.items() if one.least}
+    if rater is None or not (rater.weights or rater.least):  # nothing to pick by
         return {"best_of_n": best}
     rated, ours = pick_best(config, asked, rater.model, rater)
     dropped = sum(gather(rater.dropped)) / max(1, sum(gather(rater.seen)))

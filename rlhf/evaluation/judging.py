@@ -52,8 +52,6 @@ VERDICT = re.compile(r"\b(A|B|TIE)\b")
 POINTS = {"A": 1.0, "TIE": 0.5, "B": 0.0}
 OTHER_JUDGES = {"reward model": "scores", "truth": "gold"}  # by the key in samples.jsonl
 
-# --- the endpoint --------------------------------------------------------------------------------------------------
-
 
 class Endpoint(Client):
     """A client of an OpenAI-style chat endpoint, with a cache on disk. `ask` may be called from several threads."""
@@ -87,15 +85,10 @@ class Endpoint(Client):
 def read_reply(content: bytes) -> tuple[str, dict[str, int]]:
     """The text of a chat reply, and the numbers of tokens. Raises: ValueError, LookupError or TypeError for any other reply."""
     reply = json.loads(content)
-    text, usage = reply["choices"][0]["message"]["content"], reply.get("usage")
+    text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
     if not isinstance(text, str):
         raise TypeError("the reply has no text")
-    usage = usage if isinstance(usage, dict) else {}
-    counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-    return text, {name: n for name, n in counts.items() if isinstance(n, int)}
-
-
-# --- verdicts ------------------------------------------------------------------------------------------------------
+    return text, {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
 
 
 def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
@@ -110,8 +103,8 @@ def compare_by_endpoint(config: Config, device: torch.device) -> Figures:
     assert settings.judge is not None
     cache = run_folder(config) / "evaluations" / "judge-cache.jsonl"
     endpoint = Endpoint(settings.judge, settings.judge_model, cache, settings.judge_key)
-    pair = f"{ours} with {theirs} on {len(rows)} prompts"
-    say(f"evaluate: {settings.judge_model} at {settings.judge} compares {pair}, both orders")
+    judge = f"{settings.judge_model} at {settings.judge}"
+    say(f"evaluate: {judge} compares {ours} with {theirs} on {len(rows)} prompts, both orders")
     asked = [
         question(row["prompt"], row["responses"][first], row["responses"][second])
         for row in rows
@@ -260,8 +253,8 @@ def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Fig
             values = {"rating": record.ratings[response.id]} if response.id in record.ratings else {}
             values |= {flag.replace(" ", "_"): float(flag in record.flags.get(response.id, ())) for flag in kinds}
             for what, value in values.items():
-                by_prompt = found[names[response.policy]].setdefault(what, {})
-                by_prompt.setdefault(prompt_key(record.prompt), []).append(value)
+                of = found[names[response.policy]].setdefault(what, {})
+                of.setdefault(prompt_key(record.prompt), []).append(value)
     return {
         "labelers": len({record.labeler for record in rankings}),
         "judgements": len(rankings),

@@ -30,9 +30,6 @@ ByPolicy = dict[str, Scores]  # a number per response, a list per prompt
 Judged = list[list[dict[str, float]]]  # the parts of each response's true score, a list per prompt
 
 
-# --- responses -----------------------------------------------------------------------------------------------------
-
-
 class Answer(NamedTuple):
     """One response. `ids` ends with the end token if there is one; `logprobs` are the ids', in nats, at the sampling temperature."""
 
@@ -54,9 +51,6 @@ class Asked(NamedTuple):
     truth: Truth | None = None
     gold: Any = None  # {policy: `judge_by_truth`}
     main: str = "ppo"  # the policy that is compared with best-of-n: PPO's, if there is one
-
-    def part(self, places: Sequence[int]) -> "Asked":
-        return self._replace(records=[self.records[i] for i in places], prompts=[self.prompts[i] for i in places])
 
 
 class Responses(NamedTuple):
@@ -148,9 +142,6 @@ def text_after_name(tokenizer: Any, ids: list[int]) -> str:
     return decode_response(tokenizer, ids).split("\n", 1)[-1].strip()
 
 
-# --- the true score ------------------------------------------------------------------------------------------------
-
-
 def judge_rows(truth: Truth, records: Sequence[PromptRecord], answers: Answers) -> Judged:
     asked = zip(records, answers, strict=True)
     return [[truth.judge(record, one.text, one.ended) for one in row] for record, row in asked]
@@ -190,9 +181,6 @@ def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> Figures:
         key: win_rate(totals(judged[name][kind]), totals(judged["sft"][kind]))
         for key, kind in (("win_rate_vs_sft", "samples"), ("win_rate_greedy", "greedy"))
     }
-
-
-# --- the reward and the KL -----------------------------------------------------------------------------------------
 
 
 def score_by(reward: Reward, records: Sequence[PromptRecord], prompts: Sequence[list[int]], answers: Answers) -> Scores:

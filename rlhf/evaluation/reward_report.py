@@ -124,23 +124,17 @@ def describe_reward_model(results: Figures) -> list[str]:
     return lines
 
 
-# --- in the gold world ---------------------------------------------------------------------------------------------
-
-
 def compare_with_truth(
     config: Config, truth: Truth, items: list[Item], scores: Scores, known: set[str | None]
 ) -> Figures:
     """The ceiling (the labelers' noiseless mean utility on the same pairs), the accuracy on the judge's own order, and, if the true
     score has parts, `gold_regression`. known: the labelers who also judged for training.
     """
-    points = []
     judged = [[truth.judge(i.record, text, ended) for text, ended in i.answers] for i in items if i.record]
-    for item, parts, s in zip(items, judged, scores, strict=True):
-        if item.of_labelers(known).judgements:
-            answers = zip((one["total"] for one in parts), s, strict=True)
-            for (total, one), (lower, other) in itertools.permutations(answers, 2):
-                if total > lower + 1e-9:
-                    points.append(win(one, other))
+    both = [list(zip((one["total"] for one in j), s, strict=True)) for j, s in zip(judged, scores, strict=True)]
+    seen = [rows for item, rows in zip(items, both, strict=True) if item.of_labelers(known).judgements]
+    couples = itertools.chain.from_iterable(itertools.permutations(rows, 2) for rows in seen)
+    points = [win(one, other) for (total, one), (lower, other) in couples if total > lower + 1e-9]
     utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
     ceiling = accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"]
     results = {"noise_ceiling": ceiling, "gold_order_accuracy": round(fmean(points), 4) if points else None}
@@ -160,9 +154,6 @@ def gold_regression(names: Sequence[str], judged: Sequence[list[Judged]], scores
         weights[varies] = np.linalg.lstsq(z, (y - y.mean()) / y.std(), rcond=None)[0]
     rounded = [None if np.isnan(weight) else round(float(weight), 4) for weight in weights]
     return {name: {"weight": weight} for name, weight in zip(names, rounded, strict=True)}
-
-
-# --- preference files ----------------------------------------------------------------------------------------------
 
 
 def evaluate_pairs(config: Config, device: torch.device) -> Figures:
@@ -186,18 +177,16 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
 
 def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """The figures of scored rows, over all and by subset."""
-    by_subset: dict[str, tuple[list[Item], Scores]] = {}
+    by_subset: dict[str, list[tuple[Item, list[float]]]] = {}
     for item, s in zip(items, scores, strict=True):
         metadata = {} if item.record is None else item.record.metadata
         named = (str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, ""))
-        of_subset = by_subset.setdefault(next(named, "all"), ([], []))
-        of_subset[0].append(item)
-        of_subset[1].append(s)
-    subsets = {name: row_figures(*rows) for name, rows in sorted(by_subset.items())}
+        by_subset.setdefault(next(named, "all"), []).append((item, s))
+    subsets = {name: row_figures(*zip(*rows, strict=True)) for name, rows in sorted(by_subset.items())}
     return {"overall": row_figures(items, scores), "subsets": subsets}
 
 
-def row_figures(items: Sequence[Item], scores: Scores) -> Figures:
+def row_figures(items: Sequence[Item], scores: Sequence[list[float]]) -> Figures:
     """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
     keys, pairs = [prompt_key(item.record.prompt) for item in items if item.record], judged_pairs(items, scores)

@@ -169,8 +169,7 @@ def held_out_labelers(config: Config, records: Sequence[Ranking] | None = None) 
     names = names_of(config.data.held_out_labelers)
     if records is not None:  # else of other labels than those that were trained on
         check_labelers("data.held_out_labelers", names, records)
-    truth = make_truth(config)
-    if truth is not None:
+    if (truth := make_truth(config)) is not None:
         names += [labeler.name for labeler in truth.held_out_labelers(config.gold.held_out_labelers, 0.0)]
     return set(names)
 

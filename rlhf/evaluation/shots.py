@@ -31,12 +31,10 @@ BETWEEN = "\n\n"  # solved examples in a prompt
 
 def columns_of(config: Config) -> Columns:
     """The columns of the task. Raises: UserError for settings that are missing or contradictory."""
-    given = config.classify
-    if given.data is None:
-        raise UserError(f"classify.data is not set: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
-    if (name := gold_task(config)) is not None:
-        if name not in TASKS:
-            raise UserError(f"classify.data={given.data}: want one of {GOLD}{f', {GOLD}'.join(TASKS)}")
+    given, name = config.classify, gold_task(config)
+    if given.data is None or name not in (None, *TASKS):
+        raise UserError(f"classify.data={given.data}: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
+    if name is not None:
         second = "second" if name in ("entailment", "similarity") else None
         return Columns("text", "label", second, CHOICES if name == "choice" else (), name == "similarity")
     if given.text is None or given.label is None:
@@ -108,16 +106,14 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
     train, held_out, classes = load_task(config, columns, run_folder(config) / "evaluations")
     most = min(config.evaluate.prompts, len(held_out))
     held_out = random.Random(f"questions-{config.seed}").sample(held_out, most)  # a file may be sorted by class
-    counts = sorted(listed(config.evaluate.shots))
-    labels = [example.label for example in held_out]
+    counts, labels = sorted(listed(config.evaluate.shots)), [example.label for example in held_out]
     shown = min(max(counts), len(train))
     drawn = [random.Random(f"shots-{config.seed}-{i}").sample(train, shown) for i in range(len(held_out))]
     complete = [name for name in POLICY_STAGES if is_complete(stage_folder(config, name))]
-    models = listed(config.evaluate.models) or complete
-    if not models:
+    figures: dict[str, list[Figures]] = {name: [] for name in listed(config.evaluate.models) or complete}
+    if not figures:
         raise UserError(f"{run_folder(config)}: no finished policy: run `rlhf sft` first, or set evaluate.models")
-    figures: dict[str, list[Figures]] = {name: [] for name in models}
-    with Progress(len(models) * len(counts), "evaluate: shots", unit="measurement") as bar:
+    with Progress(len(figures) * len(counts), "evaluate: shots", unit="measurement") as bar:
         for name, rows_of_model in figures.items():
             check_output(stage_folder(config, name), name)
             files = stage_folder(config, name) / "model"
@@ -127,8 +123,8 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])
                 scores = option_scores(model, rows, tokenizer.pad_token_id, device).view(len(held_out), -1)
                 right = sum(classes[i] == label for i, label in zip(scores.argmax(-1).tolist(), labels, strict=True))
-                accuracy = wilson(right, len(labels))
-                rows_of_model.append({"shots": count, "shown": round(shown, 2), "accuracy": accuracy})
+                figure = {"shots": count, "shown": round(shown, 2), "accuracy": wilson(right, len(labels))}
+                rows_of_model.append(figure)
                 bar.update(1)
     majority = Counter(labels).most_common(1)[0][1] / len(labels)
     return {"task": str(config.classify.data), "classes": classes, "majority": majority, "models": figures}
@@ -146,14 +142,11 @@ def make_rows(
 
     Examples at the end that do not fit with the longest answer are left out; if the question alone does not fit, its beginning is cut.
     """
-    asked = [options_of(example, columns, classes) for example in questions]
-    texts = encode_texts(tokenizer, [text for text, _ in asked])
-    named = [options for _, options in asked]
+    asked, named = zip(*(options_of(example, columns, classes) for example in questions), strict=True)
+    texts = encode_texts(tokenizer, list(asked))
     options = split_like(encode_texts(tokenizer, [f" {option}" for option in flatten(named)]), named)
-    solved = []
-    for example in flatten(shots):
-        text, said = options_of(example, columns, classes)
-        solved.append(f"{text} {said[classes.index(example.label)]}{BETWEEN}")
+    known = [(options_of(example, columns, classes), classes.index(example.label)) for example in flatten(shots)]
+    solved = [f"{text} {said[right]}{BETWEEN}" for (text, said), right in known]
     before = split_like(encode_texts(tokenizer, solved), shots)
     rows, shown = [], 0
     for question, answers, examples in zip(texts, options, before, strict=True):

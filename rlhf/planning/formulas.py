@@ -31,9 +31,6 @@ PEAK_TFLOPS = {
 }
 
 
-# --- parameters ---------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Shape(ModelConfig):
     """A `ModelConfig` with every default resolved, the vocabulary, and the parameters of each part."""
@@ -118,9 +115,6 @@ def shape_of_config(config: Any, context: int = 0) -> Shape:
     )
 
 
-# --- operations ---------------------------------------------------------------------------------------------
-
-
 def pass_flops(multiplied: float, attention_width: float, tokens: float, context: float) -> float:
     """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions: per token 2 N, N the weights
     that multiply, and 4 n_layer D context for attention, D the width of the queries.
@@ -153,9 +147,6 @@ def decode_seconds(
     middle = prompt + answer / 2
     read = (ELEMENT[dtype] * shape.language_model + kv_cache_bytes(shape, rows, middle, dtype)) / bandwidth
     return prefill + answer * max(read, shape_flops(shape, rows, middle) / flops)
-
-
-# --- bytes --------------------------------------------------------------------------------------------------
 
 
 def adapter_parameters(shape: Shape, rank: int) -> int:
