@@ -220,7 +220,6 @@ Points = dict[tuple[str, str], dict[str, float]]  # by pair of policies and prom
 
 def evaluate_people(config: Config, device: torch.device) -> Figures:
     """The figures of all labelers, and of training and held-out ones apart if there are both; with a judge, corrected win rates.
-
     Raises: UserError if no label compares two policies.
     """
     records, _ = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)

@@ -34,10 +34,8 @@ SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's 
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures:
     """Every figure of the reward model on comparisons, as in results.json under reward_model.
 
-    accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the
-    others, on the same prompts. `tokenizer` is the policy's.
-
-    Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
+    accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the others, on the
+    same prompts. Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
     """
     records, folder, held = read_comparisons(config), stage_folder(config, "reward"), config.data.held_out_labelers
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
@@ -160,7 +158,6 @@ def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     """{"model", "left_out", "overall", "subsets"} of the reward model `evaluate.pairs_model`.
 
     Each row of a file is scored on its own: several chosen and rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
-
     Raises: UserError if there is no such model, or no pair in the files.
     """
     folder, model, encode = scoring.load_judge(config, config.evaluate.pairs_model, "evaluate.pairs_model", device)

@@ -1,7 +1,4 @@
-"""The plan of a configuration: bytes per GPU, stage and part, whether they fit, hours, compute-optimal sizes.
-
-Adds up the closed forms of `shapes`, `formulas` and `scaling` as the stages use them.
-"""
+"""The plan of a configuration: bytes per GPU, stage and part, whether they fit, hours, compute-optimal sizes."""
 
 from bisect import bisect_left
 from dataclasses import asdict, replace
@@ -75,7 +72,7 @@ def planned_rows(config: PlanConfig) -> dict[str, int]:
 def trained_and_frozen(config: PlanConfig, stage: str) -> tuple[int, list[tuple[int, int]]]:
     """The parameters that a stage trains; (parameters, those in linear layers) of each frozen model that it holds."""
     shape, rank = planned_shape(config), config.lora.rank
-    head, adapters = shape.width + 1, formulas.adapter_parameters(shape, rank)
+    head, adapters = shape.width + 1, rank * shape.adapted
     language = shape.language_model, shape.linear_layers + (0 if shape.tie_word_embeddings else shape.embedding)
     scalar = shape.scalar_model, shape.linear_layers
     if stage == "pretrain" or (stage == "sft" and not rank):

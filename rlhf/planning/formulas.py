@@ -45,25 +45,29 @@ class Shape(ModelConfig):
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.width // self.n_head
         self.mlp_width = self.mlp_width or default_mlp_width(self.mlp, self.width)
-        self.swiglu, bias = self.mlp == "swiglu", int(self.bias)
-        self.query_width, self.kv_width = self.n_head * self.head_dim, self.n_kv_head * self.head_dim  # of one layer
-        self.rotated = self.query_width + self.kv_width if self.positions == "rotary" else 0
-        self.hidden_units = self.mlp_width * (4 if self.swiglu else 2)  # of one MLP, with what its activation makes
+        swiglu, bias = self.mlp == "swiglu", int(self.bias)
+        # of one layer; queries, keys and values are one linear layer (`joint`), and so are gate and up (`up`)
+        self.query_width, self.kv_width = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        self.joint, self.up = self.query_width + 2 * self.kv_width, self.mlp_width * (2 if swiglu else 1)
+        rotated = self.query_width + self.kv_width if self.positions == "rotary" else 0
+        self.attention_units = self.joint + rotated + self.query_width  # with the output
+        self.hidden_units = self.mlp_width * (4 if swiglu else 2)  # of one MLP, with what its activation makes
         self.embedding = self.vocab_size * self.width  # also the size of the unembedding
 
         # One block with one MLP: what multiplies a token, its biases, its norms.
-        width, joint, up = self.width, self.query_width + 2 * self.kv_width, self.mlp_width * (2 if self.swiglu else 1)
-        mlp = width * (up + self.mlp_width)
-        self.block_matrices = width * (joint + self.query_width) + mlp
-        biases = bias * (joint + width + up + width)
+        width, mlp = self.width, self.width * (self.up + self.mlp_width)
+        self.block_matrices = width * (self.joint + self.query_width) + mlp
+        biases = bias * (self.joint + width + self.up + width)
         norm = width * (2 if self.norm == "layernorm" and self.bias else 1)
         norms = (1 if self.block == "one_norm" else 2) * norm + (2 * self.head_dim if self.qk_norm else 0)
         self.block_size = self.block_matrices + biases + norms
+        # A low-rank adapter has rank (inputs + outputs) of its linear layer (Hu et al. 2021, section 4.1).
+        self.adapted = self.n_layer * (4 * width + self.joint + self.query_width + self.up + self.mlp_width)
 
         # Layers with several MLPs, of which a token uses one.
         layers = self.n_layer // self.expert_every if self.experts else 0
         self.routers = layers * self.experts * width
-        more_experts = layers * (self.experts - 1) * (mlp + bias * (up + width))
+        more_experts = layers * (self.experts - 1) * (mlp + bias * (self.up + width))
         self.linear_layers = self.n_layer * (self.block_matrices + biases) + self.routers + more_experts
 
         positions = self.context_length * width if self.positions == "learned" else 0
@@ -149,14 +153,6 @@ def decode_seconds(
     return prefill + answer * max(read, shape_flops(shape, rows, middle) / flops)
 
 
-def adapter_parameters(shape: Shape, rank: int) -> int:
-    """Parameters of low-rank adapters on every linear layer: rank (inputs + outputs) each (Hu et al. 2021, section 4.1)."""
-    joint = shape.query_width + 2 * shape.kv_width  # queries, keys and values are one layer, and so are gate and up
-    up = shape.mlp_width * (2 if shape.swiglu else 1)
-    attention = shape.width + joint + shape.query_width + shape.width
-    return rank * shape.n_layer * (attention + shape.width + up + shape.mlp_width + shape.width)
-
-
 def model_state_bytes(parameters: int, world: int, zero: int, dtype: str, *, offload: bool = False) -> dict[str, int]:
     """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
@@ -218,9 +214,8 @@ def block_activation_bytes(shape: Shape, dtype: str, dropout: float = 0.0) -> in
     Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only if dropout > 0.
     """
     width, element = shape.width, ELEMENT[dtype]
-    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.rotated
     norms = 2 * width * (2 if shape.norm == "layernorm" else 3)  # input and output of both
-    elements = norms + attention + shape.hidden_units
+    elements = norms + shape.attention_units + shape.hidden_units
     statistics = 2 * 4 * (2 if shape.norm == "layernorm" else 1)
     masks = 2 * width if dropout > 0 else 0
     return element * elements + statistics + masks + 4 * shape.n_head
@@ -230,8 +225,7 @@ def working_bytes(shape: Shape, dtype: str) -> int:
     """Peak bytes per token of a block if nothing is kept for a backward pass: the residual stream, its norm, and the attention's
     projection, rotated copy and output, or the MLP's hidden units.
     """
-    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.rotated
-    return ELEMENT[dtype] * (2 * shape.width + max(attention, shape.hidden_units))
+    return ELEMENT[dtype] * (2 * shape.width + max(shape.attention_units, shape.hidden_units))
 
 
 def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool, dropout: float = 0.0) -> int:
