@@ -120,10 +120,8 @@ def test_cache_logits_and_buffers_by_hand():
     assert formulas.frozen_bytes(10, 8, 4, 0, "bf16") == 24 and formulas.frozen_bytes(10, 8, 4, 0, "fp32") == 40
     assert formulas.buffer_bytes(1000, 1, 0, "bf16", 100) == 0  # one process sends nothing
     assert formulas.buffer_bytes(1000, 2, 0, "bf16", 100) == 4000  # all gradients once more
-    assert [formulas.buffer_bytes(1000, 2, zero, dtype, 100) for zero, dtype in ((2, "bf16"), (3, "fp32"))] == [
-        600,
-        400,
-    ]
+    found = [formulas.buffer_bytes(1000, 2, zero, dtype, 100) for zero, dtype in ((2, "bf16"), (3, "fp32"))]
+    assert found == [600, 400]
     assert formulas.gathered_bytes(shape, "bf16") == 2 * (2 * shape.block_size + 800)
 
 
