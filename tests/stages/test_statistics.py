@@ -119,9 +119,7 @@ def test_different_ngrams_by_hand_and_the_jackknife_interval():
 
 
 def test_an_interval_of_repetition_has_no_negative_end():
-    texts = [
-        ["a b c a b c"],
-        *([f"{n} {n + 1} {n + 2}"] for n in range(40)),
-    ]  # one of 41 repeats a quarter of its 3-grams
+    # one of 41 repeats a quarter of its 3-grams
+    texts = [["a b c a b c"], *([f"{n} {n + 1} {n + 2}"] for n in range(40))]
     repeats = text_figures(answers(texts, [[3]] * 41), [[-3.0]] * 41)["repetition"]
     assert repeats["value"] == pytest.approx(0.25 / 41, abs=1e-4) and 0 < repeats["ci95"][0] < repeats["value"]
