@@ -277,8 +277,9 @@ class Labelling:
                     raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")
                 order = [response.id for response in self.shown(task, labeler).responses]
                 about = {"task": name, "order": order, "replaces": replaces}
-            about |= {"cannot_judge": verdict.ranking is None, "note": verdict.note, "all_bad": verdict.all_bad}
-            about |= {"submission": verdict.submission}
+            about |= verdict.model_dump(include={"note", "all_bad", "submission"}) | {
+                "cannot_judge": verdict.ranking is None
+            }
             record = Ranking(
                 id=known_id,
                 prompt=task.prompt,

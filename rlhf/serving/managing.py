@@ -168,18 +168,14 @@ def overview_of(labelling: Labelling, staff: Staff) -> dict[str, Any]:
     people = []
     for name in sorted({*staff.secrets, *by_name} - {DECIDES}):
         records, checks = by_name.get(name, []), sum_checks(labelling.said_by(name).values())
-        row = {
-            "name": name,
-            "known": name in staff.secrets,
-            "paused": staff.paused(name, labelling),
-            "done": len(records),
-        }
-        for kind in ("gold", "again"):
-            row[kind] = checks[kind]["right"] / checks[kind]["pairs"] if kind in checks else None
-        row["warnings"] = warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name))
-        row["seconds"] = median([r.seconds or 0 for r in records]) if records else None
-        row["last"] = max((r.created or "" for r in records), default="")
-        people.append(row | {"agreement": agreed.get(name, {}).get("agreement")})
+        shares = {kind: of["right"] / of["pairs"] for kind, of in checks.items() if of["pairs"]}
+        people.append({
+            "name": name, "known": name in staff.secrets, "paused": staff.paused(name, labelling), "done": len(records),
+            "agreement": agreed.get(name, {}).get("agreement"), "gold": shares.get("gold"), "again": shares.get("again"),
+            "warnings": warnings_of(records) + ["did not qualify"] * (not labelling.qualified(name)),
+            "seconds": median([r.seconds or 0 for r in records]) if records else None,
+            "last": max((r.created or "" for r in records), default=""),
+        })  # fmt: skip
     tasks, done, wanted, per_task = list[dict[str, Any]](), 0, 0, labelling.settings.labels_per_prompt
     for name, by_labeler in said.items():
         to, labels = staff.assigned.get(name, []), len(by_labeler.keys() - {DECIDES})

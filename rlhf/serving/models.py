@@ -139,7 +139,7 @@ class Completion:
         temperature = 1.0 if temperature is None else temperature
         greedy = temperature < LEAST_TEMPERATURE
         choice = Choice(1.0 if greedy else temperature, top_p or 1.0, greedy=greedy)
-        self.thread, self.seed = thread, secrets.randbits(32) if seed is None else seed
+        self.thread, seed = thread, secrets.randbits(32) if seed is None else seed
         self.prompt_tokens = sum(len(ids) for _, ids, _ in prompts)
         self.generations: list[Generation] = []
         for model, ids, key in prompts:
@@ -153,7 +153,7 @@ class Completion:
                 raise RefusedError(400, message, "messages", "context_length_exceeded")
             for j in range(n):
                 text = TextStream(model.tokenizer, model.ends, stops)
-                how = ids, choice, self.seed, (*key, j), length, model.ends
+                how = ids, choice, seed, (*key, j), length, model.ends
                 self.generations.append(Generation(*how, model=model, text=text))
         thread.submit(self.generations)
 

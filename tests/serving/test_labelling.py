@@ -16,7 +16,7 @@ from rlhf.data.records import Message, sum_checks
 from rlhf.errors import UserError
 from rlhf.serving.app import make_app
 from rlhf.serving.labelling import LabelFile, Labelling, RankingRequest
-from rlhf.serving.managing import Staff
+from rlhf.serving.managing import Staff, overview_of
 from rlhf.serving.models import ModelThread
 from rlhf.serving.security import RefusedError
 from rlhf.training.setup import load_policy
@@ -371,6 +371,14 @@ def test_checks_measure_a_labeler_and_train_nothing(tmp_path):
     report = json.loads((tmp_path / "imported" / "report.json").read_text())
     assert report["checks"] == {"anna": figures, "ben": {"gold": {"right": 0, "pairs": 6}}}
     assert report["cleaning"]["gold_accuracy"] == 0
+
+
+def test_ties_that_come_again_measure_nothing_and_the_managers_page_shows_it(tmp_path):
+    labelling = make_labelling(tmp_path / "labels.jsonl", 2, 1, check_every=1)
+    staff = Staff(tmp_path, ["anna"], "http://127.0.0.1/", tmp_path / "instructions.txt")
+    for name in ("t0", "t0.2"):
+        labelling.rank("anna", ranked(name, f"submission-{name[-1]}", [["a", "b", "c"]]))
+    assert overview_of(labelling, staff)["people"][0]["again"] is None
 
 
 async def test_an_assigned_task_is_offered_to_those_labelers_only(tmp_path):

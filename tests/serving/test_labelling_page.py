@@ -105,9 +105,8 @@ def test_a_task_is_ranked_by_buttons_or_is_beyond_judging(visit, site):
     page.get_by_role("button", name="Tie with above").last.click()
     page.locator("#rank .rating input").nth(4).click()
     page.locator("#rank .card summary").first.click()
-    page.locator(
-        "#rank .card .flags label", has_text="breaks invented: It claims nothing that it cannot know."
-    ).first.click()
+    rule = "breaks invented: It claims nothing that it cannot know."
+    page.locator("#rank .card .flags label", has_text=rule).first.click()
     save(page)
     page.keyboard.press("u")  # the last answer is there again, and is replaced
     page.get_by_text("Your last answer").wait_for()
@@ -188,10 +187,8 @@ def test_nothing_is_lost_silently(visit, site):
     page.get_by_label("Note").fill("half done")
     page.reload()  # the draft survives
     assert task_of(page) == first and page.locator(RANKED).all_inner_texts() == ["2", "1"]
-    assert (
-        page.get_by_label("Response 1: quality 6 of 7").is_checked()
-        and page.get_by_label("Note").input_value() == "half done"
-    )
+    assert page.get_by_label("Response 1: quality 6 of 7").is_checked()
+    assert page.get_by_label("Note").input_value() == "half done"
     page.get_by_role("button", name="Save", exact=True).click()  # a partial ranking asks first
     page.get_by_text("2 of 3 responses are ranked").wait_for()
     assert rows(site[1]) == []

@@ -66,9 +66,8 @@ def test_a_dialogue_is_written_ranked_and_saved_as_a_demonstration(visit, site, 
     page.get_by_role("button", name="Regenerate").nth(1).wait_for()
     page.locator("#chat .turn.assistant").nth(1).get_by_role("button", name="Edit").click()
     page.get_by_label("The answer").fill("It is one too .")
-    page.get_by_role(
-        "button", name="Save as a demonstration"
-    ).click()  # at once, though the box closes and the button moves
+    # at once, though the box closes and the button moves
+    page.get_by_role("button", name="Save as a demonstration").click()
     page.get_by_text("Saved as a demonstration.").wait_for()
     assert "(edited)" in page.locator("#chat .turn.assistant .name").nth(1).inner_text()
     written = last(site)

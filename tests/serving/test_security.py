@@ -22,9 +22,8 @@ SCORE = {"model": "gold/ppo", "prompt": "what ?", "responses": ["this ."]}
 
 def behind(app, **changes) -> httpx.AsyncClient:
     """A client of the same application behind a guard of its own."""
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(Guard(app.app, access(**changes))), base_url="http://127.0.0.1"
-    )
+    transport = httpx.ASGITransport(Guard(app.app, access(**changes)))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 async def test_the_page_and_its_policy(client):
@@ -106,11 +105,8 @@ async def test_sizes_and_rates_have_limits(app):
 def test_other_addresses_need_a_token_and_links_are_private(tmp_path, capsys):
     config = Config()
     assert serve.check_address(config)
-    for host, token, message in (
-        ("0.0.0.0", None, "set serve.token"),
-        ("0.0.0.0", "short", "at least 16"),
-        ("example.org", TOKEN, "want an IP address"),
-    ):
+    any_address = ("0.0.0.0", None, "set serve.token"), ("0.0.0.0", "short", "at least 16")
+    for host, token, message in (*any_address, ("example.org", TOKEN, "want an IP address")):
         config.serve.host, config.serve.token = host, token
         with pytest.raises(UserError, match=message):
             serve.check_address(config)
@@ -145,11 +141,8 @@ def test_gold_items_have_an_order_and_ids_of_their_own(tmp_path):
     path.write_text("".join(one.model_dump_json() + "\n" for one in known))
     config.serve.gold, config.serve.qualification = str(path), 2
     assert list(serve.load_gold(config, [task])) == ["g1", "g2"]
-    for tasks, more in (
-        ([known[0]], known),
-        ([], [*known, known[1]]),
-        ([], [task.model_copy(update={"ranking": None})]),
-    ):
+    unordered = task.model_copy(update={"ranking": None})
+    for tasks, more in (([known[0]], known), ([], [*known, known[1]]), ([], [unordered])):
         path.write_text("".join(one.model_dump_json() + "\n" for one in more))
         with pytest.raises(UserError, match=r"serve.gold=.*: want rankings with an order, and ids of their own"):
             serve.load_gold(config, tasks)
