@@ -16,6 +16,7 @@ from rlhf.recipe import STAGES
 from rlhf.runs import folders as runs
 from rlhf.runs.checkpoints import checkpoints, latest_checkpoint
 from rlhf.runs.folders import check_output, under_way
+from rlhf.runs.remembered import GIVEN, recall
 from rlhf.runs.stage import git_state, misfit, open_stage
 from rlhf.system.files import beside, hash_files, set_aside
 
@@ -95,27 +96,20 @@ def test_what_a_kill_left_half_written_is_no_output(config):
     other = changed(config, run="other")  # killed before its first record
     folder = runs.stage_folder(other, "tokenizer")
     folder.mkdir(parents=True)
-    for name in (".lock", ".stage.json.17.tmp"):
-        (folder / name).touch()
+    (folder / ".stage.json.17.tmp").touch()
     run_stage(other, "tokenizer")
     assert not (folder / ".stage.json.17.tmp").exists()
 
 
-def test_a_complete_stage_is_refused_and_left_alone(config):
-    folder = run_stage(config, "tokenizer")
-    before = hash_files(folder)
-    with pytest.raises(UserError, match=r"already has a complete tokenizer: choose another run=…, or add over"):
-        run_stage(config, "tokenizer")
-    assert hash_files(folder) == before
-
-
-def test_overwrite_leaves_the_old_stage_until_the_new_one_is_complete(config):
+def test_a_complete_stage_is_refused_and_overwrite_leaves_it_until_the_new_one_is_complete(config):
     folder = run_stage(config, "tokenizer", "old")
     (folder / "stray.txt").touch()
     before = hash_files(folder)
+    with pytest.raises(UserError, match=r"already has a complete tokenizer: choose another run=…, or add over"):
+        run_stage(config, "tokenizer")
     with open_stage(changed(config, overwrite=True), "tokenizer") as stage:
         assert not stage.resumed and stage.folder == beside(folder) and under_way(folder) == stage.folder
-        assert sorted(p.name for p in stage.folder.iterdir()) == [".lock", "config.yaml", "stage.json"]
+        assert sorted(p.name for p in stage.folder.iterdir()) == ["config.yaml", "stage.json"]
         stage.model.mkdir()
         (stage.model / "weights.txt").write_text("new")
         assert hash_files(folder) == before
@@ -139,9 +133,14 @@ def test_an_interrupted_overwrite_is_resumed(config):
         stage.finish()
     interrupt(again, "tokenizer")
     other = changed(again, tokenizer__vocab_size=400)
+    given = GIVEN.set(("tokenizer.vocab_size=400",))
     with open_stage(other, "tokenizer") as stage:  # what an overwrite left for other settings is in nobody's way
         assert not stage.resumed and not stage.checkpoints.exists()
+        stage.plan(3)
+        assert not recall(folder.parent), "if it fails, the old stage stays, with its settings"
         stage.finish()
+    GIVEN.reset(given)
+    assert recall(folder.parent) == {"tokenizer.vocab_size": "400"}
     assert runs.read_stage(folder)["settings"]["tokenizer.vocab_size"] == 400
 
 

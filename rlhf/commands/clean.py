@@ -23,7 +23,7 @@ def run(config: Config) -> None:
     stages = stages_of(folder)
     with contextlib.ExitStack() as locks:
         for stage in stages.values():
-            locks.enter_context(locked(stage / ".lock", stage, "working on it: wait for it, or end it"))
+            locks.enter_context(locked(stage, "working on it: wait for it, or end it"))
         found = list(removable(folder, stages))
         freed = sum(size_of(path) for path, _ in found)
         for path, why in found:

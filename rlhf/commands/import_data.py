@@ -7,7 +7,7 @@ from typing import Any
 from rlhf.config.commands import ImportConfig
 from rlhf.config.setting import listed
 from rlhf.errors import UserError
-from rlhf.system.files import check_replaceable, held, mend, replaced, swap
+from rlhf.system.files import check_replaceable, finish_swap, held, replaced, swap
 from rlhf.system.terminal import one_line, say
 
 
@@ -23,7 +23,7 @@ def run(config: ImportConfig) -> None:
     too_many_rejects = out.with_name(out.name + ".partial")
     sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
     with held(out):
-        mend(too_many_rejects)
+        finish_swap(too_many_rejects)
         check_replaceable(out, config.overwrite, "out", "import", is_import)
         check_replaceable(too_many_rejects, True, "out", "import", is_import)
         with replaced(out) as folder:

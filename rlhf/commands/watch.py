@@ -56,8 +56,9 @@ def look(run: Path) -> list[StageState]:
     names = sorted((name for name, number in rounds.items() if number.isdigit()), key=lambda name: int(rounds[name]))
     titles[titles.index("label") : titles.index("label")] = [f"{name}/{s}" for name in names for s in ROUND_STAGES]
     for title in titles:
-        folder = under_way((run.parent if "/" in title else run) / title)
-        files, locked = read_stage_files(folder, title.rpartition("/")[2]), is_locked(folder / ".lock")
+        place = (run.parent if "/" in title else run) / title
+        folder, locked = under_way(place), is_locked(place)
+        files = read_stage_files(folder, title.rpartition("/")[2])
         if files.record or locked:
             status = files.status if files.status == "complete" else "running" if locked else "stopped"
             stages.append(StageState(title, status, folder, files))

@@ -23,12 +23,12 @@ from rlhf.runs import folders
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.folders import identity_of, run_folder, stage_folder
 from rlhf.runs.remembered import remember
-from rlhf.system.files import beside, hash_files, locked, set_aside, share, swap, write_json, writing
+from rlhf.system.files import beside, finish_swap, hash_files, locked, share, swap, write_json, writing
 from rlhf.system.memory import peak_rss_mb
 from rlhf.system.processes import is_first
 from rlhf.system.terminal import say
 
-# Files of a stage's folder that are not its output: they tell how it was run.
+# Files of a stage's folder that are not its output: they tell how it was run. An earlier version locked `.lock`.
 RECORDS = ("stage.json", "config.yaml", "metrics.jsonl", "samples.jsonl", ".lock")
 # Whose versions a record names.
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "tokenizers", "datasets", "numpy", "pyarrow", "pydantic")
@@ -44,12 +44,12 @@ def package_versions() -> dict[str, str]:
 
 
 @functools.cache
-def git_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
+def git_state() -> dict[str, Any]:
     """{"commit", "branch", "dirty"} of the git checkout that contains the code; empty if there is none."""
+    texts = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    call = partial(subprocess.run, cwd=Path(__file__).parent, timeout=5, check=True, **texts)
     try:
         # An installed package may be inside another project's checkout, which does not contain this file.
-        texts = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
-        call = partial(subprocess.run, cwd=folder, timeout=5, check=True, **texts)
         call(["git", "ls-files", "--error-unmatch", Path(__file__).name])
         status = call(["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]).stdout
     except (OSError, subprocess.SubprocessError):
@@ -114,7 +114,7 @@ class Stage:
         """Write the total number of optimizer steps (in PPO updates) to stage.json, for `rlhf watch`."""
         self.steps = steps
         self.note_progress()
-        if self.writes:
+        if self.writes and self.replaces is None:  # a replacement that fails leaves the old stage, with its settings
             remember(run_folder(self.config))
 
     def note_progress(self) -> None:
@@ -148,7 +148,6 @@ class Stage:
 def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
     """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs. With overwrite=true it is written
     next to the existing one, which stays until the new one is complete.
-
     Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
     by another process, if the folder contains other files, if the disk is full, or if a parent does not match.
     """
@@ -161,19 +160,14 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     if not stage.writes:
         yield stage
         return
-    with _lock(folder), _lock(stage.folder) if config.overwrite else contextlib.nullcontext():
-        new, old = beside(folder), set_aside(folder)
-        if old.exists():  # a `swap` was killed half-way: finish it
-            if not (folder / "stage.json").exists():  # killed between the two renames
-                shutil.rmtree(folder, ignore_errors=True)  # contains at most a lock
-                (new if (new / "stage.json").exists() else old).rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
+    with locked(folder, "working on it: wait for it, or choose another run=…"):
+        finish_swap(folder)
         recorded = _begin_or_resume(stage)
         places = {p: stage_folder(config, p) if p in STAGES else Path(config.runs_dir) / p for p in parents}
         built_on = ", ".join(f"{places[p]} ({h[:8]})" for p, h in parents.items())
         stage.say(("resuming" if stage.resumed else "starting") + (f", built on {built_on}" if built_on else ""))
-        if recorded is not None:
-            _say_other_rounding(stage, recorded)
+        if recorded is not None and (changed := changed_rounding(stage, recorded)):
+            stage.say(f"resumes with {changed}: same computation, different rounding")
         stage.note_progress()
         try:
             with writing(folder, only_full=True):
@@ -184,20 +178,12 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             written = {path.name for path in stage.folder.iterdir()} - set(RECORDS)
             if not written and not any(path.stat().st_size for path in stage.folder.glob("*.jsonl")):
                 shutil.rmtree(stage.folder, ignore_errors=True)  # it failed before it did anything
-                if replaces is not None and {path.name for path in folder.iterdir()} <= {".lock"}:
-                    shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
-def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock a folder; creates it if necessary. Raises: UserError if another process holds it."""
-    return locked(folder / ".lock", folder, "working on it: wait for it, or choose another run=…")
-
-
 def _begin_or_resume(stage: Stage) -> dict | None:
-    """Keep the folder to resume an interrupted attempt, whose record is returned, or empty it. Raises: UserError if it may not be."""
-    replaces = stage.replaces is not None
-    recorded = None
+    """Keep the folder to resume an interrupted attempt, whose record is returned, or start with an empty one. Raises: UserError."""
+    replaces, recorded = stage.replaces is not None, None
     with contextlib.suppress(UserError) if replaces else contextlib.nullcontext():
         recorded = folders.read_stage(stage.folder)
     complete = recorded is not None and recorded["status"] == "complete"
@@ -211,7 +197,16 @@ def _begin_or_resume(stage: Stage) -> dict | None:
         cure = "restore them to resume, choose another run=…, or add overwrite=true to start again"
         raise UserError(f"{stage.folder}: {reason}: {cure}")
     if recorded is None or complete or reason:
-        _empty(stage, replace_others=replaces or recorded is not None)
+        present = [*stage.folder.glob("*")]
+        strangers = sorted(path.name for path in present if not path.name.startswith("."))
+        if strangers and recorded is None and not replaces:
+            others = f"has no readable stage.json but other files ({', '.join(strangers[:3])})"
+            raise UserError(f"{stage.folder}: {others}: choose another run=…, or add overwrite=true to replace them")
+        with writing(stage.folder):
+            stage.folder.mkdir(exist_ok=True)
+            # the record last, so that an interrupted removal is detected
+            for path in sorted(present, key=lambda p: p.name == "stage.json"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         return None
     for path in [*stage.folder.glob(".*.tmp"), *stage.folder.glob("*.jsonl.kept")]:  # a killed attempt left them
         path.unlink(missing_ok=True)
@@ -236,23 +231,11 @@ def has_begun(folder: Path, name: str) -> bool:
     return any(folder.glob("checkpoints/*/manifest.json")) or any((folder / path).exists() for path in kept)
 
 
-def _say_other_rounding(stage: Stage, recorded: dict) -> None:
+def changed_rounding(stage: Stage, recorded: dict) -> str:
+    """The settings that a resumed stage reads and that change its rounding, with their values before."""
     before, now = flatten(recorded.get("config")), flatten(stored(asdict(stage.config)))
     groups = (*STAGES[stage.name].groups, "", "sharding", "memory", "launcher")
-    rounding = [
-        key for key, one in settings_in(Config).items() if one.changes == ROUNDING and key.rpartition(".")[0] in groups
-    ]
-    if changed := [f"{key}={now[key]}, was {before[key]}" for key in rounding if before.get(key, now[key]) != now[key]]:
-        stage.say(f"resumes with {'; '.join(changed)}: same computation, different rounding")
-
-
-def _empty(stage: Stage, replace_others: bool) -> None:
-    """Remove the contents of a stage's folder; the record is removed last, so that an interrupted removal is detected."""
-    present = [path for path in stage.folder.iterdir() if path.name != ".lock"]
-    strangers = sorted(path.name for path in present if not path.name.startswith("."))
-    if strangers and not replace_others:
-        others = f"has no readable stage.json but other files ({', '.join(strangers[:3])})"
-        raise UserError(f"{stage.folder}: {others}: choose another run=…, or add overwrite=true to replace them")
-    with writing(stage.folder):
-        for path in sorted(present, key=lambda p: p.name == "stage.json"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    rounding = (
+        k for k, one in settings_in(Config).items() if one.changes == ROUNDING and k.rpartition(".")[0] in groups
+    )
+    return "; ".join(f"{k}={now[k]}, was {before[k]}" for k in rounding if before.get(k, now[k]) != now[k])

@@ -47,7 +47,6 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str, errors: str = "replace", mode: int = 0o666) -> None:
     """Write a file atomically: a reader sees the old one or the new one, and a failed attempt leaves nothing.
-
     Raises: UserError if the disk is full or refuses.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -100,24 +99,25 @@ def swap(out: Path, new: Path | None = None) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def mend(out: Path) -> None:
-    """Undo or finish a replacement that was killed. Call it with the lock on `out`."""
-    old, new = set_aside(out), beside(out)
+def finish_swap(out: Path) -> None:
+    """Finish a `swap` that was killed; without the new folder undo it. Call it with the lock on `out`."""
+    new, old = beside(out), set_aside(out)
     if old.exists() and not out.exists():
-        old.rename(out)
-        say(f"{out}: restored, since the command that was to replace it was killed")
-    for left in (old, new):
-        if left.exists():
-            say(f"removing {left}, which a killed command left behind")
-            shutil.rmtree(left)
+        (new if new.exists() else old).rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def lock_of(place: Path) -> Path:
+    """The file by which processes of this package keep off a folder or file."""
+    return place.with_name(f".{place.name}.lock")
 
 
 @contextlib.contextmanager
-def locked(lock: Path, place: Path, busy: str, setting: str = "runs_dir") -> Iterator[None]:
-    """Lock a file, by which processes of this package keep off `place`. busy: what another one does, and what to do then.
-
+def locked(place: Path, busy: str, setting: str = "runs_dir") -> Iterator[None]:
+    """Lock a folder or file, which need not exist. busy: what another process does with it, and what to do then.
     Raises: UserError if another one has the lock.
     """
+    lock = lock_of(place)
     with writing(place, setting):
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w", encoding="utf-8")
@@ -128,33 +128,34 @@ def locked(lock: Path, place: Path, busy: str, setting: str = "runs_dir") -> Ite
                 raise BlockingIOError  # it was released and removed between opening and locking
         except BlockingIOError:
             raise UserError(f"{place}: another process is {busy}") from None
-        yield
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file, by the kernel's list: taking the lock could keep another process from its work."""
-    kernel = Path("/proc/locks")
-    if not path.exists() or not kernel.exists():  # without a list, a lock file that exists counts
-        return path.exists()
-    return f":{path.stat().st_ino} " in kernel.read_text(encoding="ascii")
-
-
-@contextlib.contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Lock `out` against other processes of this package, and `mend` it. Raises: UserError if another one has the lock."""
-    lock = out.with_name(f".{out.name}.lock")
-    with locked(lock, out, "writing it: wait for it, or choose another place", "out"):
         try:
-            mend(out)
             yield
         finally:
             lock.unlink(missing_ok=True)
 
 
+def is_locked(place: Path) -> bool:
+    """Whether a process has the lock on a place, by the kernel's list: taking it could keep another process from its work."""
+    kernel, lock = Path("/proc/locks"), lock_of(place)
+    if not lock.exists() or not kernel.exists():  # without a list, a lock file that exists counts
+        return lock.exists()
+    return f":{lock.stat().st_ino} " in kernel.read_text(encoding="ascii")
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Lock `out` for writing, without what a killed command left behind. Raises: UserError if another process has the lock."""
+    with locked(out, "writing it: wait for it, or choose another place", "out"):
+        finish_swap(out)
+        if (left := beside(out)).exists():
+            say(f"removing {left}, which a killed command left behind")
+            shutil.rmtree(left)
+        yield
+
+
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
     """An empty folder next to `out`, which replaces it if the block succeeds and has not moved it. Call it with the lock on `out`.
-
     Raises: UserError if the disk is full or not writable.
     """
     new = beside(out)
@@ -200,7 +201,6 @@ def share(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file is missing, damaged or contains something else.
-
     Raises: UserError as `check_regular`.
     """
     check_regular(path)

@@ -17,7 +17,7 @@ import pytest
 
 from rlhf.commands.watch import follow, look
 from rlhf.errors import UserError
-from rlhf.system.files import is_locked
+from rlhf.system.files import is_locked, lock_of
 
 
 def write_stage(run: Path, name: str, status: str, logged: int = 0, **record: Any) -> Path:
@@ -36,7 +36,7 @@ def write_stage(run: Path, name: str, status: str, logged: int = 0, **record: An
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as lock:
+    with lock_of(folder).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -44,7 +44,7 @@ def locked(folder: Path) -> Iterator[None]:
 def test_a_line_tells_step_time_left_and_figures(tmp_path: Path) -> None:
     folder = write_stage(tmp_path, "ppo", "running", logged=4)
     with locked(folder):
-        assert is_locked(folder / ".lock")
+        assert is_locked(folder)
         (stage,) = look(tmp_path)
         assert str(stage) == "ppo: running  update 4  reward 0.4  KL 2  length 20", "no guess without a known length"
         write_stage(tmp_path, "ppo", "running", logged=4, steps=10)
