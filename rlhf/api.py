@@ -33,7 +33,7 @@ class LoadedRun:
         _check(device=("device", device), precision=("precision", precision))
         self.folder = folder = Path(run)
         self._config = Config(run=folder.name, runs_dir=str(folder.parent), device=device, precision=precision)
-        if not [read_stage(stage) for stage in stages_of(folder).values()]:
+        if not stages_of(folder):
             raise UserError(f"{folder}: no stage of a run in it: want the folder of a run, such as runs/demo")
         self._places = stage_places(folder)
         self._models: dict[str, Any] = {}

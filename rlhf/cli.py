@@ -17,7 +17,7 @@ from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents, run_folder
 from rlhf.runs.remembered import GIVEN, by_key, recall, trusted
-from rlhf.system.exits import MISTAKE, ending, interrupt_on_signals, leave, report
+from rlhf.system.exits import MISTAKE, end, ending, interrupt_on_signals, report
 from rlhf.system.plugins import call_plugins
 from rlhf.system.processes import disconnect, launch_problem, process_count
 from rlhf.system.terminal import accept_any_text, say, write
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         _dispatch(arguments)
         write("")  # flush here, so that a full disk is reported now and not at the interpreter's end
         if argv is None and disconnect():
-            leave(0)
+            end(0, at_once=True)
 
 
 def _dispatch(arguments: list[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from rlhf.config import Config
 from rlhf.model.fused_loss import NextToken
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
-from rlhf.system.exits import leave
+from rlhf.system.exits import end
 from rlhf.system.files import write_json
 from rlhf.system.processes import disconnect, process_count, rank
 from rlhf.training.engine import Engine, make_engine
@@ -116,4 +116,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     if disconnect():
-        leave(0)
+        end(0, at_once=True)

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.recipe import ancestors
     from rlhf.runs.sources import hash_sources
     from rlhf.runs.stage import open_stage
-    from rlhf.runs.trackers import make_tracker
+    from rlhf.runs.trackers import open_tracker
     from rlhf.stages import ppo
 
     with tempfile.TemporaryDirectory() as home:
@@ -70,9 +71,9 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
                 tracker.samples(update, rows)
                 tracker.log(metrics | held_out, step=update, episodes=update, tokens=parts.state.tokens)
 
-            options: dict[str, Any] = {"run": name, "stage": "ppo", "config": {"seed": config.seed}}
-            wandb: Any = Timed(make_tracker("wandb", folder=Path(home) / "on", **options))
-            off = make_tracker("silent", folder=Path(home) / "off", **options)
+            config.tracking.kind = "wandb"
+            wandb: Any = Timed(open_tracker(replace(stage, folder=Path(home) / "on")))
+            off = open_tracker(replace(stage, writes=False))
             one_update(1, off)  # the first one warms up and checks the invariants
             wandb.log({"objective/kl": 0.0}, step=0)
             time.sleep(3)  # until W&B has started in its thread

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,8 +21,9 @@ from rlhf.errors import UserError
 from rlhf.model.checkpoint import read_checkpoint
 from rlhf.runs.remembered import by_key, recall
 from rlhf.runs.sources import hub_folder
+from rlhf.runs.stage import Stage
+from rlhf.runs.trackers import open_tracker
 from rlhf.training.engine import deepspeed_settings
-from rlhf.training.setup import open_tracker
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -204,8 +204,7 @@ def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
     monkeypatch.setattr("wandb.init", init)
     for words in ([], LABELS):
         config = compose_config(["run=x", "tracking=wandb", *words])
-        stage: Any = SimpleNamespace(name="sft", config=config, folder=tmp_path, writes=True, record=lambda status: {})
-        open_tracker(stage).finish()
+        open_tracker(Stage(config, "sft", tmp_path, {}, {})).finish()
     kept = [
         [options.get(key) for key in ("entity", "name", "group", "tags", "job_type")]
         for options in (given[0], given[-1])

@@ -63,7 +63,6 @@ def save_checkpoint(
     folder: Path, step: int, write: Callable[[Path], None], keep: CheckpointConfig, figure: float | None = None
 ) -> Path:
     """Write `folder/step-<step>` through `write`, seal it, then `prune_checkpoints`.
-
     Raises: UserError if the disk is full or not writable; earlier checkpoints stay.
     """
     target = folder / f"step-{step}"

@@ -15,7 +15,7 @@ import re
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlhf.config import Config, ParentsConfig
 from rlhf.config.model import shape_settings
@@ -26,7 +26,6 @@ from rlhf.errors import UserError
 from rlhf.recipe import GOLD_STAGES, PARENTS, POLICY_STAGES, RATED_BY, ROUND_STAGES, STAGES, ancestors
 from rlhf.system.files import beside, sha256_file
 
-Kind = Literal["stage", "manifest", "results", "adopted", "round"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SCORED_STAGES = ("ppo", "rejection", "evaluate")  # they need the reward stage only as a reward source
 ROUND = re.compile(r"-round-\d+$")  # the suffix of the runs of earlier labelling rounds
@@ -83,6 +82,19 @@ def stages_of(run: Path) -> dict[str, Path]:
     """The folders of a run's stages by name, complete or not; unfinished replacements are left out."""
     folders = (path.parent for path in sorted(run.glob("*/stage.json")))
     return {folder.name: folder for folder in folders if not folder.name.startswith(".")}
+
+
+def config_of(run: Path) -> Config:
+    """A configuration that finds the stages of a run, also those that it took from other runs (`parents.<stage>`).
+    Raises: UserError for a damaged record.
+    """
+    config = Config(run=run.name, runs_dir=str(run.parent))
+    for folder in stages_of(run).values():
+        parents = ((read_stage(folder) or {}).get("config") or {}).get("parents") or {}
+        for stage in parents.keys() & set(PARENTS):
+            if parents[stage] is not None and not (run / stage / "stage.json").exists():
+                setattr(config.parents, stage, parents[stage])
+    return config
 
 
 def under_way(folder: Path) -> Path:
@@ -151,10 +163,7 @@ def lend_parents(config: Config) -> None:
     """If PPO starts from another run, that run also lends what this one lacks of the stages before PPO."""
     if config.ppo.policy in POLICY_STAGES:
         return
-    folder = policy_folder(config, config.ppo.policy)
-    places = ((read_stage(folder) or {}).get("config") or {}).get("parents") or {}
-    lender = Config(run=folder.parent.name, runs_dir=str(folder.parent.parent))
-    lender.parents = ParentsConfig(**{stage: place for stage, place in places.items() if stage in PARENTS})
+    lender = config_of(policy_folder(config, config.ppo.policy).parent)
     for stage in ancestors("ppo"):
         missing = getattr(config.parents, stage) is None and not (run_folder(config) / stage / "stage.json").exists()
         if missing and ((place := stage_folder(lender, stage)) / "stage.json").exists():
@@ -165,8 +174,8 @@ def lend_parents(config: Config) -> None:
 # --- records ------------------------------------------------------------------------------------------------
 
 
-def read_record(path: Path, kind: Kind) -> dict[str, Any] | None:
-    """The contents of a run file, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
+def read_record(path: Path, kind: str) -> dict[str, Any] | None:
+    """The contents of a run file of one of RECORD_KINDS, or None if there is none. Raises: UserError if it is damaged or cannot be read."""
     from rlhf.runs.run_schemas import RECORD_KINDS
     from rlhf.system.schemas import read_checked
 
@@ -185,8 +194,7 @@ def read_stage(folder: Path) -> dict | None:
 
 
 def is_complete(folder: Path) -> bool:
-    record = read_stage(folder)
-    return record is not None and record.get("status") == "complete"
+    return (read_stage(folder) or {}).get("status") == "complete"
 
 
 def check_output(folder: Path, stage: str | None = None) -> dict:

@@ -55,10 +55,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/margin", "score", _PAIRS, "mean", "score of the winner minus score of the loser"),
     Metric("reward/mean", "score", "responses", "mean", "mean score"),
     Metric("reward/std", "score", "responses", "std", "standard deviation of the scores"),
-    Metric("calibration/gain", "", "SFT samples", "last",
-           "factor that makes scores of SFT samples have standard deviation 1"),
-    Metric("calibration/shift", "score", "demonstrations", "last",
-           "bias that makes scores of demonstrations 0 on average"),
+    Metric("calibration/gain", "", "SFT samples", "last", "factor that gives scores of SFT samples standard deviation 1"),
+    Metric("calibration/shift", "score", "demonstrations", "last", "bias that makes demonstrations score 0 on average"),
     # DPO
     Metric("dpo/loss", "nats per prompt", "prompts with an ordered pair", "mean",
            "ranking loss of beta * (logp - logp_ref)"),
@@ -144,15 +142,13 @@ METRICS: tuple[Metric, ...] = (
            "pairs whose winner is the longer response, or the shorter where that is right more often"),
     Metric("eval/<split>/noise_ceiling", _SHARE, _PAIRS, "mean", "accuracy that the labels' own noise allows"),
     Metric("eval/<split>/gold_order_accuracy", _SHARE, _PAIRS, "mean", "pairs ordered as the judge orders them"),
-    Metric("eval/<split>/labeler_agreement", _SHARE, "pairs labelled twice", "mean",
-           "labelers who agree with each other"),
+    Metric("eval/<split>/labeler_agreement", _SHARE, "pairs labelled twice", "mean", "labelers who agree"),
     Metric("eval/<split>/scores", "score", _SEQUENCES, "mean", "reward-model score; in ppo as objective/scores"),
     Metric("eval/<split>/kl", _NATS_SEQUENCE, _RESPONSE, "mean", "as objective/kl, held out"),
     Metric("eval/<split>/entropy", _NATS_SEQUENCE, _RESPONSE, "mean", "as objective/entropy, held out"),
     Metric("eval/<split>/eos_fraction", _SHARE, _SEQUENCES, "mean", "responses that ended by themselves"),
     Metric("eval/<split>/response_len", "tokens", _SEQUENCES, "mean", "response tokens"),
-    Metric("eval/<split>/win_rate", _SHARE, "prompts", "mean",
-           "responses preferred to the SFT model's; a tie counts half"),
+    Metric("eval/<split>/win_rate", _SHARE, "prompts", "mean", "responses preferred to SFT's; a tie counts half"),
     Metric("eval/<split>/win_rate_greedy", _SHARE, "prompts", "mean", "as win_rate, both models decoding greedily"),
     Metric("eval/<split>/gold/<part>", "gold score", _SEQUENCES, "mean", "the judge's own score, held out"),
 )
@@ -218,15 +214,16 @@ class Sums:
 
     def add(self, name: str, *sums: Any) -> None:
         """Adds one micro-batch's sums: numbers, or tensors of one element, which stay on their device until the end.
-
         Raises: ValueError if the table lacks `name` or its reduction takes other sums.
         """
+        from rlhf.ops.masked import wide
+
         check_names([name])
         reduction = find(name).reduction  # type: ignore[union-attr]
         wanted = REDUCTIONS[reduction]
         if len(sums) != len(wanted):
             raise ValueError(f"{name}: reduction {reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums")
-        self._merge(name, [_number(value) for value in sums])
+        self._merge(name, [wide(x.detach().reshape(())) if hasattr(x, "detach") else float(x) for x in sums])
 
     def _merge(self, name: str, new: list[Any]) -> None:
         before, reduction = self._sums.get(name, []), find(name).reduction  # type: ignore[union-attr]
@@ -255,15 +252,6 @@ class Sums:
         """One number per metric, in the order in which the metrics were first added."""
         closed = {name: _close(name, sums) for name, sums in self.state().items()}
         return {name: value for name, value in closed.items() if value is not None}
-
-
-def _number(value: Any) -> Any:
-    """A number, or a tensor of one element in the widest type of its device."""
-    if not hasattr(value, "detach"):
-        return float(value)
-    from rlhf.ops.masked import wide
-
-    return wide(value.detach().reshape(()))
 
 
 # --- charts -------------------------------------------------------------------------------------------------
@@ -385,6 +373,3 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     ),
 }  # fmt: skip
 CHARTS["judge"] = CHARTS["reward"]
-
-# Columns of the table of samples in W&B; parts of scores follow.
-SAMPLE_COLUMNS = ("step", "id", "prompt", "response", "score", "kl", "length")

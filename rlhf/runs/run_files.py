@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.recipe import PARENTS, PIPELINE, STAGES
-from rlhf.runs.folders import read_record, stage_folder, under_way
+from rlhf.recipe import PIPELINE, STAGES
+from rlhf.runs.folders import config_of, read_record, stage_folder, under_way
 from rlhf.runs.metric_table import find
 from rlhf.runs.progress import format_seconds
 from rlhf.system.files import read_json
@@ -28,19 +27,15 @@ Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that contain none are left out, such as a torn last one. A missing file is empty."""
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from (row for line in lines if (row := parse_line(line)) is not None)
-
-
-def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """The object of one line; None if it is torn or contains something else. NaN and Infinity are read as null."""
-    try:
-        row = json.loads(line, parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+    """The objects of a JSON Lines file; lines that contain none are left out, such as a torn last one. A missing file is empty.
+    NaN and Infinity are read as null.
+    """
+    with path.open(encoding="utf-8", errors="replace") if path.is_file() else contextlib.nullcontext(()) as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line, parse_constant=lambda _: None)
+                if isinstance(row, dict):
+                    yield row
 
 
 def encode_line(row: Mapping[str, Any]) -> str:
@@ -114,14 +109,10 @@ def read_run(folder: Path) -> RunFiles:
 
 def stage_places(run: Path) -> dict[str, Path]:
     """The folder of each stage, of those that the run takes from another one (`parents.<stage>`) that run's."""
-    places = {name: run / name for name in STAGES}
-    config = Config(run=run.name, runs_dir=str(run.parent))
-    for folder in list(places.values()):
-        for stage, place in entries(read_json(folder / "stage.json"), "config", "parents"):
-            if stage in PARENTS and isinstance(place, str) and not (run / stage / "stage.json").exists():
-                setattr(config.parents, stage, place)
-                with contextlib.suppress(UserError):
-                    places[stage] = stage_folder(config, stage)
+    places, config = {name: run / name for name in STAGES}, config_of(run)
+    for name in STAGES:
+        with contextlib.suppress(UserError):  # the other run is gone
+            places[name] = stage_folder(config, name)
     return places
 
 
@@ -193,10 +184,8 @@ def with_interval(tree: Any) -> tuple[float | None, float | None, float | None]:
     """(value, low, high) of {"value" or "mean", "ci95": [low, high]}; a bare number has no interval."""
     ci = entry_at(tree, "ci95")
     low, high = ci if isinstance(ci, list) and len(ci) == 2 and all(map(is_figure, ci)) else (None, None)
-    if not isinstance(tree, dict):
-        return number_at(tree), low, high
-    value = number_at(tree, "value")
-    return number_at(tree, "mean") if value is None else value, low, high
+    found = (number_at(tree, *path) for path in ((), ("value",), ("mean",)))
+    return next((value for value in found if value is not None), None), low, high
 
 
 # --- words and numbers --------------------------------------------------------------------------------------

@@ -146,7 +146,6 @@ def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards"
 
 def classifier_folder(config: Config, name: str, setting: str) -> Path:
     """The files of a finished classifier: a local folder, or a hub id (optionally `owner/name@revision`).
-
     Raises: UserError if it is neither, or does not have exactly one label.
     """
     folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name, setting)
@@ -166,7 +165,6 @@ def classifier_folder(config: Config, name: str, setting: str) -> Path:
 
 def hub_folder(name: str, setting: str) -> Path | None:
     """The local copy of a hub repository `owner/name` or `owner/name@revision`; None if it is not such a name.
-
     Raises: UserError if it cannot be downloaded.
     """
     if not REPOSITORY.fullmatch(name) or Path(name.partition("/")[0]).exists():
@@ -200,7 +198,6 @@ def hash_rewards(config: Config) -> dict[str, Any]:
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
     """{kind:file: sha256} of the data files that the user named and the stage reads; the gold world's are covered by its stages' hashes.
-
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
     hashes: dict[str, Any] = {}
@@ -237,15 +234,15 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
     for name in (name for name, wanted in reads.items() if wanted):
         if is_complete(folder := stage_folder(config, name)):
             hashes[name] = check_output(folder, name)["hash"]
-    for folder in compared_folders(config) if stage == "evaluate" else ():
+    for folder in compared_folders(config).values() if stage == "evaluate" else ():
         hashes[f"{folder.parent.name}/{folder.name}"] = check_output(folder, folder.name)["hash"]
     return {name: digest for name, digest in hashes.items() if digest is not None}  # a built-in function has no file
 
 
-def compared_folders(config: Config) -> list[Path]:
-    """The policies that `evaluate` measures besides PPO's."""
-    own = [folder for name in BASELINES if is_complete(folder := stage_folder(config, name))]
-    return [*own, *(policy_folder(config, name, "evaluate.compare") for name in listed(config.evaluate.compare))]
+def compared_folders(config: Config) -> dict[str, Path]:
+    """The policies that `evaluate` measures besides PPO's, those of evaluate.compare and this run's complete optional ones, by name."""
+    given = {name: policy_folder(config, name, "evaluate.compare") for name in listed(config.evaluate.compare)}
+    return given | {name: folder for name in BASELINES if is_complete(folder := stage_folder(config, name))}
 
 
 def _read(kind: str, load: Callable[..., Any], config: Config, say: Callable[[str], None] | None = None) -> Any:

@@ -4,6 +4,7 @@ The files are the record. W&B shows the same numbers from a thread of its own, a
 resumed stage keeps its W&B run id: online it continues the run, offline it begins a second folder of the same run.
 """
 
+import json
 import logging
 import math
 import os
@@ -12,22 +13,23 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO
 
-from rlhf.config.setting import flatten
-from rlhf.runs.metric_table import SAMPLE_COLUMNS, X_AXES, check_names
+from rlhf.config import TrackingConfig
+from rlhf.config.setting import flatten, listed
+from rlhf.runs.metric_table import X_AXES, check_names
 from rlhf.runs.run_files import encode_line, truncate_jsonl
+from rlhf.runs.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-TrackerKind = Literal["wandb", "jsonl", "off", "silent"]
-SampleRows = list[dict[str, Any]]
 FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own limits
 
 
 class Tracker:
-    """Writes one stage's metrics and samples. A context manager; made by `make_tracker`."""
+    """Writes one stage's metrics and samples. A context manager; made by `open_tracker`."""
 
     def __init__(self, folder: Path | None, resume_step: int = 0, with_samples: bool = True) -> None:
         self.view: Background | None = None
@@ -86,13 +88,14 @@ class Tracker:
         if self.view is not None:
             self.view.call("log", shown, step)
 
-    def samples(self, step: int, rows: SampleRows) -> None:
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Writes generated text, one row per response to the same held-out prompts each time. Keys: id, prompt, response; and if known
         score; kl, nats of the whole response; length, response tokens; parts, {name: number} of the score; gold, the judge's own parts.
         """
         if step == self._resume_step:
             rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
-        full = [finite({"step": int(step), "score": None, "kl": None} | row) for row in rows]
+        text = json.dumps([{"step": int(step), "score": None, "kl": None} | row for row in rows])
+        full = json.loads(text, parse_constant=lambda _: None)  # numbers that are not finite as null
         if self._with_samples:
             self._write("samples.jsonl", full)
         if self.view is not None:
@@ -113,43 +116,16 @@ class Tracker:
         self.finish(failed=kind is not None)
 
 
-def finite(value: Any) -> Any:
-    """A value of JSON with null for every number that is not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def make_tracker(
-    kind: TrackerKind,
-    *,
-    folder: Path,
-    run: str,
-    stage: str,
-    config: dict[str, Any],
-    resume_step: int = 0,
-    project: str | None = None,
-    labels: Mapping[str, Any] | None = None,
-) -> Tracker:
-    """Opens metrics.jsonl, samples.jsonl and wandb/ in a stage's folder; "off" writes metrics.jsonl alone, "silent" nothing.
-
+def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
+    """Opens metrics.jsonl, samples.jsonl and wandb/ in a stage's folder, as tracking.kind says; on ranks other than 0 it writes nothing.
     resume_step: of the checkpoint from which training continues: later lines are dropped, since they will be written again; 0: all.
-    labels: arguments of `wandb.init` in place of the name and the group that the run gives.
     """
-    tracker = Tracker(None if kind == "silent" else folder, resume_step, with_samples=kind != "off")
-    if kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
+    tracking = stage.config.tracking
+    tracker = Tracker(stage.folder if stage.writes else None, resume_step, with_samples=tracking.kind != "off")
+    if stage.writes and tracking.kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
         limit = seconds_allowed("INIT") + seconds_allowed("FINISH") + FINISH_MARGIN
-        tracker.view = Background(lambda: WandbRun(folder, run, stage, config, project, labels or {}), limit)
+        tracker.view = Background(partial(WandbRun, stage.folder, stage.record("running"), tracking), limit)
     return tracker
-
-
-def tracking_config(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's record as the configuration of its run: lineage at the top, then every setting by its own key."""
-    lineage = {key: record.get(key) for key in ("stage", "run", "seed", "parents", "data", "versions")}
-    settings = {key: value for key, value in (record.get("config") or {}).items() if key not in lineage}
-    return {**lineage, "git": record.get("git") or {}, **settings}
 
 
 # --- W&B ----------------------------------------------------------------------------------------------------
@@ -203,12 +179,11 @@ class Background:
 class WandbRun:
     """One stage as one W&B run: its id, its axes, its tables. `Background` handles the errors of wandb that it raises."""
 
-    def __init__(
-        self, folder: Path, run: str, stage: str, config: dict[str, Any], project: str | None, labels: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, record: Mapping[str, Any], tracking: TrackingConfig) -> None:
+        """record: the stage's. Its settings are the run's configuration, each by its own key, with the lineage at the top."""
         self._table: Any = None
         self._columns: list[str] = []
-        home = folder / "wandb"
+        home, run, stage = folder / "wandb", record["run"], record["stage"]
         home.mkdir(parents=True, exist_ok=True)
         for place in ("DATA", "CACHE", "CONFIG"):  # the user's home may be read-only
             os.environ.setdefault(f"WANDB_{place}_DIR", str(home))
@@ -219,26 +194,37 @@ class WandbRun:
         if not run_id:
             run_id = secrets.token_hex(4)
             id_file.write_text(run_id + "\n", encoding="ascii")
-        defaults = {"name": f"{run}/{stage}", "group": run, "job_type": stage}
-        self._run = start_run(folder, run_id, config, project, {**defaults, **labels})
+        lineage = {key: record[key] for key in ("stage", "run", "seed", "parents", "data", "versions", "git")}
+        self._run = start_run(
+            home,
+            id=run_id,
+            name=f"{tracking.name or run}/{stage}",
+            group=tracking.group or run,
+            job_type=stage,
+            entity=tracking.entity,
+            tags=listed(tracking.tags) or None,
+            project=project_of(tracking.project),
+            config=record["config"] | lineage,
+        )
         for axis in ("progress/step", "progress/episodes", "progress/tokens"):
             self._run.define_metric(axis)
         self._run.define_metric("*", step_metric=X_AXES.get(stage, "progress/step"))
         # The first step that the server lacks: one that was killed had sent some after its checkpoint.
-        self._first_step = 0 if self._run.offline else int(getattr(self._run, "starting_step", 0) or 0)
+        self._first_step = self._run.starting_step  # offline 0
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         if step >= self._first_step:
             self._run.log(dict(row), step=step)
 
-    def samples(self, rows: SampleRows, step: int) -> None:
+    def samples(self, rows: list[dict[str, Any]], step: int) -> None:
         import wandb
 
         if step < self._first_step:
             return
         flat = [flatten(row, "/") for row in rows]  # the parts of scores as columns
         if self._table is None:
-            self._columns = list(dict.fromkeys([*SAMPLE_COLUMNS, *(name for row in flat for name in row)]))
+            first = ("step", "id", "prompt", "response", "score", "kl", "length")
+            self._columns = list(dict.fromkeys([*first, *(name for row in flat for name in row)]))
             self._table = wandb.Table(columns=[*self._columns], log_mode="INCREMENTAL")
         for row in flat:
             self._table.add_data(*(row.get(name) for name in self._columns))
@@ -258,24 +244,16 @@ def project_of(given: str | None) -> str:
     return given or os.environ.get("WANDB_PROJECT", "rlhf")
 
 
-def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str | None, labels: dict[str, Any]) -> Any:
-    """A W&B run, offline if no key is set or the server does not answer in time. It never prompts."""
+def start_run(home: Path, **options: Any) -> Any:
+    """A W&B run, offline if no key is set or the server does not answer in time. It never prompts. home: the stage's folder wandb/."""
     import wandb
 
-    place = {"project": project_of(project), "dir": str(folder), "id": run_id}
-    options: dict[str, Any] = place | labels | {"config": config, "resume": "allow", "reinit": "create_new"}
-    disabled = (
-        "disable_code",
-        "disable_git",
-        "disable_job_creation",
-        "x_disable_stats",
-        "x_disable_meta",
-        "x_disable_machine_info",
-    )
-    settings: dict[str, Any] = dict.fromkeys(disabled, True)
-    settings |= {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
+    settings = {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
+    settings |= dict.fromkeys(("disable_code", "disable_git", "disable_job_creation"), True)
+    settings |= dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True)
     settings |= {"init_timeout": seconds_allowed("INIT"), "finish_timeout": seconds_allowed("FINISH")}
-    options["settings"] = wandb.Settings(**settings)
+    options |= {"settings": wandb.Settings(**settings), "dir": str(home.parent)}
+    options |= {"resume": "allow", "reinit": "create_new"}
     mode = choose_mode()
     try:
         return wandb.init(**options, mode=mode)
@@ -283,7 +261,7 @@ def start_run(folder: Path, run_id: str, config: dict[str, Any], project: str | 
         if mode == "offline":
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        stays = f"this stage is kept offline in {folder / 'wandb'}, `wandb sync` uploads it later"
+        stays = f"this stage is kept offline in {home}, `wandb sync` uploads it later"
         logger.warning("Weights & Biases did not answer (%s): %s", reason, stays)
         wandb.teardown()  # its service holds the run's id
         return wandb.init(**options, mode="offline")

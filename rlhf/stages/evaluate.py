@@ -10,7 +10,6 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.config.setting import listed
 from rlhf.data.reading import load_prompts
 from rlhf.data.records import PromptRecord, shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
@@ -33,18 +32,18 @@ from rlhf.runs.folders import (
     is_complete,
     needs_parent,
     parents_of,
-    policy_folder,
     read_stage,
     run_folder,
     scores_by_own,
     stage_folder,
 )
 from rlhf.runs.run_files import figures_of
-from rlhf.runs.sources import hash_sources, in_split, need_source
+from rlhf.runs.sources import compared_folders, hash_sources, in_split, need_source
 from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.trackers import open_tracker
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
-from rlhf.training.setup import open_tracker, set_up
+from rlhf.training.setup import set_up
 
 # What the setting evaluate.<name> turns on.
 EVALUATIONS: dict[str, Callable[..., Figures]] = {
@@ -174,9 +173,7 @@ def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path
     """
     tuned = {}
     sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
-    folders = {name: policy_folder(config, name, "evaluate.compare") for name in listed(config.evaluate.compare)}
-    own = {name: stage_folder(config, name) for name in BASELINES}
-    folders |= {name: folder for name, folder in own.items() if is_complete(folder)}
+    folders = compared_folders(config)
     if not folders or needs_parent(config, "evaluate", "ppo"):
         folders["ppo"] = stage_folder(config, "ppo")
     for name, folder in folders.items():

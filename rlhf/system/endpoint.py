@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from rlhf.errors import UserError
+from rlhf.system.processes import is_loopback
 from rlhf.system.terminal import one_line
 
 T = TypeVar("T")
@@ -21,7 +22,6 @@ TIMEOUT = 120.0  # seconds of one request, from connecting to the end of the rep
 LARGEST_REPLY = 2**20  # bytes
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # No reply, or a malformed one.
 NO_REPLY = (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError)
 
@@ -37,7 +37,6 @@ class Client:
 
     def __init__(self, setting: str, url: str, key_setting: str, key_variable: str | None = None):
         """setting, key_setting: names for messages; url: the base, such as https://host/v1.
-
         Raises: UserError for an invalid URL, an unset key, or a key that would be sent unencrypted.
         """
         self.named, self.url, self.key_setting = f"{setting}={url}", url, key_setting
@@ -57,12 +56,11 @@ class Client:
             if not (key and key.isascii() and key.isprintable()):  # else errors would show it
                 variable = f"{key_setting}={key_variable}: this environment variable"
                 raise UserError(f"{variable} is not set to one line of ASCII: set it to the key")
-            if parts.scheme == "http" and parts.host not in LOOPBACK:
+            if parts.scheme == "http" and not is_loopback(parts.host):
                 raise UserError(f"{self.named}: would send the key unencrypted: use https")
 
     def post(self, path: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T | None:
         """What `read` makes of a reply, after at most ATTEMPTS attempts; None if the request failed permanently, which is counted.
-
         read: raises ValueError, LookupError or TypeError for a malformed reply. Raises: UserError if the settings are wrong.
         """
         address, trouble = f"{self.url.rstrip('/')}/{path}", ""

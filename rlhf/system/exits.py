@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rlhf.errors import UserError
-from rlhf.system.processes import is_first, lost_another, process_count, rank
+from rlhf.system.processes import LOST_PROCESS, is_first, process_count, rank
 from rlhf.system.terminal import one_line, say, write
 
 MISTAKE, INTERRUPTED, NO_READER = 2, 130, 141
@@ -34,7 +34,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal
 SAME_SECONDS = 1.0
 
 _signalled_at: float | None = None  # when the first signal came
-_in_loop = False  # within `finish_step`
 
 
 @contextlib.contextmanager
@@ -53,7 +52,7 @@ def ending(interrupted: str = "interrupted") -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     write(f"\nrlhf: {interrupted}\n", sys.stderr)
             end(INTERRUPTED)
-        if lost_another(error):
+        if process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS):
             time.sleep(REPORT_SECONDS)  # so that the launcher can name it and stop this process
             fail("another process of this launch has ended: see its own message or the launcher's")
         if os.environ.get("HYDRA_FULL_ERROR") in (None, "", "0") and (message := describe(error)) is not None:
@@ -97,26 +96,18 @@ def let_first_rank_report() -> None:
         time.sleep(REPORT_SECONDS)
 
 
-def end(code: int) -> NoReturn:
-    """End this process; one of several ends at once, since an orderly end would wait for the others or abort without them."""
-    if process_count() > 1:
-        leave(code)
-    _flush()
-    sys.exit(code)
-
-
-def leave(code: int) -> NoReturn:
-    """Flush the output, then end this process at once, without the interpreter's shutdown."""
-    _flush()
-    os._exit(code)
-
-
-def _flush() -> None:
+def end(code: int, at_once: bool = False) -> NoReturn:
+    """End this process. at_once: without the interpreter's shutdown, as one of several ends, since an orderly end would wait for the
+    others or abort without them.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:  # drop what cannot be written: the interpreter would report it again when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if at_once or process_count() > 1:
+        os._exit(code)
+    sys.exit(code)
 
 
 def interrupt_on_signals(message: str = "interrupted") -> None:
@@ -124,8 +115,6 @@ def interrupt_on_signals(message: str = "interrupted") -> None:
 
     So does the first within an import, a destructor or a callback, where Python or C++ would drop or replace the exception.
     """
-    global _signalled_at
-    _signalled_at = None
 
     def leave_now() -> None:
         tell(f"\nrlhf: {message}\n")
@@ -156,9 +145,6 @@ def finish_step(name: str) -> Iterator[None]:
 
     name: the stage's. Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
     """
-    global _signalled_at, _in_loop
-    _signalled_at, _in_loop = None, True
-
     before = _handle(
         lambda: tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n"),
         lambda: tell(f"\n{name}: stopped; the same command resumes from the last checkpoint\n"),
@@ -168,14 +154,13 @@ def finish_step(name: str) -> Iterator[None]:
         if stop_requested():
             raise KeyboardInterrupt
     finally:
-        _in_loop = False
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def stop_requested() -> bool:
-    """Whether a signal has requested that the loop stop after the current step."""
-    return _in_loop and _signalled_at is not None
+    """Within `finish_step`: whether a signal has requested that the loop stop after the current step."""
+    return _signalled_at is not None
 
 
 def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, Any]:
@@ -183,6 +168,8 @@ def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, A
 
     Signals that the process ignores already (nohup, a job in the background) stay ignored.
     """
+    global _signalled_at
+    _signalled_at = None
 
     def handle(number: int, frame: FrameType | None) -> None:
         global _signalled_at

@@ -64,11 +64,6 @@ def launch_problem() -> str | None:
     return None
 
 
-def lost_another(error: Exception) -> bool:
-    """Whether an error only reports that another process of this launch is gone."""
-    return process_count() > 1 and any(sign in str(error) for sign in LOST_PROCESS)
-
-
 def connect(device: "torch.device", alone: bool = False) -> None:
     """Connect the processes, unless they are. alone: also a single one, which DeepSpeed needs even if there is no launcher."""
     import torch
@@ -151,7 +146,7 @@ def is_loopback(address: str) -> bool:
 def disconnect() -> bool:
     """Close the connection after all processes have reached this point; returns whether there was one.
 
-    A process that was connected should then `leave()`: threads of the connection release their last tensors late, and in a few percent
+    A process that was connected should then `end` at once: threads of the connection release their last tensors late, and in a few percent
     of launches abort an interpreter that is shutting down.
     """
     if "torch" not in sys.modules:  # no connection was opened
@@ -195,11 +190,8 @@ def divide(count: int, compute: Callable[[Sequence[int]], Sequence[T]]) -> list[
 
 def on_first_rank(action: Callable[[], T]) -> T:
     """The result of an action that only rank 0 runs; the others wait and get a copy.
-
     Raises: UserError on every rank if rank 0's action raised it.
     """
-    if process_count() == 1:
-        return action()
     outcome: Any = None
     if is_first():
         try:

@@ -30,7 +30,6 @@ def one_line(text: object, limit: int = 1000) -> str:
 
 def say(text: object = "", stream: TextIO | None = None) -> None:
     """Print one line on standard output, or on `stream`, at once. A line break inside it is shown as its escape.
-
     Raises: OSError that names standard output if it is full or gone.
     """
     write(printable(text) + "\n", stream)

@@ -25,11 +25,10 @@ from rlhf.runs.checkpoints import (
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, format_seconds
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import Tracker
+from rlhf.runs.trackers import Tracker, open_tracker
 from rlhf.system.exits import finish_step, stop_requested
 from rlhf.system.processes import gather, on_first_rank, rank
 from rlhf.training.engine import Engine, NonFinite
-from rlhf.training.setup import open_tracker
 from rlhf.training.state import put_random_state, random_state, read_state, write_state
 from rlhf.training.usage import update_flops, usage_metrics
 

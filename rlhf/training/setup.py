@@ -1,4 +1,4 @@
-"""Set-up that all stages share: device and seeds, whether the device computes right, the tracker, a model from a folder."""
+"""Set-up that all stages share: device and seeds, whether the device computes right, a model from a folder."""
 
 import contextlib
 import copy
@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rlhf.config import Config
-from rlhf.config.setting import listed
 from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.checkpoint import is_encoder, load_whole, read_config
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.fast import keep_freed_memory
-from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import Tracker, make_tracker, tracking_config
 from rlhf.system.processes import connect
 
 MOST_GAP = 1e-2  # of a gradient from the CPU's, as a share of its norm
@@ -87,22 +84,6 @@ def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
         if name not in here or not (here[name] - x).norm() <= MOST_GAP * x.norm() + least:
             remedy = "torch computes it wrongly here: use device=cpu, or another version of torch"
             raise UserError(f"device=mps: the gradient of {name} is not the CPU's: {remedy}")
-
-
-def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
-    config, tracking = stage.config, stage.config.tracking
-    labels = {"entity": tracking.entity, "group": tracking.group, "tags": listed(tracking.tags) or None}
-    labels["name"] = tracking.name and f"{tracking.name}/{stage.name}"
-    return make_tracker(
-        tracking.kind if stage.writes else "silent",  # type: ignore[arg-type]
-        folder=stage.folder,
-        run=config.run,
-        stage=stage.name,
-        config=tracking_config(stage.record("running")),
-        resume_step=resume_step,
-        project=tracking.project,
-        labels={name: label for name, label in labels.items() if label},
-    )
 
 
 def transformers_in(module: nn.Module) -> list[Any]:

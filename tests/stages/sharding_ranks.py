@@ -23,7 +23,7 @@ from rlhf.config.stages import SftConfig
 from rlhf.model import batching
 from rlhf.model.gpt import GPTForCausalLM
 from rlhf.stages import reward
-from rlhf.system.exits import leave
+from rlhf.system.exits import end
 from rlhf.system.processes import connect, disconnect, is_first, rank
 from rlhf.training.divided import load_lm
 from rlhf.training.ema import Ema
@@ -196,4 +196,4 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
     if disconnect():
-        leave(0)
+        end(0, at_once=True)

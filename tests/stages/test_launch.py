@@ -158,7 +158,7 @@ LISTENING = """
 import os, sys
 import torch, torch.distributed as dist
 from rlhf.system import processes
-from rlhf.system.exits import leave
+from rlhf.system.exits import end
 from rlhf.system.processes import Ranks, connect, disconnect, rank
 connect(torch.device("cpu"))
 total = torch.ones(1)
@@ -186,7 +186,7 @@ assert sent == [16, 40, 15], sent
 assert all(a.equal(b) for a, b in zip(together, each, strict=True)), "to the digit"
 assert all(a.equal(b) for a, b in zip(own, before, strict=True)), "what was given is left alone"
 """
-END = "if disconnect():\n    leave(0)\n"
+END = "if disconnect():\n    end(0, at_once=True)\n"
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
+from rlhf.config import Config, TrackingConfig
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.trackers import Background, make_tracker
+from rlhf.runs.stage import Stage
+from rlhf.runs.trackers import Background, open_tracker
 
 SAMPLE = {"id": "p", "prompt": "a", "response": "b"}
 
 
-def tracker(folder: Path, kind: Any = "jsonl", resume_step: int = 0) -> Any:
-    return make_tracker(kind, folder=folder, run="r", stage="ppo", config={"seed": 1}, resume_step=resume_step)
+def tracker(folder: Path, kind: str = "jsonl", resume_step: int = 0, writes: bool = True) -> Any:
+    config = Config(run="r", tracking=TrackingConfig(kind))
+    return open_tracker(Stage(config, "ppo", folder, {}, {}, writes=writes), resume_step)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -82,9 +85,9 @@ def test_resume_repeats_no_step_and_loses_none(tmp_path: Path) -> None:
     assert [row["response"] for row in lines(tmp_path / "samples.jsonl")] == list("0123") + ["again"] * 3
 
 
-def test_off_writes_numbers_alone_and_silent_nothing(tmp_path: Path) -> None:
-    for kind in ("off", "silent"):
-        with tracker(tmp_path / kind, kind) as writer:
+def test_off_writes_numbers_alone_and_another_rank_nothing(tmp_path: Path) -> None:
+    for name, writes in (("off", True), ("silent", False)):
+        with tracker(tmp_path / name, "off", writes=writes) as writer:
             writer.log({"objective/kl": 0.5}, step=0)
             writer.samples(0, [SAMPLE])
     assert [path.name for path in tmp_path.glob("*/*")] == ["metrics.jsonl"] and not (tmp_path / "silent").exists()

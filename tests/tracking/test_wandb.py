@@ -4,17 +4,20 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf.commands.dashboard import SECTIONS, STEP_AXIS, make_workspace
+from rlhf.config import Config
 from rlhf.runs.metric_table import CHARTS, COST, METRICS, X_AXES, metric_pattern
-from rlhf.runs.trackers import choose_mode, make_tracker, project_of
+from rlhf.runs.stage import Stage
+from rlhf.runs.trackers import choose_mode, open_tracker, project_of
 from tests.tracking.wandb_file import read_history, read_records, run_files
 
-CONFIG = {"stage": "ppo", "run": "r", "parents": {"sft": "ab12"}, "data": {"p.jsonl": "cd34"}, "ppo": {"lr": 1e-5}}
+LINEAGE: dict[str, Any] = {"stage": "ppo", "run": "r", "parents": {"sft": "ab12"}, "data": {"p.jsonl": "cd34"}}
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +27,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracker(folder: Path, resume_step: int = 0) -> Any:
-    return make_tracker("wandb", folder=folder, run="r", stage="ppo", config=CONFIG, resume_step=resume_step)
+    stage = Stage(Config(run="r"), "ppo", folder, LINEAGE["parents"], LINEAGE["data"])
+    return open_tracker(stage, resume_step)
 
 
 def sample(step: int) -> list[dict[str, Any]]:
@@ -62,7 +66,7 @@ def test_the_offline_file_holds_metrics_axes_tables_and_config(tmp_path: Path) -
     assert kinds[0] == "header" and kinds[-1] == "exit"
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     config = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in run.config.update}
-    assert {key: config[key] for key in CONFIG} == CONFIG
+    assert {key: config[key] for key in LINEAGE} == LINEAGE and config["ppo"] == asdict(Config().ppo)
     assert (run.run_group, run.job_type, run.display_name, run.project) == ("r", "ppo", "r/ppo", "rlhf")
     metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
     assert {m.name for m in metrics if m.name} == {"progress/step", "progress/episodes", "progress/tokens"}
