@@ -7,7 +7,7 @@ Tokens depend only on (seed, key, step), the prompt and the model, never on the 
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from rlhf.model.linear import products_cast
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
 from rlhf.planning.formulas import shape_of_config
+from rlhf.system.memory import free_bytes
 
 Key = int | str | tuple
 
@@ -169,11 +170,16 @@ class SamplingEngine:
         eos = torch.tensor(how.ends, dtype=torch.int64, device=device)
         uniforms = make_uniforms(how.seed, keys, steps).to(device)
         columns = max(lengths, default=1) + steps
-        size = min(how.batch_size or MAX_BATCH, self.most_rows(columns))
+        size = min(how.batch_size or MAX_BATCH, default_batch(self.model, columns, how.cache_bytes))
         tokens = torch.full((len(prompts), steps), how.pad_token_id, dtype=torch.int64, device=device)
         logprobs = torch.zeros(tokens.shape, device=device)
         rows = min(size, len(prompts))
-        with evaluating(self.model), torch.inference_mode(), self.prepared(rows, columns, steps):
+        with (
+            evaluating(self.model),
+            torch.inference_mode(),
+            products_cast(self.model),
+            self.prepared(rows, columns, steps),
+        ):
             for part in by_length(lengths, size):
                 tokens[part], logprobs[part] = self.draw([prompts[i] for i in part], uniforms[part], eos, how)
         return make_samples(tokens, logprobs, eos)
@@ -182,13 +188,9 @@ class SamplingEngine:
         """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
         raise NotImplementedError
 
-    def most_rows(self, columns: int) -> int:
-        """The batch for rows of this many tokens."""
-        return default_batch(self.model, columns, self.settings.cache_bytes)
-
     def prepared(self, rows: int, columns: int, steps: int) -> AbstractContextManager[Any]:
         """A context in which batches of at most `rows` are drawn, of at most `columns` tokens, of which `steps` are new."""
-        return products_cast(self.model)
+        return nullcontext()
 
     def load(self, model: Any) -> None:
         """Sample from this model's present weights from now on."""
@@ -237,7 +239,7 @@ def default_batch(model: Any, columns: int, most_bytes: int | None = None) -> in
     kind = cached_in(model) if lm(model).native else computed_in(parameter)
     row = 2 * shape.n_layer * shape.kv_width * columns * kind.itemsize
     if parameter.device.type == "cuda":
-        room = torch.cuda.mem_get_info(parameter.device)[0] // 8
+        room = free_bytes(parameter.device) // 8
     else:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         room = max(LEAST_CACHE_BYTES, 2 * weights, min(8 * weights, MOST_CACHE_BYTES))
