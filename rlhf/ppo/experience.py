@@ -105,7 +105,7 @@ def sample_responses(
     engine: Engine, sampler: SamplingEngine, tokenizer: Any, prompts: list[Prompt], keys: list[tuple]
 ) -> tuple[Samples, list[str]]:
     """One response to each prompt at temperature 1, determined by (seed, key), however the batch is split; also as text."""
-    engine.eval()
+    engine.module.eval()
     with engine.autocast(), engine.whole(engine.module.policy) as whole:
         sampler.wake()
         sampler.load(whole)

@@ -239,7 +239,7 @@ def trained(
 @torch.no_grad()
 def evaluate_items(engine: Engine, objective: Objective[T], items: Sequence[T], stage: str) -> dict[str, float]:
     """The objective's figures <stage>/… of items that are not trained on, by the rest of their names; empty without items."""
-    engine.eval()
+    engine.module.eval()
     sums = Sums()
     for part in objective.micro_batches(items, scoring_tokens(engine.module), 0, 1):
         objective.loss(part, 1, sums)

@@ -101,13 +101,9 @@ class Engine:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.recomputes = True
 
-    def eval(self) -> "Engine":
-        """Set the module to eval mode."""
-        self.module.eval()
-        return self
-
     def autocast(self) -> contextlib.AbstractContextManager:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bfloat16 else contextlib.nullcontext()
+        on = self.bfloat16 and not self.sharded  # under ZeRO the weights themselves are bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16) if on else contextlib.nullcontext()
 
     def keep_average(self, part: str, module: nn.Module, decay: float) -> None:
         """Average the weights of `module`, which belong to this part, at each step in which the part trains."""
@@ -176,10 +172,9 @@ class Engine:
             f"optim/{name}_grad_norm": x for name, x in zip(norms, each, strict=True) if name
         }
 
-    @contextlib.contextmanager
-    def whole(self, part: nn.Module) -> Iterator[nn.Module]:
-        """A part of the module with all its weights on this rank."""
-        yield part
+    def whole(self, part: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """A context with a part of the module that has all its weights on this rank."""
+        return contextlib.nullcontext(part)
 
     def state(self) -> dict[str, dict[str, Tensor]] | None:
         """{"weights", "exp_avg", "exp_avg_sq", "steps", "ema"}: whole float32 tensors by parameter, on rank 0's CPU.
@@ -257,9 +252,6 @@ class ZeroEngine(Engine):
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.engine(*arguments, **keywords)
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # in bfloat16 the weights themselves are bfloat16
 
     def _backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks and divides by accumulation steps; our losses need the sum.

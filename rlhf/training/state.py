@@ -55,9 +55,9 @@ def slice_of_rank(tensor: Tensor, rank: int, count: int) -> Tensor:
 def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor] | None:
     """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
 
-    trained: only of parameters that train, and of buffers. All ranks must call it. Tensors come one by one, so that no rank but the
-    first holds more than one. In bfloat16 under ZeRO they are the optimizer's float32 copies. A weight with several names (a tied
-    embedding) appears once, under its first name.
+    trained: only of parameters that train, which are not copied on a CPU without ZeRO-3, and of buffers. All ranks must call it.
+    Tensors come one by one, so that no rank but the first holds more than one. In bfloat16 under ZeRO they are the optimizer's
+    float32 copies. A weight with several names (a tied embedding) appears once, under its first name.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -67,6 +67,8 @@ def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor
             from deepspeed.utils import safe_get_full_fp32_param
 
             tensor = safe_get_full_fp32_param(parameter).detach().cpu()
+        elif trained and not is_partitioned(parameter):
+            tensor = parameter.detach().cpu()
         else:
             with gathered([parameter]):
                 tensor = exact_weight(parameter)
@@ -111,19 +113,13 @@ class PlainState:
     def read(self) -> dict[str, dict[str, Tensor]] | None:
         """See `Engine.state`. Copies would take three times the weights."""
         first = is_first()
-        state: dict[str, dict[str, Tensor]] = {"weights": self._weights(), "steps": {}}
+        state: dict[str, dict[str, Tensor]] = {"weights": gathered_state(self.module, trained=True) or {}, "steps": {}}
         for name, p, kind, value in self._values():
             if first and kind == "step":
                 state["steps"][name] = torch.as_tensor(value).reshape(()).float().cpu()
             elif first and isinstance(value, Tensor):
                 state.setdefault(kind, {})[name] = as_cpu_float32(value).reshape(shape_of(p))
         return state if first else None
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Of parameters that train, and buffers."""
-        trained: dict[str, Tensor] = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        trained |= persistent_buffers(self.module)
-        return {name: as_cpu_float32(x) for name, x in trained.items()} if is_first() else {}
 
     def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
         """(name, parameter, kind, value) of everything that the optimizer holds."""
@@ -166,10 +162,8 @@ def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
 def random_state() -> dict[str, Tensor]:
     """torch's random state of this process."""
     suffix = f"-{rank()}" if rank() else ""
-    state = {f"rng{suffix}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"cuda{suffix}"] = torch.cuda.get_rng_state()
-    return state
+    on_gpu = {f"cuda{suffix}": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {f"rng{suffix}": torch.get_rng_state()} | on_gpu
 
 
 def put_random_state(folder: Path) -> None:
@@ -206,93 +200,64 @@ class ZeroState(PlainState):
     """The same for a module whose optimizer DeepSpeed shards. group_of: the parameter group of each trained parameter by name."""
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, group_of: dict[str, int], ranks: Ranks):
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
         super().__init__(module, optimizer)
         self.stage, self.group_of, self.ranks = stage, group_of, ranks
         self.trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-
-    def _weights(self) -> dict[str, Tensor]:
-        return gathered_state(self.module, trained=True) or {}
+        self.states: list[
+            tuple[int, dict[str, Any]]
+        ] = []  # (group, AdamW's state) of each slice that this rank updates
+        inner = optimizer.optimizer
+        slices = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+        for i, flat in enumerate(slices):
+            # as the first step would: DeepSpeed looks for moments only once, when only the first group would have any. torch's
+            # AdamW counts steps in a tensor, DeepSpeed's in an integer
+            step: Any = 0
+            if isinstance(inner, torch.optim.AdamW):
+                step = torch.zeros((), device=flat.device if steps_on_device(inner) else "cpu")
+            inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}}
+            self.states.append((optimizer.sub_group_to_group_id[i] if stage == 3 else i, inner.state[flat]))
+            if stage < 3:
+                lazy_init_hp_params_optimizer_state(optimizer.bit16_groups[i], flat, inner.state)
 
     def _values(self) -> Iterator[tuple[str, Any, str, Any]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        steps = self.steps()
-        self._link()
+        steps = {group: float(state["step"]) for group, state in self.states}
         for name, p in self.trained:
-            if taken := steps.get(self.group_of[name]):
+            if taken := steps[self.group_of[name]]:
                 yield name, p, "step", taken
                 for kind in MOMENTS:
-                    yield name, p, kind, safe_get_full_optimizer_state(p, kind).clone()
+                    yield name, p, kind, safe_get_full_optimizer_state(p, kind)
 
     @torch.no_grad()
     def write(self, state: SavedState) -> None:
         """Write a whole state to the ranks' slices."""
+        from deepspeed import utils
+
+        put, put_moment, whole = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state, self.stage < 3
+        if not whole:
+            put, put_moment = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+
+        def part(value: Tensor) -> Tensor:
+            value = value.to(self.ranks.device)
+            return value if whole else slice_of_rank(value, self.ranks.rank, self.ranks.count)
+
         put_weights(self.module, state["weights"])
-        self._make_moments()
-        self._link()
         steps = dict.fromkeys(self.group_of.values(), 0.0)
         for name, p in self.trained:
-            self._put(p, state["weights"][name].float())
+            put(p, part(state["weights"][name].float()))
             for kind in MOMENTS:
                 value = state.get(kind, {}).get(name)
-                self._put(p, torch.zeros(shape_of(p)) if value is None else value, kind)
-            if name in state["steps"]:
-                group = self.group_of[name]
-                steps[group] = max(steps[group], float(state["steps"][name]))
+                put_moment(p, part(torch.zeros(shape_of(p)) if value is None else value), kind)
+            group = self.group_of[name]
+            steps[group] = max(steps[group], float(state["steps"].get(name, 0.0)))
         self.set_steps(steps)
 
-    def steps(self) -> dict[int, float]:
-        """Steps taken by parameter group; none before the first."""
-        return {group: float(state["step"]) for group, state in self.flat_states()}
-
     def set_steps(self, steps: Mapping[int, float]) -> None:
-        for group, state in self.flat_states():
+        """Set the numbers of steps taken, by parameter group."""
+        for group, state in self.states:
             if group in steps:
                 kind = state["step"]
                 state["step"] = torch.full_like(kind, steps[group]) if isinstance(kind, Tensor) else int(steps[group])
-
-    def flat_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(group, AdamW's state) of each flat slice that this rank updates; none before the first step."""
-        states = self.optimizer.optimizer.state
-        yield from ((group, states[flat]) for group, flat in self._slices() if "step" in states.get(flat, {}))
-
-    def _slices(self) -> Iterator[tuple[int, Tensor]]:
-        zero = self.optimizer
-        if self.stage == 3:
-            where = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp32_partitioned_groups_flat))]
-            return zip(where, zero.fp32_partitioned_groups_flat, strict=True)
-        return enumerate(zero.single_partition_of_fp32_groups)
-
-    def _make_moments(self) -> None:
-        """Initialise AdamW's state as its first step would, so that it can be overwritten."""
-        inner = self.optimizer.optimizer
-        on_device = steps_on_device(inner)
-        for _, flat in self._slices():
-            if "step" in inner.state.get(flat, {}):
-                continue
-            # torch's AdamW counts steps in a tensor, DeepSpeed's in an integer
-            step: Any = 0
-            if isinstance(inner, torch.optim.AdamW):
-                step = torch.zeros((), device=flat.device if on_device else "cpu")
-            inner.state[flat] = {"step": step, **{kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}}
-
-    def _put(self, p: Any, value: Tensor, kind: str | None = None) -> None:
-        """Write a whole tensor over this rank's slice of a master weight or, with `kind`, of a moment."""
-        from deepspeed import utils
-
-        value, whole = value.to(self.ranks.device), self.stage < 3
-        if not whole:
-            value = slice_of_rank(value, self.ranks.rank, self.ranks.count)
-        if kind is None:
-            (utils.safe_set_full_fp32_param if whole else utils.safe_set_local_fp32_param)(p, value)
-        else:
-            (utils.safe_set_full_optimizer_state if whole else utils.safe_set_local_optimizer_state)(p, value, kind)
-
-    def _link(self) -> None:
-        """Make DeepSpeed find the moments of every group: it looks only once, when only the first group has any."""
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-        zero = self.optimizer
-        if self.stage < 3 and self.steps():
-            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-                lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)

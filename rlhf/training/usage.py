@@ -54,6 +54,7 @@ def set_budget(
     config, on_cpu, ranks = stage.config, engine.device.type == "cpu", engine.ranks
     most = -int(ranks.max(-budget_bytes(config.memory.budget_gb, engine.device)))  # bytes of this process
     held = int(ranks.max(used_bytes(engine.device) + bytes_to_come(engine)))  # at every step
+    for_weights = f"{held / GB:.1f} for weights, gradients and optimizer"
     fast = CPU_BYTES / kept_per_token(engine, recomputes=False) if on_cpu else math.inf  # more tokens are not faster
     per_token = kept_per_token(engine)
 
@@ -68,9 +69,8 @@ def set_budget(
     supported = all(model.supports_gradient_checkpointing for model in transformers_in(engine.module))
     if longest > fitting() and not engine.recomputes and supported:
         engine.recompute_activations()
-        stage.say(
-            f"activations are computed again in the backward pass, so that the longest row, {longest:,} tokens, fits"
-        )
+        so_that = f"so that the longest row, {longest:,} tokens, fits"
+        stage.say(f"activations are computed again in the backward pass, {so_that}")
         per_token = kept_per_token(engine)
     if engine.recomputes and on_cpu:
         keep_freed_memory(LARGE)
@@ -80,14 +80,13 @@ def set_budget(
     tokens = int(min(fitting(), fast))
     if before is None and measure and not engine.sharded and most / 2 < needs(tokens) and longest <= fitting():
         measured = ranks.max(measure(tokens) or 0.0)
-    if measured:
-        per_token = measured
-        tokens = int(min(fitting(), fast))
+    per_token = measured or per_token
+    tokens = int(min(fitting(), fast))
     if longest > fitting():
         helps = ["lora.rank=16"] if not config.lora.rank and uses(stage.name, "lora.rank") else []
         helps += [f"data.max_tokens={max(16, fitting())}"] if fitting() else []
         helps = [f"pretrain.global_batch_tokens={max(16, fitting())}"] if stage.name == "pretrain" else helps
-        needed = f"needs {needs(tokens) / GB:.1f} GB and has {most / GB:.1f}: {held / GB:.1f} for weights, gradients and optimizer"
+        needed = f"needs {needs(tokens) / GB:.1f} GB and has {most / GB:.1f}: {for_weights}"
         remedy = f"try {' or '.join(helps) or 'a smaller model'}, or raise memory.budget_gb if there is more"
         raise UserError(f"{stage.name}: {needed}, the rest for its longest row of {longest:,} tokens: {remedy}")
     if before is not None and before <= fitting():
@@ -99,19 +98,16 @@ def set_budget(
     if measured:  # bytes per token
         stage.memory |= {"measured": measured, "recomputes": float(engine.recomputes)}
     stage.note_progress()
-    takes = (
-        f"needs {needs(tokens) / GB:.1f} of {most / GB:.1f} GB: {held / GB:.1f} for weights, gradients and optimizer"
-    )
+    takes = f"needs {needs(tokens) / GB:.1f} of {most / GB:.1f} GB: {for_weights}"
     stage.say(f"{takes}; up to {tokens:,} tokens per forward, the longest row has {longest:,}")
 
 
 def bytes_to_come(engine: Engine) -> int:
-    """What the first step allocates on this rank: gradients, AdamW's moments, and the loss's chunks of logits."""
+    """What the first step allocates on this rank: gradients, without ZeRO AdamW's moments, and the loss's chunks of logits."""
     trained = [p for p in engine.module.parameters() if p.requires_grad]
-    count = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     logits = max(loss_bytes(trunk_shape(model)) for model in transformers_in(engine.module))
-    if engine.sharded:  # DeepSpeed has allocated the rest
-        return 3 * 4 * count // engine.ranks.count + logits
+    if engine.sharded:
+        return logits + 4 * sum(shape_of(p).numel() for p in trained) // engine.ranks.count
     return logits + sum(4 * p.numel() * (1 + 2 * (not engine.optimizer.state.get(p))) for p in trained)
 
 
