@@ -33,7 +33,7 @@ def machine() -> Machine:
 
 @pytest.fixture
 def count(machine, monkeypatch) -> ThreadCount:
-    monkeypatch.setattr(threads, "processor_seconds", lambda: (machine.own_seconds, machine.idle_seconds))
+    monkeypatch.setattr(threads, "processor_seconds", lambda: machine.own_seconds + machine.idle_seconds)
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: machine.time))
     monkeypatch.setattr(torch, "set_num_threads", machine.used.append)
     return ThreadCount(2)

@@ -65,17 +65,10 @@ def load_with(flags: list[str]) -> ctypes.CDLL:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
             objects, shared = f"{work}/kernels.o", f"{work}/kernels.so"
-            for options in (
-                [*flags, *COMMON, "-c", str(SOURCE), "-o", objects],
-                ["-shared", objects, "-lm", "-o", shared],
-            ):
-                subprocess.run(
-                    [*compiler, *options],
-                    check=True,
-                    capture_output=True,
-                    timeout=COMPILE_SECONDS,
-                    stdin=subprocess.DEVNULL,
-                )
+            compiling = [*compiler, *flags, *COMMON, "-c", str(SOURCE), "-o", objects]
+            for command in (compiling, [*compiler, "-shared", objects, "-lm", "-o", shared]):
+                quietly: Any = {"capture_output": True, "stdin": subprocess.DEVNULL}
+                subprocess.run(command, check=True, timeout=COMPILE_SECONDS, **quietly)
             os.chmod(shared, 0o700)  # whatever the umask
             os.replace(shared, path)
     loaded = ctypes.CDLL(str(path))

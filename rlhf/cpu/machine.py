@@ -20,10 +20,10 @@ WINDOW = 1.0  # seconds between two measurements
 ROUNDED_UP = 0.25  # of a core: the load of an almost idle machine
 
 
-def processor_seconds() -> tuple[float, float]:
-    """(processor time of this process, idle time of its cores), each since some fixed time."""
+def processor_seconds() -> float:
+    """Processor time of this process and idle time of its cores since some fixed time."""
     cores, times = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
-    return time.process_time(), sum(x.idle + x.iowait for number, x in enumerate(times) if number in cores)
+    return time.process_time() + sum(x.idle + x.iowait for number, x in enumerate(times) if number in cores)
 
 
 class ThreadCount:
@@ -32,14 +32,14 @@ class ThreadCount:
     def __init__(self, most: int):
         self.most = most
         self.threads = self.fitting = most  # in use; the number that fitted in the last window
-        self.seen, self.since = sum(processor_seconds()), time.monotonic()
+        self.seen, self.since = processor_seconds(), time.monotonic()
 
     def look(self) -> None:
         """Call it after each step. The number falls at once and rises after two windows with room for more threads."""
         taken = time.monotonic() - self.since
         if taken < WINDOW:
             return
-        total = sum(processor_seconds())
+        total = processor_seconds()
         fitting = max(1, min(self.most, int((total - self.seen) / taken + ROUNDED_UP)))
         wanted = min(fitting, max(self.fitting, self.threads))
         if wanted != self.threads:

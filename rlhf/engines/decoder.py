@@ -18,6 +18,9 @@ from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
+Graph = tuple[
+    Any, Tensor, Tensor
+]  # a recorded step, the tokens that it reads, and its logits, which the next replay writes over
 
 GROWTH = 64  # columns by which the cache grows
 COLUMN_BLOCK = 256  # a recorded step attends to at most so many columns more than needed; each block has a graph
@@ -181,12 +184,24 @@ class Decoder:
             self.graphs[shape] = None
             logits = self.compute(tokens)
         else:
-            graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
-            logits = graph.replay(tokens)
+            recorded, given, logits = self.graphs[shape] = self.graphs[shape] or self._record(tokens)
+            given.copy_(tokens)
+            recorded.replay()
             self.column += 1
         if computed > self.live:
             self.all_lengths[self.live :] = 0
         return logits[: self.live]
+
+    def _record(self, tokens: Tensor) -> Graph:
+        """A step of the present shape. All graphs share one pool of memory: none reads what another left."""
+        given, recorded, column = tokens.clone(), torch.cuda.CUDAGraph(), self.column
+        pool = next((graph[0].pool() for graph in self.graphs.values() if graph is not None), None)
+        # without autocast's cache, whose tensors would be in the graph's memory
+        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(recorded, pool=pool):
+            logits = self.compute(given)
+        self.column = column  # recording does not compute
+        return recorded, given, logits
 
     def compute(self, tokens: Tensor) -> Tensor:
         """A step of the rows in view, (N,)."""
@@ -245,22 +260,3 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (N, KV, H/KV, L)
     return (scores + mask).softmax(-1) @ v
-
-
-class Graph:
-    """A recorded step of a decoder, for its present shape. Its graphs share one pool of memory: none reads what another left."""
-
-    def __init__(self, decoder: Decoder, tokens: Tensor):
-        self.tokens, self.recorded, column = tokens.clone(), torch.cuda.CUDAGraph(), decoder.column
-        pool = next((graph.recorded.pool() for graph in decoder.graphs.values() if graph is not None), None)
-        # without autocast's cache, whose tensors would be in the graph's memory
-        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded, pool=pool):
-            self.logits = decoder.compute(self.tokens)
-        decoder.column = column  # recording does not compute
-
-    def replay(self, tokens: Tensor) -> Tensor:
-        """Logits (B, V) after one more token per row; the next replay writes over them."""
-        self.tokens.copy_(tokens)
-        self.recorded.replay()
-        return self.logits

@@ -31,10 +31,6 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cache: Any = None  # of a model that is not ours
-    hash: int = field(init=False)  # of seed and key, for its random numbers
-
-    def __post_init__(self) -> None:
-        self.hash = hashed(self.seed, self.key)
 
     @property
     def ended(self) -> bool:
@@ -87,7 +83,7 @@ class RunningBatch:
             last = torch.tensor([one.tokens[-1] for one in self.responses], dtype=torch.int64, device=self.device)
             logits = self.decoder.advance(last, [one.prompt for one in new])
         self.responses += new
-        self._choose(logits, self.responses)
+        self._choose(logits)
 
     @torch.inference_mode()
     def leave(self, response: Response) -> None:
@@ -112,13 +108,13 @@ class RunningBatch:
         one.cache = getattr(output, "past_key_values", None)  # some classes have none
         return output.logits[:, -1]
 
-    def _choose(self, logits: Tensor, responses: Sequence[Response]) -> None:
+    def _choose(self, logits: Tensor) -> None:
         """Draw a token per row; rows with the same sampling settings are drawn together."""
-        alike: dict[Choice, list[int]] = {}
+        alike, responses = dict[Choice, list[int]](), self.responses
         for row, one in enumerate(responses):
             alike.setdefault(one.choice, []).append(row)
-        uniforms = uniforms_at([one.hash for one in responses], [len(one.tokens) for one in responses])
-        uniforms = uniforms.to(self.device)
+        hashes = [hashed(one.seed, one.key) for one in responses]
+        uniforms = uniforms_at(hashes, [len(one.tokens) for one in responses]).to(self.device)
         for choice, rows in alike.items():
             some = slice(None) if len(rows) == len(responses) else rows
             tokens, logp = choose_tokens(logits[some], uniforms[some], choice)
