@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
 from rlhf.errors import UserError, optional, reading
-from rlhf.model.architectures import ARCHITECTURES, why_not_native
+from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
 from rlhf.model.checkpoint import (
     ADAPTED,
     UNSTATED_CONTEXT,
@@ -66,9 +66,7 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
     if checkpoint.adapters is not None:
         notes.append(f"with the adapters of {checkpoint.adapters}")
         files.append(checkpoint.adapters / ADAPTED)
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=ends or None
-    )
+    model.generation_config = GenerationConfig(**{**special_ids(tokenizer), "eos_token_id": ends or None})
     for note in notes:
         say(note)
     record = {

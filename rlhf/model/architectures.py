@@ -105,7 +105,7 @@ COMMON = {name: name for name in ("vocab_size", "initializer_range", "tie_word_e
 
 
 def special_ids(config: Any) -> Fields:
-    """Pad, begin and end token of a configuration or a tokenizer."""
+    """Pad, begin and end token of a configuration or a tokenizer, each None if it states none."""
     return {name: getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 

@@ -190,11 +190,4 @@ class OneNormBlock(ParallelBlock):
         return x + self.dropout(attended) + self.dropout(self.mlp(self.norm_1(x)))
 
 
-def set_residual_dropout(model: nn.Module, share: float) -> None:
-    """Dropout on each block's output to the residual stream; in transformers' classes nothing happens."""
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.dropout.p = share
-
-
 BLOCKS = {"pre": Block, "post": PostNormBlock, "parallel": ParallelBlock, "one_norm": OneNormBlock}

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from rlhf.config.setting import listed
 from rlhf.errors import UserError, optional, reading
-from rlhf.model.architectures import why_not_native
+from rlhf.model.architectures import special_ids, why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
 from rlhf.system.files import check_regular, download, read_json
 from rlhf.system.schemas import INTEGERS, Finite, Schema, Size, check_value, read_checked
@@ -224,9 +224,8 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
         model, info = loader.from_pretrained(
             source, output_loading_info=True, trust_remote_code=False, **CHOSEN_HERE, **keywords
         )
-    generation = getattr(model, "generation_config", None)
-    ends = {name: getattr(generation, name, None) for name in Ids.model_fields}
-    check_value(ends, Ids, f"{source}: generation_config.json", RESTORE)
+    ids = special_ids(getattr(model, "generation_config", None))
+    check_value(ids, Ids, f"{source}: generation_config.json", RESTORE)
     missing, left = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if new_head:
         missing = [name for name in missing if LAYER.search(name) and name.startswith(model.base_model_prefix)]

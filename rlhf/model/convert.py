@@ -219,8 +219,7 @@ def _give_pad(model: Any, tokenizer: Any) -> None:
         tokenizer.add_special_tokens({"pad_token": PAD})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    for name, value in special_ids(tokenizer).items():
-        setattr(model.config, name, value)
+    model.config.update(special_ids(tokenizer))
 
 
 def end_at_end_token(tokenizer: Any) -> None:

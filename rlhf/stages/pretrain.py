@@ -25,6 +25,7 @@ from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, mix
 from rlhf.data.tokenizer import MASK, load_tokenizer, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
+from rlhf.model.architectures import special_ids
 from rlhf.model.batching import by_length, scoring_tokens
 from rlhf.model.blocks import limited_experts
 from rlhf.model.checkpoint import is_encoder
@@ -180,13 +181,7 @@ def pack(config: Config, tokenizer: "PreTrainedTokenizerFast", length: int, fold
 def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:
     """The GPT of the configuration with random weights, sized for the tokenizer."""
     try:
-        shape = GPTConfig(
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            **shape_of(config.model),
-        )
+        shape = GPTConfig(vocab_size=len(tokenizer), **special_ids(tokenizer), **shape_of(config.model))
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     return GPTForCausalLM(shape)

@@ -27,7 +27,7 @@ from rlhf.data.encoding import TokenRow, encode_demonstrations, labels_of, row_l
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
-from rlhf.model.blocks import set_residual_dropout
+from rlhf.model.blocks import Block
 from rlhf.model.fused_loss import IGNORED, NextToken
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
@@ -93,9 +93,11 @@ def run(config: Config) -> None:
 
 
 def load_with_dropout(config: Config, folder: Path, device: torch.device) -> Any:
-    """The model to fine-tune, with sft.dropout on each block's output to the residual stream."""
+    """The model to fine-tune, of ours with sft.dropout on each block's output to the residual stream."""
     model = load_lm(config, folder, device, dropout=0.0)  # none on attention and embeddings
-    set_residual_dropout(model, config.sft.dropout)
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.dropout.p = config.sft.dropout
     return model
 
 
