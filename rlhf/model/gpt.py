@@ -95,7 +95,7 @@ class GPTModel(GPTPreTrainedModel):
         elif config.positions == "sinusoidal":
             self.embed_positions = Sinusoids(config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(config.n_layer))
+        self.layers: Any = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.block == "post" else make_norm(config)
         # as in BERT's released code; not in Vaswani et al. 2017 or Radford et al. 2018
         normed = config.block == "post" and not config.causal
