@@ -50,7 +50,6 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.config.compose import compose_config
     from rlhf.gold.truth import make_truth
     from rlhf.recipe import ancestors
-    from rlhf.runs.sources import hash_sources
     from rlhf.runs.stage import open_stage
     from rlhf.runs.trackers import open_tracker
     from rlhf.stages import ppo
@@ -61,7 +60,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
                 shutil.copytree(Path(runs_dir) / name / parent, Path(home) / name / parent)
         own = [f"runs_dir={home}", f"run={name}", "ppo.eval_every=1", "ppo.samples_every=1"]
         config = compose_config([*overrides, *own])
-        with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
+        with open_stage(config, "ppo") as stage:
             truth = make_truth(config)
             parts = ppo.load_parts(config, stage, truth)
 

@@ -129,17 +129,15 @@ class Run:
     @contextlib.contextmanager
     def open_ppo(self, overwrite: bool = False, **settings: Any) -> Iterator[Any]:
         """PPO for a loop of your own: yields the `rlhf.stages.ppo.Parts` of its updates, and writes the policy at the end; no resume."""
-        from rlhf.runs.sources import hash_sources
         from rlhf.runs.stage import open_stage
         from rlhf.stages import ppo
 
-        starting = self._starting("ppo", overwrite, settings)
-        with starting as config, open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
+        with self._starting("ppo", overwrite, settings) as config, open_stage(config, "ppo") as stage:
             parts = ppo.load_parts(config, stage)
             ppo.limit_memory(stage, parts)
             yield parts
             ppo.write_models(stage, parts.state.engine, parts.prompts.tokenizer)
-            stage.finish({})
+            stage.finish()
 
     def evaluate(self, **settings: Any) -> dict[str, Any]:
         """Run the evaluation; returns its figures."""

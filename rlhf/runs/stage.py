@@ -23,6 +23,7 @@ from rlhf.runs import folders
 from rlhf.runs.checkpoints import checkpoint_step, checkpoints, prune_checkpoints
 from rlhf.runs.folders import identity_of, run_folder, stage_folder
 from rlhf.runs.remembered import remember
+from rlhf.runs.sources import hash_sources
 from rlhf.system.files import beside, finish_swap, hash_files, locked, share, swap, write_json, writing
 from rlhf.system.memory import peak_rss_mb
 from rlhf.system.processes import is_first
@@ -147,16 +148,17 @@ class Stage:
 @contextlib.contextmanager
 def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
     """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs. With overwrite=true it is written
-    next to the existing one, which stays until the new one is complete.
+    next to the existing one, which stays until the new one is complete. data: hashes of its sources, unless those of `hash_sources`.
     Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
     by another process, if the folder contains other files, if the disk is full, or if a parent does not match.
     """
     import yaml
 
+    data = hash_sources(config, name) if data is None else data
     folder = run_folder(config) / name
     parents = folders.collect_parents(config, name)
     written_to, replaces = (beside(folder), folder) if config.overwrite else (folder, None)
-    stage = Stage(config, name, written_to, parents, data or {}, writes=is_first(), replaces=replaces)
+    stage = Stage(config, name, written_to, parents, data, writes=is_first(), replaces=replaces)
     if not stage.writes:
         yield stage
         return

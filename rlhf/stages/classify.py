@@ -17,20 +17,18 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import row_limit
 from rlhf.data.labelled import Example, encode_examples, find_marks
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.shots import columns_of, hash_task, load_task
 from rlhf.evaluation.statistics import classification, show
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.checkpoint import is_encoder
 from rlhf.model.heads import LabelModel, transfer
-from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.stage import Stage
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.training.batches import Batches, Objective, shuffled_order, trained
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.setup import load_policy, set_up
+from rlhf.training.setup import load_policy, parent_model, running
 
 MEASURED_TOGETHER = 32  # examples per forward
 
@@ -47,13 +45,11 @@ def run(config: Config) -> None:
     """Write runs/<run>/classify: the model with its head, results.json, predictions.jsonl."""
     settings = config.classify
     columns = columns_of(config)
-    with open_stage(config, "classify", hash_task(config)) as stage:
-        device = set_up(config)
-
+    with running(config, "classify", hash_task(config)) as (stage, device):
         # 1. The examples
         examples, held_out, classes = load_task(config, columns, stage.folder)
-        base = stage_folder(config, "pretrain") / "model"
-        tokenizer, lm = load_tokenizer(base), load_policy(base, encoder=True)
+        base, tokenizer = parent_model(config, "pretrain")
+        lm = load_policy(base, encoder=True)
         if is_encoder(lm.config) and settings.lm_coef:
             given = f"classify.lm_coef={settings.lm_coef}"
             raise UserError(f"{given}: {base} is an encoder, without a next-token loss: want 0")

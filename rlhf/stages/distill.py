@@ -20,7 +20,6 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.stages import DistillConfig
 from rlhf.data.encoding import TokenRow
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import draw_divided
@@ -30,27 +29,26 @@ from rlhf.model.interface import lm
 from rlhf.ops.logprobs import soft_cross_entropy, token_logprobs
 from rlhf.ops.masked import upcast
 from rlhf.ppo.experience import load_ppo_prompts
-from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import hash_sources, sample_prompts
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.sources import sample_prompts
+from rlhf.runs.stage import Stage
 from rlhf.stages.sft import labels_in, make_collator, make_rows
 from rlhf.system.files import write_text
 from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.setup import load_frozen, load_policy, set_up
+from rlhf.training.setup import load_frozen, load_policy, parent_model, running
 
 Row = dict[str, list[int]]
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/distill: answers.jsonl, the teacher's answers as tokens, and the student's model."""
-    with open_stage(config, "distill", hash_sources(config, "distill")) as stage:
-        device, settings = set_up(config), config.distill
-        folder = stage_folder(config, settings.teacher) / "model"
-        tokenizer, teacher = load_tokenizer(folder), load_frozen(config, folder, device)
+    settings = config.distill
+    with running(config, "distill") as (stage, device):
+        folder, tokenizer = parent_model(config, settings.teacher)
+        teacher = load_frozen(config, folder, device)
         student = keep_every(load_policy(folder, dropout=0.0), settings.every)
         sizes = {"parameters": student.num_parameters(), "teacher_parameters": teacher.num_parameters()}
         stage.say("student of {parameters:,} parameters, teacher of {teacher_parameters:,}".format(**sizes))

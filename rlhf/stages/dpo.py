@@ -24,32 +24,26 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import Item, row_limit, token_encoder
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.evaluation.scoring import by_item, collate_answers, item_length, pad_weights
 from rlhf.evaluation.statistics import flatten
 from rlhf.model.batching import joins_rows
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.models import Reference, load_reference
-from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.sources import hash_sources
-from rlhf.runs.stage import open_stage
 from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
 from rlhf.training.adapters import add_adapters, are_shared, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
-from rlhf.training.setup import set_up
+from rlhf.training.setup import parent_model, running
 
 ANSWERS = 4  # rows that dpo.micro_batch_prompts counts per prompt: the usual number of answers
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/dpo/model."""
-    with open_stage(config, "dpo", hash_sources(config, "dpo")) as stage:
-        device = set_up(config)
-        folder = stage_folder(config, "sft") / "model"
-        tokenizer = load_tokenizer(folder)
+    with running(config, "dpo") as (stage, device):
+        folder, tokenizer = parent_model(config, "sft")
 
         # 1. The training rankings of the reward model, as pairs of answers
         rankings, held_out = load_rankings(config, stage)

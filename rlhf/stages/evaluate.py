@@ -38,12 +38,12 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.run_files import figures_of
-from rlhf.runs.sources import compared_folders, hash_sources, in_split, need_source
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.sources import compared_folders, in_split, need_source
+from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import open_tracker
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
-from rlhf.training.setup import set_up
+from rlhf.training.setup import running, set_up
 
 # What the setting evaluate.<name> turns on.
 EVALUATIONS: dict[str, Callable[..., Figures]] = {
@@ -83,8 +83,7 @@ def run_external(config: Config) -> None:
 
 def run_stage(config: Config) -> None:
     """Write runs/<run>/evaluate: results.json and samples.jsonl."""
-    sources = hash_sources(config, "evaluate")
-    with open_stage(config, "evaluate", sources) as stage, inference(config, set_up(config)) as device:
+    with running(config, "evaluate") as (stage, device), inference(config, device):
         tuned = tuned_policies(config, stage.say)  # refuses unfinished ones before anything that takes time
         main = next(reversed(tuned))  # PPO's, if there is one
         tokenizer = load_tokenizer(tuned[main] / "model")

@@ -54,7 +54,6 @@ from rlhf.ppo.update import State, check_first_rollout, optimize, train_minibatc
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import hash_sources
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import save_output
 from rlhf.training.engine import Engine
@@ -83,7 +82,7 @@ class Parts:
 
 def run(config: Config) -> None:
     """Write runs/<run>/ppo/model."""
-    with open_stage(config, "ppo", hash_sources(config, "ppo")) as stage:
+    with open_stage(config, "ppo") as stage:
         # Set up
         settings, truth = config.ppo, make_truth(config)
         parts = load_parts(config, stage, truth)

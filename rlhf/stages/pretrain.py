@@ -22,7 +22,7 @@ from rlhf.config.precision import inference
 from rlhf.config.setting import listed
 from rlhf.config.stages import pretraining_tokens
 from rlhf.data.corpus import PackedCorpus, iterate_documents, make_collator, mix_corpora, pack_corpus
-from rlhf.data.tokenizer import MASK, load_tokenizer, token_byte_lengths, tokenizer_hash
+from rlhf.data.tokenizer import MASK, token_byte_lengths, tokenizer_hash
 from rlhf.errors import UserError
 from rlhf.model.adopt import Adopted, adopt
 from rlhf.model.architectures import special_ids
@@ -32,11 +32,10 @@ from rlhf.model.checkpoint import is_encoder
 from rlhf.model.fused_loss import IGNORED, MaskedToken, NextToken, mask_tokens, pair_halves
 from rlhf.model.gpt import GPTConfig, GPTForCausalLM
 from rlhf.model.interface import lm
-from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress
-from rlhf.runs.sources import hash_sources, kinds_read, need_source
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.sources import kinds_read, need_source
+from rlhf.runs.stage import Stage
 from rlhf.system.files import sha256_file, write_json
 from rlhf.system.processes import on_first_rank
 from rlhf.training.adapters import save_output
@@ -44,7 +43,7 @@ from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, make_schedule
-from rlhf.training.setup import set_up
+from rlhf.training.setup import parent_model, running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,9 +51,8 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Write runs/<run>/pretrain: the packed corpus, the model, its held-out loss."""
-    with open_stage(config, "pretrain", hash_sources(config, "pretrain")) as stage:
-        device = set_up(config)
-        tokenizer = load_tokenizer(stage_folder(config, "tokenizer") / "model")
+    with running(config, "pretrain") as (stage, device):
+        _, tokenizer = parent_model(config, "tokenizer")
         if config.model.attention == "bidirectional" and tokenizer.mask_token is None:
             tokenizer.add_special_tokens({"mask_token": MASK})
 

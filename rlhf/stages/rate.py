@@ -20,17 +20,14 @@ from rlhf.data.chat_template import encode_prompts, encode_response
 from rlhf.data.encoding import TokenRow, encode_demonstrations
 from rlhf.data.reading import load_rules
 from rlhf.data.records import Ranking
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import held_out_labelers
 from rlhf.ppo.rewards import LEVELS, RATED, Quality, Rater, check_qualities
-from rlhf.runs.folders import stage_folder
-from rlhf.runs.sources import hash_sources, in_split, read_comparisons, read_demonstrations
-from rlhf.runs.stage import open_stage
+from rlhf.runs.sources import in_split, read_comparisons, read_demonstrations
 from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.system.files import write_json
 from rlhf.training.adapters import save_output
-from rlhf.training.setup import set_up
+from rlhf.training.setup import parent_model, running
 
 LAMDA: dict[str, dict[str, float]] = {"sensible": {"weight": 3.0}, "safe": {"weight": 0.0, "least": 0.8}}
 BREAKS = "breaks_"  # of the flag that marks a broken rule
@@ -45,10 +42,9 @@ class Rated(NamedTuple):
 
 def run(config: Config) -> None:
     """Write runs/<run>/rate/model, which answers prompts and rates answers."""
-    with open_stage(config, "rate", hash_sources(config, "rate")) as stage:
-        device = set_up(config)
-        folder = stage_folder(config, "sft") / "model"
-        tokenizer, model = load_tokenizer(folder), load_with_dropout(config, folder, device)
+    with running(config, "rate") as (stage, device):
+        folder, tokenizer = parent_model(config, "sft")
+        model = load_with_dropout(config, folder, device)
 
         # 1. Ratings, and the demonstrations, so that the model does not forget how to answer
         rankings, rules = read_comparisons(config, stage.say), load_rules("rate.rules", config.rate.rules)

@@ -13,28 +13,25 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import encode_demonstrations, row_limit
 from rlhf.data.records import Demonstration
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import draw_best
 from rlhf.evaluation.policies import Asked
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
-from rlhf.runs.folders import stage_folder
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import hash_sources, sample_prompts
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.sources import sample_prompts
+from rlhf.runs.stage import Stage
 from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.system.files import write_text
 from rlhf.training.adapters import save_output
-from rlhf.training.setup import load_frozen, set_up
+from rlhf.training.setup import load_frozen, parent_model, running
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/rejection: demonstrations.jsonl, the best samples as records, and the model trained on them."""
-    with open_stage(config, "rejection", hash_sources(config, "rejection")) as stage:
-        device = set_up(config)
-        folder = stage_folder(config, "sft") / "model"
-        tokenizer, policy = load_tokenizer(folder), load_frozen(config, folder, device)
+    with running(config, "rejection") as (stage, device):
+        folder, tokenizer = parent_model(config, "sft")
+        policy = load_frozen(config, folder, device)
 
         # 1. Sample n, keep the best that ends
         path = stage.folder / "demonstrations.jsonl"

@@ -20,7 +20,6 @@ from rlhf.data.encoding import Encode, Item, check_labelers, fitting_prompts, jo
 from rlhf.data.reading import prompts_of
 from rlhf.data.records import Demonstration, PromptRecord, Ranking
 from rlhf.data.splits import record_half
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model, decide, describe_audit
@@ -47,7 +46,6 @@ from rlhf.runs.progress import Progress
 from rlhf.runs.sources import (
     beginnings,
     data_source,
-    hash_sources,
     in_split,
     read_comparisons,
     read_demonstrations,
@@ -55,14 +53,14 @@ from rlhf.runs.sources import (
     reward_model_folder,
     sample_prompts,
 )
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.stage import Stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, evaluate_items, put, shuffled_order, trained
 from rlhf.training.divided import load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import newest_checkpoint
-from rlhf.training.setup import check_tokenizer, load_frozen, set_up
+from rlhf.training.setup import check_tokenizer, load_frozen, parent_model, running
 from rlhf.training.state import gathered_state, put_weights
 
 
@@ -73,10 +71,8 @@ def run(config: Config) -> None:
 
 def train_reward_model(config: Config, name: str) -> None:
     """Train and measure the reward model of a stage by config.reward."""
-    with open_stage(config, name, hash_sources(config, name)) as stage:
-        device = set_up(config)
-        folder = stage_folder(config, "sft") / "model"
-        tokenizer = load_tokenizer(folder)
+    with running(config, name) as (stage, device):
+        folder, tokenizer = parent_model(config, "sft")
         others = [reward_folder(config, other, f"{name}.audit_with") for other in listed(config.reward.audit_with)]
 
         # 1. The rankings to train on, and the demonstrations to calibrate on

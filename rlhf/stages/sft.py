@@ -24,21 +24,20 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.corpus import PackedCorpus
 from rlhf.data.encoding import TokenRow, encode_demonstrations, labels_of, row_limit
-from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.blocks import Block
 from rlhf.model.fused_loss import IGNORED, NextToken
 from rlhf.runs.folders import stage_folder
 from rlhf.runs.metric_table import Sums
-from rlhf.runs.sources import hash_sources, in_split, read_demonstrations
-from rlhf.runs.stage import Stage, open_stage
+from rlhf.runs.sources import in_split, read_demonstrations
+from rlhf.runs.stage import Stage
 from rlhf.training.adapters import add_adapters, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, put, trained
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop
-from rlhf.training.setup import check_tokenizer, load_policy, set_up
+from rlhf.training.setup import check_tokenizer, load_policy, parent_model, running
 
 LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
 CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
@@ -46,19 +45,15 @@ CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
 
 def run(config: Config) -> None:
     """Write runs/<run>/sft/model."""
-    with open_stage(config, "sft", hash_sources(config, "sft")) as stage:
-        device = set_up(config)
-        base = stage_folder(config, "pretrain") / "model"
-        tokenizer = load_tokenizer(base)
+    with running(config, "sft") as (stage, device):
+        base, tokenizer = parent_model(config, "pretrain")
         if config.parents.pretrain is None:
-            own = load_tokenizer(stage_folder(config, "tokenizer") / "model")
-            check_tokenizer(stage_folder(config, "pretrain"), own)
+            check_tokenizer(base.parent, parent_model(config, "tokenizer")[1])
 
         if not config.sft.epochs:
             stage.say("sft.epochs=0: no step is taken, the base model is kept as it is")
             save_output(load_policy(base), tokenizer, stage)
-            stage.finish({})
-            return
+            return stage.finish()
 
         # 1. Demonstrations as tokens; prompts masked
         demonstrations = read_demonstrations(config, stage.say)

@@ -6,13 +6,13 @@ from rlhf.config import Config
 from rlhf.data.chat_template import use_completion
 from rlhf.data.corpus import iterate_documents
 from rlhf.data.tokenizer import train_tokenizer
-from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.sources import need_source
 from rlhf.runs.stage import open_stage
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/tokenizer/model."""
-    with open_stage(config, "tokenizer", hash_sources(config, "tokenizer")) as stage:
+    with open_stage(config, "tokenizer") as stage:
         if config.model.pretrained is not None:
             from rlhf.model.adopt import adopt_tokenizer
             from rlhf.model.checkpoint import read_checkpoint

@@ -6,14 +6,14 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.data.corpus import iterate_documents
 from rlhf.gold.corpus import Ends, demonstration_rows, documents, make_passages, prompt_rows, word_ends
-from rlhf.runs.sources import hash_sources, need_source
+from rlhf.runs.sources import need_source
 from rlhf.runs.stage import open_stage
 from rlhf.system.files import write_jsonl
 
 
 def run(config: Config) -> None:
     """Write runs/<run>/world: demonstrations.jsonl and prompts.jsonl; of the built-in world also corpus.jsonl."""
-    with open_stage(config, "world", hash_sources(config, "world")) as stage:
+    with open_stage(config, "world") as stage:
         gold, seed, share = config.gold, config.seed, config.gold.conversations
         counts = {"train": gold.train_prompts, "dev": gold.dev_prompts, "test": gold.test_prompts}
         files: Mapping[str, Iterable[dict[str, Any]]]

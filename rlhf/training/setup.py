@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,24 @@ from rlhf.errors import UserError
 from rlhf.model.checkpoint import is_encoder, load_whole, read_config
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.fast import keep_freed_memory
+from rlhf.runs.folders import stage_folder
+from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.processes import connect
 
 MOST_GAP = 1e-2  # of a gradient from the CPU's, as a share of its norm
+
+
+@contextlib.contextmanager
+def running(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[tuple[Stage, torch.device]]:
+    """A stage as of `open_stage`, and the device that it runs models on."""
+    with open_stage(config, name, data) as stage:
+        yield stage, set_up(config)
+
+
+def parent_model(config: Config, stage: str) -> tuple[Path, Any]:
+    """The model folder of a stage that others build on, and its tokenizer."""
+    folder = stage_folder(config, stage) / "model"
+    return folder, load_tokenizer(folder)
 
 
 def set_up(config: Config) -> torch.device:
