@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 from rlhf.model.architectures import ARCHITECTURES
 from rlhf.model.interface import Episodes
 from rlhf.ppo.experience import load_estimator
-from rlhf.ppo.rewards import CombinedReward, FunctionReward, parts_of
+from rlhf.ppo.rewards import CombinedReward, FunctionReward
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import hash_sources
 from tests.model.chats import make_tokenizer
@@ -55,10 +55,10 @@ def test_a_verifiable_reward_compares_with_the_reference_and_an_estimator_by_han
     episodes = Episodes(records, [[1]] * 2, [[2, 3], [4]], texts, ended)
     reward = FunctionReward("last_number.py:check", torch.device("cpu"), {"weight": 2})
     assert reward(episodes).tolist() == [2.0, -0.25]
-    parts = {name: part.tolist() for name, part in parts_of(reward).items()}
+    parts = {name: part.tolist() for name, part in reward.parts.items()}
     assert parts == {"right": [2.0, 0.0], "cut": [0.0, -0.25]}
     both = CombinedReward({"function_0": reward}, [0.5])
-    assert both(episodes).tolist() == [1.0, -0.125] and {"function_0", "function_0/cut"} <= parts_of(both).keys()
+    assert both(episodes).tolist() == [1.0, -0.125] and {"function_0", "function_0/cut"} <= both.parts.keys()
     runpy.run_path("test_baseline.py")["test_batch_mean"]()
 
 

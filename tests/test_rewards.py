@@ -27,7 +27,7 @@ def test_scores_combine_by_hand():
     # 2 * 1 - .5 * 3;  2 * -2 - .5 * 2;  2 * .5 - .5 * .5
     assert reward(episodes("a", "b", "c")).tolist() == pytest.approx([0.5, -5.0, 0.75])
     assert reward.parts["one"].tolist() == SCORES[0].tolist()
-    assert spread_of(reward) is None
+    assert spread_of(reward.parts) is None
 
 
 def test_the_spread_of_the_reward_models_by_hand():
@@ -35,7 +35,7 @@ def test_the_spread_of_the_reward_models_by_hand():
     reward = CombinedReward(sources, [1.0, 0.0, 1.0])
     assert reward(episodes("a", "b", "c")).tolist() == [101, -202, 50.5], "the second model only watches"
     # half the differences 1 - 3, -2 - 2 and .5 - .5, times the root of 2
-    assert spread_of(reward).tolist() == pytest.approx([2**0.5, 2 * 2**0.5, 0.0])
+    assert spread_of(reward.parts).tolist() == pytest.approx([2**0.5, 2 * 2**0.5, 0.0])
 
 
 class Countdown(torch.nn.Module):

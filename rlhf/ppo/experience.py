@@ -37,7 +37,6 @@ from rlhf.system.processes import Ranks
 from rlhf.training.engine import Engine, check_finite
 
 Prompt = tuple[PromptRecord, list[int]]  # as a record and as tokens
-Estimator = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Rollout(NamedTuple):
@@ -188,7 +187,7 @@ def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums)
     return weights
 
 
-def load_estimator(name: str) -> Estimator:
+def load_estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The advantage estimator of ppo.advantages: a built-in one, or a function `module:name` or `file.py:name`, called and checked as
     `rlhf.ops.gae.compute_advantages`. Raises: UserError.
     """

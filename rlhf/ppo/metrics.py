@@ -17,7 +17,7 @@ from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import wide
 from rlhf.ppo.experience import Experience, Rollout
-from rlhf.ppo.rewards import Reward, parts_of, spread_of
+from rlhf.ppo.rewards import Reward, spread_of
 from rlhf.runs.metric_table import Sums
 from rlhf.system.plugins import load_named
 from rlhf.training.engine import Engine
@@ -32,10 +32,9 @@ Measure = Callable[[Experience], Mapping[str, float]]  # means over the experien
 
 
 class Phases:
-    """The seconds of an update's phases."""
+    """The seconds of an update's phases. return_memory: return freed memory to the system after each."""
 
     def __init__(self, return_memory: bool):
-        """return_memory: return freed memory to the system after each phase."""
         self.seconds: dict[str, float] = {}
         self.return_memory, self.mark = return_memory, time.monotonic()
 
@@ -74,9 +73,10 @@ def add_rollout_metrics(
     kl_reward = 0.0 if config.kl_in_loss else -kl_coef * totals["kl"]
     sums.add("objective/non_score_reward", kl_reward, count)
     sums.add("objective/rlhf_reward", totals["scores"] + kl_reward, count)
-    for name, part in parts_of(reward).items():
+    parts: dict[str, Tensor] = getattr(reward, "parts", {})
+    for name, part in parts.items():
         sums.add(f"objective/scores/{name}", part.sum().item(), count)
-    if (spread := spread_of(reward)) is not None:
+    if (spread := spread_of(parts)) is not None:
         sums.add("objective/scores_std", spread.sum().item(), count)
     if critic is not None:
         target, error = wide(returns[mask]), wide((returns - rollout.values)[mask])
@@ -151,23 +151,24 @@ def true_scores(
     return [truth.judge(*episode) for episode in zip(records, texts, rollout.ended.tolist(), strict=True)]
 
 
-def sample_rows(
-    tokenizer: Any, records: list[PromptRecord], rollout: Rollout, scores: Tensor, gold: list[dict[str, float]]
-) -> list[dict[str, Any]]:
-    """Rows of the samples table: each response as text with score and KL."""
-    rows = []
+def held_out_metrics(
+    tokenizer: Any,
+    truth: "Truth | None",
+    records: list[PromptRecord],
+    texts: list[str],
+    rollout: Rollout,
+    scores: Tensor,
+) -> tuple[Sums, list[dict[str, Any]]]:
+    """The eval/dev/… metrics, as sums over responses; and rows of the samples table, responses as text with score and KL."""
+    sums, rows, gold = Sums(), [], true_scores(truth, records, texts, rollout)
+    for name, total in episode_sums(rollout, scores).items():
+        sums.add(f"eval/dev/{name}", total, len(scores))
+    for name, value in (part for one in gold for part in one.items()):
+        sums.add(f"eval/dev/gold/{name}", value, 1)
     for i, record in enumerate(records[:SAMPLES_SHOWN]):
         ids = rollout.tokens[i, int(rollout.prompt_lengths[i]) : int(rollout.lengths[i])].tolist()
         kl = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]].sum()
-        rows.append(
-            {
-                "id": record.id,
-                "prompt": shown_prompt(record.prompt),
-                "response": decode_response(tokenizer, ids),
-                "score": scores[i].item(),
-                "kl": kl.item(),
-                "length": len(ids),
-            }
-            | ({"gold": gold[i]} if gold else {})
-        )
-    return rows
+        row = {"id": record.id, "prompt": shown_prompt(record.prompt), "response": decode_response(tokenizer, ids)}
+        row |= {"score": scores[i].item(), "kl": kl.item(), "length": len(ids)}
+        rows.append(row | ({"gold": gold[i]} if gold else {}))
+    return sums, rows

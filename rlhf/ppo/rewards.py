@@ -17,6 +17,7 @@ from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import row_limit
 from rlhf.data.reading import load_rules
+from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length, joins_rows, right_pad, scoring_tokens
@@ -85,19 +86,16 @@ class FunctionReward:
         self.name, self.device, self.parameters = name, device, dict(parameters or {})
         offered = ("ended", "tokens", *self.parameters)
         self.function: Any = load_named("reward function", name, ("prompts", "responses", "metadata"), offered)
-        self.parts: dict[str, Tensor] = {}  # of the last call
+        self.parts: dict[str, Tensor] = {}  # of the last call, if it named any
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        prompts = [
-            [one.model_dump(include={"role", "content"}) for one in record.prompt] for record in episodes.records
-        ]
-        metadata = [record.metadata for record in episodes.records]
+        prompts, metadata = map(turns_of, episodes.records), [record.metadata for record in episodes.records]
         offered = {"ended": episodes.ended.tolist(), "tokens": episodes.responses} | self.parameters
         taken = {name: offered[name] for name in self.function.takes}
-        returned = self.function(prompts, episodes.texts, metadata, **taken)
-        named = returned if isinstance(returned, Mapping) and returned else {"": returned}
-        self.parts = {str(part): self._scores(values, len(prompts)) for part, values in named.items()}
-        return torch.stack(list(self.parts.values())).sum(0)
+        returned = self.function(list(prompts), episodes.texts, metadata, **taken)
+        named = returned if isinstance(returned, Mapping) else {}
+        self.parts = {str(part): self._scores(values, len(metadata)) for part, values in named.items()}
+        return torch.stack(list(self.parts.values())).sum(0) if named else self._scores(returned, len(metadata))
 
     def _scores(self, values: Any, count: int) -> Tensor:
         try:
@@ -108,6 +106,10 @@ class FunctionReward:
             got = f"returned {len(scores)} numbers for {count} responses"
             raise UserError(f"reward function {self.name}: {got}: return one per response, in order")
         return scores
+
+
+def turns_of(record: PromptRecord) -> list[dict[str, str]]:
+    return [turn.model_dump(include={"role", "content"}) for turn in record.prompt]
 
 
 class ServerReward:
@@ -131,22 +133,20 @@ class ServerReward:
         return scores.to(self.device)
 
     def _ask(self, episodes: Episodes, part: list[int]) -> list[float]:
-        prompt = [one.model_dump(include={"role", "content"}) for one in episodes.records[part[0]].prompt]
+        prompt = turns_of(episodes.records[part[0]])
         texts, ended = [episodes.texts[i] for i in part], [bool(episodes.ended[i]) for i in part]
-        body = {"prompt": prompt, "responses": texts, "ended": ended}
-        found = self.client.post("v1/score", body, lambda content: read_scores(content, len(part)))
+
+        def read(content: bytes) -> list[float]:
+            scores = [float(row["score"]) for row in json.loads(content)["data"]]
+            if len(scores) != len(part) or not all(map(math.isfinite, scores)):
+                raise ValueError(f"{len(scores)} scores, want {len(part)} finite ones")
+            return scores
+
+        found = self.client.post("v1/score", {"prompt": prompt, "responses": texts, "ended": ended}, read)
         if found is None:
             told = f"refused to score prompt {prompt[-1]['content'][:60]!r}: see the server's output"
             raise UserError(f"{self.client.named}: {told}")
         return found
-
-
-def read_scores(content: bytes, count: int) -> list[float]:
-    """Raises: ValueError, LookupError or TypeError for a reply without `count` finite scores."""
-    scores = [float(row["score"]) for row in json.loads(content)["data"]]
-    if len(scores) != count or not all(map(math.isfinite, scores)):
-        raise ValueError(f"{len(scores)} scores, want {count} finite ones")
-    return scores
 
 
 RATED = "qualities.json"  # in the folder of a model that rates
@@ -249,22 +249,27 @@ def load_rater(config: Config, folder: Path, tokenizer: Any, device: torch.devic
 
 
 class CombinedReward:
-    """Several sources as one: score = sum_s w_s x_s. `parts` contains each source's unweighted scores of the last call."""
+    """Several sources as one: score = sum_s w_s x_s. `parts`: each source's unweighted scores of the last call, then their own parts."""
 
     def __init__(self, sources: dict[str, Reward], weights: list[float]):
         self.sources, self.weights = sources, weights
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        self.parts = {name: source(episodes) for name, source in self.sources.items()}
-        return self._weighted(list(self.parts.values()))
+        return self._combine({name: source(episodes) for name, source in self.sources.items()})
 
     def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
         both = {name: score_by_token(source, episodes) for name, source in self.sources.items()}
-        self.parts = {name: scores for name, (scores, _) in both.items()}
-        return self._weighted(list(self.parts.values())), self._weighted([parts for _, parts in both.values()])
+        scores = self._combine({name: scores for name, (scores, _) in both.items()})
+        return scores, self._weighted(parts for _, parts in both.values())
 
-    def _weighted(self, of_sources: list[Tensor]) -> Tensor:
+    def _combine(self, scores: dict[str, Tensor]) -> Tensor:
+        self.parts = dict(scores)
+        for name, source in self.sources.items():
+            self.parts |= {f"{name}/{part}": x for part, x in getattr(source, "parts", {}).items()}
+        return self._weighted(scores.values())
+
+    def _weighted(self, of_sources: Iterable[Tensor]) -> Tensor:
         return torch.stack([weight * one for weight, one in zip(self.weights, of_sources, strict=True)]).sum(0)
 
 
@@ -280,19 +285,11 @@ def sources_of(reward: Reward) -> list[Reward]:
     return list(reward.sources.values()) if isinstance(reward, CombinedReward) else [reward]
 
 
-def parts_of(reward: Reward) -> dict[str, Tensor]:
-    """The scores (B,) of the last call by source, and by part of a function that names several."""
-    parts = dict(getattr(reward, "parts", {}))
-    for name, source in reward.sources.items() if isinstance(reward, CombinedReward) else ():
-        parts |= {f"{name}/{part}": scores for part, scores in parts_of(source).items()}
-    return {name: scores for name, scores in parts.items() if name}
-
-
-def spread_of(reward: Reward) -> Tensor | None:
-    """The standard deviation (B,) of the scores of the last call over the reward models; None if there are fewer than two.
+def spread_of(parts: Mapping[str, Tensor]) -> Tensor | None:
+    """The standard deviation (B,) of scores over the reward models among the parts; None if there are fewer than two.
     A model with weight 0 takes part: it watches the policy that another one rewards.
     """
-    scores = [part for name, part in parts_of(reward).items() if name.startswith("model_")]
+    scores = [part for name, part in parts.items() if name.startswith("model_")]
     return torch.stack(scores).std(0) if len(scores) > 1 else None
 
 
@@ -335,12 +332,12 @@ def make_reward(
                 raise UserError(f"rate.weights: flags have none: want weights of {', '.join(source.qualities)}")
             say(f"{folder}: rates responses by {source.weights}")
         else:
-            if policy is None:
+            if policy is not None:
+                model = load_on_trunk(config, folder, policy)
+            else:
                 files = reward_model_folder(folder)
                 model = load_reward(config, files, device) if divide else load_reward_model(files, device)
                 model.requires_grad_(False)
-            else:
-                model = load_on_trunk(config, folder, policy)
             if not config.ppo.calibrated:
                 model.calibrate(gain=1.0, shift=0.0)
             if model.reads_text:

@@ -58,13 +58,13 @@ def optimize(
     sums: Sums,
 ) -> None:
     """All minibatches of one update. `episodes`: the numbers of this rank's episodes among those of all ranks."""
-    settings, first_of_policy = config.ppo, 1 + config.ppo.critic_warmup_updates
+    settings, engine, first_of_policy = config.ppo, state.engine, 1 + config.ppo.critic_warmup_updates
     with_policy = update >= first_of_policy
-    firsts = {"critic": 1} if state.engine.module.critic is not None else {}
-    firsts |= {"policy": first_of_policy} if with_policy else {}
-    factors = {name: rate_factor(settings, update, first) for name, first in firsts.items()}
+    factors = {} if engine.module.critic is None else {"critic": rate_factor(settings, update, 1)}
+    if with_policy:
+        factors["policy"] = rate_factor(settings, update, first_of_policy)
     # Dropout is 0 everywhere, so training mode only enables gradient checkpointing.
-    state.engine.module.train(state.engine.recomputes)
+    engine.module.train(engine.recomputes)
     k, size = settings.responses_per_prompt, settings.episodes_per_update // settings.minibatches
     dropped: list[int] = []  # rows of prompts whose responses all have one score: Yu et al. 2025 (DAPO), section 3.2
     if settings.drop_tied_groups:
@@ -83,7 +83,7 @@ def optimize(
             train_minibatch(config, experience, chosen, state, sums, with_policy=with_policy, check=check)
             if blocks is not None and with_policy:
                 add_pretraining_gradient(config, state, blocks, (update, epoch, number), sums)
-            for name, norm in state.engine.step(factors).items():
+            for name, norm in engine.step(factors).items():
                 sums.add(name, norm)
     sums.add("optim/steps", settings.epochs * settings.minibatches)
     sums.add("optim/lr", settings.lr * factors.get("policy", 0.0))
@@ -253,16 +253,22 @@ def gap_problem(gaps: Tensor, logprobs: Tensor, half: bool, bound: float = FORWA
 def check_first_rollout(
     rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool, from_reference: bool = True
 ) -> None:
-    """Before any training: the policy equals the reference, if it starts from it, and the score is on the last response token,
-    except for the parts that other tokens earn.
-
-    half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
+    """Before any training: the policy equals the reference, if it starts from it (2), and the score is on the last response token,
+    except for the parts that other tokens earn (3). half: whether log-probs are computed in bf16. Raises: UserError.
     """
     mask = rollout.response_mask
     if mask.any():
         check_sampler(rollout)
-        if from_reference:
-            check_reference(rollout, half)
+    if mask.any() and from_reference:
+        gaps = (rollout.logp_old - rollout.logp_ref)[mask]
+        problem = gap_problem(gaps, rollout.logp_old[mask], half)
+        if half and problem is None:
+            kl, noise = gaps.sum().item() / len(mask), gaps.std(correction=0).item() * len(gaps) ** 0.5 / len(mask)
+            if abs(kl) > max(SEQUENCE_KL, STANDARD_ERRORS * noise):
+                problem = f"by a KL of {kl:.2e} nats per sequence, want {SEQUENCE_KL} or {STANDARD_ERRORS:.0f} standard errors or less"
+        if problem is not None:
+            why = "the reference is not the model that the policy started from, or the sampler's log-probs are not the forward's"
+            refuse(2, f"log-probs differ from the reference's {problem}: {why}")
     counts = mask.sum(1)
     if not (counts > 0).all():
         refuse(3, f"{int((counts == 0).sum())} responses have no token")
@@ -278,34 +284,19 @@ def check_first_rollout(
 
 def check_sampler(rollout: Rollout) -> None:
     """Invariant 1 if old log-probs are recomputed: the sampler drew from the distribution of the training forward.
-    In float32 logp_old is the sampler's own, and `check_reference` compares it with a forward. Raises: UserError.
+    In float32 logp_old is the sampler's own, and `check_first_rollout` compares it with a forward. Raises: UserError.
     """
-    mask = rollout.response_mask
     if torch.equal(rollout.logp_sampled, rollout.logp_old):
         return
-    gaps = (rollout.logp_sampled - rollout.logp_old)[mask]
-    if problem := gap_problem(gaps, rollout.logp_old[mask], True, SAMPLER):
+    gaps = (rollout.logp_sampled - rollout.logp_old)[rollout.response_mask]
+    if problem := gap_problem(gaps, rollout.logp_old[rollout.response_mask], True, SAMPLER):
         why = "the sampler and the training forward differ (temperature, padding, position, or dtype?)"
         refuse(1, f"the sampler's log-probs differ from a forward's {problem}: {why}")
 
 
-def check_reference(rollout: Rollout, half: bool) -> None:
-    """Invariant 2: log-probs of policy and reference are the same. Raises: UserError."""
-    mask = rollout.response_mask
-    gaps = (rollout.logp_old - rollout.logp_ref)[mask]
-    problem = gap_problem(gaps, rollout.logp_old[mask], half)
-    if half and problem is None:
-        kl, noise = gaps.sum().item() / len(mask), gaps.std(correction=0).item() * len(gaps) ** 0.5 / len(mask)
-        if abs(kl) > max(SEQUENCE_KL, STANDARD_ERRORS * noise):
-            problem = f"by a KL of {kl:.2e} nats per sequence, want {SEQUENCE_KL} or {STANDARD_ERRORS:.0f} standard errors or less"
-    if problem is not None:
-        why = "the reference is not the model that the policy started from, or the sampler's log-probs are not the forward's"
-        refuse(2, f"log-probs differ from the reference's {problem}: {why}")
-
-
 def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> None:
     """Before the policy's first step, after the critic's warm-up: rho = 1 and nothing is clipped, and entropies are between 0 and log V.
-    parts: the micro-batches of all ranks. half: whether log-probs are computed in bf16. Raises: UserError naming the invariant.
+    parts: the micro-batches of all ranks. half: as of `check_first_rollout`. Raises: UserError naming the invariant.
     """
     untouched = "the policy was not trained"  # the critic may have been
     log_ratios, logp_old, entropies = (torch.cat(x) for x in zip(*(part[:3] for part in parts), strict=True))

@@ -24,33 +24,12 @@ from rlhf.ops.gae import OF_GROUPS
 from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
-from rlhf.ppo.experience import (
-    Estimator,
-    Experience,
-    PretrainingBlocks,
-    Prompt,
-    Prompts,
-    Rollout,
-    load_estimator,
-    load_ppo_prompts,
-    recomputes,
-    sample_responses,
-    score_responses,
-    weigh_by_sampler,
-)
-from rlhf.ppo.metrics import (
-    Measure,
-    Phases,
-    add_rollout_metrics,
-    add_times,
-    episode_sums,
-    load_measures,
-    sample_rows,
-    true_scores,
-)
+from rlhf.ppo import Experience, State, adjust_scores, load_estimator, optimize, sample_responses, score_responses
+from rlhf.ppo.experience import PretrainingBlocks, Prompts, Rollout, load_ppo_prompts, recomputes, weigh_by_sampler
+from rlhf.ppo.metrics import Measure, Phases, add_rollout_metrics, add_times, held_out_metrics, load_measures
 from rlhf.ppo.models import load_models
-from rlhf.ppo.rewards import Reward, adjust_scores, sources_of
-from rlhf.ppo.update import State, check_first_rollout, optimize, train_minibatch
+from rlhf.ppo.rewards import Reward, sources_of
+from rlhf.ppo.update import check_first_rollout, train_minibatch
 from rlhf.runs.folders import policy_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
@@ -62,6 +41,7 @@ from rlhf.training.setup import set_up
 from rlhf.training.usage import set_budget
 
 MOST_CUT = 0.2  # a larger share of responses without an end is warned of
+Estimator = Callable[..., tuple[Tensor, Tensor]]  # of advantages and returns, see `compute_advantages`
 ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of ppo.reference, by (tokens, starts, mask)
 
 
@@ -281,20 +261,15 @@ def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, floa
     tokenizer, ranks = prompts.tokenizer, engine.ranks
     # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
     even = len(prompts.held_out) // ranks.count * ranks.count if engine.sharded else None
-    asked: list[Prompt] = prompts.held_out[:even][ranks.rank :: ranks.count]
-    sums, rows = Sums(), []
-    if asked:
-        records = [record for record, _ in asked]
-        with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
-            keys = [("held out", record.id) for record in records]
-            samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
-            rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
-        scores, gold = adjust_scores(config, rollout.scores, rollout.ended), true_scores(truth, records, texts, rollout)
-        for name, total in episode_sums(rollout, scores).items():
-            sums.add(f"eval/dev/{name}", total, len(scores))
-        for name, value in (part for one in gold for part in one.items()):
-            sums.add(f"eval/dev/gold/{name}", value, 1)
-        rows = sample_rows(tokenizer, records, rollout, scores, gold)
+    asked = prompts.held_out[:even][ranks.rank :: ranks.count]
+    if not asked:
+        return ranks.merge(Sums()).reduce(), []
+    with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
+        keys = [("held out", record.id) for record, _ in asked]
+        samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
+        rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
+    scores = adjust_scores(config, rollout.scores, rollout.ended)
+    sums, rows = held_out_metrics(tokenizer, truth, [record for record, _ in asked], texts, rollout, scores)
     return ranks.merge(sums).reduce(), rows
 
 
