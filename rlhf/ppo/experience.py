@@ -213,34 +213,43 @@ def load_estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return estimate
 
 
-def load_ppo_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
-    """Tokenised prompts of the training split, and a sample of ppo.eval_prompts of the dev split. Raises: UserError if none is left."""
+def load_ppo_prompts(
+    config: Config, tokenizer: Any, say: Callable[[str], None], count: int | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Tokenised prompts of the training split, all or a sample, and a sample of ppo.eval_prompts of the dev split.
+    Raises: UserError if none is left.
+    """
     records, limit, length = read_prompts(config, say), row_limit(config, tokenizer), config.rollout.max_new_tokens
     if limit - length < 4:
         raise UserError(f"rollout.max_new_tokens={length}: leaves no room for a prompt in {limit} tokens: lower it")
-    training, said = fit_prompts(config, tokenizer, by_ranking(config, in_split(config, records, "train")))
+    training = fit_prompts(
+        config, tokenizer, by_ranking(config, in_split(config, records, "train")), count, "train", say
+    )
     if not training:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
-    held_out, of_dev = fit_prompts(config, tokenizer, in_split(config, records, "dev"), config.ppo.eval_prompts)
-    say(f"train: {said}")
-    say(f"dev: {of_dev}")
-    return training, held_out
+    dev = in_split(config, records, "dev")
+    return training, fit_prompts(config, tokenizer, dev, config.ppo.eval_prompts, "dev", say)
 
 
 def fit_prompts(
-    config: Config, tokenizer: Any, records: list[PromptRecord], count: int | None = None
-) -> tuple[list[Prompt], str]:
-    """The prompts that fit the context beside a response, `count` of them drawn by seed; and how many there are, as text."""
+    config: Config,
+    tokenizer: Any,
+    records: list[PromptRecord],
+    count: int | None,
+    split: str,
+    say: Callable[[str], None],
+) -> list[Prompt]:
+    """The prompts of a split that fit the context beside a response, all or `count` of them drawn by seed."""
     room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
     fitting = list(fitting_prompts(tokenizer, records, room))
     left_out = len(records) - len(fitting)
     if count is not None:
         fitting = sample_prompts(config, fitting, count, of=itemgetter(0))
-    said = f"{len(fitting):,} prompts"
+    said = f"{split}: {len(fitting):,} prompts"
     if cut := sum(was_cut for _, _, was_cut in fitting):
         said += f", {cut:,} of them cut from the left to fit"
-    said += f", {left_out:,} left out, too long" if left_out else ""
-    return [(record, ids) for record, ids, _ in fitting], said
+    say(said + (f", {left_out:,} left out, too long" if left_out else ""))
+    return [(record, ids) for record, ids, _ in fitting]
 
 
 def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:

@@ -10,7 +10,6 @@ dropout.
 """
 
 import json
-from operator import itemgetter
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.config.stages import DistillConfig
-from rlhf.data.encoding import TokenRow
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import draw_divided
@@ -31,7 +29,6 @@ from rlhf.ops.masked import upcast
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import sample_prompts
 from rlhf.runs.stage import Stage
 from rlhf.stages.sft import labels_in, make_collator, make_rows
 from rlhf.system.files import write_text
@@ -73,28 +70,26 @@ def run(config: Config) -> None:
         stage.finish(summary | sizes)
 
 
-def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> dict[str, list[TokenRow]]:
-    """The teacher's answers to prompts of the training split and to ppo.eval_prompts of the dev split; sampled unless they are there."""
+def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> dict[str, list[Any]]:
+    """The teacher's answers, as rows, to prompts of the training split and to ppo.eval_prompts of the dev split; sampled unless there."""
     path = stage.folder / "answers.jsonl"
-    answers: dict[str, list[TokenRow]] = {"train": [], "dev": []}
     if path.exists():
-        for line in read_jsonl(path):
-            answers[line["split"]].append({"prompt": line["prompt"], "response": line["response"]})
-        return answers
-    prompts, held_out = load_ppo_prompts(config, tokenizer, stage.say)
-    prompts = sample_prompts(config, prompts, config.distill.prompts, of=itemgetter(0))
-    engine = make_sampler(config, teacher, tokenizer)
+        lines = list(read_jsonl(path))
+        return {split: [line for line in lines if line["split"] == split] for split in ("train", "dev")}
+    prompts, held_out = load_ppo_prompts(config, tokenizer, stage.say, config.distill.prompts)
+    engine, answers = make_sampler(config, teacher, tokenizer), dict[str, list[Any]]()
     for split, asked, count in (("train", prompts, config.distill.samples), ("dev", held_out, 1)):
         with inference(config, teacher.device):
             drawn = draw_divided(engine, tokenizer, [ids for _, ids in asked], f"distill-{split}", count)
-        for (_, ids), row in zip(asked, drawn, strict=True):
-            answers[split] += [{"prompt": ids, "response": one.ids} for one in row if one.ids]
+        rows = zip(asked, drawn, strict=True)
+        answers[split] = [
+            {"split": split, "prompt": ids, "response": x.ids} for (_, ids), row in rows for x in row if x.ids
+        ]
     stage.say(f"{len(answers['train']):,} answers to {len(prompts):,} prompts, {len(answers['dev'])} held out")
     if not answers["train"]:
         raise UserError(f"distill: the {config.distill.teacher} policy answers no prompt: train it longer")
     if stage.writes:
-        lines = ({"split": split} | dict(row) for split, rows in answers.items() for row in rows)
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in answers["train"] + answers["dev"]))
     return answers
 
 

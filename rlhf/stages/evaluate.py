@@ -25,7 +25,6 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
 from rlhf.ppo.experience import fit_prompts
 from rlhf.ppo.rewards import load_rater
-from rlhf.recipe import BASELINES
 from rlhf.runs.folders import (
     check_output,
     identity_of,
@@ -55,22 +54,9 @@ EVALUATIONS: dict[str, Callable[..., Figures]] = {
 
 
 def run(config: Config) -> None:
-    """Run the stage and the evaluations of evaluate.pairs etc.; only the latter if the stage is complete or cannot run yet."""
+    """Run the stage, and the evaluations that are turned on; only the latter if the stage is complete or cannot run yet."""
     if not config.evaluate.turned_on or stage_is_due(config):
         run_stage(config)
-    run_external(config)
-
-
-def stage_is_due(config: Config) -> bool:
-    """Whether the evaluation stage has everything that it needs and is not complete."""
-    needed = parents_of(config, "evaluate")
-    complete = [is_complete(stage_folder(config, parent)) for parent in needed]
-    tuned = "ppo" in needed or any(is_complete(stage_folder(config, name)) for name in BASELINES)
-    return tuned and all(complete) and not is_complete(stage_folder(config, "evaluate"))
-
-
-def run_external(config: Config) -> None:
-    """Run the evaluations that are turned on; write and print the results."""
     for name in config.evaluate.turned_on:
         with inference(config, set_up(config)) as device:
             results = EVALUATIONS[name](config, device)
@@ -79,6 +65,14 @@ def run_external(config: Config) -> None:
         write_json(path, results)
         for line in [*describe(results, name), path]:
             say(f"evaluate: {line}")
+
+
+def stage_is_due(config: Config) -> bool:
+    """Whether the evaluation stage has everything that it needs and is not complete."""
+    needed = parents_of(config, "evaluate")
+    complete = [is_complete(stage_folder(config, parent)) for parent in needed]
+    tuned = "ppo" in needed or compared_folders(config)
+    return bool(tuned) and all(complete) and not is_complete(stage_folder(config, "evaluate"))
 
 
 def run_stage(config: Config) -> None:
@@ -110,8 +104,7 @@ def run_stage(config: Config) -> None:
         answers = policies.answer_all(config, models, asked, device)
         compared = {name: given for name, given in answers.items() if not name.startswith("base")}
         scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
-        scores: ByPolicy = {}
-        rewards: ByPolicy = {}
+        scores, rewards = ByPolicy(), ByPolicy()
         if scored:
             scores, rewards = policies.score_answers(config, compared, asked, reward_model, device)
 
@@ -157,22 +150,18 @@ def load_test_prompts(
 ) -> tuple[list[PromptRecord], list[list[int]]]:
     """A sample of `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
     records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-    split = config.evaluate.split
-    chosen, said = fit_prompts(config, tokenizer, in_split(config, records, split), config.evaluate.prompts)
-    say(f"{split}: {said}")
+    split, count = config.evaluate.split, config.evaluate.prompts
+    chosen = fit_prompts(config, tokenizer, in_split(config, records, split), count, split, say)
     if not chosen:
         raise UserError(f"evaluate: no {split} prompt fits the context: raise data.{split}, or add shorter prompts")
     return [record for record, _ in chosen], [ids for _, ids in chosen]
 
 
 def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
-    """Folders of the policies that are compared with SFT: this run's complete optional stages (rejection sampling, DPO), the last
-    policy of each run in evaluate.compare, and PPO's, which comes last. One that was built on another SFT model than this run's is named
-    and left out. Raises: UserError if no policy is left, or a run has none.
+    """Folders of the policies that are compared with SFT: `compared_folders`, and PPO's, which comes last. One that was built on another
+    SFT model than this run's is named and left out. Raises: UserError if no policy is left, or a run has none.
     """
-    tuned = {}
-    sft = check_output(stage_folder(config, "sft"), "sft")["hash"]
-    folders = compared_folders(config)
+    sft, tuned, folders = check_output(stage_folder(config, "sft"), "sft")["hash"], {}, compared_folders(config)
     if not folders or needs_parent(config, "evaluate", "ppo"):
         folders["ppo"] = stage_folder(config, "ppo")
     for name, folder in folders.items():

@@ -4,7 +4,6 @@ The simplest way to use a reward model for training (Touvron et al. 2023, Llama 
 Differs: one round, always from the SFT model.
 """
 
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from rlhf.evaluation.policies import Asked
 from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.ppo.rewards import make_reward
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import sample_prompts
 from rlhf.runs.stage import Stage
 from rlhf.stages.sft import fine_tuned, load_with_dropout
 from rlhf.system.files import write_text
@@ -52,9 +50,7 @@ def run(config: Config) -> None:
 
 def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> list[Demonstration]:
     """The best of n samples of each prompt, of those that end. Raises: UserError if no sample ends."""
-    prompts, _ = load_ppo_prompts(config, tokenizer, stage.say)
-    prompts = sample_prompts(config, prompts, config.rejection.prompts, of=itemgetter(0))
-    stage.say(f"{len(prompts):,} prompts are answered")
+    prompts, _ = load_ppo_prompts(config, tokenizer, stage.say, config.rejection.prompts)
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     asked = Asked([record for record, _ in prompts], [ids for _, ids in prompts], tokenizer)
     n = config.rejection.samples

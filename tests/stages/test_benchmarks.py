@@ -211,7 +211,7 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(tokenizer):
 def test_shots_on_the_gold_run_are_the_models_own_likelihoods(gold_run, copy_until, capsys):
     run = copy_until("sft")
     settings = ["evaluate.shots=[0,2]", "classify.data=gold:choice", "evaluate.prompts=24"]
-    external.run_external(run.config(*settings))
+    external.run(run.config(*settings))
     assert "shots: models: pretrain: shots 0, shown 0.0, accuracy 0." in capsys.readouterr().out
     found = read_json(run.folder / "evaluations" / "shots.json")
     assert found["task"] == "gold:choice" and list(found["models"]) == ["pretrain"]
