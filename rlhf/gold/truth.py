@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.data.records import Message, PromptRecord, RankedResponse, Ranking
+from rlhf.data.records import PromptRecord, RankedResponse, Ranking
 from rlhf.errors import optional
 from rlhf.gold.world import Task
 
@@ -63,7 +63,6 @@ def answer(task: Task, style: str, rng: random.Random) -> str:
 
 
 def pick_style(mix: dict[str, float], rng: random.Random) -> str:
-    """A style drawn with the shares of `mix`."""
     return rng.choices(list(mix), weights=list(mix.values()))[0]
 
 
@@ -98,7 +97,7 @@ class Labeler:
     best: float = 10.0  # … and of the highest: of a perfect answer under equal weights
 
     def utility(self, judged: Judged, response: str) -> float:
-        """The labeler's utility of a response, without noise."""
+        """Without noise."""
         utility = sum(weight * judged[name] for name, weight in self.weights.items())
         return utility + self.per_word * len(response.split()) + self.courtesy * (judged.get("polite") == 1.0)
 
@@ -158,16 +157,15 @@ def tune_noise(make: Callable[[float], Sequence[Labeler]], answers: Answers, agr
 
 
 def rank_responses(
-    record_id: str,
-    prompt: list[Message],
+    record: PromptRecord,
     judged: Sequence[Judged],
     responses: Sequence[tuple[str, bool]],
     labeler: Labeler,
     rng: random.Random,
-    *,
     policy: str,
 ) -> Ranking:
     """One labeler's ranking of K responses, each (text, ended), best first, with ratings from 1 to 7 and `qualities` (`PARTS`)."""
+    record_id = f"r-{record.id}-{labeler.name}"
     ids = [chr(ord("a") + i) for i in range(len(responses))]
     answers = list(zip(ids, judged, responses, strict=True))
     utilities = {i: labeler.utility(parts, text) + rng.gauss(0, labeler.noise) for i, parts, (text, _) in answers}
@@ -179,7 +177,7 @@ def rank_responses(
     }
     return Ranking(
         id=record_id,
-        prompt=prompt,
+        prompt=record.prompt,
         responses=[
             RankedResponse(id=i, text=text, policy=policy, metadata={"ended": ended, "qualities": said[i]})
             for i, _, (text, ended) in answers
@@ -188,7 +186,7 @@ def rank_responses(
         ratings={i: labeler.rating(utility) for i, utility in utilities.items()},
         flags={i: ["harmful"] for i, parts, (text, _) in answers if text.strip() and parts.get("safe") == 0.0},
         labeler=labeler.name,
-        metadata={},
+        metadata=dict(record.metadata),
     )
 
 
@@ -223,25 +221,19 @@ def without_manners(text: str) -> str:
     return text
 
 
-def _correct(task: Task, text: str) -> float:
-    """Share of the required content; 0 if there is any wrong content."""
-    if has_any(text, task.never):
-        return 0.0
-    if task.kind == "list":
-        named = sum(has_any(text, [word]) for word in set(task.must[0]))
-        return named / 3 if named <= 3 else 0.5
-    return sum(has_any(text, spellings) for spellings in task.must) / len(task.must)
-
-
 def judge(task: Task, response: str, *, ended: bool = True) -> Judged:
     """The parts correct, complete, polite, brief, safe, ended, each in [0, 1], and `total`, their weighted sum.
-
-    ended: whether the response ended with the end-of-turn token.
+    ended: whether the response ended with the end-of-turn token. correct: the share of the required content, 0 with any wrong content.
     """
     core, words = without_manners(response), len(response.split())
     correct = complete = 0.0
     if core.strip():  # not an evasion, a courtesy or nothing
-        correct = _correct(task, core)
+        if task.kind == "list":
+            named = sum(has_any(core, [word]) for word in set(task.must[0]))
+            correct = named / 3 if named <= 3 else 0.5
+        else:
+            correct = sum(has_any(core, spellings) for spellings in task.must) / len(task.must)
+        correct = 0.0 if has_any(core, task.never) else correct
         complete = 1.0 if has_any(core, task.frame) else 0.3 if correct > 0 else 0.0
     courtesy = 1.0 if has_any(response, COURTESIES) else 0.4
     parts = {

@@ -96,7 +96,6 @@ def join_words(words: list[str], before_last: str = "and") -> str:
 
 
 def capitalised(text: str) -> str:
-    """The text with a capital at its beginning; the rest as it is."""
     return text[0].upper() + text[1:]
 
 
@@ -241,11 +240,7 @@ SPLITS = {"train": 0.70, "dev": 0.10, "test": 0.20}
 
 
 def make_task(rng: random.Random, *, kind: str | None = None, split: str | None = None, seed: int = 0) -> Task:
-    """One random task.
-
-    `split` keeps drawing until the task's core (its prompt without the greeting) hashes into that split, so that
-    text of different splits never shares a request.
-    """
+    """One random task, whose core hashes to `split`, so that text of different splits never shares a request."""
     while True:
         chosen = kind or rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         task = _MAKERS[chosen](rng)
@@ -278,13 +273,6 @@ NOTED = ("I see.", "All right.", "I will remember it.")
 MOST_TURNS = 4  # of the user
 
 
-def _make_with(make: Make, kind: str, words: str) -> Task:
-    """A request of a kind whose answer has these words."""
-    while words not in (task := make(kind)).sentence:
-        pass
-    return task
-
-
 def _recall(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
     task = make("closed_qa")
     *facts, question = task.core.replace(". ", ".\n").split("\n")
@@ -298,7 +286,8 @@ def _closed(asked: str, core: str, frame: str, right: str, wrong: list[str], rng
 
 
 def _colour(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
-    task = _make_with(make, "closed_qa", " has a ")
+    while " has a " not in (task := make("closed_qa")).sentence:
+        pass
     colour, thing = task.must[0][0].split()
     others = [c for c in COLOURS if c != colour]
     asked = _closed("What colour is it?", task.core, f"The {thing} is", colour, others, rng)
@@ -306,8 +295,9 @@ def _colour(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
 
 
 def _there(rng: random.Random, make: Make) -> tuple[list[Exchange], Task]:
-    task, who = _make_with(make, "open_qa", "The capital of"), rng.choice(PEOPLE)
-    city = task.must[0][0]
+    while "The capital of" not in (task := make("open_qa")).sentence:
+        pass
+    who, city = rng.choice(PEOPLE), task.must[0][0]
     question = f"{who} lives there. Where does {who} live?"
     asked = _closed(question, task.core, f"{who} lives in", city, [c for c in CITIES if c != city], rng)
     return [(task.core, task.sentence)], asked

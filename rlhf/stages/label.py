@@ -168,7 +168,5 @@ def rank_all(
             rng = random.Random(f"{stream}-{config.seed}-{record.id}")
             wanted = 2 if rng.random() < gold.second_labeler else 1
             for labeler in rng.sample(labelers, min(wanted, len(labelers))):
-                name = f"r-{record.id}-{labeler.name}"
-                ranking = rank_responses(name, record.prompt, judged, distinct, labeler, rng, policy=policy_id)
-                rankings.append(ranking.model_copy(update={"metadata": dict(record.metadata)}))
+                rankings.append(rank_responses(record, judged, distinct, labeler, rng, policy_id))
     return rankings, len(prompts) - len(drafts), noise

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from rlhf.data.agreement import pairwise_agreement
-from rlhf.data.records import Message, Ranking
+from rlhf.data.records import PromptRecord, Ranking
 from rlhf.gold import truth
 from rlhf.gold.truth import DEMONSTRATION_MIX, WEIGHTS, Labeler, answer, expected_agreement, judge, make_labelers
 from rlhf.gold.world import HARMFUL, KINDS, Task, make_task
@@ -133,9 +133,8 @@ def distinct_responses(task: Task, k: int, rng: random.Random) -> Responses:
 
 
 def rank(task: Task, responses: Responses, labeler: Labeler, rng: random.Random) -> Ranking:
-    prompt = [Message(role="user", content=task.prompt)]
     judged = [judge(task, text, ended=ended) for text, ended in responses]
-    return truth.rank_responses(f"r-{labeler.name}", prompt, judged, responses, labeler, rng, policy="test")
+    return truth.rank_responses(PromptRecord(id="p", prompt=task.prompt), judged, responses, labeler, rng, "test")
 
 
 def labelling_round(noise: float, prompts: int = 150) -> list[Ranking]:

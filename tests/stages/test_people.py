@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.commands.sample import run as sample
 from rlhf.data.reading import load_comparisons
-from rlhf.data.records import Message
+from rlhf.data.records import PromptRecord
 from rlhf.errors import UserError
 from rlhf.evaluation.judging import people_figures, policy_names
 from rlhf.evaluation.statistics import interval, prediction_powered, win, win_rate
@@ -38,9 +38,8 @@ def answered():
 def labelled(answered, labelers, seed=0):
     rng, records = random.Random(seed), []
     for i, (prompt, texts, judged) in enumerate(answered):
-        turns = [Message(**x) for x in prompt] if isinstance(prompt, list) else [Message(role="user", content=prompt)]
-        labeler = rng.choice(labelers)
-        record = rank_responses(f"r{i}", turns, judged, [(text, True) for text in texts], labeler, rng, policy="")
+        given, labeler = PromptRecord(id=str(i), prompt=prompt), rng.choice(labelers)
+        record = rank_responses(given, judged, [(text, True) for text in texts], labeler, rng, policy="")
         for response, name in zip(record.responses, POLICIES, strict=True):
             response.policy = f"{name}@12345678"
         record.flags = {r.id: ["wrong"] for r, x in zip(record.responses, judged, strict=True) if x["correct"] < 0.5}
