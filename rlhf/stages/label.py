@@ -6,7 +6,6 @@ of the previous reward model.
 """
 
 import random
-from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
@@ -47,11 +46,10 @@ def run(config: Config) -> None:
             before = kept(config, load_comparisons(data.comparisons, data.format, data.allow_partial)[0])
         elif earlier is not None:
             before = kept(config, load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0])
-        summary: dict[str, float] = {}
-        if truth is None:
-            rankings = before + read_labels(config, stage)
-        else:
+        if truth is not None:
             rankings, summary = simulate_labels(config, stage, truth, before)
+        else:
+            rankings, summary = before + read_labels(config, stage), {}
         rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
         write_jsonl(stage.folder / "comparisons.jsonl", rows)
         stage.say(f"{len(rankings) - len(before):,} rankings after {len(before):,} of the rounds before")
@@ -87,13 +85,19 @@ def simulate_labels(
     """The rankings `before`, and those of simulated labelers of K = 4 to 9 samples per prompt; and how far all of them agree."""
     earlier = earlier_run(config)
     source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
-    with inference(config, set_up(config)) as device:
+    prompts, responses, spare = choose_prompts(config), list[list[Answer]](), config.gold.spare_responses
+    with inference(config, set_up(config)) as device, Progress(len(prompts), "label", unit="prompt") as bar:
         policy, tokenizer = load_frozen(config, source / "model", device), load_tokenizer(source / "model")
-        prompts = choose_prompts(config)
-        if not any(record.metadata.get("split") == "train" for record in prompts):
-            few = f"too few training prompts for a part in each of rounds={config.rounds}"
-            raise UserError(f"gold.comparison_prompts={config.gold.comparison_prompts}: {few}: lower it")
-        responses = sample_all(config, policy, tokenizer, prompts)
+        engine = make_sampler(config, policy, tokenizer)
+        prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
+        for part in batched(list(zip(prompts, prompt_ids, strict=True)), PROMPTS_TOGETHER):
+            # more than will be ranked, since several can be the same
+            counts = [range(responses_wanted(config, record) + spare) for record, _ in part]
+            repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]
+            keys = [("label", record.id, j) for (record, _), places in zip(part, counts, strict=True) for j in places]
+            drawn = draw_answers(engine, tokenizer, repeated, keys)
+            responses += split_like(((one.text, one.ended) for one in drawn), counts)
+            bar.update(len(part))
     policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
     rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
     rankings = before + rankings
@@ -118,24 +122,11 @@ def choose_prompts(config: Config) -> list[PromptRecord]:
     wanted = {"train": slice(before, gold.comparison_prompts)}
     if before == 0:
         wanted |= {"dev": slice(gold.comparison_dev_prompts), "test": slice(gold.comparison_test_prompts)}
-    by_split = {split: [r for r in records if r.metadata.get("split") == split] for split in wanted}
-    return flatten(by_split[split][part] for split, part in wanted.items())
-
-
-def sample_all(config: Config, policy: Any, tokenizer: Any, prompts: list[PromptRecord]) -> list[list[Answer]]:
-    """Some responses more per prompt than will be ranked, since several can be the same."""
-    prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
-    responses: list[list[Answer]] = []
-    engine = make_sampler(config, policy, tokenizer)
-    with Progress(len(prompts), "label", unit="prompt") as bar:
-        for part in batched(list(zip(prompts, prompt_ids, strict=True)), PROMPTS_TOGETHER):
-            counts = [range(responses_wanted(config, record) + config.gold.spare_responses) for record, _ in part]
-            repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]
-            keys = [("label", record.id, j) for (record, _), places in zip(part, counts, strict=True) for j in places]
-            drawn = draw_answers(engine, tokenizer, repeated, keys)
-            responses += split_like(((one.text, one.ended) for one in drawn), counts)
-            bar.update(len(part))
-    return responses
+    by_split = {split: [r for r in records if r.metadata.get("split") == split][part] for split, part in wanted.items()}
+    if not by_split["train"]:
+        few = f"too few training prompts for a part in each of rounds={config.rounds}"
+        raise UserError(f"gold.comparison_prompts={gold.comparison_prompts}: {few}: lower it")
+    return flatten(by_split.values())
 
 
 def responses_wanted(config: Config, record: PromptRecord) -> int:

@@ -18,7 +18,7 @@ from rlhf.config.setting import listed
 from rlhf.data.chat_template import response_text
 from rlhf.data.encoding import Encode, Item, check_labelers, fitting_prompts, join_rankings, row_limit
 from rlhf.data.reading import prompts_of
-from rlhf.data.records import Demonstration, PromptRecord, Ranking
+from rlhf.data.records import Demonstration, Ranking
 from rlhf.data.splits import record_half
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
@@ -106,6 +106,7 @@ def train_reward_model(config: Config, name: str) -> None:
         with trained(stage, engine, batches, objective, epochs, settings, averages=False, **look) as loop:
             with inference(config, device):
                 gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
+            return_freed_memory()
             write_model(model, tokenizer, stage)
 
             # 4. Held-out figures
@@ -167,10 +168,9 @@ def make_model(config: Config, device: torch.device, start: Path | None = None) 
     """The model to train: that of another reward stage (`start`), or by reward.model."""
     settings, sft = config.reward, stage_folder(config, "sft") / "model"
     whole = settings.fit_head  # which reads the trunk's features before the engine exists
-    model: Any
     if start is not None:
         folder = start / "model"
-        model = load_reward_model(folder, device) if whole else load_reward(config, folder, device)
+        model: Any = load_reward_model(folder, device) if whole else load_reward(config, folder, device)
         model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
         return model
     if settings.model is not None:
@@ -247,7 +247,7 @@ def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> N
 
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
-    """The demonstrations of the training split; none if none are given. Raises: UserError if all are held out."""
+    """Those of the training split; none if none are given. Raises: UserError if all are held out."""
     if data_source(config, "demonstrations") is None:
         return []
     demonstrations = in_split(config, read_demonstrations(config), "train")
@@ -264,43 +264,34 @@ def calibrate(
     demonstrations: list[Demonstration],
     device: torch.device,
 ) -> tuple[float, float]:
-    """Set gain and shift of the model; returns (gain, shift).
+    """Set gain and shift of the model; returns both.
 
     The shift is the mean raw score of the demonstrations (Ouyang et al. 2022, section 3.5), without any that of SFT samples; the
     gain one over the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
-    of `records` only the prompts of the training split are used, not the judgements.
+    of `records` only the prompts of the training split that fit the context are used, not the judgements.
     """
     bare = unwrapped(model)
     prompts = prompts_of(in_split(config, records, "train"))
     prompts = sample_prompts(config, prompts, config.reward.calibration_samples)
+    context = row_limit(config, tokenizer)
     with Progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
-        rows = bare.demonstration_rows(demonstrations, tokenizer, row_limit(config, tokenizer))
+        rows = bare.demonstration_rows(demonstrations, tokenizer, context)
         written = score(model, rows, calibrated=False) if rows else None
         bar.update(len(demonstrations))
-        raw = score_samples(config, model, tokenizer, prompts, device, bar)
+        policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
+        length = min(config.rollout.max_new_tokens, context // 2)
+        fitting = list(fitting_prompts(tokenizer, prompts, context - length))
+        prompt_ids = [ids for _, ids, _ in fitting]
+        keys = [("calibrate", i) for i in range(len(prompt_ids))]
+        samples = make_sampler(config, policy, tokenizer, max_new_tokens=length).sample(prompt_ids, keys)
+        bar.update(len(prompts))
+        texts = [response_text(tokenizer, ids) for ids in samples.responses]
+        episodes = Episodes([record for record, _, _ in fitting], prompt_ids, samples.responses, texts, samples.ended)
+        raw = score(model, bare.rows(episodes), calibrated=False)
+        bar.update(len(prompts))
     shift = (raw if written is None else written).mean().item()
     deviation = raw.std(correction=0).item()
     if not deviation > 1e-6:
         raise UserError("reward: every SFT sample has the same score: train it longer, or on more comparisons")
-    return_freed_memory()
     bare.calibrate(gain=1.0 / deviation, shift=shift)
     return 1.0 / deviation, shift
-
-
-def score_samples(
-    config: Config, model: Any, tokenizer: Any, prompts: list[PromptRecord], device: torch.device, bar: Progress
-) -> Tensor:
-    """Raw scores of one SFT sample per prompt; prompts that do not fit the context are skipped."""
-    policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
-    context = row_limit(config, tokenizer)
-    length = min(config.rollout.max_new_tokens, context // 2)
-    fitting = list(fitting_prompts(tokenizer, prompts, context - length))
-    prompt_ids = [ids for _, ids, _ in fitting]
-    keys = [("calibrate", i) for i in range(len(prompt_ids))]
-    samples = make_sampler(config, policy, tokenizer, max_new_tokens=length).sample(prompt_ids, keys)
-    bar.update(len(prompts))
-    texts = [response_text(tokenizer, ids) for ids in samples.responses]
-    episodes = Episodes([record for record, _, _ in fitting], prompt_ids, samples.responses, texts, samples.ended)
-    raw = score(model, unwrapped(model).rows(episodes), calibrated=False)
-    bar.update(len(prompts))
-    return raw
