@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.precision import inference
 from rlhf.data.encoding import Item, row_limit, token_encoder
-from rlhf.evaluation.scoring import by_item, collate_answers, item_length, pad_weights
+from rlhf.evaluation.scoring import collate_answers, item_length
 from rlhf.evaluation.statistics import flatten
 from rlhf.model.batching import joins_rows
-from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.models import Reference, load_reference
 from rlhf.runs.metric_table import Sums
-from rlhf.stages.reward import add_ranking_figures, load_items, load_rankings
+from rlhf.stages.reward import item_loss, load_items, load_rankings
 from rlhf.training.adapters import add_adapters, are_shared, save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.divided import load_lm
@@ -86,9 +85,7 @@ def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: in
             logp_ref = reference(**batch).sum(1)
         lengths = batch["mask"].sum(1).clamp(min=1)  # an empty completion has no token
         factor = settings.beta if settings.loss == "sigmoid" else 1 / lengths
-        scores = by_item(part, factor * (logp - logp_ref))  # (N, K)
-        loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count, **shape)
-        add_ranking_figures(sums, "dpo", figures)
+        loss, scores = item_loss(part, factor * (logp - logp_ref), count, sums, "dpo", **shape)
         return loss, batch | {"scores": scores}
 
     most, joined = ANSWERS * settings.micro_batch_prompts, joins_rows(engine.module)

@@ -23,6 +23,7 @@ from rlhf.data.splits import record_half
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
 from rlhf.evaluation.audit import Audited, audit_reward_model, decide, describe_audit
+from rlhf.evaluation.policies import room_for
 from rlhf.evaluation.scoring import (
     by_item,
     fit_head,
@@ -227,9 +228,7 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
 
     def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = engine.module.collate([row for item in part for row in item.rows])
-        scores = by_item(part, engine(**put(inputs, engine.device), calibrated=False))
-        loss, figures = ranking_loss(scores, pad_weights(part, engine.device), denominator=count)
-        add_ranking_figures(sums, "reward", figures)
+        loss, scores = item_loss(part, engine(**put(inputs, engine.device), calibrated=False), count, sums, "reward")
         real = torch.cat([scores[i, : len(item.rows)] for i, item in enumerate(part)]).detach()
         sums.add("reward/mean", real.sum().item(), real.numel())
         sums.add("reward/std", real.sum().item(), real.square().sum().item(), real.numel())
@@ -239,11 +238,18 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
     return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
 
 
-def add_ranking_figures(sums: Sums, stage: str, figures: dict[str, Tensor]) -> None:
-    """Add the statistics of `ranking_loss` as <stage>/loss, <stage>/accuracy and <stage>/margin."""
+def item_loss(
+    items: list[Item], scores: Tensor, count: int, sums: Sums, stage: str, **shape: float
+) -> tuple[Tensor, Tensor]:
+    """`ranking_loss` of the scores (R,) of all answers, divided by `count`, and the scores by item (N, K).
+    Adds its statistics as <stage>/loss, <stage>/accuracy and <stage>/margin.
+    """
+    scores = by_item(items, scores)
+    loss, figures = ranking_loss(scores, pad_weights(items, scores.device), denominator=count, **shape)
     sums.add(f"{stage}/loss", float(figures["loss_sum"]), float(figures["prompts"]))
     sums.add(f"{stage}/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
     sums.add(f"{stage}/margin", float(figures["margin_sum"]), float(figures["pairs"]))
+    return loss, scores
 
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
@@ -279,8 +285,8 @@ def calibrate(
         written = score(model, rows, calibrated=False) if rows else None
         bar.update(len(demonstrations))
         policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
-        length = min(config.rollout.max_new_tokens, context // 2)
-        fitting = list(fitting_prompts(tokenizer, prompts, context - length))
+        length, room = room_for(context, config.rollout.max_new_tokens)
+        fitting = list(fitting_prompts(tokenizer, prompts, room))
         prompt_ids = [ids for _, ids, _ in fitting]
         keys = [("calibrate", i) for i in range(len(prompt_ids))]
         samples = make_sampler(config, policy, tokenizer, max_new_tokens=length).sample(prompt_ids, keys)
