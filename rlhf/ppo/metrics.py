@@ -57,9 +57,7 @@ def episode_sums(rollout: Rollout, scores: Tensor) -> dict[str, float]:
     }
 
 
-def add_rollout_metrics(
-    config: Config, sums: Sums, experience: Experience, kl_coef: float, reward: Reward, critic: Any
-) -> None:
+def add_rollout_metrics(config: Config, sums: Sums, experience: Experience, kl_coef: float, reward: Reward) -> None:
     """The objective/… and rollout/… metrics, as sums over sequences."""
     rollout, scores, returns = experience.rollout, experience.scores, experience.returns
     mask, count = rollout.response_mask, len(scores)
@@ -78,7 +76,7 @@ def add_rollout_metrics(
         sums.add(f"objective/scores/{name}", part.sum().item(), count)
     if (spread := spread_of(parts)) is not None:
         sums.add("objective/scores_std", spread.sum().item(), count)
-    if critic is not None:
+    if config.ppo.has_critic:
         target, error = wide(returns[mask]), wide((returns - rollout.values)[mask])
         moments = (error.sum(), error.square().sum(), target.sum(), target.square().sum())
         sums.add("val/explained_var", *(x.item() for x in moments), target.numel())

@@ -103,10 +103,8 @@ def load_reference(config: Config, folder: Path, device: torch.device, policy: A
     return shard_frozen(config, Reference(load_lm(config, folder, device).requires_grad_(False)), device)
 
 
-def load_models(
-    config: Config, stage: Stage, tokenizer: Any, device: torch.device
-) -> tuple[Any, Any, nn.Module, Reward, Engine]:
-    """Policy, critic, reference, reward, and the engine that trains policy and critic, the parts of its module.
+def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.device) -> tuple[nn.Module, Reward, Engine]:
+    """Reference, reward, and the engine that trains policy and critic, the parts of its module, with two learning rates.
     The policy starts from ppo.policy, the critic from ppo.critic; it is None if advantages need no values.
     """
     settings = config.ppo
@@ -138,10 +136,21 @@ def load_models(
         from_reward = reward_model is not None and settings.critic == "reward"
         base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
         add_adapters(critic, config, base)
-    engine = make_actor_critic_engine(config, ActorCritic(policy, critic, scale_values), device)
+    model = ActorCritic(policy, critic, scale_values)
+    # Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode).
+    for module in model.modules():
+        for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    groups = decay_groups(policy, settings, lr=settings.lr, name="policy")
+    if critic is not None:
+        groups += decay_groups(critic, settings, lr=settings.critic_lr, name="critic")
+    engine = make_engine(config, model, settings, device, groups=groups, sampled=policy)
+    if settings.ema_decay is not None:
+        engine.keep_average("policy", policy, settings.ema_decay)
     if reference is None:
         reference = load_reference(config, reference_folder, device)
-    return policy, critic, reference, reward, engine
+    return reference, reward, engine
 
 
 def make_critic(
@@ -189,20 +198,3 @@ def scaled(critic: Any, factor: float) -> Any:
     for parameter in getattr(critic, "head", critic).parameters():
         parameter.mul_(factor)
     return critic
-
-
-def make_actor_critic_engine(config: Config, model: ActorCritic, device: torch.device) -> Engine:
-    """One engine for policy and critic, with two learning rates."""
-    settings = config.ppo
-    # Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode).
-    for module in model.modules():
-        for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    groups = decay_groups(model.policy, settings, lr=settings.lr, name="policy")
-    if model.critic is not None:
-        groups += decay_groups(model.critic, settings, lr=settings.critic_lr, name="critic")
-    engine = make_engine(config, model, settings, device, groups=groups, sampled=model.policy)
-    if settings.ema_decay is not None:
-        engine.keep_average("policy", model.policy, settings.ema_decay)
-    return engine

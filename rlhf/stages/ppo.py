@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.config import Config
 from rlhf.data.tokenizer import load_tokenizer
@@ -51,7 +51,6 @@ class Parts:
 
     config: Config
     sampler: SamplingEngine
-    critic: nn.Module | None
     reference: ReferenceLogprobs
     reward: Reward
     prompts: Prompts
@@ -116,12 +115,11 @@ def load_parts(config: Config, stage: Stage, truth: Truth | None = None) -> Part
     device, settings = set_up(config), config.ppo
     estimate, measures = load_estimator(settings.advantages), load_measures(config, truth)
     tokenizer = load_tokenizer(policy_folder(config, settings.policy) / "model")
-    policy, critic, reference, reward, engine = load_models(config, stage, tokenizer, device)
+    reference, reward, engine = load_models(config, stage, tokenizer, device)
     blocks = PretrainingBlocks(config, tokenizer) if settings.ptx_coef else None
     prompts = Prompts(*load_ppo_prompts(config, tokenizer, stage.say), tokenizer, blocks)
-    state = State(engine, make_kl(config))
-    sampler = make_sampler(config, policy, tokenizer)
-    return Parts(config, sampler, critic, reference, reward, prompts, state, estimate, measures)
+    sampler = make_sampler(config, engine.module.policy, tokenizer)
+    return Parts(config, sampler, reference, reward, prompts, State(engine, make_kl(config)), estimate, measures)
 
 
 def limit_memory(stage: Stage, parts: Parts) -> None:
@@ -139,7 +137,6 @@ def one_update(
     config: Config,
     update: int,
     sampler: SamplingEngine,
-    critic: nn.Module | None,
     reference: ReferenceLogprobs,
     reward: Reward,
     prompts: Prompts,
@@ -184,7 +181,7 @@ def one_update(
     experience = Experience([record for record, _ in asked], texts, rollout, scores, rewards, advantages, returns)
 
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient
-    add_rollout_metrics(config, sums, experience, state.kl.coef, reward, critic)
+    add_rollout_metrics(config, sums, experience, state.kl.coef, reward)
     for measure in measures:
         for name, value in measure(experience).items():
             sums.add(name, value * len(texts), len(texts))

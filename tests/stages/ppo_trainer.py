@@ -28,7 +28,6 @@ class Trainer:
     config: Any
     stage: Stage
     policy: Any
-    critic: Any
     reference: Any
     reward: Any
     prompts: Any
