@@ -166,7 +166,7 @@ def held_out_metrics(
     for i, record in enumerate(records[:SAMPLES_SHOWN]):
         ids = rollout.tokens[i, int(rollout.prompt_lengths[i]) : int(rollout.lengths[i])].tolist()
         kl = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]].sum()
-        row = {"id": record.id, "prompt": shown_prompt(record.prompt), "response": decode_response(tokenizer, ids)}
-        row |= {"score": scores[i].item(), "kl": kl.item(), "length": len(ids)}
-        rows.append(row | ({"gold": gold[i]} if gold else {}))
+        row: dict[str, Any] = {"id": record.id, "prompt": shown_prompt(record.prompt)}
+        row |= {"response": decode_response(tokenizer, ids), "score": scores[i].item(), "kl": kl.item()}
+        rows.append(row | {"length": len(ids)} | ({"gold": gold[i]} if gold else {}))
     return sums, rows

@@ -34,7 +34,9 @@ class ActorCritic(nn.Module):
 
     def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None, scale_values: bool = False):
         super().__init__()
-        self.policy, self.critic, self.scale_values = policy, critic, scale_values
+        self.policy: Any = policy
+        self.critic: Any = critic
+        self.scale_values = scale_values
 
     @property
     def shared(self) -> bool:

@@ -332,12 +332,12 @@ def make_reward(
                 raise UserError(f"rate.weights: flags have none: want weights of {', '.join(source.qualities)}")
             say(f"{folder}: rates responses by {source.weights}")
         else:
-            if policy is not None:
-                model = load_on_trunk(config, folder, policy)
-            else:
+            if policy is None:
                 files = reward_model_folder(folder)
                 model = load_reward(config, files, device) if divide else load_reward_model(files, device)
                 model.requires_grad_(False)
+            else:
+                model = load_on_trunk(config, folder, policy)
             if not config.ppo.calibrated:
                 model.calibrate(gain=1.0, shift=0.0)
             if model.reads_text:
