@@ -278,13 +278,9 @@ class PretrainingBlocks:
         context = settings.get("model.context_length", min(tokenizer.model_max_length, batch))
         isolate = settings.get("pretrain.isolate_documents", config.pretrain.isolate_documents)
         self.blocks, self.seed = corpus.blocks("train", context), config.seed
-        self.collate = make_collator(self.blocks.separator, isolate)
+        self.collate = make_collator(self.blocks.separator, isolate)  # with positions if documents are isolated
 
     def draw(self, key: tuple, count: int) -> list[int]:
         """Indices of `count` blocks, which depend only on (seed, key)."""
         chooser = random.Random(f"ptx-{self.seed}-{key}")
         return [chooser.randrange(len(self.blocks)) for _ in range(count)]
-
-    def batch(self, index: list[int], device: torch.device) -> dict[str, Tensor]:
-        """input_ids and labels (B, T) of blocks, with positions if documents are isolated."""
-        return {name: value.to(device) for name, value in self.collate([self.blocks[i] for i in index]).items()}

@@ -24,6 +24,7 @@ from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks, Rollout
 from rlhf.runs.metric_table import Sums
 from rlhf.system.processes import gather
+from rlhf.training.batches import put
 from rlhf.training.engine import Engine
 from rlhf.training.optim import fallen
 
@@ -205,7 +206,7 @@ def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBl
     for start in range(0, -(-len(drawn) // ranks.count), size):
         counted = of_rank[start : start + size]
         # a rank without blocks left computes one that does not count
-        batch = blocks.batch(counted or drawn[:1], engine.device)
+        batch = put(blocks.collate([blocks.blocks[i] for i in counted or drawn[:1]]), engine.device)
         loss = engine(batch, tokens, method="pretraining_loss") * bool(counted)
         engine.backward(settings.ptx_coef * loss, batch)
         sums.add("loss/ptx_avg", loss.item() * tokens, len(counted) * (width - 1))

@@ -121,9 +121,14 @@ def train_reward_model(config: Config, name: str) -> None:
         # 5. Whether it can be trusted
         if config.reward.audit:
             with inference(config, device):
-                models = Audited(engine, load_frozen(config, folder, device), tokenizer, device)
-                models = models._replace(others=[load_other(other, tokenizer, device) for other in others])
-                write_audit(stage, models, labelled, held_out)
+                rewards = [load_other(other, tokenizer, device) for other in others]
+                models = Audited(engine, load_frozen(config, folder, device), tokenizer, device, rewards)
+                audit = audit_reward_model(config, models, labelled, held_out)
+            verdict = decide(audit)
+            for line in describe_audit(audit, verdict):
+                stage.say(f"audit: {line}")
+            if stage.writes:  # the stage's hash does not cover it: it changes no result
+                write_json(stage.folder / "audit.json", audit._asdict() | {"verdict": verdict})
         stage.finish(summary | {"gain": gain, "shift": shift})
 
 
@@ -153,16 +158,6 @@ def load_other(folder: Path, tokenizer: Any, device: torch.device) -> ModelRewar
     if not model.reads_text:
         check_tokenizer(folder, tokenizer)
     return ModelReward(model, device)
-
-
-def write_audit(stage: Stage, models: Audited, records: list[Ranking], held_out: set[str]) -> None:
-    """Write audit.json and print the audit. All processes must call it. The stage's hash does not cover it: it changes no result."""
-    audit = audit_reward_model(stage.config, models, records, held_out)
-    verdict = decide(audit)
-    for line in describe_audit(audit, verdict):
-        stage.say(f"audit: {line}")
-    if stage.writes:
-        write_json(stage.folder / "audit.json", audit._asdict() | {"verdict": verdict})
 
 
 def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:

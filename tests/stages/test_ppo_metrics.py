@@ -253,7 +253,8 @@ def gradients_wanted(seen: Seen) -> dict[str, float]:
 
 def block_logprobs(seen: Seen, index: list[int]) -> torch.Tensor:
     """(blocks * (T - 1),) log-probs of the tokens of pretraining blocks, in float64."""
-    batch = seen.trainer.prompts.blocks.batch(index, torch.device("cpu"))
+    blocks = seen.trainer.prompts.blocks
+    batch = blocks.collate([blocks.blocks[i] for i in index])
     labels = batch.pop("labels")[:, 1:, None]
     logits = seen.trainer.actor_critic.policy(**batch, use_cache=False).logits[:, :-1]
     return logits.double().log_softmax(-1).gather(-1, labels).flatten()

@@ -226,7 +226,8 @@ def test_ptx_gradient_is_that_of_the_pretraining_loss(open_trainer):
         policy = trainer.actor_critic.policy
         found = {n: p.grad.clone() for n, p in policy.named_parameters()}
         policy.zero_grad()
-        batch = trainer.prompts.blocks.batch(trainer.prompts.blocks.draw((1, 0, 0), 4), torch.device("cpu"))
+        blocks = trainer.prompts.blocks
+        batch = blocks.collate([blocks.blocks[i] for i in blocks.draw((1, 0, 0), 4)])
         labels = batch.pop("labels")
         logits = policy(**batch, use_cache=False).logits[:, :-1]
         (0.5 * nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())).backward()
