@@ -76,8 +76,11 @@ def run(config: Config) -> None:
             with inference(config, device):
                 probabilities = predict(model, coded[1], pad, device)
             results = write_results(stage, held_out, [one.label for one in coded[1]], classes, probabilities)
-            figures = {name: results[name] for name in ("macro_f1", "loss")}
-            figures = {"accuracy": results["accuracy"]["value"]} | figures
+            figures = {
+                "accuracy": results["accuracy"]["value"],
+                "macro_f1": results["macro_f1"],
+                "loss": results["loss"],
+            }
             loop.log_held_out(figures)
         stage.finish(figures)
 
@@ -136,16 +139,11 @@ def write_results(
     results = classification(labels, predicted, classes)
     right = probabilities[torch.arange(len(labels)), torch.tensor(labels)]
     results["loss"] = -right.clamp(min=1e-30).log().mean().item()
-    rows = (
-        {
-            "where": example.where,
-            "rows": example.rows,
-            "label": classes[label],
-            "predicted": classes[guess],
-            "probabilities": {name: round(p, 4) for name, p in zip(classes, row, strict=True)},
-        }
-        for example, label, guess, row in zip(examples, labels, predicted, probabilities.tolist(), strict=True)
-    )
+    rows = []
+    for example, label, guess, row in zip(examples, labels, predicted, probabilities.tolist(), strict=True):
+        chances = {name: round(p, 4) for name, p in zip(classes, row, strict=True)}
+        said = {"label": classes[label], "predicted": classes[guess], "probabilities": chances}
+        rows.append({"where": example.where, "rows": example.rows} | said)
     write_jsonl(stage.folder / "predictions.jsonl", rows)
     write_json(stage.folder / "results.json", results)
     majority = f"the most frequent label alone {results['majority']:.3f}"

@@ -186,17 +186,14 @@ def write_samples(
     path: Path, records: list[PromptRecord], answers: dict[str, Responses], gold: Any, scores: ByPolicy
 ) -> None:
     """One line per test prompt: the first sample of every policy, with its scores."""
-    true = {} if gold is None else {name: [row[0]["total"] for row in given["samples"]] for name, given in gold.items()}
-    rows = (
-        {
-            "id": record.id,
-            "prompt": shown_prompt(record.prompt),
-            "responses": {name: given.samples[i][0].text for name, given in answers.items()},
-            "scores": {name: round(s[i][0], 4) for name, s in scores.items()},
-        }
-        | ({"gold": {name: round(s[i], 4) for name, s in true.items()}} if true else {})
-        for i, record in enumerate(records)
-    )
+    rows = []
+    for i, record in enumerate(records):
+        row: dict[str, Any] = {"id": record.id, "prompt": shown_prompt(record.prompt)}
+        row["responses"] = {name: given.samples[i][0].text for name, given in answers.items()}
+        row["scores"] = {name: round(s[i][0], 4) for name, s in scores.items()}
+        if gold is not None:
+            row["gold"] = {name: round(given["samples"][i][0]["total"], 4) for name, given in gold.items()}
+        rows.append(row)
     write_jsonl(path, rows)
 
 

@@ -96,11 +96,10 @@ def run(config: Config) -> None:
             with limited_experts(model):
                 rows = config.pretrain.global_batch_tokens // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
-                if is_causal:
-                    batches, objective = Batches(cast(Any, blocks), rows, order), make_objective(config, engine, blocks)
-                else:
+                objective = make_objective(config, engine, blocks, masked=not is_causal)
+                batches = Batches(cast(Any, blocks), rows, order)
+                if not is_causal:
                     batches = MaskedBatches(cast(Any, blocks), rows, order, Masking(config, tokenizer, blocks))
-                    objective = make_masked_objective(config, engine, blocks)
                 largest = next(batches.after(0))[0]
                 train(loop, batches, objective, pretrain_schedule(config, steps), largest=largest)
             save_output(model, tokenizer, stage)
@@ -195,19 +194,34 @@ def pretrain_schedule(config: Config, steps: int) -> Callable[[int], float]:
     return make_schedule(settings, round(settings.decay_fraction * steps), warmup)
 
 
-def make_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dict[str, Tensor]]:
-    """The mean loss per token of blocks; their first tokens have no prediction."""
+def make_objective(config: Config, engine: Engine, blocks: Any, masked: bool = False) -> Objective[dict[str, Tensor]]:
+    """The mean loss per token of blocks, whose first tokens have no prediction. masked: per chosen token, plus with pretrain.pairs
+    the mean cross-entropy per pair.
+    """
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
-    predicted = blocks.context_length - 1
+
+    def predicted(block: dict[str, Tensor]) -> int:
+        return int((block["labels"] != IGNORED).sum()) if masked else blocks.context_length - 1
 
     def loss_of(part: list[dict[str, Tensor]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         batch = put(collate(part), engine.device)
-        loss = engine(denominator=count, **batch)
-        sums.add("pretrain/loss", loss.item() * count, len(part) * predicted)
+        tokens = sum(map(predicted, part))
+        if not masked:
+            loss = engine(denominator=count, **batch)
+            sums.add("pretrain/loss", loss.item() * count, tokens)
+            return loss, batch
+        pair, weight = batch.pop("pair", None), batch.pop("weight", None)
+        nats, logits = engine(**batch)
+        sums.add("pretrain/loss", nats.item(), tokens)
+        loss = nats / count
+        if pair is not None:
+            each = F.cross_entropy(logits, pair, reduction="none")
+            sums.add("pretrain/accuracy", (logits.argmax(-1) == pair).sum().item(), len(part))
+            loss = loss + (each * weight).sum()
         return loss, batch
 
     most = config.pretrain.micro_batch_sequences
-    return Objective(lambda block: [block["input_ids"]], loss_of, most, count=lambda block: predicted)
+    return Objective(lambda block: [block["input_ids"]], loss_of, most, count=predicted)
 
 
 @dataclass(frozen=True)
@@ -244,31 +258,6 @@ class MaskedBatches(Batches[dict[str, Tensor]]):
     def after(self, step: int) -> Iterator[list[dict[str, Tensor]]]:
         for number, batch in enumerate(super().after(step), step):
             yield self.masking(batch, number)
-
-
-def make_masked_objective(config: Config, engine: Engine, blocks: Any) -> Objective[dict[str, Tensor]]:
-    """The mean loss per chosen token, plus with pretrain.pairs the mean cross-entropy per pair."""
-    collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
-
-    def loss_of(part: list[dict[str, Tensor]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = put(collate(part), engine.device)
-        pair, weight = batch.pop("pair", None), batch.pop("weight", None)
-        nats, logits = engine(**batch)
-        sums.add("pretrain/loss", nats.item(), sum(map(chosen, part)))
-        loss = nats / count
-        if pair is not None:
-            each = F.cross_entropy(logits, pair, reduction="none")
-            sums.add("pretrain/accuracy", (logits.argmax(-1) == pair).sum().item(), len(part))
-            loss = loss + (each * weight).sum()
-        return loss, batch
-
-    most = config.pretrain.micro_batch_sequences
-    return Objective(lambda block: [block["input_ids"]], loss_of, most, count=chosen)
-
-
-def chosen(block: dict[str, Tensor]) -> int:
-    """The number of a masked block's labels."""
-    return int((block["labels"] != IGNORED).sum())
 
 
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:

@@ -14,7 +14,7 @@ from rlhf.model import GPTForSequenceClassification
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.fused_loss import IGNORED, MaskedToken
 from rlhf.runs.metric_table import Sums
-from rlhf.stages.pretrain import MaskedBatches, Masking, make_masked_objective, make_model
+from rlhf.stages.pretrain import MaskedBatches, Masking, make_objective, make_model
 from rlhf.system.files import read_json
 from rlhf.training.engine import make_engine
 
@@ -84,7 +84,10 @@ def test_the_loss_of_a_batch_is_the_same_however_it_is_split(encoder, world):
     torch.manual_seed(0)
     module = MaskedToken(make_model(config, tokenizer), pairs=True)
     engine = make_engine(config, module, config.pretrain, CPU)
-    objective, batch = make_masked_objective(config, engine, blocks), next(masked_batches(config, world, 6).after(0))
+    objective, batch = (
+        make_objective(config, engine, blocks, masked=True),
+        next(masked_batches(config, world, 6).after(0)),
+    )
     count = sum(map(objective.count, batch))
     whole = objective.loss(batch, count, Sums())[0].item()
     parts = sum(objective.loss(batch[i : i + 2], count, Sums())[0].item() for i in (0, 2, 4))
