@@ -199,12 +199,11 @@ def load_estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     @torch.no_grad()
     def estimate(rewards: Tensor, values: Tensor, mask: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
         returned = function(rewards, values, mask, **settings)
-        wanted = f"want two float tensors of shape {tuple(mask.shape)}, advantages and returns"
-        if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise UserError(f"{what} {name}: returned a {type(returned).__name__}: {wanted}")
-        for x in returned:
-            if not isinstance(x, Tensor) or x.shape != mask.shape or not x.is_floating_point():
+        is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+        for x in returned if is_pair else [returned]:
+            if not is_pair or not isinstance(x, Tensor) or x.shape != mask.shape or not x.is_floating_point():
                 got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                wanted = f"want two float tensors of shape {tuple(mask.shape)}, advantages and returns"
                 raise UserError(f"{what} {name}: returned {got}: {wanted}")
             if not torch.isfinite(x[mask]).all():
                 raise UserError(f"{what} {name}: returned values that are not finite: correct the function")

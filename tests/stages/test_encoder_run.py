@@ -14,7 +14,7 @@ from rlhf.model import GPTForSequenceClassification
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.fused_loss import IGNORED, MaskedToken
 from rlhf.runs.metric_table import Sums
-from rlhf.stages.pretrain import MaskedBatches, Masking, make_objective, make_model
+from rlhf.stages.pretrain import MaskedBatches, Masking, make_model, make_objective
 from rlhf.system.files import read_json
 from rlhf.training.engine import make_engine
 
