@@ -14,7 +14,7 @@ from rlhf.data.splits import hash64, split_key
 from rlhf.errors import UserError
 from rlhf.gold import world
 from rlhf.gold.truth import DEMONSTRATION_MIX, PRETRAINING_MIX, SPEAKER_NAMES, answer, pick_style, talk
-from rlhf.gold.world import Task, make_request
+from rlhf.gold.world import Task, make_task
 
 
 def _fact(rng: random.Random) -> str:
@@ -64,7 +64,7 @@ def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0
         elif draw < 0.79:
             style = pick_style(PRETRAINING_MIX, rng)
             kind = "closed_qa" if rng.random() < 0.15 else None  # more than its share, since it is the hardest to learn
-            task = make_request(rng, conversations, kind=kind, split="train", seed=split_seed)
+            task = make_task(rng, kind=kind, split="train", seed=split_seed, conversations=conversations)
             yield talk(task, SPEAKER_NAMES[style], answer(task, style, rng))
         elif draw < 0.85:
             yield _story(rng)
@@ -76,7 +76,7 @@ def unique_tasks(rng: random.Random, split: str, split_seed: int, count: int, co
     """`count` tasks of a split, no prompt twice; `conversations` is the share of these."""
     seen: set[str] = set()
     while len(seen) < count:
-        task = make_request(rng, conversations, split=split, seed=split_seed)
+        task = make_task(rng, split=split, seed=split_seed, conversations=conversations)
         if str(task.asked) not in seen:
             seen.add(str(task.asked))
             yield task

@@ -239,8 +239,14 @@ _MAKERS = {
 SPLITS = {"train": 0.70, "dev": 0.10, "test": 0.20}
 
 
-def make_task(rng: random.Random, *, kind: str | None = None, split: str | None = None, seed: int = 0) -> Task:
-    """One random task, whose core hashes to `split`, so that text of different splits never shares a request."""
+def make_task(
+    rng: random.Random, *, kind: str | None = None, split: str | None = None, seed: int = 0, conversations: float = 0.0
+) -> Task:
+    """One random task, whose core hashes to `split`, so that text of different splits never shares a request; with the probability
+    `conversations` it is a conversation, of any kind.
+    """
+    if conversations and rng.random() < conversations:
+        return make_conversation(rng, split=split, seed=seed)
     while True:
         chosen = kind or rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
         task = _MAKERS[chosen](rng)
@@ -381,10 +387,3 @@ def make_conversation(rng: random.Random, *, kind: str | None = None, split: str
     ]
     earlier[0]["content"] = rng.choice(GREETINGS) + earlier[0]["content"]
     return replace(task, earlier=earlier, conversation=name)
-
-
-def make_request(rng: random.Random, conversations: float, *, kind: str | None = None, split: str, seed: int) -> Task:
-    """A conversation with the probability `conversations`, else a single request, of this kind if given."""
-    if conversations and rng.random() < conversations:
-        return make_conversation(rng, split=split, seed=seed)
-    return make_task(rng, kind=kind, split=split, seed=seed)

@@ -26,8 +26,7 @@ def run(config: Config) -> None:
         else:
             files = passage_files(config, counts)
         written = {name: write_jsonl(stage.folder / f"{name}.jsonl", rows) for name, rows in files.items()}
-        if "corpus" in written:
-            written = {"documents": written.pop("corpus"), **written}
+        written = {"documents" if name == "corpus" else name: count for name, count in written.items()}
         stage.say(", ".join(f"{count:,} {name}" for name, count in written.items()))
         stage.finish({name: float(count) for name, count in written.items()})
 
@@ -42,12 +41,10 @@ def passage_files(config: Config, counts: dict[str, int]) -> Mapping[str, Iterab
     passages = list(make_passages(texts, counts, cut, token_ends(config), config.data.split_seed))
     for split in ("train", "dev", "test"):
         for i, (_, prompt, continuation) in enumerate(p for p in passages if p[0] == split):
-            name = f"{split}-{i}"
-            files["prompts"].append(
-                {"kind": "prompt", "id": f"p-{name}", "prompt": prompt, "metadata": {"split": split}}
-            )
+            asked = {"kind": "prompt", "id": f"p-{split}-{i}", "prompt": prompt, "metadata": {"split": split}}
+            files["prompts"].append(asked)
             if split == "dev" or (split == "train" and i < gold.demonstrations):
-                shown = {"kind": "demonstration", "id": f"d-{name}", "prompt": prompt, "response": continuation}
+                shown = {"kind": "demonstration", "id": f"d-{split}-{i}", "prompt": prompt, "response": continuation}
                 files["demonstrations"].append(shown | {"source": "data.corpus", "split": split})
     return files
 
