@@ -124,10 +124,10 @@ ATTACKS = {
 }  # fmt: skip
 
 
-def policy_encoder(config: Config, tokenizer: Any) -> Encode:
-    """Prompts and answers as the policy's tokens, cut to fit its context."""
+def policy_encoder(config: Config, tokenizer: Any, counts: Counter[str] | None = None) -> Encode:
+    """Prompts and answers as the policy's tokens, cut to fit its context. counts: of what is cut."""
     limit = row_limit(config, tokenizer)
-    return token_encoder(tokenizer, limit, room_for(limit, config.rollout.max_new_tokens)[0])
+    return token_encoder(tokenizer, limit, room_for(limit, config.rollout.max_new_tokens)[0], counts)
 
 
 def prompt_of(item: Item) -> list[Message]:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.encoding import Item, row_limit, token_encoder
+from rlhf.data.encoding import Item
+from rlhf.evaluation.audit import policy_encoder
 from rlhf.evaluation.scoring import collate_answers, item_length
 from rlhf.evaluation.statistics import flatten
 from rlhf.model.batching import joins_rows
@@ -47,9 +48,8 @@ def run(config: Config) -> None:
         # 1. The training rankings of the reward model, as pairs of answers
         rankings, held_out = load_rankings(config, stage)
         records = [ranking for ranking in rankings if ranking.labeler not in held_out]
-        context, counts = row_limit(config, tokenizer), Counter[str]()
-        room = min(config.rollout.max_new_tokens, context // 2)
-        items = load_items(config, stage, records, token_encoder(tokenizer, context, room, counts), counts)
+        counts: Counter[str] = Counter()
+        items = load_items(config, stage, records, policy_encoder(config, tokenizer, counts), counts)
 
         # 2. The SFT model, and a second one as the frozen reference
         model = load_lm(config, folder, device)
