@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,6 @@ from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import open_loop
 from rlhf.training.optim import MuonAdamW, make_schedule
 from rlhf.training.setup import parent_model, running
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 def run(config: Config) -> None:
@@ -82,8 +79,7 @@ def run(config: Config) -> None:
         for source in corpus.meta.get("sources", []):
             share, epochs = f"{source['share']:.1%} of them", f"{source['epochs']:.2f} epochs"
             stage.say(f"{source['name']}: {share}, {epochs} of its {source['tokens']:,} tokens")
-
-        corpus.blocks("heldout", length)  # refuses less than one block before training starts
+        held_out = corpus.blocks("heldout", length)  # refuses less than one block before training starts
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
         # 3. Train
@@ -106,7 +102,6 @@ def run(config: Config) -> None:
 
             # 4. Held-out loss
             with inference(config, device):
-                held_out = corpus.blocks("heldout", length)
                 if is_causal:
                     summary = held_out_loss(config, model, held_out, tokenizer)
                 else:
@@ -117,7 +112,7 @@ def run(config: Config) -> None:
         stage.finish(summary)
 
 
-def adopt_model(stage: Stage, source: str, tokenizer: "PreTrainedTokenizerFast") -> Adopted:
+def adopt_model(stage: Stage, source: str, tokenizer: Any) -> Adopted:
     """The pretrained model; writes its record, adopted.json. Raises: UserError if its tokenizer is not that of the tokenizer stage."""
     adopted = adopt(source, native=stage.config.model.native, say=stage.say, form=stage.config.data.form)
     if tokenizer_hash(adopted.tokenizer) != tokenizer_hash(tokenizer):
@@ -132,9 +127,17 @@ def training_steps(config: Config) -> int:
     return max(1, pretraining_tokens(config) // config.pretrain.global_batch_tokens)
 
 
-def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int) -> PackedCorpus:
-    """The packed corpus of this stage; packs it unless an earlier attempt did. length: of a block, by which sources are mixed."""
-    folder = stage.folder / "corpus"
+def load_or_pack(stage: Stage, tokenizer: Any, length: int) -> PackedCorpus:
+    """The packed corpus of this stage: all of data.corpus, or with data.corpus_weights the training tokens' share of each of its
+    entries. Packs it unless an earlier attempt did. length: of a block, by which sources are mixed.
+    """
+    config, folder = stage.config, stage.folder / "corpus"
+    source, weights = need_source(config, "corpus"), config.data.corpus_weights
+
+    def pack(source: Any, out: Path, bar: Progress) -> PackedCorpus:
+        before, documents = bar.done, iterate_documents(source, config.data.encoding)
+        how: Any = {"held_out_fraction": config.data.held_out, "seed": config.seed}
+        return pack_corpus(documents, tokenizer, out, progress=lambda _, n: bar.update(before + n - bar.done), **how)
 
     def ensure() -> None:
         with contextlib.suppress(UserError):  # not packed yet, or not whole
@@ -144,38 +147,20 @@ def load_or_pack(stage: Stage, tokenizer: "PreTrainedTokenizerFast", length: int
             elif corpus.meta["tokenizer"] == tokenizer_hash(tokenizer):
                 return
         with Progress(None, "pretrain: packing", unit="token") as bar:
-            pack(stage.config, tokenizer, length, folder, bar)
+            if weights is None:
+                pack(source, folder, bar)
+                return
+            parts = [
+                (Path(str(name)).name, weight, pack(name, folder / f"source-{i}", bar))
+                for i, (name, weight) in enumerate(zip(listed(source), weights, strict=True))
+            ]
+        mix_corpora(parts, length, training_steps(config) * config.pretrain.global_batch_tokens, folder)
 
     on_first_rank(ensure)
     return PackedCorpus.load(folder)
 
 
-def pack(config: Config, tokenizer: "PreTrainedTokenizerFast", length: int, folder: Path, bar: Any) -> None:
-    """Pack the corpus: all of it, or with data.corpus_weights the training tokens' share of each of its entries."""
-
-    def pack_into(out: Path, source: Any) -> PackedCorpus:
-        before = bar.done
-        return pack_corpus(
-            iterate_documents(source, config.data.encoding),
-            tokenizer,
-            out,
-            held_out_fraction=config.data.held_out,
-            seed=config.seed,
-            progress=lambda _, tokens: bar.update(before + tokens - bar.done),
-        )
-
-    source, weights = need_source(config, "corpus"), config.data.corpus_weights
-    if weights is None:
-        pack_into(folder, source)
-        return
-    parts = [
-        (Path(str(name)).name, weight, pack_into(folder / f"source-{i}", name))
-        for i, (name, weight) in enumerate(zip(listed(source), weights, strict=True))
-    ]
-    mix_corpora(parts, length, training_steps(config) * config.pretrain.global_batch_tokens, folder)
-
-
-def make_model(config: Config, tokenizer: "PreTrainedTokenizerFast") -> GPTForCausalLM:
+def make_model(config: Config, tokenizer: Any) -> GPTForCausalLM:
     """The GPT of the configuration with random weights, sized for the tokenizer."""
     try:
         shape = GPTConfig(vocab_size=len(tokenizer), **special_ids(tokenizer), **shape_of(config.model))
@@ -260,7 +245,7 @@ class MaskedBatches(Batches[dict[str, Tensor]]):
             yield self.masking(batch, number)
 
 
-def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: "PreTrainedTokenizerFast") -> dict[str, float]:
+def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: Any) -> dict[str, float]:
     """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither.
     A tokenizer that is not byte-level has no number of bytes per token, so that there is no "bpb".
     """

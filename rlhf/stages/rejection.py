@@ -29,14 +29,13 @@ def run(config: Config) -> None:
     """Write runs/<run>/rejection: demonstrations.jsonl, the best samples as records, and the model trained on them."""
     with running(config, "rejection") as (stage, device):
         folder, tokenizer = parent_model(config, "sft")
-        policy = load_frozen(config, folder, device)
 
         # 1. Sample n, keep the best that ends
         path = stage.folder / "demonstrations.jsonl"
         if path.exists():
             demonstrations = [Demonstration(**row) for row in read_jsonl(path)]
         else:
-            demonstrations = choose(config, stage, policy, tokenizer, device)
+            demonstrations = choose(stage, load_frozen(config, folder, device), tokenizer, device)
             if stage.writes:
                 write_text(path, "".join(r.model_dump_json() + "\n" for r in demonstrations))
 
@@ -48,12 +47,12 @@ def run(config: Config) -> None:
         stage.finish({"demonstrations": float(len(demonstrations))})
 
 
-def choose(config: Config, stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> list[Demonstration]:
+def choose(stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> list[Demonstration]:
     """The best of n samples of each prompt, of those that end. Raises: UserError if no sample ends."""
+    config, n = stage.config, stage.config.rejection.samples
     prompts, _ = load_ppo_prompts(config, tokenizer, stage.say, config.rejection.prompts)
     reward, _ = make_reward(config, tokenizer, device, stage.say)
     asked = Asked([record for record, _ in prompts], [ids for _, ids in prompts], tokenizer)
-    n = config.rejection.samples
     with inference(config, device):
         drawn = draw_best(config, policy, asked, n, reward, "rejection: sampling", ended=True)
     demonstrations = []
