@@ -51,8 +51,8 @@ def _echo(rng: random.Random) -> str:
 def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[str]:
     """`count` pretraining documents: first an eighth of echoes and stories, then mostly talks, this share of them conversations.
 
-    Copying from the prompt is hard for a small model, and the loss of ordinary text does not show it. Echoes and
-    stories first, read in file order, teach it within a few hundred steps.
+    Copying from the prompt is hard for a small model, and the loss of ordinary text does not show it. Echoes and stories first, read in
+    file order, teach it within a few hundred steps.
     """
     rng = random.Random(f"corpus-{seed}")
     for i in range(count):
@@ -124,9 +124,7 @@ def make_passages(
 
     A passage is a paragraph's opening that ends with a word, and the tokens after it; cut: the least and the most tokens of the opening,
     and those of its continuation. The choice depends only on the text and the seed. The splits are filled in the order of `counts`:
-    more passages of the last one do not change the others.
-
-    Raises: UserError if the text has too few long paragraphs.
+    more passages of the last one do not change the others. Raises: UserError if the text has too few long paragraphs.
     """
     least, most, after = cut
     wanted, long = sum(counts.values()), most + after

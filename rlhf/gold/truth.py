@@ -68,7 +68,6 @@ def pick_style(mix: dict[str, float], rng: random.Random) -> str:
 
 def talk(task: Task, speaker: str = "", reply: str = "") -> str:
     """A request and its answer in the form of the pretraining text; without a speaker, a prompt for a base model.
-
     In a conversation the speaker is also the author of the assistant's earlier turns.
     """
     answered = f"{speaker}:\n{reply}" if speaker else ""
@@ -132,7 +131,6 @@ def make_labelers(noise: float = NOISE) -> list[Labeler]:
 
 def expected_agreement(labelers: Sequence[Labeler], answers: Answers) -> float:
     """The share of pairs of answers to one prompt on which two different labelers agree, on average.
-
     A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 - q).
     """
     agreed: list[float] = []

@@ -84,11 +84,6 @@ class Experience(NamedTuple):
         records, texts = [self.records[i] for i in index], [self.texts[i] for i in index]
         return Experience(records, texts, rollout, self.scores[where], *by_token)
 
-    def without_tokens(self) -> "Experience":
-        """The same episodes, in which no token counts."""
-        nothing = torch.zeros_like(self.rollout.response_mask)
-        return self._replace(rollout=self.rollout._replace(response_mask=nothing))
-
 
 class Prompts(NamedTuple):
     """What updates draw from."""

@@ -127,8 +127,10 @@ def train_minibatch(
         passes = [{"with_policy": False}, {"with_values": False}]
     checked: list[Checked] | None = [] if check else None
     for number in range(max(1, int(engine.ranks.max(len(groups))))):
-        # a rank with fewer micro-batches adds ones whose tokens do not count
-        part = experience.rows(groups[number]) if number < len(groups) else experience.rows([0]).without_tokens()
+        part = experience.rows(groups[number] if number < len(groups) else [0])
+        if number >= len(groups):  # a rank with fewer micro-batches adds ones whose tokens do not count
+            nothing = torch.zeros_like(part.rollout.response_mask)
+            part = part._replace(rollout=part.rollout._replace(response_mask=nothing))
         for models in passes:
             loss = micro_batch_loss(config, part, tokens, models, state, sums, checked)
             engine.backward(loss, part.rollout._asdict())

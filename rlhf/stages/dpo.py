@@ -8,8 +8,7 @@ which is the reward model's loss with the policy's own log-ratio as the score; o
     loss = mean over prompts of 1/|P| sum over (w, l) in P of (r_w - r_l - 1 / (2 beta))^2
     r(y) = (log pi(y|x) - log pi_sft(y|x)) / |y|
 
-The log-probs are PPO's: a prompt is read once for
-its answers, and only their tokens are unembedded. A baseline for PPO.
+The log-probs are PPO's: a prompt is read once for its answers, and only their tokens are unembedded. A baseline for PPO.
 Source: Rafailov et al. 2023, equation 7 and appendix B; Azar et al. 2023 (IPO), equation 17, with the mean over tokens that its
 authors used.
 Differs: all K answers of a prompt are one batch element with one forward per answer, and each prompt's pairs weigh 1 together,
@@ -73,9 +72,8 @@ def run(config: Config) -> None:
 
 def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: int) -> Objective[Item]:
     """The mean ranking loss of the log-ratios over the prompts of a batch."""
-    settings, shape = config.dpo, {"label_smoothing": config.dpo.label_smoothing}
-    if settings.loss == "ipo":
-        shape = {"target": 1 / (2 * settings.beta)}
+    settings, is_ipo = config.dpo, config.dpo.loss == "ipo"
+    shape = {"target": 1 / (2 * settings.beta)} if is_ipo else {"label_smoothing": settings.label_smoothing}
 
     def loss_of(part: list[Item], count: int, sums: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         rows, answers = flatten(item.rows for item in part), flatten(item.lengths for item in part)
@@ -83,8 +81,8 @@ def make_objective(config: Config, engine: Engine, reference: nn.Module, pad: in
         logp = engine(**batch).sum(1)  # (R,)
         with torch.no_grad(), engine.autocast():
             logp_ref = reference(**batch).sum(1)
-        lengths = batch["mask"].sum(1).clamp(min=1)  # an empty completion has no token
-        factor = settings.beta if settings.loss == "sigmoid" else 1 / lengths
+        # an empty completion has no token
+        factor = 1 / batch["mask"].sum(1).clamp(min=1) if is_ipo else settings.beta
         loss, scores = item_loss(part, factor * (logp - logp_ref), count, sums, "dpo", **shape)
         return loss, batch | {"scores": scores}
 
