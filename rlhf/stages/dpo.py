@@ -45,8 +45,7 @@ def run(config: Config) -> None:
         folder, tokenizer = parent_model(config, "sft")
 
         # 1. The training rankings of the reward model, as pairs of answers
-        rankings, held_out = load_rankings(config, stage)
-        records = [ranking for ranking in rankings if ranking.labeler not in held_out]
+        _, records, _ = load_rankings(config, stage)
         counts: Counter[str] = Counter()
         items = load_items(config, stage, records, policy_encoder(config, tokenizer, counts), counts)
 

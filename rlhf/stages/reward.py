@@ -6,6 +6,7 @@ deviation 1. The model is the SFT trunk with a scalar head, or any text classifi
 """
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from rlhf.evaluation.scoring import (
 )
 from rlhf.model.batching import joins_rows
 from rlhf.model.classifier import TextRewardModel, load_reward_model
-from rlhf.model.heads import RewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.ranking import ranking_loss
@@ -77,9 +77,8 @@ def train_reward_model(config: Config, name: str) -> None:
         others = [reward_folder(config, other, f"{name}.audit_with") for other in listed(config.reward.audit_with)]
 
         # 1. The rankings to train on, and the demonstrations to calibrate on
-        labelled, held_out = load_rankings(config, stage)
+        labelled, records, held_out = load_rankings(config, stage)
         demonstrations = training_demonstrations(config)
-        records = [record for record in labelled if record.labeler not in held_out]
 
         # 2. The SFT model without its unembedding, plus a scalar head; or a classifier with its own tokenizer
         start = earlier_reward(config) if name == "reward" else None
@@ -143,13 +142,13 @@ def write_model(model: Any, tokenizer: Any, stage: Stage) -> None:
         model.save_pretrained(str(stage.model))
 
 
-def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], set[str]]:
-    """All rankings of data.comparisons, and the held-out labelers. Raises: UserError for an unknown labeler."""
+def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], list[Ranking], set[str]]:
+    """All rankings of data.comparisons, those to train on, and the held-out labelers. Raises: UserError for an unknown labeler."""
     records = read_comparisons(config, stage.say)
     held_out = held_out_labelers(config, records)
     known = [record for record in records if record.labeler not in held_out]
     check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), known)
-    return records, held_out
+    return records, known, held_out
 
 
 def load_other(folder: Path, tokenizer: Any, device: torch.device) -> ModelReward:
@@ -162,17 +161,16 @@ def load_other(folder: Path, tokenizer: Any, device: torch.device) -> ModelRewar
 
 def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:
     """The model to train: that of another reward stage (`start`), or by reward.model."""
-    settings, sft = config.reward, stage_folder(config, "sft") / "model"
-    whole = settings.fit_head  # which reads the trunk's features before the engine exists
+    settings = config.reward
+    if settings.fit_head:  # which reads the trunk's features before the engine exists: no weight is divided yet
+        config = replace(config, deepspeed="none")
     if start is not None:
-        folder = start / "model"
-        model: Any = load_reward_model(folder, device) if whole else load_reward(config, folder, device)
+        model: Any = load_reward(config, start / "model", device)
         model.calibrate(1.0, 0.0)  # the ranking loss takes scores without the calibration
         return model
     if settings.model is not None:
         return TextRewardModel.from_base(settings.model)
-    layers, from_sft = settings.layers, RewardModel.from_causal_lm
-    model = from_sft(str(sft), layers) if whole else reward_model_on(config, sft, device, layers)
+    model = reward_model_on(config, stage_folder(config, "sft") / "model", device, settings.layers)
     model.config.read_tokens = settings.read_tokens
     return model
 
