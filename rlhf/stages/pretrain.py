@@ -95,7 +95,7 @@ def run(config: Config) -> None:
                 objective = make_objective(config, engine, blocks, masked=not is_causal)
                 batches = Batches(cast(Any, blocks), rows, order)
                 if not is_causal:
-                    batches = MaskedBatches(cast(Any, blocks), rows, order, Masking(config, tokenizer, blocks))
+                    batches = MaskedBatches(cast(Any, blocks), rows, order, config, tokenizer)
                 largest = next(batches.after(0))[0]
                 train(loop, batches, objective, pretrain_schedule(config, steps), largest=largest)
             save_output(model, tokenizer, stage)
@@ -106,7 +106,7 @@ def run(config: Config) -> None:
                     summary = held_out_loss(config, model, held_out, tokenizer)
                 else:
                     shown = [held_out[i] for i in range(min(len(held_out), settings.eval_sequences))]
-                    items = Masking(config, tokenizer, held_out)(shown, "heldout")
+                    items = MaskedBatches(cast(Any, held_out), rows, order, config, tokenizer).mask(shown, "heldout")
                     summary = evaluate_items(engine, objective, items, "pretrain")
             loop.log_held_out(summary, "heldout")
         stage.finish(summary)
@@ -210,39 +210,33 @@ def make_objective(config: Config, engine: Engine, blocks: Any, masked: bool = F
 
 
 @dataclass(frozen=True)
-class Masking:
-    """Masks blocks; every draw is a function of `seed` and of what names the batch, so that a resumed run masks the same."""
+class MaskedBatches(Batches[dict[str, Tensor]]):
+    """Batches whose blocks are masked anew at every step, by seed and step alone, so that a resumed run masks the same."""
 
     config: Config
     tokenizer: Any
-    blocks: Any  # those that second halves are drawn from
 
-    def __call__(self, batch: Sequence[dict[str, Tensor]], name: object) -> list[dict[str, Tensor]]:
-        """The blocks as {"input_ids", "labels"} and, with pretrain.pairs, {"pair", "weight"}, of which the latter is one over the batch."""
+    def after(self, step: int) -> Iterator[list[dict[str, Tensor]]]:
+        for number, batch in enumerate(super().after(step), step):
+            yield self.mask(batch, number)
+
+    def mask(self, batch: Sequence[dict[str, Tensor]], name: object) -> list[dict[str, Tensor]]:
+        """The blocks as {"input_ids", "labels"} and, with pretrain.pairs, {"pair", "weight"}, of which the latter is one over the batch.
+        name: of the batch, by which and by the seed it is masked. Second halves are drawn from all items.
+        """
         tokenizer, pairs = self.tokenizer, self.config.pretrain.pairs
         generator = torch.Generator().manual_seed(random.Random(f"mask-{self.config.seed}-{name}").getrandbits(63))
         tokens = torch.stack([block["input_ids"] for block in batch])
         fields: dict[str, Tensor] = {}
         if pairs != "none":
-            drawn = torch.randint(len(self.blocks), (len(batch),), generator=generator).tolist()
-            others = torch.stack([self.blocks[i]["input_ids"] for i in drawn]) if pairs == "next" else None
+            drawn = torch.randint(len(self.items), (len(batch),), generator=generator).tolist()
+            others = torch.stack([self.items[i]["input_ids"] for i in drawn]) if pairs == "next" else None
             tokens, fields["pair"] = pair_halves(tokens, others, tokenizer.eos_token_id, generator)
             fields["weight"] = torch.full((len(batch),), 1 / len(batch))
         ordinary = torch.ones(len(tokenizer), dtype=torch.bool)
         ordinary[tokenizer.all_special_ids] = False
         fields["input_ids"], fields["labels"] = mask_tokens(tokens, ordinary, tokenizer.mask_token_id, generator)
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
-
-
-@dataclass(frozen=True)
-class MaskedBatches(Batches[dict[str, Tensor]]):
-    """Batches whose blocks are masked anew at every step."""
-
-    masking: Masking
-
-    def after(self, step: int) -> Iterator[list[dict[str, Tensor]]]:
-        for number, batch in enumerate(super().after(step), step):
-            yield self.masking(batch, number)
 
 
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: Any) -> dict[str, float]:

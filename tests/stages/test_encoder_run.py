@@ -14,7 +14,7 @@ from rlhf.model import GPTForSequenceClassification
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.fused_loss import IGNORED, MaskedToken
 from rlhf.runs.metric_table import Sums
-from rlhf.stages.pretrain import MaskedBatches, Masking, make_model, make_objective
+from rlhf.stages.pretrain import MaskedBatches, make_model, make_objective
 from rlhf.system.files import read_json
 from rlhf.training.engine import make_engine
 
@@ -40,8 +40,8 @@ def world(encoder):
 
 
 def masked_batches(config, world, rows: int) -> MaskedBatches:
-    blocks = world[1]
-    return MaskedBatches([blocks[i] for i in range(rows)], rows, lambda count, _: range(count), Masking(config, *world))
+    tokenizer, blocks = world
+    return MaskedBatches([blocks[i] for i in range(rows)], rows, lambda count, _: range(count), config, tokenizer)
 
 
 def test_an_encoder_learns(encoder):
@@ -84,10 +84,8 @@ def test_the_loss_of_a_batch_is_the_same_however_it_is_split(encoder, world):
     torch.manual_seed(0)
     module = MaskedToken(make_model(config, tokenizer), pairs=True)
     engine = make_engine(config, module, config.pretrain, CPU)
-    objective, batch = (
-        make_objective(config, engine, blocks, masked=True),
-        next(masked_batches(config, world, 6).after(0)),
-    )
+    objective = make_objective(config, engine, blocks, masked=True)
+    batch = next(masked_batches(config, world, 6).after(0))
     count = sum(map(objective.count, batch))
     whole = objective.loss(batch, count, Sums())[0].item()
     parts = sum(objective.loss(batch[i : i + 2], count, Sums())[0].item() for i in (0, 2, 4))
