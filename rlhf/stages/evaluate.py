@@ -89,8 +89,9 @@ def run_stage(config: Config) -> None:
         # 1. Evaluate the reward model, if the run has one
         reward_model = None
         if needs_parent(config, "evaluate", "reward"):
-            reward_model = load_reward_model(stage_folder(config, "reward") / "model", device)
-            reward_model = hold_frozen(config, reward_model, device)
+            reward_model = hold_frozen(
+                config, load_reward_model(stage_folder(config, "reward") / "model", device), device
+            )
             results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer)
             for line in reward_report.describe_reward_model(results["reward_model"]):
                 stage.say(line)
