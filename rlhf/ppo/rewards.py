@@ -124,8 +124,8 @@ class ServerReward:
         groups: dict[int, list[int]] = {}  # the episodes of each prompt
         for i, record in enumerate(episodes.records):
             groups.setdefault(id(record), []).append(i)
-        cuts = ((group, at) for group in groups.values() for at in range(0, len(group), MOST_RESPONSES))
-        parts = [group[at : at + MOST_RESPONSES] for group, at in cuts]
+        most = MOST_RESPONSES
+        parts = [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
         scores = torch.zeros(len(episodes.records))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for part, found in zip(parts, pool.map(lambda part: self._ask(episodes, part), parts), strict=True):

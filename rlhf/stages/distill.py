@@ -30,14 +30,12 @@ from rlhf.ppo.experience import load_ppo_prompts
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import Stage
-from rlhf.stages.sft import labels_in, make_collator, make_rows
+from rlhf.stages.sft import Row, labels_in, make_collator, make_rows
 from rlhf.system.files import write_text
 from rlhf.training.adapters import save_output
 from rlhf.training.batches import Batches, Objective, accelerate_order, evaluate_items, put, trained
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.setup import load_frozen, load_policy, parent_model, running
-
-Row = dict[str, list[int]]
 
 
 def run(config: Config) -> None:

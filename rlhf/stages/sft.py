@@ -39,6 +39,7 @@ from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import TrainingLoop
 from rlhf.training.setup import check_tokenizer, load_policy, parent_model, running
 
+Row = dict[str, list[int]]  # "input_ids", "labels", "seq_lengths"
 LEAK = 1e-5  # a larger relative change of a loss is not rounding, since both rows have one shape
 CPU_ROWS = 8  # rows per forward on a CPU: fewer leave it idle, more add padding
 
@@ -113,7 +114,7 @@ def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: i
     return [{"prompt": [], "response": blocks[i]["input_ids"].tolist()} for i in drawn]
 
 
-def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[dict[str, list[int]]]:
+def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[Row]:
     """{"input_ids", "labels", "seq_lengths"} of demonstrations; with `pack` a row contains several, by TRL's best fit."""
     made = [{"input_ids": row["prompt"] + row["response"], "labels": labels_of(row, IGNORED)} for row in rows]
     if pack:
@@ -129,9 +130,7 @@ def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[dict[s
     return made
 
 
-def make_collator(
-    pad: int, pack: bool, with_prompts: bool
-) -> Callable[[Sequence[dict[str, list[int]]]], dict[str, Any]]:
+def make_collator(pad: int, pack: bool, with_prompts: bool) -> Callable[[Sequence[Row]], dict[str, Any]]:
     """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row. with_prompts: also `prompts`, labels
     that count the tokens which `labels` ignore.
     """
@@ -140,17 +139,15 @@ def make_collator(
 
         join = DataCollatorForLanguageModeling(pad, padding_free=True)
 
-    def collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+    def collate(rows: Sequence[Row]) -> dict[str, Any]:
         if pack:
             batch = join(list(rows))
+            real = batch["position_ids"] > 0
         else:
-            batch = {
-                "input_ids": right_pad([row["input_ids"] for row in rows], pad)[0],
-                "labels": right_pad([row["labels"] for row in rows], IGNORED)[0],
-            }
+            tokens, lengths = right_pad([row["input_ids"] for row in rows], pad)
+            batch = {"input_ids": tokens, "labels": right_pad([row["labels"] for row in rows], IGNORED)[0]}
+            real = torch.arange(tokens.shape[1]) < lengths[:, None]
         if with_prompts:
-            lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-            real = batch["position_ids"] > 0 if pack else torch.arange(int(lengths.max())) < lengths[:, None]
             batch["prompts"] = batch["input_ids"].masked_fill((batch["labels"] != IGNORED) | ~real, IGNORED)
         return batch
 
@@ -200,14 +197,14 @@ def fine_tuned(
         yield loop
 
 
-def make_objective(config: Config, engine: Engine, pad: int) -> Objective[dict[str, list[int]]]:
+def make_objective(config: Config, engine: Engine, pad: int) -> Objective[Row]:
     """L2 + lm_coef L1, both sums over tokens divided by the response tokens of the batch; L1 counts the prompts' tokens except
     the first of a row.
     """
     settings = config.sft
     collate = make_collator(pad, settings.pack, bool(settings.lm_coef))
 
-    def loss_of(part: list[dict[str, list[int]]], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
+    def loss_of(part: list[Row], count: int, sums: Sums) -> tuple[Tensor, dict[str, Any]]:
         batch = put(collate(part), engine.device)
         prompts = batch.pop("prompts", None)
         loss = engine(denominator=count, **batch)
@@ -221,7 +218,7 @@ def make_objective(config: Config, engine: Engine, pad: int) -> Objective[dict[s
     return Objective(lambda row: [row["input_ids"]], loss_of, most, count=labels_in)
 
 
-def labels_in(row: dict[str, list[int]]) -> int:
+def labels_in(row: Row) -> int:
     """The learned tokens of a row."""
     return sum(label != IGNORED for label in row["labels"])
 
