@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf.config import Config
 from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response
-from rlhf.data.records import PromptRecord, shown_prompt
+from rlhf.data.records import shown_prompt
 from rlhf.errors import UserError
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
@@ -113,7 +113,7 @@ def load_measures(config: Config, truth: "Truth | None") -> list[Measure]:
     """The functions of ppo.metrics, and the true scores if there are any. Raises: UserError."""
 
     def mean_truth(experience: Experience) -> dict[str, float]:
-        parts = true_scores(truth, experience.records, experience.texts, experience.rollout)
+        parts = true_scores(truth, experience)
         return {f"gold/{name}": sum(part[name] for part in parts) / len(parts) for name in (parts[0] if parts else ())}
 
     return [mean_truth, *(load_measure(name) for name in listed(config.ppo.metrics))]
@@ -140,30 +140,25 @@ def load_measure(name: str) -> Measure:
     return measure
 
 
-def true_scores(
-    truth: "Truth | None", records: list[PromptRecord], texts: list[str], rollout: Rollout
-) -> list[dict[str, float]]:
+def true_scores(truth: "Truth | None", experience: Experience) -> list[dict[str, float]]:
     """The true scores of each response, not used in training; empty if there is no true score."""
+    records, ended = experience.records, experience.rollout.ended.tolist()
     if truth is None or not records or not truth.knows(records[0]):
         return []
-    return [truth.judge(*episode) for episode in zip(records, texts, rollout.ended.tolist(), strict=True)]
+    return [truth.judge(*episode) for episode in zip(records, experience.texts, ended, strict=True)]
 
 
 def held_out_metrics(
-    tokenizer: Any,
-    truth: "Truth | None",
-    records: list[PromptRecord],
-    texts: list[str],
-    rollout: Rollout,
-    scores: Tensor,
+    tokenizer: Any, truth: "Truth | None", experience: Experience
 ) -> tuple[Sums, list[dict[str, Any]]]:
     """The eval/dev/… metrics, as sums over responses; and rows of the samples table, responses as text with score and KL."""
-    sums, rows, gold = Sums(), [], true_scores(truth, records, texts, rollout)
+    rollout, scores, gold = experience.rollout, experience.scores, true_scores(truth, experience)
+    sums, rows = Sums(), list[dict[str, Any]]()
     for name, total in episode_sums(rollout, scores).items():
         sums.add(f"eval/dev/{name}", total, len(scores))
     for name, value in (part for one in gold for part in one.items()):
         sums.add(f"eval/dev/gold/{name}", value, 1)
-    for i, record in enumerate(records[:SAMPLES_SHOWN]):
+    for i, record in enumerate(experience.records[:SAMPLES_SHOWN]):
         ids = rollout.tokens[i, int(rollout.prompt_lengths[i]) : int(rollout.lengths[i])].tolist()
         kl = (rollout.logp_old[i] - rollout.logp_ref[i])[rollout.response_mask[i]].sum()
         row: dict[str, Any] = {"id": record.id, "prompt": shown_prompt(record.prompt)}

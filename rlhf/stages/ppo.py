@@ -265,8 +265,9 @@ def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, floa
         keys = [("held out", record.id) for record, _ in asked]
         samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
         rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
-    scores = adjust_scores(config, rollout.scores, rollout.ended)
-    sums, rows = held_out_metrics(tokenizer, truth, [record for record, _ in asked], texts, rollout, scores)
+    scores, nothing = adjust_scores(config, rollout.scores, rollout.ended), torch.zeros_like(rollout.values)
+    experience = Experience([record for record, _ in asked], texts, rollout, scores, nothing, nothing, nothing)
+    sums, rows = held_out_metrics(tokenizer, truth, experience)
     return ranks.merge(sums).reduce(), rows
 
 
