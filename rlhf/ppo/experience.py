@@ -226,19 +226,14 @@ def load_ppo_prompts(
 
 
 def fit_prompts(
-    config: Config,
-    tokenizer: Any,
-    records: list[PromptRecord],
-    count: int | None,
-    split: str,
-    say: Callable[[str], None],
+    config: Config, tokenizer: Any, records: list[PromptRecord], n: int | None, split: str, say: Callable[[str], None]
 ) -> list[Prompt]:
-    """The prompts of a split that fit the context beside a response, all or `count` of them drawn by seed."""
+    """The prompts of a split that fit the context beside a response, all or `n` of them drawn by seed."""
     room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
     fitting = list(fitting_prompts(tokenizer, records, room))
     left_out = len(records) - len(fitting)
-    if count is not None:
-        fitting = sample_prompts(config, fitting, count, of=itemgetter(0))
+    if n is not None:
+        fitting = sample_prompts(config, fitting, n, of=itemgetter(0))
     said = f"{split}: {len(fitting):,} prompts"
     if cut := sum(was_cut for _, _, was_cut in fitting):
         said += f", {cut:,} of them cut from the left to fit"

@@ -148,12 +148,10 @@ def true_scores(truth: "Truth | None", experience: Experience) -> list[dict[str,
     return [truth.judge(*episode) for episode in zip(records, experience.texts, ended, strict=True)]
 
 
-def held_out_metrics(
-    tokenizer: Any, truth: "Truth | None", experience: Experience
-) -> tuple[Sums, list[dict[str, Any]]]:
+def held_out_metrics(tokenizer: Any, truth: "Truth | None", experience: Experience) -> tuple[Sums, list[dict]]:
     """The eval/dev/… metrics, as sums over responses; and rows of the samples table, responses as text with score and KL."""
     rollout, scores, gold = experience.rollout, experience.scores, true_scores(truth, experience)
-    sums, rows = Sums(), list[dict[str, Any]]()
+    sums, rows = Sums(), list[dict]()
     for name, total in episode_sums(rollout, scores).items():
         sums.add(f"eval/dev/{name}", total, len(scores))
     for name, value in (part for one in gold for part in one.items()):

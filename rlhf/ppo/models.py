@@ -121,7 +121,7 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
     if settings.score_by_token and not any(source.read_tokens > 1 for source in sources):
         remedy = "train one with reward.read_tokens, or leave it out"
         raise UserError(f"ppo.score_by_token=true: no reward model reads more than the last token: {remedy}")
-    critic = make_critic(config, stage, device, policy, folder, reward, reward_model)
+    critic = make_critic(stage, device, policy, folder, reward, reward_model)
     for source in sources:
         if source.bare.reads_text:
             if not zero_stage(config):  # under ZeRO there is no autocast
@@ -156,16 +156,10 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
 
 
 def make_critic(
-    config: Config,
-    stage: Stage,
-    device: torch.device,
-    policy: Any,
-    folder: Path,
-    reward: Reward,
-    reward_model: RewardModel | None,
+    stage: Stage, device: torch.device, policy: Any, folder: Path, reward: Reward, reward_model: RewardModel | None
 ) -> Any:
     """The critic by ppo.critic; only a head if the trunk is shared; None if advantages need no values."""
-    settings = config.ppo
+    config, settings = stage.config, stage.config.ppo
     if not settings.has_critic:
         return None
     if settings.shared_critic:

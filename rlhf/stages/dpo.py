@@ -47,7 +47,7 @@ def run(config: Config) -> None:
         # 1. The training rankings of the reward model, as pairs of answers
         _, records, _ = load_rankings(config, stage)
         counts: Counter[str] = Counter()
-        items = load_items(config, stage, records, policy_encoder(config, tokenizer, counts), counts)
+        items = load_items(stage, records, policy_encoder(config, tokenizer, counts), counts)
 
         # 2. The SFT model, and a second one as the frozen reference
         model = load_lm(config, folder, device)

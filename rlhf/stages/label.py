@@ -47,7 +47,7 @@ def run(config: Config) -> None:
         elif earlier is not None:
             before = kept(config, load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0])
         if truth is not None:
-            rankings, summary = simulate_labels(config, stage, truth, before)
+            rankings, summary = simulate_labels(stage, truth, before)
         else:
             rankings, summary = before + read_labels(config, stage), {}
         rows = (ranking.model_dump(mode="json", exclude_none=True) for ranking in rankings)
@@ -79,11 +79,9 @@ def read_labels(config: Config, stage: Stage) -> list[Ranking]:
     return new
 
 
-def simulate_labels(
-    config: Config, stage: Stage, truth: Truth, before: list[Ranking]
-) -> tuple[list[Ranking], dict[str, float]]:
+def simulate_labels(stage: Stage, truth: Truth, before: list[Ranking]) -> tuple[list[Ranking], dict[str, float]]:
     """The rankings `before`, and those of simulated labelers of K = 4 to 9 samples per prompt; and how far all of them agree."""
-    earlier = earlier_run(config)
+    config, earlier = stage.config, earlier_run(stage.config)
     source = stage_folder(config, "sft") if earlier is None else run_folder(earlier) / "ppo"
     prompts, responses, spare = choose_prompts(config), list[list[Answer]](), config.gold.spare_responses
     with inference(config, set_up(config)) as device, Progress(len(prompts), "label", unit="prompt") as bar:

@@ -84,7 +84,7 @@ def train_reward_model(config: Config, name: str) -> None:
         start = earlier_reward(config) if name == "reward" else None
         model = make_model(config, device, start)
         counts: Counter[str] = Counter()
-        items = load_items(config, stage, records, item_encoder(config, model, tokenizer, counts), counts)
+        items = load_items(stage, records, item_encoder(config, model, tokenizer, counts), counts)
 
         # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
@@ -105,7 +105,7 @@ def train_reward_model(config: Config, name: str) -> None:
         look = {"evaluate": evaluate if items["dev"] else None, "looks": settings}
         with trained(stage, engine, batches, objective, epochs, settings, averages=False, **look) as loop:
             with inference(config, device):
-                gain, shift = calibrate(config, engine, tokenizer, records, demonstrations, device)
+                gain, shift = calibrate(config, engine, tokenizer, records, demonstrations)
             return_freed_memory()
             write_model(model, tokenizer, stage)
 
@@ -187,14 +187,12 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
     stage.say(f"head fitted on the frozen trunk: {validated}, weight decay {fit['decay']:g}")
 
 
-def load_items(
-    config: Config, stage: Stage, records: list[Ranking], encode: Encode, counts: Counter[str]
-) -> dict[str, list[Item]]:
+def load_items(stage: Stage, records: list[Ranking], encode: Encode, counts: Counter[str]) -> dict[str, list[Item]]:
     """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on.
     counts: of what `encode` has cut.
     """
+    config, half = stage.config, stage.config.data.half
     splits = {split: in_split(config, records, split) for split in ("train", "dev")}
-    half = config.data.half
     if half is not None:
         half = 3 - half if stage.name == "judge" else half
         shared = beginnings(config, records)
@@ -256,12 +254,7 @@ def training_demonstrations(config: Config) -> list[Demonstration]:
 
 
 def calibrate(
-    config: Config,
-    model: Any,
-    tokenizer: Any,
-    records: list[Ranking],
-    demonstrations: list[Demonstration],
-    device: torch.device,
+    config: Config, model: Any, tokenizer: Any, records: list[Ranking], demonstrations: list[Demonstration]
 ) -> tuple[float, float]:
     """Set gain and shift of the model; returns both.
 
@@ -277,7 +270,7 @@ def calibrate(
         rows = bare.demonstration_rows(demonstrations, tokenizer, context)
         written = score(model, rows, calibrated=False) if rows else None
         bar.update(len(demonstrations))
-        policy = load_frozen(config, stage_folder(config, "sft") / "model", device)
+        policy = load_frozen(config, stage_folder(config, "sft") / "model", next(bare.parameters()).device)
         length, room = room_for(context, config.rollout.max_new_tokens)
         fitting = list(fitting_prompts(tokenizer, prompts, room))
         prompt_ids = [ids for _, ids, _ in fitting]

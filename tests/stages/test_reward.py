@@ -181,7 +181,7 @@ def test_calibration_by_hand(gold_run, tokenizer, model):
     torch.nn.init.normal_(model.head.weight, std=0.3)
     config = gold_run.config("reward.calibration_samples=32")
     records = gold_run.comparisons()
-    gain, shift = reward.calibrate(config, model, tokenizer, records, reward.training_demonstrations(config), CPU)
+    gain, shift = reward.calibrate(config, model, tokenizer, records, reward.training_demonstrations(config))
     assert (model.config.gain, model.config.shift) == (gain, shift)
 
     @torch.no_grad()
