@@ -115,8 +115,9 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 def token_byte_lengths(tokenizer: "PreTrainedTokenizerFast") -> list[int] | None:
     """Bytes of text that each token id represents, (V,): 0 for special tokens. None if the tokenizer is not byte-level,
-    since its tokens then have no fixed number of bytes. Bits per byte of any stretch of tokens = nats of its text
-    tokens / (ln 2 * sum of these lengths).
+    since its tokens then have no fixed number of bytes.
+
+    Bits per byte of any stretch of tokens = nats of its text tokens / (ln 2 * sum of these lengths).
     """
     from tokenizers import decoders
 

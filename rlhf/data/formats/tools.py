@@ -5,8 +5,8 @@ task without any annotation is a ranking still to be made. Tasks that `rlhf samp
 prompt under one of PROMPTS, and the responses as a list `responses`, under `answer1`, `answer2`, … as in Label Studio's own
 templates, or as one `response`. The import joins the pairs of one item.
 
-Argilla's records (version 2): the `fields` that annotators saw, and under `responses` the annotators' answers to each question.
-An export states neither the role of a field nor the kind of a question, so their names decide:
+Argilla's records (version 2): the `fields` that annotators saw, and under `responses` their answers to each question. An export
+states neither the role of a field nor the kind of a question, so their names decide:
 
 - fields named response, reply, answer, completion, output, generation or summary, perhaps followed by a number or a letter,
   are the responses; a field with a chat is the prompt's turns, and its last answer the response if no field is one; all
