@@ -7,7 +7,7 @@ Tokens depend only on (seed, key, step), the prompt and the model, never on the 
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -170,16 +170,11 @@ class SamplingEngine:
         eos = torch.tensor(how.ends, dtype=torch.int64, device=device)
         uniforms = make_uniforms(how.seed, keys, steps).to(device)
         columns = max(lengths, default=1) + steps
-        size = min(how.batch_size or MAX_BATCH, default_batch(self.model, columns, how.cache_bytes))
+        size = min(how.batch_size or MAX_BATCH, self.most_rows(columns))
         tokens = torch.full((len(prompts), steps), how.pad_token_id, dtype=torch.int64, device=device)
         logprobs = torch.zeros(tokens.shape, device=device)
         rows = min(size, len(prompts))
-        with (
-            evaluating(self.model),
-            torch.inference_mode(),
-            products_cast(self.model),
-            self.prepared(rows, columns, steps),
-        ):
+        with evaluating(self.model), torch.inference_mode(), self.prepared(rows, columns, steps):
             for part in by_length(lengths, size):
                 tokens[part], logprobs[part] = self.draw([prompts[i] for i in part], uniforms[part], eos, how)
         return make_samples(tokens, logprobs, eos)
@@ -188,9 +183,13 @@ class SamplingEngine:
         """Tokens (B, max_new_tokens) and log-probs of the same shape; values after an end token are meaningless."""
         raise NotImplementedError
 
+    def most_rows(self, columns: int) -> int:
+        """The batch for rows of this many tokens."""
+        return default_batch(self.model, columns, self.settings.cache_bytes)
+
     def prepared(self, rows: int, columns: int, steps: int) -> AbstractContextManager[Any]:
         """A context in which batches of at most `rows` are drawn, of at most `columns` tokens, of which `steps` are new."""
-        return nullcontext()
+        return products_cast(self.model)
 
     def load(self, model: Any) -> None:
         """Sample from this model's present weights from now on."""

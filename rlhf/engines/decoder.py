@@ -13,14 +13,12 @@ from rlhf.model.attention import Rope, attend, narrow, rotary_factors
 from rlhf.model.batching import by_length, right_pad, scoring_tokens
 from rlhf.model.fused_loss import is_plain
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.model.linear import merged, product_weights
 from rlhf.ops import fast
 from rlhf.ops.masked import computed_in
 from rlhf.ops.unembedding import unembed, unembedding_factor
 
 Prompts = Sequence[Sequence[int]]
-Graph = tuple[
-    Any, Tensor, Tensor
-]  # a recorded step, the tokens that it reads, and its logits, which the next replay writes over
 
 GROWTH = 64  # columns by which the cache grows
 COLUMN_BLOCK = 256  # a recorded step attends to at most so many columns more than needed; each block has a graph
@@ -45,26 +43,71 @@ def cached_in(model: GPTForCausalLM) -> torch.dtype:
 class Decoder:
     """Rows of tokens, token t of a row in column t of the cache; later columns are masked. The first `live` rows are in use.
 
-    The weights must not change meanwhile. On a GPU the second step of a shape is recorded as a CUDA graph, and it and all later ones
-    are replays: at small sizes most of a step's time is spent launching its hundreds of operations. Shapes are few: powers of
-    two rows, blocks of columns. Experts are not recorded, since their shapes depend on the tokens.
+    On a GPU the second step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes
+    most of a step's time is spent launching its hundreds of operations. Shapes are few: powers of two rows, blocks of columns.
+    Experts are not recorded, since their shapes depend on the tokens.
     """
 
     def __init__(self, model: GPTForCausalLM):
-        self.model, self.trunk, head = model, model.model, model.lm_head
         self.records = on_gpu(model) and not model.config.experts
+        self.weights: dict[str, Tensor] = {}  # of the copy from which a GPU samples
+        self.own: set[str] = set()  # those that are not the model's tensors
         # by rows and columns; None: computed once, not yet recorded
         self.graphs: dict[tuple[int, int], Graph | None] = {}
-        self.kind, self.cache_kind = computed_in(self.trunk.embed_tokens.weight), cached_in(model)
-        # logits are float32 in half precision too, as in training's log-probs of responses
         self.unembedding: Tensor | None = None
-        if self.kind.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False):
-            self.unembedding = unembedding_factor(head.weight.to(self.kind))
+        self.load(model)
+        self.cache_kind = cached_in(self.model)
         self.rows = self.live = self.columns = self.column = 0  # column: that of the longest row's next token
         self.whole = torch.zeros(0)  # keys and values of every layer, (layers, 2, rows, heads, columns, D/H)
         self.cache: list[tuple[Tensor, ...]] = []  # those of the first rows, by layer
-        self.all_lengths = self.lengths = torch.zeros(0, dtype=torch.int64, device=model.device)
+        self.all_lengths = self.lengths = torch.zeros(0, dtype=torch.int64, device=self.model.device)
         self.rope: Rope | None = None
+
+    # ------------------------------------------------------------------------------------------- weights and room
+
+    def load(self, model: GPTForCausalLM) -> None:
+        """Sample from this model's present weights."""
+        self.model = self._read_weights(model)
+        self.trunk, head = self.model.model, self.model.lm_head
+        self.kind = computed_in(self.trunk.embed_tokens.weight)
+        # logits are float32 in half precision too, as in training's log-probs of responses
+        if self.kind.itemsize < 4 and is_plain(head) and not getattr(head, "stands_for_shards", False):
+            factor = unembedding_factor(head.weight.to(self.kind))
+            if self.unembedding is None or factor.data_ptr() == head.weight.data_ptr():
+                self.unembedding = factor
+            else:
+                self.unembedding.copy_(factor)
+
+    @torch.no_grad()
+    def _read_weights(self, model: GPTForCausalLM) -> GPTForCausalLM:
+        """The model whose steps are recorded: adapters merged, weights of products in their precision. A changed weight has a copy, at
+        an address that stays; the others are the model's tensors.
+        """
+        if not self.records:
+            return model
+        casts, given = {id(p) for p in product_weights(model)}, {id(p) for p in model.parameters()}
+        moved = False
+        for name, weight in merged(model, dict(model.named_parameters())):
+            kind = computed_in(weight) if id(weight) in casts or id(weight) not in given else weight.dtype
+            before, new = self.weights.get(name), weight.detach().to(kind)
+            shared = new.data_ptr() == weight.data_ptr() and id(weight) in given
+            if before is not None and name in self.own and (before.shape, before.dtype) == (new.shape, new.dtype):
+                before.copy_(new)
+            elif before is None or before.data_ptr() != new.data_ptr():
+                if not shared or before is not None:  # changed, or at another address than in the call before
+                    self.own.add(name)
+                self.weights[name] = new.clone() if shared and before is not None else new
+                moved = True
+        if not moved:
+            return self.model
+        self.graphs.clear()
+        config: Any = model.config
+        with torch.device("meta"):
+            copy = GPTForCausalLM(config).requires_grad_(False).eval()
+        copy.load_state_dict(self.weights, strict=False, assign=True)
+        if model.config.tie_word_embeddings:
+            copy.lm_head.weight = copy.model.embed_tokens.weight
+        return copy
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` sequences of `columns` tokens; an unused cache may shrink to that, a used one only grows."""
@@ -184,24 +227,12 @@ class Decoder:
             self.graphs[shape] = None
             logits = self.compute(tokens)
         else:
-            recorded, given, logits = self.graphs[shape] = self.graphs[shape] or self._record(tokens)
-            given.copy_(tokens)
-            recorded.replay()
+            graph = self.graphs[shape] = self.graphs[shape] or Graph(self, tokens)
+            logits = graph.replay(tokens)
             self.column += 1
         if computed > self.live:
             self.all_lengths[self.live :] = 0
         return logits[: self.live]
-
-    def _record(self, tokens: Tensor) -> Graph:
-        """A step of the present shape. All graphs share one pool of memory: none reads what another left."""
-        given, recorded, column = tokens.clone(), torch.cuda.CUDAGraph(), self.column
-        pool = next((graph[0].pool() for graph in self.graphs.values() if graph is not None), None)
-        # without autocast's cache, whose tensors would be in the graph's memory
-        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(recorded, pool=pool):
-            logits = self.compute(given)
-        self.column = column  # recording does not compute
-        return recorded, given, logits
 
     def compute(self, tokens: Tensor) -> Tensor:
         """A step of the rows in view, (N,)."""
@@ -260,3 +291,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (N, KV, H/KV, L)
     return (scores + mask).softmax(-1) @ v
+
+
+class Graph:
+    """A recorded step of a decoder, for its present shape. Its graphs share one pool of memory: none reads what another left."""
+
+    def __init__(self, decoder: Decoder, tokens: Tensor):
+        self.tokens, self.recorded, column = tokens.clone(), torch.cuda.CUDAGraph(), decoder.column
+        # a live graph's: torch refuses a pool whose graphs are all gone
+        pool = next((graph.recorded.pool() for graph in decoder.graphs.values() if graph is not None), None)
+        # without autocast's cache, whose tensors would be in the graph's memory
+        kind, on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", kind, on, cache_enabled=False), torch.cuda.graph(self.recorded, pool=pool):
+            self.logits = decoder.compute(self.tokens)
+        decoder.column = column  # recording does not compute
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) after one more token per row; the next replay writes over them."""
+        self.tokens.copy_(tokens)
+        self.recorded.replay()
+        return self.logits

@@ -14,11 +14,11 @@ from transformers import GenerationConfig, LogitsProcessorList
 from rlhf.config import Config
 from rlhf.data.chat_template import end_ids
 from rlhf.engines.choosing import Key, Samples, Sampling, SamplingEngine, choose_tokens
-from rlhf.engines.decoder import Decoder, Prompts, on_gpu
+from rlhf.engines.decoder import GROWTH, Decoder, Prompts, on_gpu, power_of_two
 from rlhf.model.batching import right_pad
 from rlhf.model.blocks import SwitchMLP
 from rlhf.model.interface import lm
-from rlhf.model.linear import Linear
+from rlhf.model.linear import Linear, products_cast
 from rlhf.ops.fast import packed_weights
 from rlhf.system.memory import GB
 
@@ -29,7 +29,11 @@ PACKED_STEPS = 8  # new tokens from which packing the weights (a few passes over
 class NativeEngine(SamplingEngine):
     """Our GPT with a preallocated key-value cache."""
 
-    decoder: Decoder  # within `prepared`
+    def __init__(self, model: Any, settings: Sampling):
+        super().__init__(model, settings)
+        self.lasting: Decoder | None = None  # on a GPU it stays from call to call
+        # most rows by columns, of a GPU: its cache stays, so later there is less memory free
+        self.rows: dict[int, int] = {}
 
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
         steps = how.max_new_tokens
@@ -38,7 +42,8 @@ class NativeEngine(SamplingEngine):
         rows = torch.arange(len(uniforms), device=eos.device)  # the prompts that are still in the batch
         # Rows that have ended stay until the next check; their further tokens are ignored.
         ended = torch.zeros(len(rows), dtype=torch.bool, device=eos.device)
-        decoder = self.decoder
+        decoder = self.lasting
+        assert decoder is not None, "within `prepared`"
         decoder.clear()
         if not on_gpu(self.model):
             decoder.reserve(len(prompts), max(map(len, prompts)) + steps)
@@ -59,14 +64,30 @@ class NativeEngine(SamplingEngine):
             logits = decoder.step(tokens)
         return sampled, logprobs
 
+    def most_rows(self, columns: int) -> int:
+        if not on_gpu(self.model):
+            return super().most_rows(columns)
+        blocks = -(-columns // GROWTH)
+        if blocks not in self.rows:
+            self.rows[blocks] = super().most_rows(blocks * GROWTH)
+        return self.rows[blocks]
+
     @contextmanager
     def prepared(self, rows: int, columns: int, steps: int) -> Iterator[None]:
-        with packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
-            self.decoder = Decoder(self.model)
-            if on_gpu(self.model):  # recorded steps stay valid from batch to batch
-                self.decoder.reserve(rows, columns)
-            yield
-            del self.decoder
+        if not on_gpu(self.model):
+            with products_cast(self.model), packed(self.model, rows) if steps >= PACKED_STEPS else nullcontext():
+                self.lasting = Decoder(self.model)
+                yield
+                self.lasting = None
+            return
+        decoder = self.lasting = self.lasting or Decoder(self.model)
+        decoder.load(self.model)
+        decoder.clear()
+        # room for what earlier calls needed too, so that recorded steps stay valid
+        wide = max(columns, decoder.columns)
+        columns = wide if self.most_rows(wide) >= rows else columns
+        decoder.reserve(power_of_two(min(self.most_rows(columns), max(rows, decoder.rows))), columns)
+        yield
 
 
 def packed(model: nn.Module, rows: int) -> AbstractContextManager[int]:

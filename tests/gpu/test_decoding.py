@@ -1,6 +1,7 @@
 """Sampling through recorded graphs on a pretended GPU: the samples of the CPU, few recordings, few waits."""
 
 import contextlib
+from collections import Counter
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def test_recorded_steps_give_the_samples_of_the_cpu_before_and_after_an_update(k
         check_equal(engine.sample(PROMPTS), wanted[0])
         change(other)
         check_equal(engine.sample(PROMPTS), wanted[1])
-        assert bool(gpu.log.captures) == (kind != "switch")
+        held = sum(graph is not None for graph in engine.lasting.graphs.values())
+        assert gpu.log.captures == held, "a graph was thrown away"
+        assert bool(held) == (kind != "switch")
 
 
 @pytest.mark.parametrize("cast", [True, False], ids=["autocast", "bfloat16 weights"])
@@ -82,14 +85,19 @@ def test_half_precision_samples_with_the_new_weights_after_an_update(cast):
 
 def test_one_run_records_few_graphs_and_waits_once_in_eight_tokens():
     with Pretended() as gpu:
-        engine = sampler_for(make().to("cuda"), Sampling(**SETTINGS | {"eos_token_id": [20], "batch_size": 8}))
-        engine.sample(PROMPTS * 4)
-    assert gpu.log.captures <= 2  # all batches have the same rows and one block of columns
-    assert gpu.log.replays >= 4 * 11 - 4
-    waits = gpu.log.sync_places.items()
-    per_step = sum(n for place, n in waits if "sampling.py" in place or "drop" in place or "step" in place)
-    assert per_step <= 4 * 5, waits  # one look in 12 steps, with up to five waits if it drops rows
-    launched = gpu.log.snapshot()["kernels"] / (4 * SETTINGS["max_new_tokens"])
+        engine = sampler_for(make().to("cuda"), Sampling(**SETTINGS | {"eos_token_id": [20]}))
+        for _ in range(2):
+            engine.sample(PROMPTS)
+        recorded, before = gpu.log.captures, gpu.log.snapshot()
+        waits = Counter(gpu.log.sync_places)
+        engine.sample(PROMPTS)
+        after = gpu.log.since(before)
+    assert recorded <= 4  # powers of two up to 8 rows, one block of columns
+    assert after["captures"] == 0 and after["replays"] >= 11
+    stepping = Counter(gpu.log.sync_places) - waits
+    per_step = sum(n for place, n in stepping.items() if "sampling.py" in place or "drop" in place or "step" in place)
+    assert per_step <= 5, stepping  # one look in 12 steps, with up to five waits if it drops rows
+    launched = after["kernels"] / SETTINGS["max_new_tokens"]
     assert launched < 60, launched  # choosing a token; the model's own operations are in the replays
 
 
@@ -130,24 +138,17 @@ def test_a_servers_batch_records_and_gives_the_samplers_tokens(half):
 
 
 def test_a_cache_that_grew_has_new_graphs():
-    """In rows; the shapes of smaller batches come again."""
-    model, how = make(), (Choice(), 3)
-    wanted = sample(model, PROMPTS[:4], **SETTINGS | {"eos_token_id": None})
-    with Pretended():
-        batch = RunningBatch(model.to("cuda"), 8)
-        ones = [Response(p, *how, i, 12, frozenset()) for i, p in enumerate(PROMPTS[:4])]
-        batch.advance(ones[:1])
-        for _ in range(3):
-            batch.advance()
-        batch.advance(ones[1:])
-        for _ in range(3):
-            batch.advance()
-        for one in ones[1:]:
-            batch.leave(one)
-        while not ones[0].finished:
-            batch.advance()
-    assert ones[0].tokens == wanted.responses[0]
-    assert torch.allclose(torch.tensor(ones[0].logprobs), wanted.logprobs[0], atol=2e-5, rtol=0.0)
+    """In rows, then in columns; the shapes of smaller batches come again."""
+    model, calls = make(), ((1, 12), (2, 12), (1, 12), (1, 70), (1, 12))
+    wanted = [sample(model, PROMPTS * copies, **SETTINGS | {"max_new_tokens": n}) for copies, n in calls]
+    with Pretended() as gpu:
+        engine = sampler_for(model.to("cuda"), Sampling(**SETTINGS))
+        for want, (copies, steps) in zip(wanted, calls, strict=True):
+            check_equal(engine.sample(PROMPTS * copies, max_new_tokens=steps), want)
+        assert engine.lasting.rows == 16 and engine.lasting.columns >= 78
+        captures = gpu.log.captures
+        engine.sample(PROMPTS)
+        assert gpu.log.captures == captures
 
 
 def test_blocks_of_columns_end(monkeypatch):

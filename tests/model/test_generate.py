@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf.config.compose import compose_config
 from rlhf.engines import decoder
-from rlhf.engines.choosing import Choice, _cut, choose_tokens, default_batch, make_uniforms
+from rlhf.engines.choosing import Choice, _cut, choose_tokens, make_uniforms
 from rlhf.engines.sampling import make_sampler, sample
 from rlhf.model import GPTConfig, GPTForCausalLM
 from rlhf.model.fused_loss import response_logprobs
@@ -165,7 +165,7 @@ def test_the_cache_takes_an_eighth_of_the_memory_budget_at_most():
         for budget in ([], ["memory.budget_gb=4e-5"])
     )
     # keys and values of 2 layers of width 64, or less with fewer heads, and 4 bytes: 5,000 bytes hold at most a few rows of 12
-    assert narrow.settings.cache_bytes == 5_000 and default_batch(model, 12, 5_000) < 8 < default_batch(model, 12)
+    assert narrow.settings.cache_bytes == 5_000 and narrow.most_rows(12) < 8 < wide.most_rows(12)
     assert narrow.sample(PROMPTS).responses == wide.sample(PROMPTS).responses
 
 
