@@ -248,7 +248,7 @@ def start_run(home: Path, **options: Any) -> Any:
     """A W&B run, offline if no key is set or the server does not answer in time. It never prompts. home: the stage's folder wandb/."""
     import wandb
 
-    settings = {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
+    settings: dict[str, Any] = {"silent": True, "console": "off", "save_code": False, "x_save_requirements": False}
     settings |= dict.fromkeys(("disable_code", "disable_git", "disable_job_creation"), True)
     settings |= dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True)
     settings |= {"init_timeout": seconds_allowed("INIT"), "finish_timeout": seconds_allowed("FINISH")}
