@@ -216,13 +216,16 @@ def load_ppo_prompts(
     records, limit, length = read_prompts(config, say), row_limit(config, tokenizer), config.rollout.max_new_tokens
     if limit - length < 4:
         raise UserError(f"rollout.max_new_tokens={length}: leaves no room for a prompt in {limit} tokens: lower it")
-    training = fit_prompts(
-        config, tokenizer, by_ranking(config, in_split(config, records, "train")), count, "train", say
-    )
-    if not training:
+    wanted, training, dev = config.ppo.prompts, in_split(config, records, "train"), in_split(config, records, "dev")
+    if wanted != "all":  # those that the comparisons rank, or the others
+        ranked = {prompt_key(ranking.prompt) for ranking in read_comparisons(config)}
+        training = [record for record in training if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
+        if not training:
+            raise UserError(f"ppo.prompts={wanted}: no training prompt is {wanted}: add some, or set ppo.prompts=all")
+    fitting = fit_prompts(config, tokenizer, training, count, "train", say)
+    if not fitting:
         raise UserError("data.prompts: no prompt of the training split fits the context: add shorter prompts")
-    dev = in_split(config, records, "dev")
-    return training, fit_prompts(config, tokenizer, dev, config.ppo.eval_prompts, "dev", say)
+    return fitting, fit_prompts(config, tokenizer, dev, config.ppo.eval_prompts, "dev", say)
 
 
 def fit_prompts(
@@ -239,18 +242,6 @@ def fit_prompts(
         said += f", {cut:,} of them cut from the left to fit"
     say(said + (f", {left_out:,} left out, too long" if left_out else ""))
     return [(record, ids) for record, ids, _ in fitting]
-
-
-def by_ranking(config: Config, records: list[PromptRecord]) -> list[PromptRecord]:
-    """The prompts of ppo.prompts: all, ranked or unranked by the comparisons. Raises: UserError if none is left."""
-    wanted = config.ppo.prompts
-    if wanted == "all":
-        return records
-    ranked = {prompt_key(ranking.prompt) for ranking in read_comparisons(config)}
-    chosen = [record for record in records if (prompt_key(record.prompt) in ranked) == (wanted == "ranked")]
-    if not chosen:
-        raise UserError(f"ppo.prompts={wanted}: no training prompt is {wanted}: add prompts, or set ppo.prompts=all")
-    return chosen
 
 
 class PretrainingBlocks:

@@ -7,7 +7,6 @@ loss or a gradient.
 """
 
 import math
-import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from rlhf.ops.ppo import policy_loss, value_loss
 from rlhf.ppo.experience import Experience, PretrainingBlocks, Rollout
 from rlhf.runs.metric_table import Sums
 from rlhf.system.processes import gather
-from rlhf.training.batches import put
+from rlhf.training.batches import put, shuffled_order
 from rlhf.training.engine import Engine
 from rlhf.training.optim import fallen
 
@@ -75,8 +74,7 @@ def optimize(
     row_of = {episode: row for row, episode in enumerate(episodes) if row not in dropped}
     for epoch in range(settings.epochs):
         # prompts in random order; responses to one prompt stay together, since they share its cost
-        prompts = list(range(settings.episodes_per_update // k))
-        random.Random(f"minibatch-{config.seed}-{update}-{epoch}").shuffle(prompts)
+        prompts = shuffled_order(f"minibatch-{config.seed}-{update}")(settings.episodes_per_update // k, epoch)
         order = [prompt * k + i for prompt in prompts for i in range(k)]
         for number in range(settings.minibatches):
             chosen = [row_of[e] for e in order[number * size : (number + 1) * size] if e in row_of]

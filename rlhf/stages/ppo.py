@@ -5,7 +5,7 @@ are in `rlhf.ppo.update`.
 """
 
 import contextlib
-import random
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from rlhf.ops.kl import AdaptiveKL, FixedKL
 from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
 from rlhf.ppo import Experience, State, adjust_scores, load_estimator, optimize, sample_responses, score_responses
-from rlhf.ppo.experience import PretrainingBlocks, Prompts, Rollout, load_ppo_prompts, recomputes, weigh_by_sampler
+from rlhf.ppo.experience import PretrainingBlocks, Prompt, Prompts, load_ppo_prompts, recomputes, weigh_by_sampler
 from rlhf.ppo.metrics import Measure, Phases, add_rollout_metrics, add_times, held_out_metrics, load_measures
 from rlhf.ppo.models import load_models
 from rlhf.ppo.rewards import Reward, sources_of
@@ -35,6 +35,7 @@ from rlhf.runs.metric_table import Sums
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.training.adapters import save_output
+from rlhf.training.batches import shuffled_order
 from rlhf.training.engine import Engine
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import set_up
@@ -81,9 +82,9 @@ def run(config: Config) -> None:
                 loop.tracker.samples(0, rows)
                 loop.tracker.log(held_out, step=0, episodes=0)
             if loop.done < updates and not engine.sharded:  # ZeRO keeps gradients
-                seconds, rollout = measure_update(parts)
+                seconds, experience = measure_update(parts)
                 if not loop.done:
-                    say_lengths(config, rollout, stage.say)
+                    say_lengths(config, experience, stage.say)
                 loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
             for update in loop.steps():
                 metrics = one_update(update=update, **vars(parts))
@@ -198,29 +199,34 @@ def one_update(
     return ranks.merge(sums).reduce()
 
 
-def measure_update(parts: Parts) -> tuple[float, Rollout]:
-    """Seconds of an update, by those of one minibatch that is sampled, scored and trained on, and its rollout; changes nothing."""
+def respond(parts: Parts, asked: list[Prompt], keys: list[tuple]) -> Experience:
+    """One scored response to each prompt, with no reward per token: for figures, not to learn from."""
+    config, tokenizer, models = parts.config, parts.prompts.tokenizer, (parts.reference, parts.reward)
+    samples, texts = sample_responses(parts.state.engine, parts.sampler, tokenizer, asked, keys)
+    rollout = score_responses(config, parts.state.engine, *models, tokenizer, asked, samples, texts)
+    scores, nothing = adjust_scores(config, rollout.scores, rollout.ended), torch.zeros_like(rollout.values)
+    return Experience([record for record, _ in asked], texts, rollout, scores, nothing, nothing, nothing)
+
+
+def measure_update(parts: Parts) -> tuple[float, Experience]:
+    """Seconds of an update, by those of one minibatch that is sampled, scored and trained on, and its data; changes nothing."""
     config, prompts, state, settings = parts.config, parts.prompts, parts.state, parts.config.ppo
-    engine, tokenizer, started = state.engine, prompts.tokenizer, time.monotonic()
+    engine, started = state.engine, time.monotonic()
     count = max(1, settings.episodes_per_update // settings.minibatches // engine.ranks.count)
     asked = [prompts.train[i] for i in choose_prompts(config, len(prompts.train), 1)[:count]]
     with torch.random.fork_rng():
-        keys = [("measured", i) for i in range(count)]
-        samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
-        rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
-        scored, nothing = time.monotonic(), torch.zeros_like(rollout.values)
-        records = [record for record, _ in asked]
-        experience = Experience(records, texts, rollout, rollout.scores, nothing, nothing, nothing)
+        experience, scored = respond(parts, asked, [("measured", i) for i in range(count)]), time.monotonic()
         engine.module.train(engine.recomputes)
         train_minibatch(config, experience, list(range(count)), state, Sums(), check=False)
     engine.discard()
     return_freed_memory()
-    return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored)), rollout
+    return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored)), experience
 
 
-def say_lengths(config: Config, rollout: Rollout, say: Callable[[str], None]) -> None:
+def say_lengths(config: Config, experience: Experience, say: Callable[[str], None]) -> None:
     """The lengths of the policy's responses; a warning if more than MOST_CUT of them are cut."""
-    limit, cut = config.rollout.max_new_tokens, 1 - rollout.ended.float().mean().item()
+    rollout, limit = experience.rollout, config.rollout.max_new_tokens
+    cut = 1 - rollout.ended.float().mean().item()
     lengths = rollout.response_mask.sum(1).float().cpu()
     half, most = (lengths.quantile(share).item() for share in (0.5, 0.95))
     told = f"responses have {half:.0f} tokens in the median, {most:.0f} at 95%"
@@ -238,36 +244,26 @@ def choose_prompts(config: Config, count: int, update: int) -> list[int]:
     """Indices of the prompts of one update: passes over all `count` prompts, each in its own random order, cut into updates.
     With k responses per prompt, each index appears k times in a row.
     """
-    settings = config.ppo
-    size = settings.episodes_per_update // settings.responses_per_prompt
-    chosen: list[int] = []
-    for number in range((update - 1) * size, update * size):  # of the prompts of all updates
-        epoch, position = divmod(number, count)
-        if position == 0 or not chosen:
-            order = list(range(count))
-            random.Random(f"ppo-{config.seed}-{epoch}").shuffle(order)
-        chosen.append(order[position])
-    return [index for index in chosen for _ in range(settings.responses_per_prompt)]
+    order, k = shuffled_order(f"ppo-{config.seed}"), config.ppo.responses_per_prompt
+    size = config.ppo.episodes_per_update // k
+    epoch, position = divmod((update - 1) * size, count)
+    passes = itertools.chain.from_iterable(order(count, number) for number in itertools.count(epoch))
+    return [index for index in itertools.islice(passes, position, position + size) for _ in range(k)]
 
 
 def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of the policy on fixed held-out prompts, and rows of the samples table.
     If the stage writes an average of the weights, the average is evaluated.
     """
-    config, prompts, engine = parts.config, parts.prompts, parts.state.engine
-    tokenizer, ranks = prompts.tokenizer, engine.ranks
+    prompts, engine, ranks = parts.prompts, parts.state.engine, parts.state.engine.ranks
     # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
     even = len(prompts.held_out) // ranks.count * ranks.count if engine.sharded else None
     asked = prompts.held_out[:even][ranks.rank :: ranks.count]
     if not asked:
         return ranks.merge(Sums()).reduce(), []
     with engine.ema.applied() if engine.ema is not None else contextlib.nullcontext():
-        keys = [("held out", record.id) for record, _ in asked]
-        samples, texts = sample_responses(engine, parts.sampler, tokenizer, asked, keys)
-        rollout = score_responses(config, engine, parts.reference, parts.reward, tokenizer, asked, samples, texts)
-    scores, nothing = adjust_scores(config, rollout.scores, rollout.ended), torch.zeros_like(rollout.values)
-    experience = Experience([record for record, _ in asked], texts, rollout, scores, nothing, nothing, nothing)
-    sums, rows = held_out_metrics(tokenizer, truth, experience)
+        experience = respond(parts, asked, [("held out", record.id) for record, _ in asked])
+    sums, rows = held_out_metrics(prompts.tokenizer, truth, experience)
     return ranks.merge(sums).reduce(), rows
 
 

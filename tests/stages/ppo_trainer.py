@@ -14,7 +14,7 @@ from rlhf.engines.sampling import make_sampler
 from rlhf.gold.truth import make_truth
 from rlhf.ops.masked import whiten
 from rlhf.ppo import update as ppo_update
-from rlhf.ppo.experience import Experience, Rollout, sample_responses, score_responses
+from rlhf.ppo.experience import Experience, Rollout
 from rlhf.ppo.update import State
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.stage import Stage, open_stage
@@ -64,9 +64,7 @@ class Trainer:
 
     def collect(self, prompts: list, keys: list[tuple]) -> Rollout:
         """Steps 1 and 2: one response to each prompt, scored."""
-        samples, texts = sample_responses(self.engine, self.sampler, self.tokenizer, prompts, keys)
-        models = self.engine, self.reference, self.reward
-        return score_responses(self.config, *models, self.tokenizer, prompts, samples, texts)
+        return ppo.respond(self.parts, prompts, keys).rollout
 
     def rollout(self, number: int = 1) -> Rollout:
         index = ppo.choose_prompts(self.config, len(self.prompts.train), number)

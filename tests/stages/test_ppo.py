@@ -215,8 +215,8 @@ def test_warm_up_of_the_critic_leaves_the_policy_alone(copy_until):
 
 def test_measuring_an_update_changes_nothing(trainer):
     before, random = weights(trainer.actor_critic), torch.get_rng_state()
-    seconds, rollout = ppo.measure_update(trainer.parts)
-    assert seconds > 0 and len(rollout.tokens) > 0 and torch.equal(torch.get_rng_state(), random)
+    seconds, experience = ppo.measure_update(trainer.parts)
+    assert seconds > 0 and experience.texts and torch.equal(torch.get_rng_state(), random)
     assert not changed(before, trainer.actor_critic)
     assert all(p.grad is None for p in trainer.actor_critic.parameters())
 
