@@ -83,16 +83,12 @@ def add_rollout_metrics(config: Config, sums: Sums, experience: Experience, kl_c
 
 
 def add_times(
-    config: Config,
-    sums: Sums,
-    experience: Experience,
-    phases: Phases,
-    engine: Engine,
-    frozen: Iterable[Any],
-    with_policy: bool,
+    config: Config, sums: Sums, rollout: Rollout, phases: Phases, engine: Engine, frozen: Iterable[Any], both: bool
 ) -> None:
-    """Seconds, throughput, the share of the device's peak, and peak memory of one update. frozen: reference and rewards."""
-    model, ranks, rollout, total = engine.module, engine.ranks, experience.rollout, sum(phases.seconds.values())
+    """Seconds, throughput, the share of the device's peak, and peak memory of one update. frozen: reference and rewards. both: whether
+    policy and critic were trained, or the critic alone.
+    """
+    model, ranks, total = engine.module, engine.ranks, sum(phases.seconds.values())
     for phase, spent in phases.seconds.items():
         sums.add(f"time/{phase}_s", spent)
     tokens = ranks.sum(rollout.response_mask.sum())
@@ -103,7 +99,7 @@ def add_times(
     passes = sums.state().get("optim/steps", [0.0])[0] / config.ppo.minibatches
     models = [m for source in frozen if isinstance(m := getattr(source, "model", None), nn.Module)]
     critic = [] if model.critic is None else [model.critic]
-    trained = [model.policy, *critic] if with_policy else critic
+    trained = [model.policy, *critic] if both else critic
     flops = update_flops([model.policy, *critic, *models], trained, whole, whole / rows, passes)
     for name, value in usage_metrics(config, engine.device, flops, total, ranks.count).items():
         sums.add(name, value)

@@ -332,26 +332,33 @@ def make_reward(
                 raise UserError(f"rate.weights: flags have none: want weights of {', '.join(source.qualities)}")
             say(f"{folder}: rates responses by {source.weights}")
         else:
-            if policy is None:
-                files = reward_model_folder(folder)
-                model = load_reward(config, files, device) if divide else load_reward_model(files, device)
-                model.requires_grad_(False)
-            else:
-                model = load_on_trunk(config, folder, policy)
+            kind, source = "model", load_model_reward(config, folder, tokenizer, device, policy, divide)
             if not config.ppo.calibrated:
-                model.calibrate(gain=1.0, shift=0.0)
-            if model.reads_text:
+                source.model.calibrate(gain=1.0, shift=0.0)
+            if source.model.reads_text:
                 say(f"{folder}: scores text with its own tokenizer")
             else:
-                check_tokenizer(folder, tokenizer)
-                model.together, first = 2 * config.ppo.micro_batch_episodes, first or model
-            kind, source = "model", ModelReward(model, device)
+                source.model.together, first = 2 * config.ppo.micro_batch_episodes, first or source.model
         sources[f"{kind}_{len(sources)}"] = source
     if unknown := sorted(set(parameters) - taken):
         raise UserError(f"ppo.reward_parameters: {unknown[0]}: no function of ppo.rewards has an argument of this name")
     if len(sources) == 1 and weights == [1.0]:
         return next(iter(sources.values())), first
     return CombinedReward(sources, weights), first
+
+
+def load_model_reward(
+    config: Config, folder: Path, tokenizer: Any, device: torch.device, policy: Any = None, divide: bool = False
+) -> ModelReward:
+    """The frozen model of a `reward_folder`; policy, divide: as of `make_reward`. Raises: UserError if its tokenizer is another one."""
+    files = reward_model_folder(folder)
+    if policy is not None:
+        model: Any = load_on_trunk(config, folder, policy)
+    else:
+        model = load_reward(config, files, device) if divide else load_reward_model(files, device)
+    if not model.reads_text:
+        check_tokenizer(folder, tokenizer)
+    return ModelReward(model.requires_grad_(False), device)
 
 
 def load_on_trunk(config: Config, folder: Path, policy: Any) -> RewardModel:

@@ -6,8 +6,7 @@ Source: Radford et al. 2018, sections 3.2, 3.3 and 4.1 (batch 32, 3 epochs, rate
 decay, lambda 0.5, dropout 0.1 on the classifier). Differs: Adam's betas are those of the other stages.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +32,7 @@ from rlhf.training.setup import load_policy, parent_model, running
 MEASURED_TOGETHER = 32  # examples per forward
 
 
-@dataclass(frozen=True, slots=True)
-class Coded:
+class Coded(NamedTuple):
     """An example as token rows, and the number of its class."""
 
     rows: list[list[int]]

@@ -195,7 +195,7 @@ def one_update(
         state.kl.update(kl, settings.episodes_per_update)
 
     state.tokens += int(ranks.sum(mask.sum()))
-    add_times(config, sums, experience, phases, engine, (reference, *sources_of(reward)), trained)
+    add_times(config, sums, rollout, phases, engine, (reference, *sources_of(reward)), trained)
     return ranks.merge(sums).reduce()
 
 

@@ -9,8 +9,9 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,9 +77,9 @@ def run(config: Config) -> None:
         steps = training_steps(config)
         passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
         stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
+        told = "{name}: {share:.1%} of them, {epochs:.2f} epochs of its {tokens:,} tokens".format
         for source in corpus.meta.get("sources", []):
-            share, epochs = f"{source['share']:.1%} of them", f"{source['epochs']:.2f} epochs"
-            stage.say(f"{source['name']}: {share}, {epochs} of its {source['tokens']:,} tokens")
+            stage.say(told(**source))
         held_out = corpus.blocks("heldout", length)  # refuses less than one block before training starts
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
@@ -93,9 +94,8 @@ def run(config: Config) -> None:
                 rows = config.pretrain.global_batch_tokens // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
                 objective = make_objective(config, engine, blocks, masked=not is_causal)
-                batches = Batches(cast(Any, blocks), rows, order)
-                if not is_causal:
-                    batches = MaskedBatches(cast(Any, blocks), rows, order, config, tokenizer)
+                make: Any = Batches if is_causal else partial(MaskedBatches, config=config, tokenizer=tokenizer)
+                batches = make(blocks, rows, order)
                 largest = next(batches.after(0))[0]
                 train(loop, batches, objective, pretrain_schedule(config, steps), largest=largest)
             save_output(model, tokenizer, stage)
@@ -106,7 +106,7 @@ def run(config: Config) -> None:
                     summary = held_out_loss(config, model, held_out, tokenizer)
                 else:
                     shown = [held_out[i] for i in range(min(len(held_out), settings.eval_sequences))]
-                    items = MaskedBatches(cast(Any, held_out), rows, order, config, tokenizer).mask(shown, "heldout")
+                    items = make(held_out, rows, order).mask(shown, "heldout")
                     summary = evaluate_items(engine, objective, items, "pretrain")
             loop.log_held_out(summary, "heldout")
         stage.finish(summary)
@@ -222,12 +222,12 @@ class MaskedBatches(Batches[dict[str, Tensor]]):
 
     def mask(self, batch: Sequence[dict[str, Tensor]], name: object) -> list[dict[str, Tensor]]:
         """The blocks as {"input_ids", "labels"} and, with pretrain.pairs, {"pair", "weight"}, of which the latter is one over the batch.
-        name: of the batch, by which and by the seed it is masked. Second halves are drawn from all items.
+        name: of the batch; the seed and it determine the masks. Second halves are drawn from all items.
         """
         tokenizer, pairs = self.tokenizer, self.config.pretrain.pairs
         generator = torch.Generator().manual_seed(random.Random(f"mask-{self.config.seed}-{name}").getrandbits(63))
         tokens = torch.stack([block["input_ids"] for block in batch])
-        fields: dict[str, Tensor] = {}
+        fields = dict[str, Tensor]()
         if pairs != "none":
             drawn = torch.randint(len(self.items), (len(batch),), generator=generator).tolist()
             others = torch.stack([self.items[i]["input_ids"] for i in drawn]) if pairs == "next" else None

@@ -36,11 +36,11 @@ from rlhf.evaluation.scoring import (
     read_features,
 )
 from rlhf.model.batching import joins_rows
-from rlhf.model.classifier import TextRewardModel, load_reward_model
+from rlhf.model.classifier import TextRewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.ranking import ranking_loss
-from rlhf.ppo.rewards import ModelReward
+from rlhf.ppo.rewards import load_model_reward
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress
@@ -51,7 +51,6 @@ from rlhf.runs.sources import (
     read_comparisons,
     read_demonstrations,
     reward_folder,
-    reward_model_folder,
     sample_prompts,
 )
 from rlhf.runs.stage import Stage
@@ -61,7 +60,7 @@ from rlhf.training.batches import Batches, Objective, evaluate_items, put, shuff
 from rlhf.training.divided import load_reward, reward_model_on
 from rlhf.training.engine import Engine, make_engine
 from rlhf.training.loop import newest_checkpoint
-from rlhf.training.setup import check_tokenizer, load_frozen, parent_model, running
+from rlhf.training.setup import load_frozen, parent_model, running
 from rlhf.training.state import gathered_state, put_weights
 
 
@@ -120,7 +119,7 @@ def train_reward_model(config: Config, name: str) -> None:
         # 5. Whether it can be trusted
         if config.reward.audit:
             with inference(config, device):
-                rewards = [load_other(other, tokenizer, device) for other in others]
+                rewards = [load_model_reward(config, other, tokenizer, device) for other in others]
                 models = Audited(engine, load_frozen(config, folder, device), tokenizer, device, rewards)
                 audit = audit_reward_model(config, models, labelled, held_out)
             verdict = decide(audit)
@@ -149,14 +148,6 @@ def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], list[Ran
     known = [record for record in records if record.labeler not in held_out]
     check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), known)
     return records, known, held_out
-
-
-def load_other(folder: Path, tokenizer: Any, device: torch.device) -> ModelReward:
-    """Another run's reward model, for the audit. Raises: UserError if it reads tokens of another tokenizer."""
-    model = load_reward_model(reward_model_folder(folder), device).requires_grad_(False)
-    if not model.reads_text:
-        check_tokenizer(folder, tokenizer)
-    return ModelReward(model, device)
 
 
 def make_model(config: Config, device: torch.device, start: Path | None = None) -> Any:

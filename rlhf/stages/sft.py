@@ -78,8 +78,8 @@ def run(config: Config) -> None:
             with inference(config, device):
                 return {"loss": response_loss(model, rows["dev"], tokenizer.pad_token_id)}
 
-        held_out = evaluate if rows["dev"] else None
-        with fine_tuned(stage, model, tokenizer, rows["train"], config.sft.epochs, device, held_out) as loop:
+        how = {"evaluate": evaluate if rows["dev"] else None, "looks": config.sft}
+        with fine_tuned(stage, model, tokenizer, rows["train"], config.sft.epochs, device, **how) as loop:
             save_output(model, tokenizer, stage)
 
             # 3. Held-out loss
@@ -173,17 +173,9 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
 
 @contextlib.contextmanager
 def fine_tuned(
-    stage: Stage,
-    model: Any,
-    tokenizer: Any,
-    rows: list[TokenRow],
-    epochs: int,
-    device: torch.device,
-    evaluate: Callable[[], dict[str, float]] | None = None,
+    stage: Stage, model: Any, tokenizer: Any, rows: list[TokenRow], epochs: int, device: torch.device, **how: Any
 ) -> Iterator[TrainingLoop]:
-    """Train on demonstrations and pretraining text; within the context the model is trained and its loop still open.
-    evaluate: as of `train`; only SFT has held-out demonstrations, so that other stages do not look at sft.eval_every.
-    """
+    """`trained` on demonstrations and pretraining text, by the settings of SFT."""
     config, settings, pad = stage.config, stage.config.sft, tokenizer.pad_token_id
     context = row_limit(config, tokenizer)
     rows = rows + draw_pretraining_rows(config, tokenizer, len(rows), context)
@@ -192,7 +184,6 @@ def fine_tuned(
     if settings.pack:
         with engine.autocast():
             check_packing(model, rows, pad)
-    how: Any = {"evaluate": evaluate, "looks": settings if stage.name == "sft" else None}
     with trained(stage, engine, batches, make_objective(config, engine, pad), epochs, settings, **how) as loop:
         yield loop
 
@@ -213,8 +204,7 @@ def make_objective(config: Config, engine: Engine, pad: int) -> Objective[Row]:
         sums.add("sft/loss", loss.item() * count, sum(map(labels_in, part)))
         return loss, batch
 
-    most = settings.micro_batch_size
-    most = most if engine.device.type == "cuda" else min(most, CPU_ROWS)
+    most = settings.micro_batch_size if engine.device.type == "cuda" else min(settings.micro_batch_size, CPU_ROWS)
     return Objective(lambda row: [row["input_ids"]], loss_of, most, count=labels_in)
 
 

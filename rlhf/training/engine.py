@@ -26,10 +26,9 @@ from rlhf.errors import UserError, optional
 from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
 from rlhf.system.files import read_json
 from rlhf.system.processes import Ranks, connect, is_first
-from rlhf.training.ema import Ema
 from rlhf.training.optim import decay_groups, make_adamw
 from rlhf.training.setup import check_gradients, transformers_in
-from rlhf.training.state import PlainState, SavedState, ZeroState, gathered, is_partitioned
+from rlhf.training.state import Ema, PlainState, SavedState, ZeroState, gathered, is_partitioned
 
 
 class NonFinite(Exception):

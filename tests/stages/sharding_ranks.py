@@ -26,11 +26,10 @@ from rlhf.stages import reward
 from rlhf.system.exits import end
 from rlhf.system.processes import connect, disconnect, is_first, rank
 from rlhf.training.divided import load_lm
-from rlhf.training.ema import Ema
 from rlhf.training.engine import deepspeed_settings, import_deepspeed, make_engine
 from rlhf.training.loop import TrainingLoop
 from rlhf.training.optim import decay_groups, shape_of
-from rlhf.training.state import gathered_state, is_partitioned
+from rlhf.training.state import Ema, gathered_state, is_partitioned
 from tests.presets import preset
 
 make_reward_model = reward.make_model

@@ -18,9 +18,9 @@ from rlhf.runs.metric_table import Sums, check_names
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import open_stage
 from rlhf.stages import ppo
-from rlhf.training.ema import Ema
 from rlhf.training.loop import open_loop
 from rlhf.training.setup import load_policy
+from rlhf.training.state import Ema
 
 from .conftest import Run
 from .ppo_trainer import Trainer, make_trainer, weights
