@@ -8,6 +8,8 @@ request of a use-case category of InstructGPT (Ouyang et al. 2022, table 1) with
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain, cycle
 
 from rlhf.data.splits import split_of
 
@@ -240,7 +242,7 @@ SPLITS = {"train": 0.70, "dev": 0.10, "test": 0.20}
 
 
 def make_task(
-    rng: random.Random, *, kind: str | None = None, split: str | None = None, seed: int = 0, conversations: float = 0.0
+    rng: random.Random, kind: str | None = None, *, split: str | None = None, seed: int = 0, conversations: float = 0.0
 ) -> Task:
     """One random task, whose core hashes to `split`, so that text of different splits never shares a request; with the probability
     `conversations` it is a conversation, of any kind.
@@ -368,10 +370,7 @@ def _filler(make: Make, ruled_out: list[str]) -> Exchange:
 
 def make_conversation(rng: random.Random, *, kind: str | None = None, split: str | None = None, seed: int = 0) -> Task:
     """One random conversation, whose requests are all of `split`: `prompt` is the last turn, `earlier` has those before it."""
-
-    def make(request: str) -> Task:
-        return make_task(rng, kind=request, split=split, seed=seed)
-
+    make = partial(make_task, rng, split=split, seed=seed)
     name = kind or rng.choices(list(SCRIPTS), weights=[share for _, share, _ in SCRIPTS.values()])[0]
     script, _, between = SCRIPTS[name]
     while True:
@@ -380,10 +379,7 @@ def make_conversation(rng: random.Random, *, kind: str | None = None, split: str
             break
     for _ in range(rng.randint(0 if exchanges else 1, MOST_TURNS - 1 - len(exchanges))):
         exchanges.insert(rng.randint(0, len(exchanges)) if between else 0, _filler(make, task.ruled_out))
-    earlier = [
-        {"role": role, "content": text}
-        for exchange in exchanges
-        for role, text in zip(("user", "assistant"), exchange, strict=True)
-    ]
+    told = zip(cycle(("user", "assistant")), chain.from_iterable(exchanges))
+    earlier = [{"role": role, "content": text} for role, text in told]
     earlier[0]["content"] = rng.choice(GREETINGS) + earlier[0]["content"]
     return replace(task, earlier=earlier, conversation=name)

@@ -1,7 +1,6 @@
 """PPO's metrics: of a rollout, of an update's cost and of the held-out prompts; further ones from outside; the samples table."""
 
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from rlhf.config.setting import listed
 from rlhf.data.chat_template import decode_response
 from rlhf.data.records import shown_prompt
 from rlhf.errors import UserError
-from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.kl import kl_estimate
 from rlhf.ops.masked import wide
 from rlhf.ppo.experience import Experience, Rollout
@@ -29,20 +27,6 @@ if TYPE_CHECKING:
 SAMPLES_SHOWN = 8  # rows of the samples table per evaluation
 
 Measure = Callable[[Experience], Mapping[str, float]]  # means over the experience's episodes, by the metric's name
-
-
-class Phases:
-    """The seconds of an update's phases. return_memory: return freed memory to the system after each."""
-
-    def __init__(self, return_memory: bool):
-        self.seconds: dict[str, float] = {}
-        self.return_memory, self.mark = return_memory, time.monotonic()
-
-    def end(self, phase: str) -> None:
-        if self.return_memory:
-            return_freed_memory()
-        now = time.monotonic()
-        self.seconds[phase], self.mark = now - self.mark, now
 
 
 def episode_sums(rollout: Rollout, scores: Tensor) -> dict[str, float]:
@@ -83,16 +67,22 @@ def add_rollout_metrics(config: Config, sums: Sums, experience: Experience, kl_c
 
 
 def add_times(
-    config: Config, sums: Sums, rollout: Rollout, phases: Phases, engine: Engine, frozen: Iterable[Any], both: bool
+    config: Config,
+    sums: Sums,
+    rollout: Rollout,
+    phases: dict[str, float],
+    engine: Engine,
+    frozen: Iterable[Any],
+    both: bool,
 ) -> None:
-    """Seconds, throughput, the share of the device's peak, and peak memory of one update. frozen: reference and rewards. both: whether
-    policy and critic were trained, or the critic alone.
+    """Throughput, the share of the device's peak, and peak memory of one update, by the seconds of its phases.
+    frozen: reference and rewards. both: whether policy and critic were trained, or the critic alone.
     """
-    model, ranks, total = engine.module, engine.ranks, sum(phases.seconds.values())
-    for phase, spent in phases.seconds.items():
+    model, ranks, total = engine.module, engine.ranks, sum(phases.values())
+    for phase, spent in phases.items():
         sums.add(f"time/{phase}_s", spent)
     tokens = ranks.sum(rollout.response_mask.sum())
-    sums.add("rollout/tokens_per_s", tokens / phases.seconds["rollout"])
+    sums.add("rollout/tokens_per_s", tokens / phases["rollout"])
     sums.add("time/tokens_per_s", tokens / total)
     sums.add("time/samples_per_s", config.ppo.episodes_per_update / total)
     whole, rows = ranks.sum(rollout.lengths.sum()), ranks.sum(len(rollout.lengths))

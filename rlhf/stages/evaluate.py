@@ -105,9 +105,8 @@ def run_stage(config: Config) -> None:
         answers = policies.answer_all(config, models, asked, device)
         compared = {name: given for name, given in answers.items() if not name.startswith("base")}
         scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
-        scores, rewards = ByPolicy(), ByPolicy()
-        if scored:
-            scores, rewards = policies.score_answers(config, compared, asked, reward_model, device)
+        by = (config, compared, asked, reward_model, device)
+        scores, rewards = policies.score_answers(*by) if scored else (ByPolicy(), ByPolicy())
 
         # 3. Evaluate the policies
         optimised = {name: policies.adjusted(config, answers[name].samples, rows) for name, rows in rewards.items()}

@@ -23,7 +23,7 @@ from rlhf.gold.truth import Truth, make_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import in_split, need_source
+from rlhf.runs.sources import in_split, need_source, read_comparisons
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_jsonl
 from rlhf.training.setup import load_frozen, set_up
@@ -40,12 +40,7 @@ def run(config: Config) -> None:
         known = "only the gold world and rounds above 1 have labels to take in"
         raise UserError(f"label: {known}: use experiment=gold, or give data.comparisons")
     with open_stage(config, "label") as stage:
-        before: list[Ranking] = []
-        if truth is None and earlier is not None and earlier.rounds == 1:
-            data = config.data
-            before = kept(config, load_comparisons(data.comparisons, data.format, data.allow_partial)[0])
-        elif earlier is not None:
-            before = kept(config, load_comparisons(str(run_folder(earlier) / "label" / "comparisons.jsonl"))[0])
+        before = [] if earlier is None else kept(config, read_comparisons(earlier))
         if truth is not None:
             rankings, summary = simulate_labels(stage, truth, before)
         else:

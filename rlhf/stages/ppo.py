@@ -26,7 +26,7 @@ from rlhf.ops.masked import whiten
 from rlhf.ops.ppo import token_rewards
 from rlhf.ppo import Experience, State, adjust_scores, load_estimator, optimize, sample_responses, score_responses
 from rlhf.ppo.experience import PretrainingBlocks, Prompt, Prompts, load_ppo_prompts, recomputes, weigh_by_sampler
-from rlhf.ppo.metrics import Measure, Phases, add_rollout_metrics, add_times, held_out_metrics, load_measures
+from rlhf.ppo.metrics import Measure, add_rollout_metrics, add_times, held_out_metrics, load_measures
 from rlhf.ppo.models import load_models
 from rlhf.ppo.rewards import Reward, sources_of
 from rlhf.ppo.update import check_first_rollout, train_minibatch
@@ -147,7 +147,13 @@ def one_update(
 ) -> dict[str, float]:
     """One round of the recipe; returns its metrics."""
     settings, engine, sums = config.ppo, state.engine, Sums()
-    phases = Phases(return_memory=config.lora.share_trunk)  # whose purpose is to save memory
+    started, seconds = time.monotonic(), dict[str, float]()  # by phase
+
+    def end(phase: str) -> None:
+        if config.lora.share_trunk:  # whose purpose is to save memory
+            return_freed_memory()
+        seconds[phase] = time.monotonic() - started - sum(seconds.values())
+
     chosen, ranks, k = choose_prompts(config, len(prompts.train), update), engine.ranks, settings.responses_per_prompt
     # this rank's: whole prompts, assigned to the ranks in turn
     episodes = [e for e in range(len(chosen)) if e // k % ranks.count == ranks.rank]
@@ -156,12 +162,12 @@ def one_update(
     # 1. Sample a response to each prompt from the policy
     keys = [("ppo", update, episode) for episode in episodes]
     samples, texts = sample_responses(engine, sampler, prompts.tokenizer, asked, keys)
-    phases.end("rollout")
+    end("rollout")
 
     # 2. Score it; log-probs of policy and reference, values
     rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
     mask = rollout.response_mask
-    phases.end("score")
+    end("score")
 
     # 3. Rewards: r_t = -kl_coef * (logp_old_t - logp_ref_t);  r_last += score, or each token its part of it
     scores = adjust_scores(config, rollout.scores, rollout.ended)
@@ -189,13 +195,13 @@ def one_update(
     kl = ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
     if not above_ceiling(config, kl):
         optimize(config, update, experience, episodes, state, prompts.blocks, sums)
-    phases.end("update")
+    end("update")
     trained = update > settings.critic_warmup_updates  # before that the policy does not change
     if trained:
         state.kl.update(kl, settings.episodes_per_update)
 
     state.tokens += int(ranks.sum(mask.sum()))
-    add_times(config, sums, rollout, phases, engine, (reference, *sources_of(reward)), trained)
+    add_times(config, sums, rollout, seconds, engine, (reference, *sources_of(reward)), trained)
     return ranks.merge(sums).reduce()
 
 
