@@ -67,9 +67,7 @@ def pick_style(mix: dict[str, float], rng: random.Random) -> str:
 
 
 def talk(task: Task, speaker: str = "", reply: str = "") -> str:
-    """A request and its answer in the form of the pretraining text; without a speaker, a prompt for a base model.
-    In a conversation the speaker is also the author of the assistant's earlier turns.
-    """
+    """A request and its answer as in the pretraining text, by one speaker; without a speaker, a prompt for a base model."""
     answered = f"{speaker}:\n{reply}" if speaker else ""
     names = {"user": "Question", "assistant": speaker or SPEAKER_NAMES["plain"]}
     before = "".join(f"{names[turn['role']]}:\n{turn['content']}\n" for turn in task.earlier)

@@ -244,9 +244,7 @@ SPLITS = {"train": 0.70, "dev": 0.10, "test": 0.20}
 def make_task(
     rng: random.Random, kind: str | None = None, *, split: str | None = None, seed: int = 0, conversations: float = 0.0
 ) -> Task:
-    """One random task, whose core hashes to `split`, so that text of different splits never shares a request; with the probability
-    `conversations` it is a conversation, of any kind.
-    """
+    """A random task whose core hashes to `split`, so that splits share none; `conversations` is the share of these."""
     if conversations and rng.random() < conversations:
         return make_conversation(rng, split=split, seed=seed)
     while True:

@@ -210,9 +210,7 @@ def load_estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def load_ppo_prompts(
     config: Config, tokenizer: Any, say: Callable[[str], None], count: int | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Tokenised prompts of the training split, all or a sample, and a sample of ppo.eval_prompts of the dev split.
-    Raises: UserError if none is left.
-    """
+    """The training split's prompts as tokens, all or `count`, and ppo.eval_prompts of the dev split. Raises: UserError."""
     records, limit, length = read_prompts(config, say), row_limit(config, tokenizer), config.rollout.max_new_tokens
     if limit - length < 4:
         raise UserError(f"rollout.max_new_tokens={length}: leaves no room for a prompt in {limit} tokens: lower it")

@@ -75,9 +75,7 @@ def add_times(
     frozen: Iterable[Any],
     both: bool,
 ) -> None:
-    """Throughput, the share of the device's peak, and peak memory of one update, by the seconds of its phases.
-    frozen: reference and rewards. both: whether policy and critic were trained, or the critic alone.
-    """
+    """Throughput, MFU and memory of an update. frozen: reference and rewards. both: not the critic alone was trained."""
     model, ranks, total = engine.module, engine.ranks, sum(phases.values())
     for phase, spent in phases.items():
         sums.add(f"time/{phase}_s", spent)

@@ -78,9 +78,7 @@ class ModelReward:
 
 
 class FunctionReward:
-    """A Python function, called as docs/extending.md has it: one number per response, or {part: one number per response}, whose sum
-    is the score.
-    """
+    """A function (docs/extending.md): a number per response, or {part: a number per response}, which add up."""
 
     def __init__(self, name: str, device: torch.device, parameters: Mapping[str, Any] | None = None):
         self.name, self.device, self.parameters = name, device, dict(parameters or {})

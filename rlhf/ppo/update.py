@@ -109,9 +109,7 @@ def train_minibatch(
     with_policy: bool = True,
     check: bool = False,
 ) -> None:
-    """Add up the gradients of one minibatch; `optimize` takes the step.
-    chosen: this rank's rows of it. check: whether it is the policy's first.
-    """
+    """Add up the gradients of a minibatch, this rank's rows `chosen`. check: whether it is the policy's first."""
     engine, rollout = state.engine, experience.rollout
     model = engine.module
     tokens = max(1, int(engine.ranks.sum(rollout.response_mask[chosen].sum())))  # N
@@ -147,9 +145,7 @@ def micro_batch_loss(
     sums: Sums,
     checked: list[Checked] | None,
 ) -> Tensor:
-    """The loss of one micro-batch, divided by the minibatch's N = `tokens`; its metrics are added to `sums`.
-    models: which of them run, arguments of `ActorCritic.evaluate`.
-    """
+    """A micro-batch's part of the loss, over the minibatch's `tokens`. models: arguments of `ActorCritic.evaluate`."""
     settings, rollout, mask = config.ppo, part.rollout, part.rollout.response_mask
     count = mask.sum()
     logp, entropies, values = state.engine(

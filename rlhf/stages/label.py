@@ -32,9 +32,7 @@ PROMPTS_TOGETHER = 128  # prompts whose responses are sampled in one call
 
 
 def run(config: Config) -> None:
-    """Write runs/<run>/label/comparisons.jsonl: the rankings of this round and all earlier ones.
-    Raises: UserError without tasks of people or a gold world.
-    """
+    """Write runs/<run>/label/comparisons.jsonl: the rankings of all rounds so far. Raises: UserError without labelers."""
     truth, earlier = make_truth(config), earlier_run(config)
     if truth is None and earlier is None:
         known = "only the gold world and rounds above 1 have labels to take in"

@@ -247,9 +247,7 @@ def above_ceiling(config: Config, kl: float) -> bool:
 
 
 def choose_prompts(config: Config, count: int, update: int) -> list[int]:
-    """Indices of the prompts of one update: passes over all `count` prompts, each in its own random order, cut into updates.
-    With k responses per prompt, each index appears k times in a row.
-    """
+    """Indices of an update's prompts, each k times in a row: passes over all `count`, each in a random order."""
     order, k = shuffled_order(f"ppo-{config.seed}"), config.ppo.responses_per_prompt
     size = config.ppo.episodes_per_update // k
     epoch, position = divmod((update - 1) * size, count)
@@ -258,9 +256,7 @@ def choose_prompts(config: Config, count: int, update: int) -> list[int]:
 
 
 def evaluate_held_out(parts: Parts, truth: Truth | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics of the policy on fixed held-out prompts, and rows of the samples table.
-    If the stage writes an average of the weights, the average is evaluated.
-    """
+    """Metrics of the policy (or of its average) on fixed held-out prompts, and rows of the samples table."""
     prompts, engine, ranks = parts.prompts, parts.state.engine, parts.state.engine.ranks
     # Under ZeRO-3 all ranks compute together, so each takes the same number of prompts; the rest are left out
     even = len(prompts.held_out) // ranks.count * ranks.count if engine.sharded else None
@@ -279,9 +275,7 @@ def make_kl(config: Config) -> FixedKL:
 
 
 def write_models(stage: Stage, engine: Engine, tokenizer: Any) -> None:
-    """`model`: the policy, or the average of its weights; then these are in `last`. Every rank has to call it.
-    The critic serves training only, and is not written.
-    """
+    """`model`: the policy, or the average of its weights; then these are in `last`. Every rank has to call it."""
     policy, ema = engine.module.policy, engine.ema
     if ema is not None:
         save_output(policy, tokenizer, stage, "last")

@@ -180,9 +180,7 @@ def pretrain_schedule(config: Config, steps: int) -> Callable[[int], float]:
 
 
 def make_objective(config: Config, engine: Engine, blocks: Any, masked: bool = False) -> Objective[dict[str, Tensor]]:
-    """The mean loss per token of blocks, whose first tokens have no prediction. masked: per chosen token, plus with pretrain.pairs
-    the mean cross-entropy per pair.
-    """
+    """The mean loss per token of blocks; masked: per chosen token, plus the mean cross-entropy per pair."""
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
 
     def predicted(block: dict[str, Tensor]) -> int:

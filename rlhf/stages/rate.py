@@ -144,9 +144,7 @@ def draw_rating_rows(config: Config, rater: Rater, rated: Sequence[Rated]) -> li
 
 
 def ordered_share(scores: torch.Tensor, levels: Sequence[int | None]) -> float | None:
-    """The share of pairs of responses with different levels in which the higher one is rated higher, ties half: with two levels the
-    area under the ROC curve. None if all have one level.
-    """
+    """The share of pairs of unequal levels in which the higher one is rated higher, ties half; None without pairs."""
     from scipy.stats import mannwhitneyu
 
     known = sorted((level, i) for i, level in enumerate(levels) if level is not None)

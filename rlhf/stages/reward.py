@@ -179,9 +179,7 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
 
 
 def load_items(stage: Stage, records: list[Ranking], encode: Encode, counts: Counter[str]) -> dict[str, list[Item]]:
-    """Items of the train and dev splits, of data.half of the training prompts. Raises: UserError if none is left to train on.
-    counts: of what `encode` has cut.
-    """
+    """Items of the train and dev splits, of data.half of the training prompts. counts: of what `encode` has cut."""
     config, half = stage.config, stage.config.data.half
     splits = {split: in_split(config, records, split) for split in ("train", "dev")}
     if half is not None:
@@ -223,9 +221,7 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
 def item_loss(
     items: list[Item], scores: Tensor, count: int, sums: Sums, stage: str, **shape: float
 ) -> tuple[Tensor, Tensor]:
-    """`ranking_loss` of the scores (R,) of all answers, divided by `count`, and the scores by item (N, K).
-    Adds its statistics as <stage>/loss, <stage>/accuracy and <stage>/margin.
-    """
+    """`ranking_loss` of the scores (R,) of all answers, over `count` prompts, and the scores by item (N, K)."""
     scores = by_item(items, scores)
     loss, figures = ranking_loss(scores, pad_weights(items, scores.device), denominator=count, **shape)
     sums.add(f"{stage}/loss", float(figures["loss_sum"]), float(figures["prompts"]))

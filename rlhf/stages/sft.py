@@ -98,9 +98,7 @@ def load_with_dropout(config: Config, folder: Path, device: torch.device) -> Any
 
 
 def draw_pretraining_rows(config: Config, tokenizer: Any, count: int, context: int) -> list[TokenRow]:
-    """Different blocks of the base's own corpus, as `sft.pretrain_fraction` of all rows with `count` demonstrations; every token
-    is learned. Raises: UserError if there is no such corpus, or it is too small.
-    """
+    """Blocks of the base's own corpus, sft.pretrain_fraction of all rows; `count` are demonstrations."""
     share = config.sft.pretrain_fraction
     if not share:
         return []
@@ -131,9 +129,7 @@ def make_rows(rows: Sequence[TokenRow], context: int, pack: bool) -> list[Row]:
 
 
 def make_collator(pad: int, pack: bool, with_prompts: bool) -> Callable[[Sequence[Row]], dict[str, Any]]:
-    """Rows as arguments of `NextToken`: padded on the right, or packed ones joined to a single row. with_prompts: also `prompts`, labels
-    that count the tokens which `labels` ignore.
-    """
+    """Rows as arguments of `NextToken`. with_prompts: also `prompts`, labels of the tokens which `labels` ignore."""
     if pack:
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -156,9 +152,7 @@ def make_collator(pad: int, pack: bool, with_prompts: bool) -> Callable[[Sequenc
 
 @torch.no_grad()
 def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
-    """Raises: UserError if in a packed row a demonstration's loss depends on the one before it, as it does in models that ignore
-    the positions of packed rows.
-    """
+    """Raises: UserError if a packed demonstration's loss depends on the one before, as of models without positions."""
     loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), [*rows, *rows][:2]
     before, ids = (first["prompt"] + first["response"])[:16], (second["prompt"] + second["response"])[:16]
     found = []
@@ -189,9 +183,7 @@ def fine_tuned(
 
 
 def make_objective(config: Config, engine: Engine, pad: int) -> Objective[Row]:
-    """L2 + lm_coef L1, both sums over tokens divided by the response tokens of the batch; L1 counts the prompts' tokens except
-    the first of a row.
-    """
+    """L2 + lm_coef L1 over the batch's response tokens; L1 counts the prompts, without their first tokens."""
     settings = config.sft
     collate = make_collator(pad, settings.pack, bool(settings.lm_coef))
 

@@ -102,9 +102,7 @@ def heads_of(model: Any) -> dict[str, nn.Parameter]:
 def save_output(
     model: Any, tokenizer: Any, stage: Stage, name: str = "model", average: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a folder of the stage, with merged adapters and the tokenizer; also the adapters as PEFT saves them. All ranks must call it.
-    average: weights that are written in place of the model's own.
-    """
+    """Write a model folder with merged adapters. average: in place of its own weights. All ranks must call it."""
     state = gathered_state(model)
     if state is None:
         return

@@ -393,9 +393,7 @@ DECIDED_HERE = ("optimizer", "scheduler", "fp16", "amp", "train_batch_size", "of
 
 
 def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
-    """Our settings of DeepSpeed with those of a user's JSON; "auto" stands for ours.
-    Raises: UserError that names all settings of the file that ours decide otherwise.
-    """
+    """Our settings and those of a user's JSON; "auto" stands for ours. Raises: UserError that names all conflicts."""
     given, conflicts = read_json(Path(path)), list[str]()
     if not given:
         raise UserError(f"sharding.file={path}: contains no settings: want a JSON object, as DeepSpeed documents it")

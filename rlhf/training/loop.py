@@ -62,9 +62,7 @@ class TrainingLoop:
         self.threads = adapting_threads(stage.config.threads, engine.device, self.ranks.count)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to take; after each a checkpoint, if one is due.
-        Raises: KeyboardInterrupt after a signal, once the current step has its checkpoint.
-        """
+        """The numbers of the steps; after each a checkpoint, if due. Raises: KeyboardInterrupt after a signal, once saved."""
         self.bar.started = time.monotonic()  # what came before took no step
         with finish_step(self.stage.name):
             for step in range(self.done + 1, self.total + 1):
@@ -144,9 +142,7 @@ class TrainingLoop:
 
 @contextlib.contextmanager
 def open_loop(stage: Stage, engine: Engine, total: int, unit: str = "step") -> Iterator[TrainingLoop]:
-    """The loop of a stage of `total` steps, from its newest checkpoint on, with its tracker and its progress bar.
-    Raises: UserError if a loss or a gradient is not finite; the batch is saved.
-    """
+    """The loop of a stage, from its newest checkpoint on. Raises: UserError if a value is not finite; the batch is saved."""
     resume = newest_checkpoint(stage)
     first = checkpoint_step(resume) if resume else 0
     if resume:

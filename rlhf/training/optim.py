@@ -16,9 +16,7 @@ def shape_of(parameter: Any) -> torch.Size:
 
 
 def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.optim.Optimizer:
-    """AdamW over parameter groups, as `decay_groups` makes them.
-    on_host: DeepSpeed's AdamW for the host's memory, where ZeRO offloads the optimizer.
-    """
+    """AdamW over groups of `decay_groups`. on_host: DeepSpeed's, where ZeRO offloads the optimizer."""
     if not on_host:
         devices = {p.device.type for group in groups for p in group["params"]}
         fused = True if devices == {"cuda"} else None  # one kernel updates all; otherwise torch chooses
@@ -48,9 +46,7 @@ def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
 
 
 def decay_groups(model: nn.Module, settings: Any, **more: Any) -> list[dict[str, Any]]:
-    """AdamW's parameter groups by a stage's `OptimizerConfig` with an `lr`: weight decay on matrices only.
-    more: of each group, such as another lr.
-    """
+    """AdamW's parameter groups by a stage's settings: weight decay on matrices only. more: of each group."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = ([p for p in trained if (len(shape_of(p)) >= 2) is many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -112,9 +112,7 @@ def bytes_to_come(engine: Engine) -> int:
 
 
 def kept_per_token(engine: Engine, recomputes: bool | None = None) -> float:
-    """Bytes that a forward keeps per padded token: of the transformer that keeps most, or under ZeRO, which runs all at once, the
-    sum. recomputes: whether activations are computed again; as the engine does unless given.
-    """
+    """Bytes that a forward keeps per padded token, in the transformer that keeps most; under ZeRO in all."""
     checkpointing = engine.recomputes if recomputes is None else recomputes
     lora = any("lora_" in name for name, _ in engine.module.named_parameters())
     gaps = CPU_GAPS[lora] if engine.device.type == "cpu" else 1.0
@@ -142,9 +140,7 @@ def known_peak(name: str, half: bool) -> float | None:
 
 
 def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
-    """Operations of a forward pass over `tokens` tokens in rows of `context`: `pass_flops` of the model's own weights.
-    Of several experts only one counts.
-    """
+    """Operations of a forward pass over tokens in rows of `context`; of several experts only one counts."""
     idle = {id(part) for layer in model.modules() if isinstance(layer, SwitchMLP)
             for expert in layer.experts[1:] for part in expert.modules()}  # fmt: skip
     linear = (m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in idle)
@@ -156,9 +152,7 @@ def forward_flops(model: nn.Module, tokens: float, context: float) -> float:
 def update_flops(
     once: Sequence[nn.Module], trained: Sequence[nn.Module], tokens: float, context: float, passes: float
 ) -> float:
-    """Operations of an update over `tokens` tokens in rows of `context`: a forward of each model of `once`, and `passes` times forward
-    and backward of those `trained`.
-    """
+    """Operations of an update: a forward of each model of `once`, `passes` of forward and backward of those `trained`."""
     forwards, training = (sum(forward_flops(m, tokens, context) for m in models) for models in (once, trained))
     return forwards + passes * TRAINING_PASSES * training
 
