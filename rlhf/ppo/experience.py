@@ -230,8 +230,7 @@ def fit_prompts(
     config: Config, tokenizer: Any, records: list[PromptRecord], n: int | None, split: str, say: Callable[[str], None]
 ) -> list[Prompt]:
     """The prompts of a split that fit the context beside a response, all or `n` of them drawn by seed."""
-    room = row_limit(config, tokenizer) - config.rollout.max_new_tokens
-    fitting = list(fitting_prompts(tokenizer, records, room))
+    fitting = list(fitting_prompts(tokenizer, records, row_limit(config, tokenizer) - config.rollout.max_new_tokens))
     left_out = len(records) - len(fitting)
     if n is not None:
         fitting = sample_prompts(config, fitting, n, of=itemgetter(0))

@@ -168,8 +168,7 @@ def micro_batch_loss(
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * entropies.sum() / tokens
         if config.kl_in_loss:
-            penalty = kl_loss(logp, rollout.logp_old, rollout.logp_ref, mask, denominator=tokens)
-            loss = loss + state.kl.coef * penalty
+            loss = loss + state.kl.coef * kl_loss(logp, rollout.logp_old, rollout.logp_ref, mask, denominator=tokens)
         sums.add("loss/policy_avg", wide(statistics["loss"]) * tokens, count)
         sums.add("policy/approxkl_avg", wide(statistics["approxkl"]) * tokens, count)
         sums.add("policy/clipfrac_avg", wide(statistics["clipfrac"]) * tokens, count)

@@ -63,9 +63,9 @@ def run(config: Config) -> None:
             save_output(adopted.model, adopted.tokenizer, stage)
             return stage.finish({"parameters": sum(p.numel() for p in adopted.model.parameters())})
         model = make_model(config, tokenizer) if adopted is None else adopted.model
-        context = lm(model).context or tokenizer.model_max_length
-        length = min(context, config.pretrain.global_batch_tokens)  # of a block
-        if (batch := config.pretrain.global_batch_tokens) % length:
+        batch = config.pretrain.global_batch_tokens
+        length = min(lm(model).context or tokenizer.model_max_length, batch)  # of a block
+        if batch % length:
             wanted = f"want a multiple of the model's context of {length} tokens, or less than it"
             raise UserError(f"pretrain.global_batch_tokens={batch}: {wanted}")
         if config.pretrain.isolate_documents and not lm(model).native:
@@ -75,8 +75,8 @@ def run(config: Config) -> None:
         corpus = load_or_pack(stage, tokenizer, length)
         blocks = corpus.blocks("train", length)
         steps = training_steps(config)
-        passes = steps * config.pretrain.global_batch_tokens / corpus.token_count("train")
-        stage.say(f"{corpus.token_count('train'):,} tokens of text, {steps:,} steps, {passes:.2f} passes over it")
+        tokens = corpus.token_count("train")
+        stage.say(f"{tokens:,} tokens of text, {steps:,} steps, {steps * batch / tokens:.2f} passes over it")
         told = "{name}: {share:.1%} of them, {epochs:.2f} epochs of its {tokens:,} tokens".format
         for source in corpus.meta.get("sources", []):
             stage.say(told(**source))
@@ -91,7 +91,7 @@ def run(config: Config) -> None:
         engine = make_engine(config, trained, settings, device, groups=muon)
         with open_loop(stage, engine, steps) as loop:
             with limited_experts(model):
-                rows = config.pretrain.global_batch_tokens // length
+                rows = batch // length
                 order = accelerate_order(config.seed) if config.pretrain.shuffle else lambda count, epoch: range(count)
                 objective = make_objective(config, engine, blocks, masked=not is_causal)
                 make: Any = Batches if is_causal else partial(MaskedBatches, config=config, tokenizer=tokenizer)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from rlhf.config import DEEPSPEED, Config
 from rlhf.config.precision import wants_bfloat16
-from rlhf.config.stages import OptimizerConfig
 from rlhf.errors import UserError, optional
 from rlhf.model.linear import hold_frozen, hold_rounded, round_frozen
 from rlhf.system.files import read_json
@@ -280,22 +279,16 @@ class ZeroEngine(Engine):
 
 
 def make_engine(
-    config: Config,
-    module: nn.Module,
-    settings: OptimizerConfig,
-    device: torch.device,
-    *,
-    groups: list[dict[str, Any]] | torch.optim.Optimizer | None = None,
-    sampled: nn.Module | None = None,
+    config: Config, module: nn.Module, settings: Any, device: torch.device, *, groups: Any = None, sampled: Any = None
 ) -> Engine:
-    """The engine of deepspeed=… with a stage's settings of the optimizer. Raises: UserError if DeepSpeed is not installed.
-    The gradient of each part is clipped to max_grad_norm, under ZeRO the joint one. groups: AdamW's parameter groups, or the
-    optimizer; those of `decay_groups` unless given. sampled: the part of `module` for which `Engine.whole` will be called.
+    """The engine of deepspeed=… with a stage's `OptimizerConfig`; max_grad_norm is of each part, under ZeRO of all together.
+    groups: the optimizer, or AdamW's parameter groups if not those of `decay_groups`. sampled: the part of `module` for which
+    `Engine.whole` will be called. Raises: UserError if DeepSpeed is not installed.
     """
     groups = decay_groups(module, settings) if groups is None else groups
     module.to(device)
     on_host = DEEPSPEED[config.deepspeed][1]
-    optimizer: Any = groups if not isinstance(groups, list) else make_adamw(groups, on_host=on_host)
+    optimizer: Any = make_adamw(groups, on_host=on_host) if isinstance(groups, list) else groups
     bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
         engine: Engine = ZeroEngine(config, module, optimizer, device, settings.max_grad_norm, sampled)

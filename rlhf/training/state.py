@@ -75,8 +75,7 @@ def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor
                 tensor = exact_weight(parameter)
         if is_first():
             state[name] = tensor
-    persistent = persistent_buffers(module)
-    return state | {name: x.cpu().clone() for name, x in persistent.items()} if is_first() else None
+    return state | {name: x.cpu().clone() for name, x in persistent_buffers(module).items()} if is_first() else None
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
