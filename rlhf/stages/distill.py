@@ -79,10 +79,8 @@ def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> 
     for split, asked, count in (("train", prompts, config.distill.samples), ("dev", held_out, 1)):
         with inference(config, teacher.device):
             drawn = draw_divided(engine, tokenizer, [ids for _, ids in asked], f"distill-{split}", count)
-        rows = zip(asked, drawn, strict=True)
-        answers[split] = [
-            {"split": split, "prompt": ids, "response": x.ids} for (_, ids), row in rows for x in row if x.ids
-        ]
+        pairs = ((ids, answer.ids) for (_, ids), row in zip(asked, drawn, strict=True) for answer in row)
+        answers[split] = [{"split": split, "prompt": ids, "response": given} for ids, given in pairs if given]
     stage.say(f"{len(answers['train']):,} answers to {len(prompts):,} prompts, {len(answers['dev'])} held out")
     if not answers["train"]:
         raise UserError(f"distill: the {config.distill.teacher} policy answers no prompt: train it longer")

@@ -50,9 +50,8 @@ def run(config: Config) -> None:
         rankings, rules = read_comparisons(config, stage.say), load_rules("rate.rules", config.rate.rules)
         held_out = held_out_labelers(config, rankings)
         rankings = [one for one in rankings if one.labeler not in held_out and not one.metadata.get("cannot_judge")]
-        rated = {
-            split: list(rate_all(tokenizer, in_split(config, rankings, split), rules)) for split in ("train", "test")
-        }
+        by_split = {split: in_split(config, rankings, split) for split in ("train", "test")}
+        rated = {split: list(rate_all(tokenizer, some, rules)) for split, some in by_split.items()}
         qualities = choose_qualities(config, rated["train"], rankings, rules)
         for name, one in qualities.items():
             known = sum(name in response.levels for response in rated["train"])
@@ -138,9 +137,8 @@ def draw_rating_rows(config: Config, rater: Rater, rated: Sequence[Rated]) -> li
         if name in one.levels and (name not in applies or one.levels.get(applies[name]))
     ]
     drawn = random.Random(f"ratings-{config.seed}").sample(candidates, min(config.rate.ratings, len(candidates)))
-    return [
-        {"prompt": rater.prompt(one.tokens, name), "response": [rater.digits[one.levels[name]]]} for one, name in drawn
-    ]
+    rows = ((rater.prompt(one.tokens, name), rater.digits[one.levels[name]]) for one, name in drawn)
+    return [{"prompt": prompt, "response": [digit]} for prompt, digit in rows]
 
 
 def ordered_share(scores: torch.Tensor, levels: Sequence[int | None]) -> float | None:

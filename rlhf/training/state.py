@@ -152,9 +152,7 @@ def read_state(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
     """The result of `write_state`. Raises: UserError for a checkpoint of an earlier version."""
     written = read_checked(folder / "state.json", Written, "remove the checkpoint") or {}
     if written.get("form") != FORM:
-        raise UserError(
-            f"{folder}: an earlier version's checkpoint, which is not read: add overwrite=true to start again"
-        )
+        raise UserError(f"{folder}: an earlier version's checkpoint, not readable: add overwrite=true to start again")
     files = [path for path in folder.glob("*.safetensors") if path.stem != "rng"]
     return {path.stem: load_file(str(path)) for path in files}, written["notes"]
 
@@ -205,9 +203,7 @@ class ZeroState(PlainState):
         super().__init__(module, optimizer)
         self.stage, self.group_of, self.ranks = stage, group_of, ranks
         self.trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.states: list[
-            tuple[int, dict[str, Any]]
-        ] = []  # (group, AdamW's state) of each slice that this rank updates
+        self.states: list[tuple[int, dict[str, Any]]] = []  # (group, AdamW's state) of each slice of this rank
         inner = optimizer.optimizer
         slices = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
         for i, flat in enumerate(slices):
