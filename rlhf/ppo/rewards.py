@@ -217,9 +217,7 @@ class Rater:
         return values
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        """Scores (B,): the weighted values, of rules minus the weighted P(broken); with `least`, those of candidates that lack a
-        value are below all others.
-        """
+        """Scores (B,): the weighted values, of rules minus P(broken); with `least`, what lacks a value is below all others."""
         rows = [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
         rated = self.rate(rows, {**self.weights, **self.least})
         self.parts = {name: values.to(self.device) for name, values in rated.items()}

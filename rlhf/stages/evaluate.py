@@ -158,9 +158,7 @@ def load_test_prompts(
 
 
 def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
-    """Folders of the policies that are compared with SFT: `compared_folders`, and PPO's, which comes last. One that was built on another
-    SFT model than this run's is named and left out. Raises: UserError if no policy is left, or a run has none.
-    """
+    """Folders of the policies that are compared with SFT, PPO's last, but for those of another SFT model. Raises: UserError."""
     sft, tuned, folders = check_output(stage_folder(config, "sft"), "sft")["hash"], {}, compared_folders(config)
     if not folders or needs_parent(config, "evaluate", "ppo"):
         folders["ppo"] = stage_folder(config, "ppo")

@@ -238,9 +238,7 @@ class MaskedBatches(Batches[dict[str, Tensor]]):
 
 
 def held_out_loss(config: Config, model: Any, blocks: Any, tokenizer: Any) -> dict[str, float]:
-    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; separators count in neither.
-    A tokenizer that is not byte-level has no number of bytes per token, so that there is no "bpb".
-    """
+    """Held-out {"loss": nats per text token, "bpb": bits per byte of text}; no "bpb" without byte-level tokens."""
     collate = make_collator(blocks.separator, config.pretrain.isolate_documents)
     lengths = token_byte_lengths(tokenizer)
     bytes_of = None if lengths is None else torch.tensor(lengths)

@@ -208,11 +208,7 @@ def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 class ZeroEngine(Engine):
-    """The same under DeepSpeed: optimizer state (ZeRO-1), gradients (2) and weights (3) sharded over the ranks.
-
-    DeepSpeed clips the joint norm of all parameters. DeepSpeed's engine is used directly, not through accelerate, whose
-    backward steps the optimizer.
-    """
+    """The same under DeepSpeed, which clips the joint norm; used directly, since accelerate's backward steps the optimizer."""
 
     sharded = True
 
