@@ -130,7 +130,6 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
             source.model = source.model.to(device)
         else:
             source.model = shard_frozen(config, source.model, device)
-    scale_values = settings.score_by_token and not end_ids(tokenizer)
     shares = are_shared(config) and folder == reference_folder
     reference = load_reference(config, folder, device, policy) if shares else None
     add_adapters(policy, config, folder)
@@ -138,7 +137,7 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
         from_reward = reward_model is not None and settings.critic == "reward"
         base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
         add_adapters(critic, config, base)
-    model = ActorCritic(policy, critic, scale_values)
+    model = ActorCritic(policy, critic, scale_values=settings.score_by_token and not end_ids(tokenizer))
     # Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode).
     for module in model.modules():
         for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout", "attn_dropout"):
