@@ -32,7 +32,14 @@ def run(config: Config) -> None:
         made = check_output(folder, settings.stage)
         records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered_rows(config, folder, records, model)]
+        lines = []
+        for record, cut, answers, how in answer_prompts(config, "generate", folder, records, settings.samples):
+            prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
+            row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
+            row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
+            if settings.logprobs:
+                row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         if not lines:
             raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
         write_text(out, "".join(lines))
@@ -70,14 +77,3 @@ def answer_prompts(
         for (record, _, cut), answers in zip(asked, draw_in_turn(engine, tokenizer, keyed, count), strict=True):
             yield record, cut, answers, how
             bar.update()
-
-
-def answered_rows(config: Config, folder: Path, records: list[PromptRecord], model: dict[str, str]) -> Iterator[dict]:
-    """The file's rows; `cut`: whether the prompt was cut from the left to fit."""
-    for record, cut, answers, how in answer_prompts(config, "generate", folder, records, config.generate.samples):
-        prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
-        row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
-        row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
-        if config.generate.logprobs:
-            row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
-        yield row

@@ -6,6 +6,7 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -51,10 +52,8 @@ def read_text(path: Path, encoding: str = "utf-8") -> Iterator[str]:
     with open_bytes(path) as file:
         try:
             text = io.TextIOWrapper(file, encoding)  # type: ignore[arg-type]
-            chunk = text.read(_CHUNK).removeprefix("\ufeff")
-            while chunk:
-                yield chunk
-                chunk = text.read(_CHUNK)
+            yield text.read(_CHUNK).removeprefix("\ufeff")
+            yield from iter(partial(text.read, _CHUNK), "")
         except UnicodeDecodeError as error:  # error.object ends at the file's position
             at = file.tell() - len(error.object) + error.start
             came = f"byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding} text"

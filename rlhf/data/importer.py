@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections import ChainMap, Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,9 +21,9 @@ from rlhf.data.agreement import AgreementCounter, verdicts
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats.shapes import BadRow
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.inputs import ROW_SUFFIXES, Row, Source, has_suffix
-from rlhf.data.reading import Choose, find_format, read, read_rows
-from rlhf.data.records import KINDS, RankedResponse, Ranking, Record, check_of, join_judgements, sum_checks
+from rlhf.data.inputs import MAX_RECORD_BYTES, ROW_SUFFIXES, Row, Source, has_suffix, open_bytes
+from rlhf.data.reading import FORMATS, Choose, convert_row, find_format, read, read_rows
+from rlhf.data.records import KINDS, Ranking, Record, check_of, join_judgements, name_of, replaced_by, sum_checks
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import create, read_lines, to_line, write_assignments
 from rlhf.system.files import sha256_file, write_json
@@ -34,8 +33,7 @@ from rlhf.system.terminal import one_line
 SHOWN_REJECTS = 20
 KEPT_BYTES = 1 << 20  # of a rejected row
 _Name = tuple[str, str | None]  # of a record, or of an item: its id and the labeler
-# The index of a row, the row, its judgement, and whether the file gives that an id.
-_Items = dict[_Name, list[tuple[int, Row, Ranking, bool]]]
+_Items = dict[_Name, list[tuple[int, Row, Ranking]]]  # the index of a row, the row, and its judgement
 _RESULTS = {KEPT: "accepted", DUPLICATE: "duplicates", FILTERED: "filtered", REJECTED: "rejected"}
 ROW_COUNTS = ("input", *_RESULTS.values())
 
@@ -90,11 +88,12 @@ class Importer:
         digest = hashlib.sha256()  # of the rows of a data set from the hub
         results = bytearray()  # of each row
         items: _Items = {}
-        for row, records, own_id in read(source, choose):
+        for row in read(source, choose):
+            records = row.records
             if source.path is None:
                 digest.update(row.original())
             result = REJECTED
-            if source.format == "native" and records and all(_names(r) in replaced or check_of(r) for r in records):
+            if source.format == "native" and records and all(name_of(r) in replaced or check_of(r) for r in records):
                 result, records = FILTERED, []
             careful = [r for r in records if getattr(r, "labeler", None) not in self.careless]
             if len(careful) < len(records):
@@ -107,9 +106,9 @@ class Importer:
             for record, stored in checked:
                 item = record.metadata.get("item") if source.joins else None
                 if isinstance(record, Ranking) and isinstance(item, str):
-                    items.setdefault((item, record.labeler), []).append((len(results), row, record, own_id))
+                    items.setdefault((item, record.labeler), []).append((len(results), row, record))
                 else:
-                    result = min(result, self._take(record, stored, own_id, source))
+                    result = min(result, self._take(record, stored, row.own_id, source))
             if row.problem:
                 self._reject(row)
             results.append(result)
@@ -178,8 +177,8 @@ class Importer:
         """Join the judgements of each item and labeler into one record; updates the result of their rows."""
         for (item, labeler), members in items.items():
             try:
-                joined = join_rankings_of_item([record for _, _, record, _ in members])
-                result = self._take(joined, to_line(joined), members[0][3], source)
+                joined = join_rankings_of_item([record for *_, record in members])
+                result = self._take(joined, to_line(joined), members[0][1].own_id, source)
                 for at, *_ in members:
                     results[at] = min(results[at], result)
             except BadRow as error:
@@ -224,25 +223,20 @@ class Importer:
         }
 
 
-def _names(record: Record) -> _Name:
-    return record.id, getattr(record, "labeler", None)
-
-
 def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
     """What of a native file must be known before its first line: the records that later lines replace, and the checks of labelers that
     count.
     """
-    replaced, checks = set[_Name](), list[Ranking]()
     if source.path is None or not has_suffix(source.path, ROW_SUFFIXES):
-        return replaced, checks
-    for one in read_rows(source):
-        with suppress(ValueError, TypeError, AttributeError, RecursionError):
-            metadata = one.value.get("metadata") or {}
-            old = {**one.value, **metadata}.get("replaces")
-            replaced |= {(old, one.value.get("labeler"))} if isinstance(old, str) else set()
-            if "labeler_check" in metadata:
-                checks.append(Ranking.model_validate(one.value))
-    return replaced, [check for check in checks if _names(check) not in replaced]
+        return set(), []
+    with open_bytes(source.path) as file:
+        lines = iter(lambda: file.readline(MAX_RECORD_BYTES), b"")
+        if not any(b'"replaces"' in line or b'"labeler_check"' in line for line in lines):
+            return set(), []
+    made = (one for row in read_rows(source) for one in convert_row(row, FORMATS["native"], "").records)
+    records = [one for one in made if one.metadata.keys() & {"replaces", "labeler_check"}]
+    replaced, checks = replaced_by(records), [one for one in records if isinstance(one, Ranking) and check_of(one)]
+    return replaced, [check for check in checks if name_of(check) not in replaced]
 
 
 def join_rankings_of_item(records: list[Ranking]) -> Ranking:
@@ -254,7 +248,7 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     first = records[0]
     if any(record.prompt != first.prompt for record in records):
         raise BadRow("prompt", "come with two prompts, want one")
-    responses: dict[str, RankedResponse] = {}
+    responses: dict[str, Any] = {}
     for response in (response for record in records for response in record.responses):
         if responses.setdefault(response.id, response).text != response.text:
             raise BadRow("responses", f'give response "{one_line(response.id, 60)}" two texts: want one')
@@ -263,7 +257,7 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     try:
         said, ties = join_judgements(list(responses), better, equal)
     except ValueError as error:
-        raise BadRow("ranking", f"go in a circle, {error}: drop one of them") from error
+        raise BadRow("ranking", f"{error}: drop one of them") from error
     others = [record.metadata for record in records[1:]]
     shared = {k: v for k, v in first.metadata.items() if all(k in other and other[k] == v for other in others)}
     alone = [

@@ -95,6 +95,8 @@ class Row(NamedTuple):
     raw: bytes | None = None  # as in the file; None: `value` as JSON
     problem: str = ""  # why it is a reject: `got …, want …`
     field: str = ""  # the wrong one
+    records: Sequence[Any] = ()  # what became of it
+    own_id: bool = False  # whether the file gives the records' ids
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.problem}"

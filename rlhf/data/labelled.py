@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.compose import nearest
+from rlhf.config.stages import ClassifyConfig
 from rlhf.data.formats.table import MISSING, lookup
 from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
 from rlhf.data.reading import read_rows
@@ -21,17 +22,6 @@ from rlhf.errors import UserError
 from rlhf.system.schemas import shown
 
 MADE = ("<|delimiter|>", "<|extract|>")  # tokens that are added to a vocabulary without our role tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns by meaning; with only a text the task is classification."""
-
-    text: str
-    label: str
-    second: str | None = None
-    choices: tuple[str, ...] = ()
-    both_orders: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class Example:
         return "\n".join(["labelled", *sorted({part for row in self.rows for part in row})])
 
 
-def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -> list[Example]:
+def load_examples(setting: str, sources: Any, columns: ClassifyConfig, encoding: str) -> list[Example]:
     """Every row of the sources as an example. Raises: UserError for a row without one of the columns, or with an empty one."""
     examples: list[Example] = []
     for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting):
@@ -59,7 +49,7 @@ def load_examples(setting: str, sources: Any, columns: Columns, encoding: str) -
     return _placed(examples, columns) if columns.choices else examples
 
 
-def _example(row: Row, columns: Columns) -> Example:
+def _example(row: Row, columns: ClassifyConfig) -> Example:
     if row.problem:
         raise UserError(f"{row}: repair or remove this row")
     where = f"{row.file}:{row.line}"
@@ -81,7 +71,7 @@ def _example(row: Row, columns: Columns) -> Example:
     return Example(where, (texts, texts[::-1]) if columns.both_orders else (texts,), label)
 
 
-def _placed(examples: list[Example], columns: Columns) -> list[Example]:
+def _placed(examples: list[Example], columns: ClassifyConfig) -> list[Example]:
     """Labels that are a column's name or a choice's text as places. A number is a text only if every row's label is one."""
     names = columns.choices if len(columns.choices) > 1 else ()
     texts = [tuple(row[1] for row in one.rows) for one in examples]
@@ -104,7 +94,7 @@ def _text(where: str, value: Any) -> str:
     return text
 
 
-def classes_of(examples: list[Example], columns: Columns) -> list[str]:
+def classes_of(examples: list[Example], columns: ClassifyConfig) -> list[str]:
     """The labels in order; of multiple choice the numbers of the choices, from 0 or from 1 as the labels count. Raises:
     UserError if there is only one label, or one that is not a choice, or rows have different numbers of choices.
     """

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -208,15 +208,7 @@ def read_rows(source: Source) -> Iterator[Row]:
         yield from read_sheet(path, source)
 
 
-class Converted(NamedTuple):
-    """What became of one row, a reject if it has a problem."""
-
-    row: Row
-    records: list[Record]
-    own_id: bool = False  # whether the file gives the records' ids
-
-
-def read(source: Source, choose: Choose) -> Iterator[Converted]:
+def read(source: Source, choose: Choose) -> Iterator[Row]:
     """Every row of a source with its records. `source` gets the format and why. Raises: UserError if the source as a
     whole cannot be read, has no row that can be, or is of no known format.
     """
@@ -231,13 +223,15 @@ def read(source: Source, choose: Choose) -> Iterator[Converted]:
     every: Iterable[Row] = chain(head, rows)
     stem = printable_path(source.path.name) if source.path else source.name
     for row in every if chosen.gather is None else chosen.gather(every):
-        yield Converted(row, []) if row.problem else convert_row(row, chosen, stem)
+        yield convert_row(row, chosen, stem)
 
 
-def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
-    """The validated records of one row. A record without an id gets the row's, else `<file>:<number>`; of several with
+def convert_row(row: Row, chosen: Format, stem: str) -> Row:
+    """The row with its validated records, or as a reject. A record without an id gets the row's, else `<file>:<number>`; of several with
     `.<i>`. An id of the row that is a number means nothing outside its file, so it stays in the metadata.
     """
+    if row.problem:
+        return row
     try:
         values = list(chosen.convert(row.value))
         if not values:
@@ -254,7 +248,8 @@ def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
                 if given and isinstance(metadata := fields.get("metadata"), dict):
                     fields["metadata"] = {key: value for key, value in metadata.items() if key != "id"}
             records.append(KINDS[kind].model_validate(fields))
-        return Converted(row, records, bool(given) or all(fields.get("id") is not None for fields in values))
+        own_id = bool(given) or all(fields.get("id") is not None for fields in values)
+        return row._replace(records=records, own_id=own_id)
     except BadRow as error:
         field, problem = error.field, error.message
     except ValidationError as error:
@@ -265,7 +260,7 @@ def convert_row(row: Row, chosen: Format, stem: str) -> Converted:
     except Exception as error:  # an unexpected shape must not stop the other rows
         came = one_line(f"{type(error).__name__}: {error}", 60)
         field, problem = "", f"got a shape that {chosen.name} cannot read ({came}), want {chosen.wants}"
-    return Converted(row._replace(field=field, problem=problem), [])
+    return row._replace(field=field, problem=problem)
 
 
 def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) -> tuple[list[Record], list[Source]]:
@@ -286,8 +281,8 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
         else:
             rows = list(read(source, find_format(format, "data.format")))
             source.rows = len(rows)
-            rejects += [one.row for one in rows if one.row.problem]
-            counting = without_replaced(record for one in rows for record in one.records)
+            rejects += [row for row in rows if row.problem]
+            counting = without_replaced(record for row in rows for record in row.records)
             made = [record for record in counting if check_of(record) is None]
             if source.joins:
                 came = f"is of the format {source.format}, whose rows belong together"

@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 _SHOWN_NAMES = 30  # of responses, in a message
+MOST_RESPONSES = 100  # of a ranking, whose pairs grow with the square
 
 
 def _problem(field: str, message: str) -> PydanticCustomError:
@@ -148,7 +149,7 @@ class Ranking(_Part):
     kind: Literal["ranking"] = "ranking"
     id: Name
     prompt: Prompt
-    responses: list[RankedResponse] = Field(min_length=1)
+    responses: list[RankedResponse] = Field(min_length=1, max_length=MOST_RESPONSES)
     ranking: list[Annotated[list[Name], Field(min_length=1)]] | None = None
     ratings: dict[str, Rating] = Field(default_factory=dict)
     pairs: list[Annotated[list[Name], Field(min_length=2, max_length=2)]] | None = None
@@ -211,9 +212,18 @@ def without_replaced(records: Iterable[RecordType]) -> list[RecordType]:
     `metadata.replaces`. Files of labels are only appended to, so that nothing is lost when a program is killed.
     """
     known = list(records)
-    named = ((record.metadata.get("replaces"), getattr(record, "labeler", None)) for record in known)
-    replaced = {(old, labeler) for old, labeler in named if isinstance(old, str)}
-    return [one for one in known if (one.id, getattr(one, "labeler", None)) not in replaced] if replaced else known
+    replaced = replaced_by(known)
+    return [one for one in known if name_of(one) not in replaced]
+
+
+def name_of(record: Record) -> tuple[str, str | None]:
+    return record.id, getattr(record, "labeler", None)
+
+
+def replaced_by(records: Iterable[Record]) -> set[tuple[str, str | None]]:
+    """The names of the records that are replaced by some of these."""
+    named = ((record.metadata.get("replaces"), name_of(record)[1]) for record in records)
+    return {(old, labeler) for old, labeler in named if isinstance(old, str)}
 
 
 def check_of(record: Record) -> dict[str, Any] | None:
@@ -274,15 +284,17 @@ def join_judgements(
 
     Returns a record's fields and metadata: one `ranking` if the judgements form a weak order, with transitivity
     applied; else they stay `pairs`, and the equal ones are `metadata.ties`. A response never judged is left out.
-    Raises: ValueError that spells out the circle if the strict judgements go in one.
+    Raises: ValueError that spells out the circle if the strict judgements go in one; for more than MOST_RESPONSES.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
+    if len(names) > MOST_RESPONSES:
+        raise ValueError(f"name {len(names)} responses, want at most {MOST_RESPONSES}")
     place = {name: i for i, name in enumerate(names)}
     sides = {(a, b) if place[a] < place[b] else (b, a) for a, b in equal}
     strict, ties = (sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]])) for pairs in (set(better), sides))
     if cycle := find_cycle(strict):
-        raise ValueError(" over ".join(map(str, cycle)))
+        raise ValueError(f"go in a circle, {' over '.join(map(str, cycle))}")
 
     judged = sorted({name for pair in (*strict, *ties) for name in pair}, key=place.__getitem__)
     tied: Any = DisjointSet(judged)

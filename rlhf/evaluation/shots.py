@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.setting import listed
+from rlhf.config.stages import ClassifyConfig
 from rlhf.data.encoding import row_limit
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
-from rlhf.data.labelled import Columns, Example, classes_of, divide, load_examples
+from rlhf.data.labelled import Example, classes_of, divide, load_examples
 from rlhf.data.tokenizer import encode_texts, load_tokenizer, separator_id
 from rlhf.errors import UserError
 from rlhf.evaluation.scoring import pair_nats
@@ -29,18 +31,19 @@ GOLD_EXAMPLES = 2000
 BETWEEN = "\n\n"  # solved examples in a prompt
 
 
-def columns_of(config: Config) -> Columns:
-    """The columns of the task. Raises: UserError for settings that are missing or contradictory."""
+def columns_of(config: Config) -> ClassifyConfig:
+    """The settings with the columns of the task, `choices` as a tuple. Raises: UserError for settings that are missing or contradictory."""
     given, name = config.classify, gold_task(config)
     if given.data is None or name not in (None, *TASKS):
         raise UserError(f"classify.data={given.data}: want a file, a hub id, or one of {GOLD}{f', {GOLD}'.join(TASKS)}")
     if name is not None:
         second = "second" if name in ("entailment", "similarity") else None
-        return Columns("text", "label", second, CHOICES if name == "choice" else (), name == "similarity")
+        given = replace(given, text="text", label="label", second=second)
+        return replace(given, choices=CHOICES if name == "choice" else (), both_orders=name == "similarity")
     if given.text is None or given.label is None:
         key = "text" if given.text is None else "label"
         raise UserError(f"classify.{key} is not set: want the column with the {key}")
-    return Columns(given.text, given.label, given.second, tuple(map(str, listed(given.choices))), given.both_orders)
+    return replace(given, choices=tuple(map(str, listed(given.choices))))
 
 
 def gold_task(config: Config) -> str | None:
@@ -60,7 +63,7 @@ def hash_task(config: Config) -> dict[str, str]:
     }
 
 
-def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Example], list[Example], list[str]]:
+def load_task(config: Config, columns: ClassifyConfig, folder: Path) -> tuple[list[Example], list[Example], list[str]]:
     """(examples to train on, held-out ones, classes of all); a task of the gold world is written to the folder first.
 
     Raises: UserError if either is empty, and as `classes_of`.
@@ -88,7 +91,7 @@ def load_task(config: Config, columns: Columns, folder: Path) -> tuple[list[Exam
     return train, held_out, classes
 
 
-def options_of(example: Example, columns: Columns, classes: list[str]) -> tuple[str, list[str]]:
+def options_of(example: Example, columns: ClassifyConfig, classes: list[str]) -> tuple[str, list[str]]:
     """The text of an example and its possible answers: its own choices, or the names of the classes."""
     if columns.choices:
         return " ".join(example.rows[0][:-1]), [row[-1] for row in example.rows]
@@ -133,7 +136,7 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
 def make_rows(
     tokenizer: Any,
     context: int,
-    columns: Columns,
+    columns: ClassifyConfig,
     classes: list[str],
     questions: list[Example],
     shots: list[list[Example]],

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.config.stages import ClassifyConfig
 from rlhf.data.encoding import Item, Judgement
-from rlhf.data.labelled import Columns, Example
+from rlhf.data.labelled import Example
 from rlhf.data.records import Message, Ranking
 from rlhf.evaluation import reward_report as pairs
 from rlhf.evaluation.best_of import best_of_n_kl, expected_best
@@ -171,7 +172,7 @@ def test_the_report_shows_them_and_says_where_judges_disagree(tmp_path):
     assert page.count(">true</td>") == 1 and page.count(">false</td>") == 1 and "1.000 (" in page
 
 
-CHOICE = Columns("text", "label", choices=("a", "b"))
+CHOICE = ClassifyConfig(text="text", label="label", choices=("a", "b"))
 TRAIN = [
     Example("t:1", (("red is", "a colour"), ("red is", "an animal")), "0"),
     Example("t:2", (("a dog is", "a colour"), ("a dog is", "an animal")), "1"),
@@ -191,7 +192,7 @@ def test_the_prompt_is_k_answered_examples_and_the_question(tokenizer):
     assert decoded == [(before, " a colour"), (before, " an animal")] and shown == 2
     labelled = [Example("t:1", (("red is",),), "colour"), Example("t:2", (("a dog is",),), "animal")]
     classes, shown = ["animal", "colour"], [labelled[:1]]
-    rows, _ = make_rows(tokenizer, 128, Columns("text", "label"), classes, labelled[1:], shown)
+    rows, _ = make_rows(tokenizer, 128, ClassifyConfig(text="text", label="label"), classes, labelled[1:], shown)
     decoded = [tokenizer.decode(prompt + answer) for prompt, answer in rows]
     assert decoded == [f"<|endoftext|>red is colour\n\na dog is {name}" for name in classes]
 

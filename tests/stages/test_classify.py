@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rlhf.config import Config
-from rlhf.config.stages import SftConfig
-from rlhf.data.labelled import Columns, Example, classes_of, divide, encode_examples, find_marks, load_examples
+from rlhf.config.stages import ClassifyConfig, SftConfig
+from rlhf.data.labelled import Example, classes_of, divide, encode_examples, find_marks, load_examples
 from rlhf.data.tokenizer import encode_texts, load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.statistics import classification, wilson
@@ -57,7 +57,7 @@ def test_the_four_transformations_token_by_token(tmp_path, base):
     t, u, a, b = (encode_texts(tokenizer, [row[name]])[0] for name in ("t", "u", "a", "b"))
 
     def found(**more):
-        return rows_of(tmp_path, tokenizer, Columns("t", "y", **more), row)
+        return rows_of(tmp_path, tokenizer, ClassifyConfig(text="t", label="y", **more), row)
 
     assert found() == [[s, *t, e]]
     assert found(second="u") == [[s, *t, d, *u, e]]
@@ -68,7 +68,7 @@ def test_the_four_transformations_token_by_token(tmp_path, base):
 
 
 def test_a_choice_is_named_by_its_text_its_column_or_its_number(tmp_path):
-    columns = Columns("t", "y", choices=("one", "two"))
+    columns = ClassifyConfig(text="t", label="y", choices=("one", "two"))
     rows = [{"t": "x", "one": "red", "two": "blue", "y": y} for y in ("blue", "one", "1")]
     examples = load_examples("classify.data", write_csv(tmp_path / "a.csv", rows), columns, "utf-8")
     assert [e.label for e in examples] == ["1", "0", "1"] and classes_of(examples, columns) == ["0", "1"]

@@ -134,7 +134,7 @@ def from_qa_feedback(row: Values) -> Made:
     try:
         said, ties = join_judgements(names, better, [pair for pair, verdict in judged if not verdict])
     except ValueError as error:
-        raise BadRow("preference", f"the judgements go in a circle, {error}: drop the row") from error
+        raise BadRow("preference", f"the judgements {error}: drop the row") from error
     parts = []
     for title, *sentences in row.get("passages") or []:  # the first sentence may repeat the title
         text = " ".join(sentence.removeprefix(f"{title}\n\n").strip() for sentence in sentences)

@@ -30,7 +30,7 @@ def rejects(write_jsonl) -> Callable[..., list[tuple[str, str]]]:
         path = write_jsonl([good, bad])
         source = Source(str(path), path)
         made = list(read(source, find_format("auto", "data.format")))
-        found = [one.row for one in made if one.row.problem]
+        found = [one for one in made if one.problem]
         assert source.format == format and {reject.line for reject in found} == {2}
         assert any(one.records for one in made)
         return [(reject.field, reject.problem) for reject in found]

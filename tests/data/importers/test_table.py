@@ -20,13 +20,13 @@ def convert(rows, words=None, **columns):
     """The records of rows that are all good."""
     chosen = prepared(rows, words, **columns)
     made = [convert_row(Row("t.csv", i, i, row), chosen, "t.csv") for i, row in enumerate(rows, 1)]
-    assert not any(one.row.problem for one in made), made
+    assert not any(one.problem for one in made), made
     return [record for one in made for record in one.records]
 
 
 def problem(row, among=(), words=None, **columns):
     """What is said of one row that is bad."""
-    return convert_row(Row("t.csv", 1, 1, row), prepared([row, *among], words, **columns), "t.csv").row.problem
+    return convert_row(Row("t.csv", 1, 1, row), prepared([row, *among], words, **columns), "t.csv").problem
 
 
 def judged(*words, k=2, **more):
