@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ class LoadedRun:
             raise UserError(f"{folder}: no stage of a run in it: want the folder of a run, such as runs/demo")
         self._places = stage_places(folder)
         self._models: dict[str, Any] = {}
-        self._tokenizer: PreTrainedTokenizerFast | None = None
 
     def __repr__(self) -> str:
         return f"<run {self.folder}: {', '.join(self.policies) or 'no policy yet'}>"
@@ -54,15 +54,12 @@ class LoadedRun:
 
         return choose_device(self._config)
 
-    @property
+    @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The run's tokenizer, with its chat template."""
-        if self._tokenizer is None:
-            from rlhf.data.tokenizer import load_tokenizer
+        from rlhf.data.tokenizer import load_tokenizer
 
-            stage = self.policies[-1] if self.policies else "tokenizer"
-            self._tokenizer = load_tokenizer(self._model_folder(stage))
-        return self._tokenizer
+        return load_tokenizer(self._model_folder(self.policies[-1] if self.policies else "tokenizer"))
 
     def policy(self, stage: str = "ppo") -> "PreTrainedModel":
         """The model of a stage (pretrain, sft, ppo, …) in float32, in eval mode."""

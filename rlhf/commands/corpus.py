@@ -1,6 +1,5 @@
 """`rlhf corpus`: pretraining text cleaned as C4's and GPT-3's was, with the reason of every document that goes."""
 
-import functools
 import json
 import math
 import os
@@ -49,7 +48,8 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     from rlhf.data.reading import load_prompts
 
     words = "" if config.bad_words is None else "".join(read_text(Path(config.bad_words), config.encoding))
-    bad_words = frozenset(word.strip().lower() for word in words.splitlines() if word.strip())
+    listed = "|".join(sorted({re.escape(word.strip().lower()) for word in words.splitlines() if word.strip()}))
+    bad_word = re.compile(rf"(?<!\w)(?:{listed})(?!\w)" if listed else "(?!)")  # not inside a longer word
     prompts = [] if config.evaluation is None else load_prompts(config.evaluation)[0]
     grams = evaluation_grams(conversation(record.prompt) for record in prompts)
     quality: list[Quality] = []  # by a document's parity: each was fitted without the documents that it judges
@@ -65,7 +65,7 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
         """The pieces that stay, why the document goes or KEPT, and its quality if that was looked at."""
         page, reason = text, None
         if config.rules:
-            page, reason = apply_page_rules(text, bad_words, config.min_words, config.min_sentences)
+            page, reason = apply_page_rules(text, bad_word, config.min_words, config.min_sentences)
         if reason := reason or duplicates.reason(page):
             return [], reason, None
         pieces = cut_grams(page, grams) if grams else [page]
@@ -96,14 +96,8 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     return {"documents": reasons, "characters": characters.total(), "written_characters": written}
 
 
-@functools.cache
-def bad_word_pattern(bad_words: frozenset[str]) -> re.Pattern[str]:
-    """Any of the words and phrases, not inside a longer word."""
-    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(bad_words)))})(?!\w)")
-
-
 def apply_page_rules(
-    text: str, bad_words: frozenset[str], min_words: int, min_sentences: int
+    text: str, bad_word: re.Pattern[str], min_words: int, min_sentences: int
 ) -> tuple[str, str | None]:
     """The lines of a page that C4's rules keep, and why the page goes, or None.
 
@@ -116,7 +110,7 @@ def apply_page_rules(
         return "", "lorem_ipsum"
     if "{" in text:
         return "", "curly_bracket"
-    if bad_words and bad_word_pattern(bad_words).search(lower):
+    if bad_word.search(lower):
         return "", "bad_word"
     lines = [line for line in map(str.strip, text.splitlines()) if line.endswith(LINE_ENDS)]
     page = "\n".join(line for line in lines if len(line.split()) >= min_words and "javascript" not in line.lower())

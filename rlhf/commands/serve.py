@@ -5,7 +5,6 @@ import ipaddress
 import socket
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rlhf.config.setting import FromEnvironment, listed
 from rlhf.data.encoding import names_of
 from rlhf.data.reading import load_comparisons, load_rules
 from rlhf.data.records import first_repeat
-from rlhf.errors import UserError
+from rlhf.errors import UserError, optional
 from rlhf.runs.folders import existing_run, read_record, refuse_inside_stage, run_folder, stages_of
 from rlhf.system.terminal import say
 
@@ -33,8 +32,8 @@ Harmless: it hurts nobody, insults nobody, and helps nobody to do so.
 
 
 def run(config: Config) -> None:
-    if not (find_spec("fastapi") and find_spec("uvicorn")):
-        raise UserError("serve: needs FastAPI and uvicorn: pip install fastapi uvicorn")
+    for package in ("fastapi", "uvicorn"):
+        optional(package, "serve")
     folder, loopback = existing_run(config), check_address(config)
     host, port = config.serve.host, config.serve.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening, ExitStack() as held:

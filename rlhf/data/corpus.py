@@ -1,7 +1,6 @@
 """The pretraining text: documents, packed once into memory-mapped token files, and served as blocks."""
 
 import io
-import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from rlhf.data.reading import read_rows
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 from rlhf.errors import UserError
-from rlhf.system.files import sha256_file, write_json
+from rlhf.system.files import sha256_file, sync, write_json
 from rlhf.system.schemas import Count, Digest, Schema, read_checked, shown
 
 if TYPE_CHECKING:
@@ -146,8 +145,7 @@ def _write_split(path: Path, pieces: Sequence[_Unit], places: np.ndarray, tokens
             file.write(tokens[start:stop].tobytes())
             last = document, part
         file.write(end if pieces else b"")
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def pack_corpus(
@@ -157,13 +155,13 @@ def pack_corpus(
     *,
     held_out_fraction: float,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> "PackedCorpus":
     """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
 
     The hash of a document's text decides its split, so that equal ones share it, see `held_out_pieces`; documents above
-    16k characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(documents,
-    tokens)` is called after each batch. Raises: UserError if there is no text, or too little to divide.
+    16k characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(tokens)` is called
+    after each batch. Raises: UserError if there is no text, or too little to divide.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,8 +180,7 @@ def pack_corpus(
                     pieces.append(piece)
                     sizes.append(len(ids))
                     hashes.append(uniform(text, seed))
-                if progress is not None:
-                    progress(batch[-1][0][0] + 1, file.tell() // dtype.itemsize)
+                progress(file.tell() // dtype.itemsize)
         count, ends = np.array(sizes, np.int64), np.cumsum(np.array(sizes, np.int64))
         if not count.any():
             raise UserError("the corpus has no text: give data.corpus a file, folder or hub id with documents")

@@ -137,7 +137,7 @@ def load_or_pack(stage: Stage, tokenizer: Any, length: int) -> PackedCorpus:
     def pack(source: Any, out: Path, bar: Progress) -> PackedCorpus:
         before, documents = bar.done, iterate_documents(source, config.data.encoding)
         how: Any = {"held_out_fraction": config.data.held_out, "seed": config.seed}
-        return pack_corpus(documents, tokenizer, out, progress=lambda _, n: bar.update(before + n - bar.done), **how)
+        return pack_corpus(documents, tokenizer, out, progress=lambda n: bar.update(before + n - bar.done), **how)
 
     def ensure() -> None:
         with contextlib.suppress(UserError):  # not packed yet, or not whole

@@ -85,13 +85,13 @@ def test_cutting_loses_nothing_and_keeps_the_size(text, size):
 
 def test_a_packed_corpus_holds_every_document_once(tokenizer, tmp_path):
     calls = []
-    packed = pack(iter(DOCUMENTS), tokenizer, tmp_path / "corpus", progress=lambda *args: calls.append(args))
+    packed = pack(iter(DOCUMENTS), tokenizer, tmp_path / "corpus", progress=calls.append)
     train, held_out = (documents_of(packed, split, tokenizer) for split in ("train", "heldout"))
     assert train == [text for text in DOCUMENTS if text not in held_out] and len(train + held_out) == 400
     assert held_out == [text for text in DOCUMENTS if text in held_out]
     assert 20 <= len(held_out) <= 60  # 40 expected, standard deviation 6
     assert packed.token_count("train") == sum(len(encode_texts(tokenizer, [text])[0]) + 1 for text in train)
-    assert calls[-1] == (400, sum(len(encode_texts(tokenizer, [text])[0]) for text in DOCUMENTS))
+    assert calls[-1] == sum(len(encode_texts(tokenizer, [text])[0]) for text in DOCUMENTS)
     assert packed.meta["tokenizer"] == tokenizer_hash(tokenizer) and packed.separator == SEPARATOR
     assert packed.tokens("train").dtype == np.uint16
 

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ GOOD = "The cat sat on the mat today. It was a very warm day! Was it not so warm
     (f"{GOOD} He was darned unlucky that day.", f"{GOOD} He was darned unlucky that day.", None),
 ])  # fmt: skip
 def test_c4s_rules(text, page, reason):
-    assert apply_page_rules(text, frozenset({"darn"}), 5, 3) == (page, reason)
+    assert apply_page_rules(text, re.compile(r"\bdarn\b"), 5, 3) == (page, reason)
 
 
 def test_exact_and_near_duplicates():
