@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -203,8 +203,7 @@ class Item:
 
     def of_labelers(self, labelers: Collection[str | None]) -> "Item":
         """The same answers with the judgements of these labelers only."""
-        kept = [judgement for judgement in self.judgements if judgement.labeler in labelers]
-        return Item(self.key, self.rows, self.lengths, self.record, self.answers, kept)
+        return replace(self, judgements=[one for one in self.judgements if one.labeler in labelers])
 
 
 def token_encoder(
