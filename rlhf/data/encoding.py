@@ -181,7 +181,7 @@ class Item:
     key: str
     rows: list[Any]  # K model inputs, prompt + response
     lengths: list[int]  # K response lengths in tokens, for the length baseline
-    record: Ranking | None = None  # the prompt's first record, for its metadata
+    record: Any = None  # the prompt's first Ranking, for its metadata
     answers: list[Answer] = field(default_factory=list)
     judgements: list[Judgement] = field(default_factory=list)
 
@@ -263,7 +263,6 @@ def join_rankings(
 
     items = []
     for item in chain.from_iterable(items_of.values()):
-        assert item.record is not None
         encoded = encode(item.record.prompt, item.answers)
         item.rows, item.lengths = encoded or ([], [])
         for judgement in item.judgements:  # answers that are equal up to where they are cut teach nothing

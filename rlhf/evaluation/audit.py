@@ -18,7 +18,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.encoding import Encode, Item, fitting_prompts, join_rankings, row_limit, token_encoder
-from rlhf.data.records import Message, PromptRecord, Ranking
+from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
 from rlhf.evaluation.policies import Asked, adjusted, judge_rows, room_for, score_by, totals
@@ -130,11 +130,6 @@ def policy_encoder(config: Config, tokenizer: Any, counts: Counter[str] | None =
     return token_encoder(tokenizer, limit, room_for(limit, config.rollout.max_new_tokens)[0], counts)
 
 
-def prompt_of(item: Item) -> list[Message]:
-    assert item.record is not None
-    return item.record.prompt
-
-
 def draw_pairs(items: Sequence[Item], limit: int, rng: random.Random) -> list[Pair]:
     """At most `limit` pairs that more labelers ordered one way than the other: first one of each prompt, then a second."""
     by_item: list[list[Pair]] = []
@@ -172,7 +167,9 @@ def attack_pairs(
 
     def logprobs(answers: Sequence[tuple[str, bool]]) -> list[float]:
         """log p(answer | prompt) under the SFT model, nats, of an answer per pair."""
-        encoded = [encode_for_policy(prompt_of(item), [one]) for (item, _, _), one in zip(pairs, answers, strict=True)]
+        encoded = [
+            encode_for_policy(item.record.prompt, [one]) for (item, _, _), one in zip(pairs, answers, strict=True)
+        ]
         rows = [(row[: len(row) - n], row[len(row) - n :]) for (row,), (n,) in filter(None, encoded)]
         return pair_nats(models.policy, rows, models.tokenizer.pad_token_id, models.device)
 
@@ -183,10 +180,10 @@ def attack_pairs(
     for name, attack in ATTACKS.items():
         attacked: list[list[tuple[str, bool]]] = []  # a better and a worse answer, each with whether it ends
         for item, *places in pairs:
-            rng, asked = random.Random(f"audit-{config.seed}-{name}-{item.key}"), prompt_of(item)[-1].content
+            rng, asked = random.Random(f"audit-{config.seed}-{name}-{item.key}"), item.record.prompt[-1].content
             texts = [attack.make(asked, item.answers[i][0], material, rng) for i in places]
             attacked.append([(text, item.answers[i][1] or not text) for i, text in zip(places, texts, strict=True)])
-        encoded = [encode(prompt_of(item), two) for (item, _, _), two in zip(pairs, attacked, strict=True)]
+        encoded = [encode(item.record.prompt, two) for (item, _, _), two in zip(pairs, attacked, strict=True)]
         rows = flatten(rows for rows, _ in filter(None, encoded))  # the prompt fitted with the original answers
         after = score(models.model, rows).double().numpy().reshape(-1, 2)
         logp_after = logprobs([worse for _, worse in attacked])
@@ -240,7 +237,7 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     judged = {record.labeler for record in records}
     figures = comparison_figures(records, judged & strangers, (items, scores), bare.gain)
     fits = policy_encoder(config, models.tokenizer)
-    pairs = draw_pairs([item for item in items if fits(prompt_of(item), []) is not None], limit, rng)
+    pairs = draw_pairs([item for item in items if fits(item.record.prompt, []) is not None], limit, rng)
     if figures is None or not pairs:
         return Audit(len(items), 0, figures)
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
@@ -349,11 +346,8 @@ def describe_audit(audit: Audit, verdict: dict[str, Any]) -> list[str]:
         error = f"calibration error {figures['calibration_error']:.3f}"
         lines.append(f"accuracy {show(accuracy)} on {accuracy['n']:,} held-out pairs; {bounds}; {error}")
     if flips := known_flips(audit):
-        mean, worst = (
-            fmean(row["flips"]["value"] for row in flips),
-            f"{flips[0]['name']} the most, {show(flips[0]['flips'])}",
-        )
-        lines.append(f"the attacks flip {mean:.3f} of the pairs on average, {worst}")
+        mean, worst = fmean(row["flips"]["value"] for row in flips), show(flips[0]["flips"])
+        lines.append(f"the attacks flip {mean:.3f} of the pairs on average, {flips[0]['name']} the most, {worst}")
     ceiling = "" if verdict["ceiling"] is None else f": kl.ceiling={verdict['ceiling']}"
     labels = f": {'; '.join(verdict['labels'])}" if verdict["labels"] else ""
     return [*lines, f"verdict: {verdict['decision']}{ceiling}{labels}", f"since {'; '.join(verdict['reasons'])}"]

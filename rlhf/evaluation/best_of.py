@@ -17,6 +17,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import ratio_interval
+from rlhf.data.records import PromptRecord
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation import policies
 from rlhf.evaluation.policies import Answer, Answers, Asked, Responses
@@ -68,12 +69,12 @@ def draw_best(
     of which the models must be whole. ended: prefer those that end, whatever their score.
     """
 
-    def draw(mine: Sequence[int]) -> list[tuple[Answer, float]]:
-        part = asked._replace(records=[asked.records[i] for i in mine], prompts=[asked.prompts[i] for i in mine])
+    def draw(mine: Sequence[tuple[PromptRecord, list[int]]]) -> list[tuple[Answer, float]]:
+        part = asked._replace(records=[record for record, _ in mine], prompts=[ids for _, ids in mine])
         rows = zip(*draw_candidates(config, policy, part, n, reward, label), strict=True)
         return [max(zip(*row, strict=True), key=lambda one: (one[0].ended or not ended, one[1])) for row in rows]
 
-    return divide(len(asked.records), draw)
+    return divide(list(zip(asked.records, asked.prompts, strict=True)), draw)
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -104,7 +105,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     return results, scores
 
 
-def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses], asked: Asked) -> Figures:
+def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses]) -> Figures:
     """{quality: {policy: the mean value of its samples}}; of a rule, as `breaks_<rule>`, the mean P(broken).
 
     Of a quality in rate.given only samples with the other one count, by its value c: sum c v / sum c, which of claims and of whether
@@ -112,15 +113,15 @@ def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses]
     Source: Thoppilan et al. 2022, section 4.1.
     """
     applies, found = config.rate.given or {}, dict[str, dict[str, Figures]]()
+
+    def rate(rows: Sequence[Sequence[list[int]]]) -> list[list[dict[str, float]]]:
+        rated = rater.rate(flatten(rows))
+        values = zip(*(of_all.tolist() for of_all in rated.values()), strict=True)
+        return split_like((dict(zip(rated, of_one, strict=True)) for of_one in values), rows)
+
     for policy, given in answers.items():
-
-        def rate_mine(mine: Sequence[int], given: Responses = given) -> list[list[dict[str, float]]]:
-            rows = [[given.prompts[i] + one.ids for one in given.samples[i]] for i in mine]
-            rated = rater.rate(flatten(rows))
-            values = zip(*(of_all.tolist() for of_all in rated.values()), strict=True)
-            return split_like((dict(zip(rated, of_one, strict=True)) for of_one in values), rows)
-
-        rated = divide(len(asked.records), rate_mine)
+        pairs = zip(given.prompts, given.samples, strict=True)
+        rated = divide([[ids + one.ids for one in row] for ids, row in pairs], rate)
         for name, quality in rater.qualities.items():
             counts = [[one.get(applies.get(name, ""), 1.0) for one in row] for row in rated]
             values = [[1 - one[name] if quality.rule else one[name] for one in row] for row in rated]

@@ -30,6 +30,7 @@ from rlhf.evaluation.scoring import answers_of, held_out_labelers, load_judge, s
 from rlhf.evaluation.statistics import (
     Figures,
     ends,
+    interval,
     interval_of,
     length_controlled,
     pair_points,
@@ -138,36 +139,34 @@ def judged_figures(
     if not answered:
         none = f"evaluate.judge: none of {len(verdicts)} requests was answered with A, B or TIE"
         raise UserError(f"{none}{refused and f' ({refused})'}: check the judge")
-    points = [[(one + two) / 2] for _, one, two in answered]
+    points = [(one + two) / 2 for _, one, two in answered]
     said = [[row["responses"][name].split() for name in pair] for row, _, _ in answered]
     return {
         "pair": list(pair),
-        "win_rate": interval_of(points, share=True),
-        "length_controlled": length_controlled(points, [[len(ours) - len(theirs)] for ours, theirs in said]),
-        "both_orders_agree": interval_of([[float(one == two)] for _, one, two in answered], share=True),
+        "win_rate": interval(points, share=True),
+        "length_controlled": length_controlled([[p] for p in points], [[len(a) - len(b)] for a, b in said]),
+        "both_orders_agree": interval([float(one == two) for _, one, two in answered], share=True),
         "left_out": len(rows) - len(answered),
         "others": compare_judges([row for row, _, _ in answered], pair, points),
     }
 
 
-def compare_judges(
-    rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[Sequence[float]]
-) -> dict[str, Figures]:
+def compare_judges(rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[float]) -> dict[str, Figures]:
     """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers. agreement: of the prompts on which both prefer an answer,
     the share on which it is the same one. disagrees: the intervals of the two win rates lie on different sides of 1/2.
     """
-    judges, (our_low, our_high) = {}, ends(interval_of(points, share=True))
+    judges, (our_low, our_high) = {}, ends(interval(points, share=True))
     for name, key in OTHER_JUDGES.items():
-        scored = [(row[key], p) for row, (p,) in zip(rows, points, strict=True) if {*pair} <= row.get(key, {}).keys()]
+        scored = [(row[key], p) for row, p in zip(rows, points, strict=True) if {*pair} <= row.get(key, {}).keys()]
         if not scored:
             continue
         known = [(win(s[pair[0]], s[pair[1]]), p) for s, p in scored]
-        both = [[float((a > 0.5) == (b > 0.5))] for a, b in known if a != 0.5 and b != 0.5]
-        rate = interval_of([[theirs] for theirs, _ in known], share=True)
+        both = [float((a > 0.5) == (b > 0.5)) for a, b in known if a != 0.5 and b != 0.5]
+        rate = interval([theirs for theirs, _ in known], share=True)
         low, high = ends(rate)
         judges[name] = {
             "win_rate": rate,
-            "agreement": interval_of(both, share=True) if both else None,
+            "agreement": interval(both, share=True) if both else None,
             "disagrees": (low > 0.5 and our_high < 0.5) or (high < 0.5 and our_low > 0.5),
         }
     return judges
@@ -190,12 +189,11 @@ def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked
     texts = {name: [[one.text for one in row] for row in given.samples] for name, given in answers.items()}
     main, *others = (name for name in scores if name != "sft")
     pairs = [(main, "sft"), *((name, "sft") for name in others), *((main, name) for name in others)]
+    given = {name: (rows, texts[name]) for name, rows in scores.items()}
     return {
         "held_out": {key: held_out[key] for key in HELD_OUT},
         "scores": {name: interval_of(rows) for name, rows in scores.items()},
-        "pairs": [
-            {"pair": list(pair)} | compare_scored(*((scores[name], texts[name]) for name in pair)) for pair in pairs
-        ],
+        "pairs": [{"pair": [a, b]} | compare_scored(given[a], given[b]) for a, b in pairs],
     }
 
 
@@ -222,24 +220,22 @@ def evaluate_people(config: Config, device: torch.device) -> Figures:
     """The figures of all labelers, and of training and held-out ones apart if there are both; with a judge, corrected win rates.
     Raises: UserError if no label compares two policies.
     """
-    records, _ = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)
+    records = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)[0]
     people = [r for r in records if r.ranking is not None or r.pairs is not None or r.ratings]
     names = policy_names(records)
     if not (points := mean_points(((record, said_of(record)) for record in people), names)):
         wanted = "give labels of tasks of `rlhf sample sample.stages=[sft,ppo]`"
         raise UserError(f"evaluate.labels={config.evaluate.labels}: no label compares two policies: {wanted}")
     held_out = held_out_labelers(config)
-    strangers = [record for record in people if record.labeler in held_out]
-    known = [record for record in people if record.labeler not in held_out]
-    apart = {"training labelers": known, "held-out labelers": strangers} if strangers else {}
-    groups = {"all labelers": people} | apart
+    groups = {"all labelers": people}
+    if strangers := [record for record in people if record.labeler in held_out]:
+        known = [record for record in people if record.labeler not in held_out]
+        groups |= {"training labelers": known, "held-out labelers": strangers}
     figures: Figures = {name: people_figures(group, names) for name, group in groups.items() if group}
     if config.evaluate.labels_model is not None:
         judged = mean_points(score_tasks(config, records, device), names)
-        figures["corrected"] = [
-            {"pair": list(pair), **prediction_powered(by_prompt, judged.get(pair, {}))}
-            for pair, by_prompt in points.items()
-        ]
+        corrected = {pair: prediction_powered(told, judged.get(pair, {})) for pair, told in points.items()}
+        figures["corrected"] = [{"pair": list(pair), **one} for pair, one in corrected.items()]
     return figures
 
 
@@ -259,7 +255,7 @@ def people_figures(rankings: Sequence[Ranking], names: Mapping[str, str]) -> Fig
         "judgements": len(rankings),
         "agreement": pairwise_agreement(rankings),
         "win_rates": [
-            {"pair": list(pair), "win_rate": interval_of([[p] for p in by_prompt.values()], share=True)}
+            {"pair": list(pair), "win_rate": interval(list(by_prompt.values()), share=True)}
             for pair, by_prompt in mean_points(((one, said_of(one)) for one in rankings), names).items()
         ],
         "policies": {
@@ -280,9 +276,9 @@ def mean_points(told: Iterable[tuple[Ranking, Told]], names: Mapping[str, str]) 
     """The means of what is told of each record's responses of different policies, for the policy whose name comes first."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for record, points in told:
-        policies = [names.get(response.policy or "") for response in record.responses]
+        policies = [names.get(response.policy or "", "") for response in record.responses]
         for (i, j), point in points.items():
-            if (a := policies[i]) is not None and (b := policies[j]) is not None and a < b:
+            if "" < (a := policies[i]) < (b := policies[j]):
                 found.setdefault((a, b), {}).setdefault(prompt_key(record.prompt), []).append(point)
     return {pair: {key: fmean(row) for key, row in by.items()} for pair, by in sorted(found.items())}
 

@@ -102,12 +102,8 @@ def draw_divided(
     engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], name: str, count: int, **how: Any
 ) -> Answers:
     """`count` responses to each prompt; the prompts are divided among the processes. The model must be whole on each."""
-
-    def draw(mine: Sequence[int]) -> Answers:
-        asked = [(prompts[i], ("evaluate", name, i)) for i in mine]
-        return list(draw_in_turn(engine, tokenizer, asked, count, max(1, len(asked)), **how))
-
-    return divide(len(prompts), draw)
+    asked = [(ids, ("evaluate", name, i)) for i, ids in enumerate(prompts)]
+    return divide(asked, lambda mine: list(draw_in_turn(engine, tokenizer, mine, count, max(1, len(mine)), **how)))
 
 
 def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: torch.device) -> dict[str, Responses]:
@@ -194,12 +190,8 @@ def score_by(reward: Reward, records: Sequence[PromptRecord], prompts: Sequence[
 
 def score_divided(reward: Reward, given: Responses, records: Sequence[PromptRecord]) -> Scores:
     """`score_by` of a policy's samples, the prompts divided among the processes. The reward's models must be whole on each."""
-
-    def score_mine(mine: Sequence[int]) -> Scores:
-        asked, answers = [given.prompts[i] for i in mine], [given.samples[i] for i in mine]
-        return score_by(reward, [records[i] for i in mine], asked, answers) if mine else []
-
-    return divide(len(records), score_mine)
+    asked = list(zip(records, given.prompts, given.samples, strict=True))
+    return divide(asked, lambda mine: score_by(reward, *zip(*mine, strict=True)) if mine else [])
 
 
 def score_answers(
@@ -243,7 +235,7 @@ def nats_and_kl(
 
     def nats_of(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
         model = load_frozen(config, folder, device)
-        return divide(len(pairs), lambda mine: pair_nats(model, [pairs[i] for i in mine], pad, device))
+        return divide(pairs, lambda mine: pair_nats(model, mine, pad, device))
 
     nats, kl = {}, {}
     with Progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:

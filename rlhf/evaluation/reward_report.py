@@ -101,14 +101,13 @@ def comparison_figures(
 
 def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]:
     """P(win | score gap): predicted sigmoid(raw gap), and how often the labelers preferred the higher score."""
-    curve = []
-    for place in range(len(CALIBRATION_BINS) + 1):
-        rows = [pair for pair in pairs if sum(abs(pair.margin) > edge for edge in CALIBRATION_BINS) == place]
-        if rows:
-            gaps, observed = np.array([abs(pair.margin) for pair in rows]), accuracy(rows)
-            predicted = (1 / (1 + np.exp(-gaps / gain))).mean()
-            figures = {"gap": round(float(gaps.mean()), 4), "predicted": round(float(predicted), 4)}
-            curve.append(figures | {"observed": observed["value"], "ci95": observed["ci95"], "n": len(rows)})
+    curve, places = [], np.searchsorted(CALIBRATION_BINS, [abs(pair.margin) for pair in pairs])
+    for place in np.unique(places):
+        rows = [pairs[i] for i in np.flatnonzero(places == place)]
+        gaps, observed = np.array([abs(pair.margin) for pair in rows]), accuracy(rows)
+        predicted = (1 / (1 + np.exp(-gaps / gain))).mean()
+        figures = {"gap": round(float(gaps.mean()), 4), "predicted": round(float(predicted), 4)}
+        curve.append(figures | {"observed": observed["value"], "ci95": observed["ci95"], "n": len(rows)})
     return curve
 
 
@@ -128,17 +127,16 @@ def compare_with_truth(
     """The ceiling (the labelers' noiseless mean utility on the same pairs), the accuracy on the judge's own order, and, if the true
     score has parts, `gold_regression`. known: the labelers who also judged for training.
     """
-    judged = [[truth.judge(i.record, text, ended) for text, ended in i.answers] for i in items if i.record]
+    judged = [[truth.judge(i.record, text, ended) for text, ended in i.answers] for i in items]
     both = [list(zip((one["total"] for one in j), s, strict=True)) for j, s in zip(judged, scores, strict=True)]
     seen = [rows for item, rows in zip(items, both, strict=True) if item.of_labelers(known).judgements]
     couples = itertools.chain.from_iterable(itertools.permutations(rows, 2) for rows in seen)
     points = [win(one, other) for (total, one), (lower, other) in couples if total > lower + 1e-9]
-    utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items if i.record]
+    utilities = [labelers_mean(truth, config.gold.labeler_noise, i.record, i.answers) for i in items]
     ceiling = accuracy([pair for pair in judged_pairs(items, utilities) if pair.labeler in known])["value"]
     results = {"noise_ceiling": ceiling, "gold_order_accuracy": round(fmean(points), 4) if points else None}
-    return results | (
-        {"gold_regression": {"parts": gold_regression(truth.parts, judged, scores)}} if truth.parts else {}
-    )
+    parts = {"gold_regression": {"parts": gold_regression(truth.parts, judged, scores)}} if truth.parts else {}
+    return results | parts
 
 
 def gold_regression(names: Sequence[str], judged: Sequence[list[Judged]], scores: Scores) -> Figures:
@@ -176,8 +174,7 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
     """The figures of scored rows, over all and by subset."""
     by_subset: dict[str, list[tuple[Item, list[float]]]] = {}
     for item, s in zip(items, scores, strict=True):
-        metadata = {} if item.record is None else item.record.metadata
-        named = (str(metadata[key]) for key in SUBSETS if metadata.get(key) not in (None, ""))
+        named = (str(item.record.metadata[key]) for key in SUBSETS if item.record.metadata.get(key) not in (None, ""))
         by_subset.setdefault(next(named, "all"), []).append((item, s))
     subsets = {name: row_figures(*zip(*rows, strict=True)) for name, rows in sorted(by_subset.items())}
     return {"overall": row_figures(items, scores), "subsets": subsets}
@@ -186,7 +183,7 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
 def row_figures(items: Sequence[Item], scores: Sequence[list[float]]) -> Figures:
     """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
     share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
-    keys, pairs = [prompt_key(item.record.prompt) for item in items if item.record], judged_pairs(items, scores)
+    keys, pairs = [prompt_key(item.record.prompt) for item in items], judged_pairs(items, scores)
     by_length, _ = pairs_by_length(items)
     wrong = {pair.item for pair in pairs if pair.won < 1}
     return {

@@ -298,7 +298,7 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
         for (item, better, worse), *both in zip(told, *judged, strict=True):
             d = [one.margin for one in both]
             pairs.append({
-                "group": name, "labeler": both[0].labeler, "prompt": item.record.prompt[-1].content if item.record else "",
+                "group": name, "labeler": both[0].labeler, "prompt": item.record.prompt[-1].content,
                 "better": item.answers[better][0], "worse": item.answers[worse][0],
                 "difference": d, "surprise": [float(np.logaddexp(0.0, -x)) for x in d],
             })  # fmt: skip

@@ -129,7 +129,7 @@ def run_stage(config: Config) -> None:
         rater = None
         if "rate" in tuned:
             rater = load_rater(config, tuned["rate"], tokenizer, device)
-            results["ratings"] = evaluate_ratings(config, rater, compared, asked)
+            results["ratings"] = evaluate_ratings(config, rater, compared)
         if config.evaluate.best_of and scored:
             results |= evaluate_best_of(config, asked._replace(gold=gold), models, device, rater)
         if needs_parent(config, "evaluate", "judge"):

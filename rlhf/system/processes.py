@@ -182,10 +182,10 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def divide(count: int, compute: Callable[[Sequence[int]], Sequence[T]]) -> list[T]:
-    """The results of 0…count - 1, of which each rank computes its share; all ranks call it and get all. compute: indices -> results."""
-    parts, ranks = gather(list(compute(range(rank(), count, process_count())))), process_count()
-    return [parts[i % ranks][i // ranks] for i in range(count)]
+def divide(items: Sequence[Any], compute: Callable[[Sequence[Any]], Sequence[T]]) -> list[T]:
+    """A result per item, of which each rank computes its share; all ranks call it and get all. compute: items -> results."""
+    parts, ranks = gather(list(compute(items[rank() :: process_count()]))), process_count()
+    return [parts[i % ranks][i // ranks] for i in range(len(items))]
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

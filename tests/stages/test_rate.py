@@ -10,7 +10,7 @@ from rlhf.data.records import Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation.best_of import evaluate_ratings
-from rlhf.evaluation.policies import Answer, Asked, Responses
+from rlhf.evaluation.policies import Answer, Responses
 from rlhf.ppo.rewards import Episodes, Quality, Rater, load_rater
 from rlhf.runs.folders import identity_of
 from rlhf.runs.run_files import read_jsonl
@@ -95,7 +95,7 @@ def test_groundedness_counts_what_has_claims():
     config, sample = Config(), Answer("x", True, [2], [0.0])
     config.rate.given = {"grounded": "claims"}
     answers = {"sft": Responses([[1]], [[sample, sample]], [])}
-    found = evaluate_ratings(config, rater, answers, Asked([None], [[1]], None))
+    found = evaluate_ratings(config, rater, answers)
     assert found["claims"]["sft"]["value"] == 0.75
     assert found["grounded"]["sft"]["value"] == pytest.approx(0.9 / 1.5)  # (1 x .8 + .5 x .2) / (1 + .5)
     assert (found["grounded"]["sft"]["n"], found["grounded"]["sft"]["of"]) == (2, 2)  # 1.5 of 2, rounded
