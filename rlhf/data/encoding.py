@@ -243,7 +243,7 @@ def join_rankings(
     unpaired = 0
     for record in records:
         weight = 1.0 if record.labeler is None else float((labeler_weights or {}).get(record.labeler, 1.0))
-        answers = [(response.text, bool(response.metadata.get("ended", True))) for response in record.responses]
+        answers = [response.answer for response in record.responses]
         pairs = [(i, j) for i, j in record.pair_list() if answers[i] != answers[j]]
         if not pairs or not weight > 0:
             unpaired += 1

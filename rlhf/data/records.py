@@ -139,6 +139,11 @@ class RankedResponse(_Part):
     policy: Text | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def answer(self) -> tuple[str, bool]:
+        """The text, and whether it ended."""
+        return self.text, bool(self.metadata.get("ended", True))
+
 
 class Ranking(_Part):
     """One labeler's ranking of K responses to one prompt: trains the reward model. `ranking` names response ids, best

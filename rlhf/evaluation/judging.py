@@ -26,7 +26,7 @@ from rlhf.data.splits import prompt_key
 from rlhf.errors import UserError
 from rlhf.evaluation.policies import Asked, Responses, score_divided
 from rlhf.evaluation.reward_report import evaluate_reward_model
-from rlhf.evaluation.scoring import answers_of, held_out_labelers, load_judge, score_each
+from rlhf.evaluation.scoring import held_out_labelers, load_judge, score_each
 from rlhf.evaluation.statistics import (
     Figures,
     ends,
@@ -294,6 +294,7 @@ def score_tasks(config: Config, records: Sequence[Ranking], device: torch.device
     """What the scores of evaluate.labels_model say of every task that fits the model once, labelled or not."""
     _, model, encode = load_judge(config, config.evaluate.labels_model, "evaluate.labels_model", device)
     tasks = {repr((r.prompt, sorted((x.policy or "", x.text) for x in r.responses))): r for r in records}
-    fitting = [(r, encoded[0]) for r in tasks.values() if (encoded := encode(r.prompt, answers_of(r))) is not None]
+    encoded = ((r, encode(r.prompt, [response.answer for response in r.responses])) for r in tasks.values())
+    fitting = [(r, made[0]) for r, made in encoded if made is not None]
     for (record, _), s in zip(fitting, score_each(model, [rows for _, rows in fitting]), strict=True):
         yield record, {(i, j): win(s[i], s[j]) for i, j in itertools.permutations(range(len(s)), 2)}

@@ -116,11 +116,6 @@ def score_each(model: Any, rows: Sequence[Sequence[Any]], calibrated: bool = Tru
     return split_like(score(model, flatten(rows), calibrated=calibrated).tolist(), rows)
 
 
-def answers_of(task: Ranking) -> list[tuple[str, bool]]:
-    """The responses' texts, each with whether it ended."""
-    return [(one.text, bool(one.metadata.get("ended", True))) for one in task.responses]
-
-
 class JudgedPair(NamedTuple):
     """One labeler's judgement of two answers to one prompt."""
 
@@ -280,7 +275,7 @@ def value_tasks(config: Config, tasks: Sequence[Ranking], how: str, rewards: Seq
     with Progress(len(tasks) * len(rewards), "sample.rewards", unit="prompt") as bar:
         for name in rewards:
             _, model, encode = load_judge(config, name, "sample.rewards", device)
-            encoded = [encode(task.prompt, answers_of(task)) for task in tasks]
+            encoded = [encode(task.prompt, [one.answer for one in task.responses]) for task in tasks]
             by_model.append(score_each(model, [found[0] if found else [] for found in encoded], calibrated=False))
             bar.update(len(tasks))
     return [value_of(how, each) if all(each) else None for each in zip(*by_model, strict=True)]

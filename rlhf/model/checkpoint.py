@@ -169,11 +169,9 @@ def _read_config(source: str, folder: Path, gguf: dict[str, str]) -> Any:
     config = read_config(str(folder), f"model.pretrained={source}: no readable configuration", wanted, **gguf)
     classifier = next((kind for kind in config.architectures or [] if kind.endswith("Classification")), None)
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder
-    writes_none = (
-        f"writes no text: give a causal language model, or use this one as reward model: reward.model={source}"
-    )
+    instead = f"give a causal language model, or use this one as reward model: reward.model={source}"
     problems = {
-        writes_none: classifier or masked or is_encoder(config),
+        f"writes no text: {instead}": classifier or masked or is_encoder(config),
         "has an encoder: give a decoder-only model": config.is_encoder_decoder,
         # transformers refuses the question of an encoder and a decoder that are both of text
         "reads more than text: give a model of text alone": not config.is_encoder_decoder

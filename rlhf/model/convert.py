@@ -106,17 +106,19 @@ def their_config(config: GPTConfig, form: str) -> Any:
     return architecture.config_class(**{**kept, **written})
 
 
+def public_form(config: GPTConfig, what: str) -> str:
+    """`find_form`. Raises: UserError, which begins with `what`, if only our own class fits."""
+    if (form := find_form(config)) == OWN:
+        raise UserError(f"{what}: no public class expresses this model: {why_own(config)}")
+    return form
+
+
 def public_config(model: Any, what: str) -> dict[str, Any]:
-    """config.json of the model as `export` writes it. Raises: UserError, which begins with `what`, if only our own class fits."""
-    config = model.config
-    if lm(model).native:
-        form = find_form(config)
-        if form == OWN:
-            raise UserError(f"{what}: no public class expresses this model: {why_own(config)}")
-        config, name = their_config(config, form), ARCHITECTURES[form].model_class.__name__
-    else:
-        name = type(model).__name__
-    return config.to_dict() | {"architectures": [name]}
+    """config.json of the model as `export` writes it. Raises: UserError as `public_form`."""
+    if not lm(model).native:
+        return model.config.to_dict() | {"architectures": [type(model).__name__]}
+    form = public_form(model.config, what)
+    return their_config(model.config, form).to_dict() | {"architectures": [ARCHITECTURES[form].model_class.__name__]}
 
 
 def public_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -190,11 +192,7 @@ def _with_score_head(model: Any) -> Any:
     trunk = model.trunk
     settings, weights = copy.deepcopy(trunk.config), trunk.state_dict()
     if lm(trunk).native:
-        form = find_form(trunk.config)
-        if form == OWN:
-            raise UserError(
-                f"export: no class of transformers expresses this reward model's trunk: {why_own(trunk.config)}"
-            )
+        form = public_form(trunk.config, "export")
         settings = their_config(trunk.config, form)
         weights = dict(renamed(trunk.config, form, ((f"model.{name}", weight) for name, weight in weights.items())))
     settings.num_labels = 1
@@ -203,9 +201,8 @@ def _with_score_head(model: Any) -> Any:
         prefix = f"{result.base_model_prefix}."
         result.base_model.load_state_dict({name.removeprefix(prefix): weight for name, weight in weights.items()})
     except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"export: transformers has no sequence classifier of a {settings.model_type}: {str(error).splitlines()[0]}"
-        ) from error
+        lacks = f"transformers has no sequence classifier of a {settings.model_type}"
+        raise UserError(f"export: {lacks}: {str(error).splitlines()[0]}") from error
     return result.float().eval()
 
 

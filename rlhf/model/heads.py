@@ -93,9 +93,8 @@ def first_blocks(trunk: Any, count: int) -> Any:
     ours = lm(trunk).native
     if not ours or count > trunk.config.n_layer:
         has = f"{trunk.config.num_hidden_layers} blocks" + ("" if ours else " and does not run natively")
-        raise UserError(
-            f"reward.layers={count}: the model has {has}: want null, mix, or fewer blocks of a native model"
-        )
+        wanted = "want null, mix, or fewer blocks of a native model"
+        raise UserError(f"reward.layers={count}: the model has {has}: {wanted}")
     config = copy.deepcopy(trunk.config)
     config.n_layer = count
     return config
@@ -192,10 +191,8 @@ class RewardModel(PreTrainedModel):
         With a mix the normed states of the layers that it mixes, (L, B, D).
         """
         real, kept = self._read_places(tokens, lengths)
-        trunk = lm(self.trunk)
-        hidden = (
-            trunk.hidden(tokens, kept)[None] if self.mix is None else self.mix.normed(trunk.layers_at(tokens, kept))
-        )
+        trunk, mix = lm(self.trunk), self.mix
+        hidden = trunk.hidden(tokens, kept)[None] if mix is None else mix.normed(trunk.layers_at(tokens, kept))
         hidden = hidden.float().view(len(hidden), *real.shape, -1)
         return torch.where(real[..., None], hidden, 0.0).sum(2) / real.sum(1, keepdim=True)
 
@@ -329,12 +326,12 @@ def keep_every(model: Any, every: int) -> Any:
     """Leave a causal language model of ours only its blocks 0, every, 2 every, …
     Raises: UserError if it is none of ours, or if its blocks are of several kinds.
     """
-    config = model.config
-    if not lm(model).native or config.window is not None or config.experts:
-        which = "does not run natively" if not lm(model).native else "has banded layers or experts"
-        raise UserError(f"distill.teacher: the {model.config.model_type} {which}: want a model of equal blocks")
-    layers = model.model.layers[::every]
+    config, native = model.config, lm(model).native
+    if not native or config.window is not None or config.experts:
+        which = "has banded layers or experts" if native else "does not run natively"
+        raise UserError(f"distill.teacher: the {config.model_type} {which}: want a model of equal blocks")
+    model.model.layers = layers = model.model.layers[::every]
+    config.n_layer = len(layers)
     for number, layer in enumerate(layers):
         layer.attention.layer = number
-    model.model.layers, config.n_layer = layers, len(layers)
     return model

@@ -258,9 +258,8 @@ class Labelling:
         with self.lock:
             if stored := self.file.records.get(known_id):
                 return stored
-            if set[str]().union(*verdict.flags.values()) - {
-                flag for group in self.flags().values() for flag, _ in group
-            }:
+            known_flags = {flag for group in self.flags().values() for flag, _ in group}
+            if not known_flags.issuperset(flag for flags in verdict.flags.values() for flag in flags):
                 raise RefusedError(400, "no such flag or rule", "flags")
             task = self.comparisons.get(name) if compared else self.find(name)
             if task is None or (compared and task.labeler != labeler):
@@ -270,16 +269,14 @@ class Labelling:
                 before = self.ranked.get(name, {}).get(labeler)
                 # a task from before a restart of the server, or from long ago, may still be open
                 if before is None and (replaces is not None or not (decides or self._is_open(name, labeler))):
-                    raise RefusedError(
-                        409, "enough labelers have this task, or it is assigned to others: load the next one", "name"
-                    )
+                    taken = "enough labelers have this task, or it is assigned to others: load the next one"
+                    raise RefusedError(409, taken, "name")
                 if before is not None and before.id != replaces:
                     raise RefusedError(409, "you have labelled this task: go back to change your answer", "name")
                 order = [response.id for response in self.shown(task, labeler).responses]
                 about = {"task": name, "order": order, "replaces": replaces}
-            about |= verdict.model_dump(include={"note", "all_bad", "submission"}) | {
-                "cannot_judge": verdict.ranking is None
-            }
+            about |= verdict.model_dump(include={"note", "all_bad", "submission"})
+            about["cannot_judge"] = verdict.ranking is None
             record = Ranking(
                 id=known_id,
                 prompt=task.prompt,
@@ -336,21 +333,20 @@ class Labelling:
         with self.lock:
             if stored := self.file.records.get(known_id):
                 return stored
-            task = None if request.task is None else self.tasks.get(request.task)
+            task = self.tasks.get(request.task or "")
             if request.task is not None and task is None:
                 raise RefusedError(404, "no such task", "task")
             if request.edited not in (None, *(response.id for response in (task.responses if task else ()))):
                 raise RefusedError(400, "want a response of the task", "edited")
-            about = request.model_dump(include={"seconds", "task", "edited", "submission"}, exclude_none=True)
+            about = task.metadata if task else {}  # its split and group
+            about = about | request.model_dump(include={"seconds", "task", "edited", "submission"}, exclude_none=True)
             record = Demonstration(
                 id=known_id,
                 prompt=records_of(request.messages),
                 response=request.response,
                 labeler=labeler,
                 source="rlhf serve",
-                metadata=(task.metadata if task else {})
-                | about
-                | {"created": now_text()},  # the task's split and group
+                metadata=about | {"created": now_text()},
             )
             if task and not answers_alike(record, task):
                 raise RefusedError(400, "want the prompt of the task", "messages")

@@ -157,10 +157,6 @@ class Completion:
                 self.generations.append(Generation(*how, model=model, text=text))
         thread.submit(self.generations)
 
-    @property
-    def completion_tokens(self) -> int:
-        return sum(len(one.text.ids) for one in self.generations)
-
     def close(self) -> None:
         for one in self.generations:
             one.cancelled = True

@@ -180,7 +180,7 @@ class Form:
         self.head: Reply = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())} | about
 
     def usage(self) -> Reply:
-        read, written = self.completion.prompt_tokens, self.completion.completion_tokens
+        read, written = self.completion.prompt_tokens, sum(len(one.text.ids) for one in self.completion.generations)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def choice(self, chunk: Chunk, streamed: bool) -> Reply:

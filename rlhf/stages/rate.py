@@ -102,8 +102,7 @@ def rate_all(tokenizer: Any, rankings: Sequence[Ranking], rules: Collection[str]
                 levels[name] = int(level + 0.5)
             levels |= {flag: int(flag in given) for flag in offered}
             levels |= {rule: int(f"{BREAKS}{rule}" not in given) for rule in asked}
-            ended = bool(response.metadata.get("ended", True))
-            yield Rated(prompt + encode_response(tokenizer, response.text, ended), levels)
+            yield Rated(prompt + encode_response(tokenizer, *response.answer), levels)
 
 
 def choose_qualities(
