@@ -191,7 +191,7 @@ def score_by(reward: Reward, records: Sequence[PromptRecord], prompts: Sequence[
 def score_divided(reward: Reward, given: Responses, records: Sequence[PromptRecord]) -> Scores:
     """`score_by` of a policy's samples, the prompts divided among the processes. The reward's models must be whole on each."""
     asked = list(zip(records, given.prompts, given.samples, strict=True))
-    return divide(asked, lambda mine: score_by(reward, *zip(*mine, strict=True)) if mine else [])
+    return divide(asked, lambda mine: score_by(reward, *map(list, zip(*mine, strict=True))) if mine else [])
 
 
 def score_answers(

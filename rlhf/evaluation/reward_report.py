@@ -101,9 +101,9 @@ def comparison_figures(
 
 def calibration_curve(pairs: Sequence[JudgedPair], gain: float) -> list[Figures]:
     """P(win | score gap): predicted sigmoid(raw gap), and how often the labelers preferred the higher score."""
-    curve, places = [], np.searchsorted(CALIBRATION_BINS, [abs(pair.margin) for pair in pairs])
-    for place in np.unique(places):
-        rows = [pairs[i] for i in np.flatnonzero(places == place)]
+    curve, places = [], np.searchsorted(CALIBRATION_BINS, [abs(pair.margin) for pair in pairs]).tolist()
+    for place in sorted(set(places)):
+        rows = [pair for pair, its_place in zip(pairs, places, strict=True) if its_place == place]
         gaps, observed = np.array([abs(pair.margin) for pair in rows]), accuracy(rows)
         predicted = (1 / (1 + np.exp(-gaps / gain))).mean()
         figures = {"gap": round(float(gaps.mean()), 4), "predicted": round(float(predicted), 4)}
