@@ -276,9 +276,9 @@ def mean_points(told: Iterable[tuple[Ranking, Told]], names: Mapping[str, str]) 
     """The means of what is told of each record's responses of different policies, for the policy whose name comes first."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for record, points in told:
-        policies = [names.get(response.policy or "", "") for response in record.responses]
+        policies = [names.get(response.policy or "") for response in record.responses]
         for (i, j), point in points.items():
-            if "" < (a := policies[i]) < (b := policies[j]):
+            if (a := policies[i]) and (b := policies[j]) and a < b:
                 found.setdefault((a, b), {}).setdefault(prompt_key(record.prompt), []).append(point)
     return {pair: {key: fmean(row) for key, row in by.items()} for pair, by in sorted(found.items())}
 
