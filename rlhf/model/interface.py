@@ -111,10 +111,13 @@ class Episodes(NamedTuple):
     ended: Tensor  # (B,) bool
 
 
-def in_step(model: Any, groups: list[list[int]]) -> list[list[int]]:
-    """Under ZeRO-3, whose forwards gather weights, every rank must call the model equally often: the last group is repeated."""
+def scoring_groups(model: Any, lengths: Sequence[int], most: int) -> list[list[int]]:
+    """`by_length` for forwards without gradients, of at most `most` rows. Under ZeRO-3, whose forwards gather weights, every rank must
+    call the model equally often: the last group is repeated.
+    """
+    groups = by_length(lengths, most, scoring_tokens(model))
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        groups = groups + groups[-1:] * (max(gather(len(groups))) - len(groups))
+        groups += groups[-1:] * (max(gather(len(groups))) - len(groups))
     return groups
 
 
@@ -124,8 +127,7 @@ def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
     bare = unwrapped(model)
     scores, device = torch.zeros(len(rows)), next(bare.parameters()).device
     with evaluating(bare):
-        groups = by_length([len(row) for row in rows], bare.together, scoring_tokens(bare))
-        for group in in_step(bare, groups):
+        for group in scoring_groups(bare, [len(row) for row in rows], bare.together):
             batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
             scores[group] = model(**batch, calibrated=calibrated).float().cpu()
     return scores

@@ -23,8 +23,8 @@ from rlhf.data.records import PromptRecord
 from rlhf.data.splits import prompt_key
 from rlhf.engines.choosing import Samples, SamplingEngine
 from rlhf.errors import UserError
-from rlhf.model.batching import by_length, right_pad, scoring_tokens
-from rlhf.model.interface import Episodes, in_step, lm
+from rlhf.model.batching import right_pad
+from rlhf.model.interface import Episodes, lm, scoring_groups
 from rlhf.ops.gae import ESTIMATORS, compute_advantages
 from rlhf.ops.masked import wide
 from rlhf.ops.ppo import sampler_weights
@@ -131,8 +131,7 @@ def score_responses(
     logp_old = samples.logprobs.clone()
     logp_ref, values, token_scores = (torch.zeros_like(logp_old) for _ in range(3))
     with engine.autocast():
-        groups = by_length(lengths.tolist(), 2 * settings.micro_batch_episodes, scoring_tokens(engine.module))
-        for group in in_step(engine.module, groups):
+        for group in scoring_groups(engine.module, lengths.tolist(), 2 * settings.micro_batch_episodes):
             width, answer = int(lengths[group].max()), int(samples.mask[group].sum(1).max())
             part, mask, starts = tokens[group, :width], samples.mask[group, :answer], prompt_lengths[group]
             logp_ref[group, :answer] = reference(part, starts, mask)

@@ -23,7 +23,7 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
-from rlhf.model.interface import Episodes, evaluating, in_step, lm, score, unwrapped
+from rlhf.model.interface import Episodes, evaluating, lm, score, scoring_groups, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
@@ -68,8 +68,7 @@ class ModelReward:
         if self.read_tokens == 0:
             return self(episodes), parts
         rows = self.bare.rows(episodes)
-        groups = by_length([len(row) for row in rows], self.bare.together, scoring_tokens(self.bare))
-        for group in in_step(self.bare, groups):
+        for group in scoring_groups(self.bare, [len(row) for row in rows], self.bare.together):
             batch = {name: x.to(self.device) for name, x in self.bare.collate([rows[i] for i in group]).items()}
             terms = self.model(**batch, by_token=True).float()  # (b, N), from the last token backwards
             at = sizes[group, None] - 1 - torch.arange(terms.shape[1], device=self.device)
