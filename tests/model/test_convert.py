@@ -252,7 +252,7 @@ def test_a_text_classifier_exports_with_its_calibration(name, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "why"), [
-    ("sinusoidal", "expresses this reward model's trunk: positions is 'sinusoidal'"),
+    ("sinusoidal", "expresses this model: positions is 'sinusoidal'"),
     ("one_norm", "has no sequence classifier of a cohere"),
 ])  # fmt: skip
 def test_a_trunk_without_a_public_classifier_is_refused_in_one_line(kind, why, tokenizer, tmp_path):
