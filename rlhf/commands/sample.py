@@ -42,7 +42,15 @@ def run(config: Config) -> None:
             check_output(reward_folder(config, name, "sample.rewards"))
         prompts, labelled = choose_prompts(config)
         drawn, alike, too_long = draw_tasks(config, policies, prompts)
-        tasks = choose_tasks(config, drawn, rewards) if rewards and drawn else drawn
+        tasks = drawn
+        if rewards and drawn:
+            from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
+
+            values, keys = value_tasks(config, drawn, settings.choose, rewards), [task.id for task in drawn]
+            chosen = choose_prompts_by(values, keys, settings.prompts, settings.random_fraction, config.seed)
+            for place, at_random in chosen.items():
+                drawn[place].metadata["chosen"] = "random" if at_random else settings.choose
+            tasks = [drawn[place] for place in sorted(chosen)]
         left = f"{alike:,} prompts with fewer than 2 distinct responses, {too_long:,} too long, {labelled:,} labelled already"
         if not tasks:
             raise UserError(f"sample: no task is left ({left}): raise sample.temperature or sample.prompts")
@@ -99,18 +107,6 @@ def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
     if config.sample.choose != "first":
         fresh.sort(key=lambda record: uniform(f"sample {record.id}", config.seed))
     return fresh[:pool], len(candidates) - len(fresh)
-
-
-def choose_tasks(config: Config, tasks: list[Ranking], rewards: list[str | None]) -> list[Ranking]:
-    """Those to label, which reward models choose; `metadata.chosen` says how."""
-    from rlhf.evaluation.scoring import choose_prompts_by, value_tasks
-
-    settings, keys = config.sample, [task.id for task in tasks]
-    values = value_tasks(config, tasks, settings.choose, rewards)
-    chosen = choose_prompts_by(values, keys, settings.prompts, settings.random_fraction, config.seed)
-    for place, at_random in chosen.items():
-        tasks[place].metadata["chosen"] = "random" if at_random else settings.choose
-    return [tasks[place] for place in sorted(chosen)]
 
 
 def find_policy(config: Config, name: str) -> tuple[str, Path]:
