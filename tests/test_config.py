@@ -1,6 +1,7 @@
 """Configurations: presets, what a run remembers, and what is handed to W&B, DeepSpeed and the hub."""
 
 import json
+import shutil
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def test_every_yaml_composes_and_its_values_arrive(group, name):
         check_config(config, command)
 
 
+def test_a_yaml_file_that_changes_is_read_again(tmp_path, monkeypatch):
+    shutil.copytree(compose.conf_dir(), tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(compose, "conf_dir", lambda: tmp_path)
+    for seed in (5, 6):
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
+        assert compose_config(["experiment=mine"]).seed == seed
+
+
 @pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "experiment"])
 def test_an_override_wins_over_an_experiment_and_an_experiment_over_its_model(name):
     config = compose.compose_config([f"experiment={name}", "kl.coef=0.77", "model.n_layer=3"])
@@ -73,9 +82,8 @@ def test_every_command_has_help_groups_that_exist():
     for schema, groups in shown.items():
         root = schema()
         every = {item.name for item in fields(root) if is_dataclass(getattr(root, item.name))}
-        elsewhere = (
-            {item.name for item in fields(Config)} if issubclass(schema, Config) and schema is not Config else set()
-        )
+        inherits = issubclass(schema, Config) and schema is not Config
+        elsewhere = {item.name for item in fields(Config)} if inherits else set()
         assert every - elsewhere <= groups <= every  # what a schema inherits is shown by the other commands
 
 
@@ -88,10 +96,8 @@ def test_every_commands_help_runs(command, capsys):
         for key in settings_in(compose.schema_of(command)):
             if key.rpartition(".")[0] == group.rstrip("."):
                 assert f"\n  {key}=" in out
-    assert command in compose.SCHEMAS or (
-        "model=bert | bert-large" in out
-        and "experiment=align | align-laptop | dialogue | gold | gold-dialogue | real" in out
-    )
+    experiments = "experiment=align | align-laptop | dialogue | gold | gold-dialogue | real"
+    assert command in compose.SCHEMAS or ("model=bert | bert-large" in out and experiments in out)
 
 
 # --- A run remembers its settings ---
@@ -205,10 +211,8 @@ def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
     for words in ([], LABELS):
         config = compose_config(["run=x", "tracking=wandb", *words])
         open_tracker(Stage(config, "sft", tmp_path, {}, {})).finish()
-    kept = [
-        [options.get(key) for key in ("entity", "name", "group", "tags", "job_type")]
-        for options in (given[0], given[-1])
-    ]
+    keys = ("entity", "name", "group", "tags", "job_type")
+    kept = [[options.get(key) for key in keys] for options in (given[0], given[-1])]
     assert kept == [[None, "x/sft", "x", None, "sft"], ["team", "trial/sft", "sweep", ["one", "two"], "sft"]]
 
 
@@ -218,15 +222,10 @@ def deepspeed_file(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def test_a_deepspeed_file_is_added_to_ours(tmp_path):
-    more = {
-        "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto"},
-        "wall_clock_breakdown": True,
-        "amp": None,
-    }
+    zero = {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto"}
+    more = {"zero_optimization": zero, "wall_clock_breakdown": True, "amp": None, "bf16": {"enabled": True}}
     plain = deepspeed_settings(compose_config(["deepspeed=zero3"]), bfloat16=True)
-    found = deepspeed_settings(
-        compose_config(deepspeed_file(tmp_path, more | {"bf16": {"enabled": True}})), bfloat16=True
-    )
+    found = deepspeed_settings(compose_config(deepspeed_file(tmp_path, more)), bfloat16=True)
     wanted = plain | {"wall_clock_breakdown": True}
     wanted["zero_optimization"] = plain["zero_optimization"] | {"sub_group_size": 1e9}
     assert found == wanted

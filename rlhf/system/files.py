@@ -136,10 +136,11 @@ def locked(place: Path, busy: str, setting: str = "runs_dir") -> Iterator[None]:
 
 def is_locked(place: Path) -> bool:
     """Whether a process has the lock on a place, by the kernel's list: taking it could keep another process from its work."""
-    kernel, lock = Path("/proc/locks"), lock_of(place)
-    if not lock.exists() or not kernel.exists():  # without a list, a lock file that exists counts
-        return lock.exists()
-    return f":{lock.stat().st_ino} " in kernel.read_text(encoding="ascii")
+    kernel = Path("/proc/locks")
+    with contextlib.suppress(FileNotFoundError):  # no lock, or the process has just ended
+        number = lock_of(place).stat().st_ino
+        return not kernel.exists() or f":{number} " in kernel.read_text(encoding="ascii")
+    return False
 
 
 @contextlib.contextmanager
