@@ -196,10 +196,11 @@ def gather_oasst_messages(rows: Iterable[Row]) -> Iterator[Row]:
     held: dict[str, Row] = {}
     below: dict[str | None, list[str]] = {}  # a message's replies; of None: first messages
     for row in rows:
-        key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
-        if row.problem:
+        if row.problem:  # and perhaps no object
             yield row
-        elif not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
+            continue
+        key, parent = row.value.get("message_id"), row.value.get("parent_id") or None
+        if not isinstance(key, str) or not isinstance(parent, str | None) or key in held:
             problem = f"message_id: got {shown(key)} in reply to {shown(parent)}, want texts, and each message once"
             yield row._replace(field="message_id", problem=problem)
         else:

@@ -11,6 +11,7 @@ from pyarrow import parquet
 from pydantic import BaseModel
 
 from rlhf.data.reading import load_all
+from rlhf.errors import UserError
 from tests.data.importers.samples import ARGILLA_1, ARGILLA_2, OASST, USER, answer, turns
 
 
@@ -36,9 +37,8 @@ def test_a_tree_gives_a_ranking_for_each_set_of_ranked_siblings(load):
 
 
 def test_replies_without_a_rank_are_unranked(load):
-    asked = reply(
-        "d", None, reply("e", None), reply("f", None), role="prompter"
-    )  # e and f have no rank: no ranking of them
+    # e and f have no rank: no ranking of them
+    asked = reply("d", None, reply("e", None), reply("f", None), role="prompter")
     [record] = load("oasst", tree(reply("a", 0), reply("b", 1, deleted=True), reply("c", 2, asked), reply("g", None)))
     assert [response.id for response in record.responses] == ["a", "c", "g"]
     assert record.ranking == [["a"], ["c"]] and record.metadata["deleted_replies"] == ["b"]
@@ -99,6 +99,8 @@ def test_flat_messages_are_the_records_of_their_trees(tmp_path, write_jsonl, pac
     records, info = load_all(path)
     assert info[0].format == "oasst_messages" and sum(file.rows for file in info) == 2
     assert plain(records) == plain(wanted)
+    with pytest.raises(UserError, match=r"1 of 2 rows cannot be used.*:2: got 3, want an object"):
+        load_all(write_jsonl([*flat(tree()), 3], "damaged.jsonl"))
 
 
 TWO = {"prompt": "Hi", "response-1": "a", "response-2": "b"}
