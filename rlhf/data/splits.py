@@ -17,7 +17,7 @@ PREFIX_CHARACTERS = 200
 KEY_LETTERS = PREFIX_CHARACTERS * 3 // 4  # of a split key
 SPLITS = ("train", "dev", "test")
 LARGE_SHARE, LEAST_SHARING = 0.05, 10  # a beginning that more prompts share is no reason to keep them together
-_NO_LETTER = re.compile(r"[\W_]+")
+_NO_ASCII_LETTER = bytes(c for c in range(128) if not chr(c).isalnum())
 _MARKS = re.compile(r"([^\w\s\x00-\x7f]{1000})[^\w\s\x00-\x7f]+")
 
 
@@ -45,8 +45,10 @@ def conversation(prompt: str | Sequence[Message]) -> str:
 
 def _letters(text: str) -> str:
     """Only letters and digits, in one case and one Unicode form, without accents."""
-    text = _normal("NFKD", text).upper().casefold()
-    return unicodedata.normalize("NFKC", _NO_LETTER.sub("", unicodedata.normalize("NFKD", text)))
+    if text.isascii():  # the same, ten times as fast
+        return text.lower().encode().translate(None, _NO_ASCII_LETTER).decode()
+    text = unicodedata.normalize("NFKD", _normal("NFKD", text).upper().casefold())
+    return unicodedata.normalize("NFKC", "".join(filter(str.isalnum, text)))
 
 
 def split_key(prompt: str | Sequence[Message], shared: Sequence[str] = ()) -> str:
