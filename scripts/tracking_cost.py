@@ -51,7 +51,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
     from rlhf.gold.truth import make_truth
     from rlhf.recipe import ancestors
     from rlhf.runs.stage import open_stage
-    from rlhf.runs.trackers import open_tracker
+    from rlhf.runs.trackers import Tracker
     from rlhf.stages import ppo
 
     with tempfile.TemporaryDirectory() as home:
@@ -71,8 +71,8 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
                 tracker.log(metrics | held_out, step=update, episodes=update, tokens=parts.state.tokens)
 
             config.tracking.kind = "wandb"
-            wandb: Any = Timed(open_tracker(replace(stage, folder=Path(home) / "on")))
-            off = open_tracker(replace(stage, writes=False))
+            wandb: Any = Timed(Tracker(replace(stage, folder=Path(home) / "on")))
+            off = Tracker(replace(stage, writes=False))
             one_update(1, off)  # the first one warms up and checks the invariants
             wandb.log({"objective/kl": 0.0}, step=0)
             time.sleep(3)  # until W&B has started in its thread

@@ -23,7 +23,7 @@ from rlhf.model.checkpoint import read_checkpoint
 from rlhf.runs.remembered import by_key, recall
 from rlhf.runs.sources import hub_folder
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import open_tracker
+from rlhf.runs.trackers import Tracker
 from rlhf.training.engine import deepspeed_settings
 
 FILES = sorted(path for group in cli.CONFIG_GROUPS for path in (compose.conf_dir() / group).glob("*.yaml"))
@@ -210,7 +210,7 @@ def test_wandb_gets_entity_name_group_and_tags(tmp_path, monkeypatch):
     monkeypatch.setattr("wandb.init", init)
     for words in ([], LABELS):
         config = compose_config(["run=x", "tracking=wandb", *words])
-        open_tracker(Stage(config, "sft", tmp_path, {}, {})).finish()
+        Tracker(Stage(config, "sft", tmp_path, {}, {})).finish()
     keys = ("entity", "name", "group", "tags", "job_type")
     kept = [[options.get(key) for key in keys] for options in (given[0], given[-1])]
     assert kept == [[None, "x/sft", "x", None, "sft"], ["team", "trial/sft", "sweep", ["one", "two"], "sft"]]

@@ -5,11 +5,8 @@ from typing import Any
 
 from rlhf.config.setting import setting
 
-POSITIONS = ("learned", "rotary", "sinusoidal")
 BLOCKS = ("pre", "post", "parallel", "one_norm")
 ATTENTION = ("causal", "bidirectional")
-NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "gelu_erf", "relu", "swiglu")
 
 
 @dataclass(repr=False)  # transformers writes that of its configurations
@@ -24,13 +21,13 @@ class GPTShape:
     mlp_width: int | None = setting(None, "hidden units of the MLP; none: 4 x width, SwiGLU 8/3 x width", min=1)
     context_length: int = setting(1024, "tokens per row", min=1)
     attention: str = setting("causal", "bidirectional: an encoder, pretrained on masked tokens", choices=ATTENTION)
-    positions: str = setting("learned", "position encoding", choices=POSITIONS)
+    positions: str = setting("learned", "position encoding", choices=("learned", "rotary", "sinusoidal"))
     block: str = setting("pre", "norms' place; parallel, one_norm: MLP beside attention, 2 norms or 1", choices=BLOCKS)
     window: int | None = setting(None, "tokens that a banded layer attends to; none: no banded layers", min=1)
     window_every: int = setting(2, "with window, the last of every window_every layers is banded", min=1)
-    norm: str = setting("layernorm", "normalisation", choices=NORMS)
+    norm: str = setting("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     qk_norm: bool = setting(False, "an RMS norm on each head's queries and keys")
-    mlp: str = setting("gelu", "activation of the MLP", choices=MLPS)
+    mlp: str = setting("gelu", "activation of the MLP", choices=("gelu", "gelu_erf", "relu", "swiglu"))
     experts: int = setting(0, "MLPs per layer of experts; each token uses one; 0: no such layers", min=0)
     expert_every: int = setting(2, "with experts, the last of every expert_every layers has them", min=1)
     expert_capacity: float = setting(1.25, "pretraining: most tokens of an expert over its even share", above=0)

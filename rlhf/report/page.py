@@ -10,24 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.report.pictures import Mark, draw_svg, format_value, make_pictures, make_stage_figures, spread
-from rlhf.report.sections import (
-    MODELS,
-    MOST_SAMPLES,
-    audit_lines,
-    judge_name,
-    main_policy,
-    make_differences,
-    make_evaluation,
-    make_provenance,
-    make_rollouts,
-    titled,
-    total,
-)
+from rlhf.report import sections
+from rlhf.report.pictures import Mark, draw_svg, make_pictures, make_stage_figures, spread
+from rlhf.runs.progress import format_figure, format_seconds
 from rlhf.runs.run_files import (
     RunFiles,
     decimal,
-    duration,
     entries,
     entry_at,
     memory,
@@ -70,13 +58,14 @@ def make_sentence(run: RunFiles) -> str:
         verdict = "is preferred to" if low > 0.5 else "is worse than"
     prompts = f"{n:,.0f} held-out prompts" if (n := number_at(win, "n")) is not None else "held-out prompts"
     span = f" ({span_of(win)})" if low is not None else ""
-    policy, judge = titled(main_policy(run.results)), judge_name(run.results)
+    policy, judge = sections.titled(sections.main_policy(run.results)), sections.judge_name(run.results)
     return f"{policy} {verdict} SFT: by the {judge} it wins {percent(value)} of comparisons on {prompts}{span}."
 
 
 def make_tiles(run: RunFiles, evaluated: bool = True) -> Iterator[Tile]:
     """The headline numbers that the run has: from its evaluation (unless not `evaluated`), else the newest of its curves; and its cost."""
     stages, results = run.stages, run.results if evaluated else {}
+    policy = sections.main_policy(results)
 
     def span_note(tree: Any, what: str) -> str:
         n = number_at(tree, "n")
@@ -95,15 +84,14 @@ def make_tiles(run: RunFiles, evaluated: bool = True) -> Iterator[Tile]:
     for key, how in (("win_rate_vs_sft", "sampled"), ("win_rate_greedy", "greedy")):
         tree = entry_at(results, "gold", key)
         if (value := with_interval(tree)[0]) is not None:
-            yield Tile(
-                f"{titled(main_policy(results))} against SFT, {how}", percent(value), "won", span_note(tree, "prompts")
-            )
+            title = f"{sections.titled(policy)} against SFT, {how}"
+            yield Tile(title, percent(value), "won", span_note(tree, "prompts"))
     accuracy, gold = entry_at(results, "reward_model", "accuracy"), entry_at(results, "gold", "mean_score")
     levels = (("length only", "length_baseline"), ("ceiling", "noise_ceiling"))
     found = ((label, number_at(results, "reward_model", key)) for label, key in levels)
     note = "; ".join([span_note(accuracy, "pairs"), *(f"{label} {percent(y)}" for label, y in found if y is not None)])
-    before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", main_policy(results)))
-    judge = f"{judge_name(results) if gold else 'reward model'}; SFT {decimal(before)}"
+    before, after = (number_at(gold or entry_at(results, "reward"), model) for model in ("sft", policy))
+    judge = f"{sections.judge_name(results) if gold else 'reward model'}; SFT {decimal(before)}"
     kl, bpb = number_at(results, "kl_to_sft_nats"), number_at(results, "pretrain_bits_per_byte")
     for title, unit, shown, (value, source) in (
         ("Reward model", "of pairs", percent, latest("reward", "accuracy", with_interval(accuracy)[0], note)),
@@ -117,7 +105,7 @@ def make_tiles(run: RunFiles, evaluated: bool = True) -> Iterator[Tile]:
     spent += [number_at(seconds) for name, seconds in entries(run.results, "seconds") if "/" in name]  # earlier rounds
     if seconds := sum(filter(None, spent)):
         peaks = filter(None, (number_at(stage.record, "peak_rss_mb") for stage in stages.values()))
-        yield Tile("Cost", duration(seconds), "", f"peak memory {memory(max(peaks, default=None))}")
+        yield Tile("Cost", format_seconds(seconds), "", f"peak memory {memory(max(peaks, default=None))}")
 
 
 def compare_runs(folders: Sequence[Path]) -> list[str]:
@@ -150,24 +138,24 @@ def make_page(run: RunFiles) -> str:
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=True, loader=loader
     )
-    called = (entries, entry_at, number_at, prompt_text, total, draw_svg, format_value, spread)
-    environment.filters |= {"decimal": decimal, "memory": memory, "duration": duration, "visible": visible}
+    called = (entries, entry_at, number_at, prompt_text, sections.total, draw_svg, format_figure, spread)
+    environment.filters |= {"decimal": decimal, "memory": memory, "duration": format_seconds, "visible": visible}
     environment.globals |= {function.__name__: function for function in called}
     return environment.get_template("template.html").render(
         run=run,
         facts=facts,
         sentence=make_sentence(run),
         tiles=list(make_tiles(run)),
-        warning=audit_lines(run.audit)[:2] if entry_at(run.audit, "verdict", "decision") != "go" else [],
+        warning=sections.audit_lines(run.audit)[:2] if entry_at(run.audit, "verdict", "decision") != "go" else [],
         seconds={name: number_at(stage.record, "seconds") or 0.0 for name, stage in run.stages.items()},
         curves={name: figures for name, figures in curves.items() if figures},
-        sections=make_evaluation(run),
+        sections=sections.make_evaluation(run),
         pictures=list(make_pictures(run)),
-        models=MODELS,
-        samples=[row for row in run.samples if isinstance(row.get("responses"), dict)][:MOST_SAMPLES],
-        rollouts=make_rollouts(run),
-        differences=make_differences(run),
-        provenance=make_provenance(run),
+        models=sections.MODELS,
+        samples=[row for row in run.samples if isinstance(row.get("responses"), dict)][: sections.MOST_SAMPLES],
+        rollouts=sections.make_rollouts(run),
+        differences=sections.make_differences(run),
+        provenance=sections.make_provenance(run),
     )
 
 

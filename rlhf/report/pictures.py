@@ -7,9 +7,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlhf.runs.metric_table import CHARTS, Chart, find
+from rlhf.runs.progress import format_figure
 from rlhf.runs.run_files import Points, RunFiles, entries, entry_at, number_at, rows_of, visible, with_interval
 
 # A curve of at most this many points, such as occasional evaluations, gets a dot per point.
@@ -41,7 +43,7 @@ class Series:
     def describe(self, i: int) -> str:
         """The value of a point, with its interval if that is wider than the point itself."""
         low, high = (self.lows[i], self.highs[i]) if self.lows else (0.0, 0.0)
-        return format_value(self.ys[i]) + (f" [{format_value(low)}, {format_value(high)}]" if low < high else "")
+        return format_figure(self.ys[i]) + (f" [{format_figure(low)}, {format_figure(high)}]" if low < high else "")
 
 
 class Mark(NamedTuple):
@@ -65,17 +67,6 @@ class Picture:
     half: bool = False  # half the width of the page instead of a third
     rest: bool = False  # of a metric that no Chart names
     last: bool = True  # whether the legend shows their last values
-
-
-def format_value(value: float) -> str:
-    """At most four figures, short for axes: 0.0312, 12.35, 1.2e-5, 18k, 2.5M."""
-    size = abs(value)
-    if 0 < size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    if size >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    return f"{value / 1e3:.3g}k" if size >= 1e4 else f"{value + 0.0:.4g}"
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
@@ -128,7 +119,7 @@ def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=steps))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(0.0 if abs(value) < 1e-12 else value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: format_figure(0.0 if abs(value) < 1e-12 else value)))
     return figure
 
 
@@ -147,17 +138,15 @@ def draw_svg(picture: Picture) -> str:
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
     svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda found: _round(found.group()), svg)
+    numbers = re.compile(r"-?\d+\.\d{2,}")
+    rounded = partial(numbers.sub, lambda number: f"{float(number[0]):.1f}".removesuffix(".0"))
+    svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda attribute: rounded(attribute[0]), svg)
     svg = re.sub(r"\s*\n\s*", " ", svg)
     for colour, name in VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     label = ", ".join(filter(None, [picture.title, *(one.label for one in picture.series)]))
     box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(label, quote=True)}"'
     return f"<svg {box}>{svg}</svg>"
-
-
-def _round(attribute: str) -> str:
-    return re.sub(r"-?\d+\.\d{2,}", lambda found: f"{float(found.group()):.1f}".removesuffix(".0"), attribute)
 
 
 # --- the charts of a stage ------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from rlhf.config import Config
 from rlhf.config.setting import NOTHING, flatten, settings_in
 from rlhf.recipe import BASELINES
-from rlhf.report.pictures import format_value, spread
+from rlhf.report.pictures import spread
+from rlhf.runs.progress import format_figure
 from rlhf.runs.run_files import (
     RunFiles,
     decimal,
@@ -206,16 +207,13 @@ def make_differences(run: RunFiles) -> Table:
         identity = flatten(stage.record.get("settings"))
         ours |= {key: value for key, value in identity.items() if key.partition(".")[0] == stage.name}
     usual, stated = flatten(asdict(Config())), settings_in(Config)  # paths, display and the like change nothing
-    compared = [
-        key for key in sorted(usual.keys() & ours.keys()) if key not in stated or stated[key].changes != NOTHING
-    ]
-    shown = [(key, usual[key], ours[key]) for key in compared if usual[key] != ours[key]]
-    rows = [[visible(key, 100), show_value(default), show_value(own)] for key, default, own in shown]
+    compared = (key for key in sorted(usual.keys() & ours.keys()) if stated[key].changes != NOTHING)
+    rows = [[key, show_value(usual[key]), show_value(ours[key])] for key in compared if usual[key] != ours[key]]
     return Table("", ["setting", "papers", "this run"], rows, code=True)
 
 
 def show_value(value: Any) -> str:
-    return format_value(value) if isinstance(value, float) and is_figure(value) else visible(value, 120)
+    return format_figure(value) if isinstance(value, float) and is_figure(value) else visible(value, 120)
 
 
 def make_provenance(run: RunFiles) -> dict[str, Any]:

@@ -75,16 +75,16 @@ def save_checkpoint(
     except Exception:
         shutil.rmtree(target, ignore_errors=True)
         raise
-    prune_checkpoints(folder, step, keep)
+    prune_checkpoints(folder, keep)
     return target
 
 
-def prune_checkpoints(folder: Path, step: int, keep: CheckpointConfig) -> None:
-    """Remove all checkpoints but those that `keep` names, also of later steps: training has resumed before them as they were damaged."""
-    newest_first = [p for p in checkpoints(folder)[::-1] if checkpoint_step(p) <= step and (p / MANIFEST).exists()]
+def prune_checkpoints(folder: Path, keep: CheckpointConfig) -> None:
+    """Remove all checkpoints but those that `keep` names."""
+    newest_first = [path for path in checkpoints(folder)[::-1] if (path / MANIFEST).exists()]
     figures: dict[Path, Any] = {path: (read_manifest(path) or {}).get("figure") for path in newest_first}
-    known = {path: figure for path, figure in figures.items() if figure is not None}
-    best_first = sorted(known, key=known.__getitem__, reverse=True)  # of equal ones the later first
+    measured = [path for path in newest_first if figures[path] is not None]
+    best_first = sorted(measured, key=figures.__getitem__, reverse=True)  # of equal ones the later first
     of_step = [path for path in newest_first if keep.keep_every and checkpoint_step(path) % keep.keep_every == 0]
     kept = {*newest_first[: keep.keep], *best_first[: keep.keep_best], *of_step}
     for path in checkpoints(folder):

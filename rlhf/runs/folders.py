@@ -198,7 +198,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_output(folder: Path, stage: str | None = None) -> dict:
-    """The record of a complete stage whose files have the recorded hashes. Raises: UserError otherwise."""
+    """The record of a complete stage whose files have the recorded hashes, and its folder. Raises: UserError otherwise."""
     record = read_stage(folder)
     stage = stage or folder.name
     again = f"run `rlhf {stage} overwrite=true` again"
@@ -219,15 +219,12 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
             raise UserError(f"{path}: missing, {stage} wrote it: {again}")
         if sha256_file(path) != digest:
             raise UserError(f"{path}: cut short or changed since {stage} wrote it: restore it, or {again}")
-    return record
+    return record | {"folder": folder}
 
 
 def collect_parents(config: Config, stage: str) -> dict[str, str]:
     """{parent: hash}. Raises: UserError if a parent is missing, damaged, or was built on other grandparents."""
-    records = {}
-    for parent in parents_of(config, stage):
-        folder = stage_folder(config, parent)
-        records[parent] = check_output(folder, parent) | {"folder": folder}
+    records = {parent: check_output(stage_folder(config, parent), parent) for parent in parents_of(config, stage)}
     earlier = earlier_run(config) if stage == "label" else None
     if earlier is not None:
         records |= {f"{earlier.run}/{name}": record for name, record in check_round(earlier).items()}
@@ -240,7 +237,7 @@ def collect_parents(config: Config, stage: str) -> dict[str, str]:
     reward = earlier_reward(config) if stage == "reward" else None
     if reward is not None:
         folders = {"reward": reward, "ppo": reward.parent / "ppo"}  # PPO's responses were ranked
-        of_round = {name: check_output(folder, name) | {"folder": folder} for name, folder in folders.items()}
+        of_round = {name: check_output(folder, name) for name, folder in folders.items()}
         again = "`rlhf pipeline overwrite=true` makes the round again, or set round.later_reward_epochs=null"
         check_fit(of_round, again)
         hashes[f"{reward.parent.name}/reward"] = of_round["reward"]["hash"]
@@ -320,7 +317,7 @@ def check_round(earlier: Config) -> dict[str, dict]:
         if not is_complete(folder):
             missing = f"{folder}: no finished {name} of the previous labelling round"
             raise UserError(f"{missing}: `rlhf pipeline` makes it; or give rounds=1")
-        records[name] = check_output(folder, name) | {"folder": folder}
+        records[name] = check_output(folder, name)
     check_fit(records, "`rlhf pipeline overwrite=true` makes the labelling round again")
     labelled = records.get("label")
     if labelled and (changed := changed_settings(labelled["settings"], identity_of(earlier, "label"))):

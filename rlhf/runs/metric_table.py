@@ -1,8 +1,7 @@
 """The metrics that a stage may log, with unit, mask, reduction and meaning, and the charts that show them.
 
 A writer refuses a name that the table lacks, so that code, W&B and the report agree. The charts are those of the report's page, W&B's
-workspace and `rlhf watch`. `rlhf.ops` and the stages compute the numbers from tensors; `Sums` combines
-them over micro-batches and ranks: from global sums, not as a mean of means.
+workspace and `rlhf watch`. `Sums` combines numbers over micro-batches and ranks from global sums, not as a mean of means.
 """
 
 import functools
@@ -177,11 +176,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _close(name: str, sums: Sequence[float]) -> float | None:
-    """One number from the sums of a metric's reduction; None if nothing was counted.
-
-    mean: total / count; std: sqrt(squares / count - (total / count)²); explained: 1 - var(error) / var(target);
-    ess: total² / (squares count).
-    """
+    """One number from the sums of a metric's reduction; None if nothing was counted."""
     reduction = find(name).reduction  # type: ignore[union-attr]
     if reduction == "max":
         return math.nan if any(map(math.isnan, sums)) else max(sums)
@@ -202,19 +197,14 @@ def _close(name: str, sums: Sequence[float]) -> float | None:
 
 
 class Sums:
-    """Global sums of many metrics, added micro-batch by micro-batch and rank by rank, divided once.
-
-    `add(name, *sums)` takes the sums that the metric's reduction names in REDUCTIONS, in that order: for a
-    mean `add("objective/kl", kl.sum().item(), len(kl))`. Ranks exchange `state()` and call `merge`.
-    A metric for which nothing was counted is left out of `reduce()`, never reported as 0.
-    """
+    """Global sums of many metrics, added micro-batch by micro-batch and rank by rank, divided once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Any]] = {}  # of "max" all values
 
     def add(self, name: str, *sums: Any) -> None:
-        """Adds one micro-batch's sums: numbers, or tensors of one element, which stay on their device until the end.
-        Raises: ValueError if the table lacks `name` or its reduction takes other sums.
+        """Adds one micro-batch's sums, in the order of REDUCTIONS, such as `add("objective/kl", kl.sum(), len(kl))`: numbers, or tensors
+        of one element, which stay on their device until the end. Raises: ValueError if the table lacks `name` or it takes other sums.
         """
         from rlhf.ops.masked import wide
 
@@ -249,7 +239,7 @@ class Sums:
             self._merge(name, list(sums))
 
     def reduce(self) -> dict[str, float]:
-        """One number per metric, in the order in which the metrics were first added."""
+        """One number per metric, in the order in which they were first added; without those of which nothing was counted."""
         closed = {name: _close(name, sums) for name, sums in self.state().items()}
         return {name: value for name, value in closed.items() if value is not None}
 

@@ -78,10 +78,14 @@ def format_count(unit: str, done: int, total: int | None) -> str:
 
 
 def format_figure(value: float) -> str:
-    """At most four figures: 0.0312, 12.35, 18240, 3.1e-05."""
-    if isinstance(value, int) or (1000 <= abs(value) < 1e9 and float(value).is_integer()):
-        return f"{int(value)}"
-    return f"{float(value):.0f}" if 1e4 <= abs(value) < 1e9 else f"{float(value):.4g}"
+    """At most four figures, short for axes: 0.0312, 12.35, 1.2e-5, 18k, 2.5M."""
+    size = abs(value)
+    if 0 < size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    return f"{value / 1e3:.3g}k" if size >= 1e4 else f"{value + 0.0:.4g}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.config.commands import CONFIG_GROUPS, OF_SEVERAL, uses
 from rlhf.config.compose import in_quotes
-from rlhf.config.setting import NOTHING, settings_in
+from rlhf.config.setting import NOTHING, settings_in, shown
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.system.files import write_json
@@ -96,4 +96,4 @@ def text_of(value: Any) -> str:
         return "[" + ",".join(map(text_of, value)) + "]"
     if isinstance(value, str):
         return in_quotes(value, interpolate=True)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return shown(value)

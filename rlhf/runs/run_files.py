@@ -1,7 +1,4 @@
-"""A run's files, of which any may be missing: JSON Lines, stages, results.
-
-Also the report's formats of numbers and untrusted text, and the final figures of results.json for dashboards.
-"""
+"""A run's files, of which any may be missing: JSON Lines, stages, results; and how the report writes numbers and untrusted text."""
 
 import contextlib
 import json
@@ -15,7 +12,6 @@ from rlhf.errors import UserError
 from rlhf.recipe import PIPELINE, STAGES
 from rlhf.runs.folders import config_of, read_record, stage_folder, under_way
 from rlhf.runs.metric_table import find
-from rlhf.runs.progress import format_seconds
 from rlhf.system.files import read_json
 from rlhf.system.terminal import printable
 
@@ -204,8 +200,8 @@ def prompt_text(prompt: object) -> str:
     return visible(prompt)
 
 
-def percent(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{100 * value:.{digits}f}%"
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
@@ -215,10 +211,6 @@ def decimal(value: float | None, digits: int = 3) -> str:
 
 def memory(mb: float | None) -> str:
     return "–" if mb is None else f"{mb / 1000:.2f} GB" if mb >= 1000 else f"{mb:.0f} MB"
-
-
-def duration(seconds: float | None) -> str:
-    return "–" if seconds is None else format_seconds(seconds)
 
 
 # --- results.json for dashboards ----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rlhf.config.setting import ROUNDING, flatten, settings_in, stored
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs import folders
-from rlhf.runs.checkpoints import checkpoint_step, checkpoints, prune_checkpoints
+from rlhf.runs.checkpoints import checkpoints, prune_checkpoints
 from rlhf.runs.folders import identity_of, run_folder, stage_folder
 from rlhf.runs.remembered import remember
 from rlhf.runs.sources import hash_sources
@@ -138,8 +138,7 @@ class Stage:
             self.folder, self.replaces = self.replaces, None
         else:
             shutil.rmtree(beside(self.folder), ignore_errors=True)
-        if written := checkpoints(self.checkpoints):  # those of checkpoints.keep_best and keep_every stay
-            prune_checkpoints(self.checkpoints, checkpoint_step(written[-1]), replace(self.config.checkpoints, keep=0))
+        prune_checkpoints(self.checkpoints, replace(self.config.checkpoints, keep=0))  # keep_best and keep_every stay
         if not checkpoints(self.checkpoints):
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         self.say(f"complete in {record['seconds']:.0f} s, {record['peak_rss_mb']:.0f} MB -> {self.folder}")

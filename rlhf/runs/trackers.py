@@ -29,11 +29,15 @@ FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own 
 
 
 class Tracker:
-    """Writes one stage's metrics and samples. A context manager; made by `open_tracker`."""
+    """Writes metrics.jsonl, samples.jsonl and wandb/ in a stage's folder, as tracking.kind says; on ranks other than 0 it writes nothing.
+    A context manager. resume_step: of the checkpoint from which training continues: later lines are dropped, since they will be written
+    again; 0: all.
+    """
 
-    def __init__(self, folder: Path | None, resume_step: int = 0, with_samples: bool = True) -> None:
+    def __init__(self, stage: Stage, resume_step: int = 0) -> None:
+        folder, tracking = stage.folder if stage.writes else None, stage.config.tracking
         self.view: Background | None = None
-        self._folder, self._with_samples, self._resume_step = folder, with_samples, resume_step
+        self._folder, self._with_samples, self._resume_step = folder, tracking.kind != "off", resume_step
         self._warned, self._files, self._started = set[str](), dict[str, TextIO](), time.monotonic()
         self._axes: dict[str, float] = {}  # of the last line: another one of its step has the same
         # What the files have of the step to resume from: a stage killed after its checkpoint logs some of it again.
@@ -51,6 +55,9 @@ class Tracker:
             rows = truncate_jsonl(folder / "samples.jsonl", "step", last)
             self._kept_samples = {str(row.get("id")) for row in rows if row["step"] == resume_step}
             self._write("metrics.jsonl", [])
+            if tracking.kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
+                limit = seconds_allowed("INIT") + seconds_allowed("FINISH") + FINISH_MARGIN
+                self.view = Background(partial(WandbRun, folder, stage.record("running"), tracking), limit)
 
     def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._folder is None:
@@ -114,18 +121,6 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.finish(failed=kind is not None)
-
-
-def open_tracker(stage: Stage, resume_step: int = 0) -> Tracker:
-    """Opens metrics.jsonl, samples.jsonl and wandb/ in a stage's folder, as tracking.kind says; on ranks other than 0 it writes nothing.
-    resume_step: of the checkpoint from which training continues: later lines are dropped, since they will be written again; 0: all.
-    """
-    tracking = stage.config.tracking
-    tracker = Tracker(stage.folder if stage.writes else None, resume_step, with_samples=tracking.kind != "off")
-    if stage.writes and tracking.kind == "wandb":  # a stage may end before W&B has started, so the wait covers both
-        limit = seconds_allowed("INIT") + seconds_allowed("FINISH") + FINISH_MARGIN
-        tracker.view = Background(partial(WandbRun, stage.folder, stage.record("running"), tracking), limit)
-    return tracker
 
 
 # --- W&B ----------------------------------------------------------------------------------------------------

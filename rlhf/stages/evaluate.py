@@ -39,7 +39,7 @@ from rlhf.runs.folders import (
 from rlhf.runs.run_files import figures_of
 from rlhf.runs.sources import compared_folders, in_split, need_source
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import open_tracker
+from rlhf.runs.trackers import Tracker
 from rlhf.system.files import write_json, write_jsonl
 from rlhf.system.terminal import say
 from rlhf.training.setup import running, set_up
@@ -135,7 +135,7 @@ def run_stage(config: Config) -> None:
         if needs_parent(config, "evaluate", "judge"):
             results["judge"] = compare_policies(config, compared, asked, device)
         results |= policies.costs(config)
-        with open_tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
+        with Tracker(stage) as tracker:  # before the samples: opening a tracker truncates the stage's files
             tracker.log(figures_of(results), step=0)
         results["seconds"]["evaluate"] = round(stage.elapsed(), 1)
         if stage.writes:

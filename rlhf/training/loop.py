@@ -25,7 +25,7 @@ from rlhf.runs.checkpoints import (
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress, format_seconds
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import Tracker, open_tracker
+from rlhf.runs.trackers import Tracker
 from rlhf.system.exits import finish_step, stop_requested
 from rlhf.system.processes import gather, on_first_rank, rank
 from rlhf.training.engine import Engine, NonFinite
@@ -148,7 +148,7 @@ def open_loop(stage: Stage, engine: Engine, total: int, unit: str = "step") -> I
     if resume:
         stage.say(f"resuming from {unit} {first}")
     stage.plan(total)
-    with open_tracker(stage, first) as tracker, Progress(total, stage.name, unit=unit, initial=first) as bar:
+    with Tracker(stage, first) as tracker, Progress(total, stage.name, unit=unit, initial=first) as bar:
         try:
             yield TrainingLoop(stage, engine, total, resume, tracker, bar)
         except NonFinite as error:

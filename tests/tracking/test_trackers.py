@@ -12,14 +12,14 @@ import pytest
 from rlhf.config import Config, TrackingConfig
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import Background, open_tracker
+from rlhf.runs.trackers import Background, Tracker
 
 SAMPLE = {"id": "p", "prompt": "a", "response": "b"}
 
 
 def tracker(folder: Path, kind: str = "jsonl", resume_step: int = 0, writes: bool = True) -> Any:
     config = Config(run="r", tracking=TrackingConfig(kind))
-    return open_tracker(Stage(config, "ppo", folder, {}, {}, writes=writes), resume_step)
+    return Tracker(Stage(config, "ppo", folder, {}, {}, writes=writes), resume_step)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rlhf.commands.dashboard import SECTIONS, STEP_AXIS, make_workspace
 from rlhf.config import Config
 from rlhf.runs.metric_table import CHARTS, COST, METRICS, X_AXES, metric_pattern
 from rlhf.runs.stage import Stage
-from rlhf.runs.trackers import choose_mode, open_tracker, project_of
+from rlhf.runs.trackers import Tracker, choose_mode, project_of
 from tests.tracking.wandb_file import read_history, read_records, run_files
 
 LINEAGE: dict[str, Any] = {"stage": "ppo", "run": "r", "parents": {"sft": "ab12"}, "data": {"p.jsonl": "cd34"}}
@@ -28,7 +28,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tracker(folder: Path, resume_step: int = 0) -> Any:
     stage = Stage(Config(run="r"), "ppo", folder, LINEAGE["parents"], LINEAGE["data"])
-    return open_tracker(stage, resume_step)
+    return Tracker(stage, resume_step)
 
 
 def sample(step: int) -> list[dict[str, Any]]:
