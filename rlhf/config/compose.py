@@ -81,7 +81,9 @@ def read_words(arguments: list[str], command: str) -> Words:
                 if value != "job":
                     raise UserError(f"{flag} {value}: want {flag} job")
             elif not Path(value).is_dir():
-                raise UserError(f"{flag} {value}: no such folder: want one with YAML files, as experiment/mine.yaml")
+                raise UserError(
+                    f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml"
+                )
             else:
                 overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
     for folder in searched_folders(overrides):
@@ -167,7 +169,9 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
             choices = choices_of(key, *searched_folders(overrides))
             if isinstance(value, str) and value not in choices:
                 if key == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
-                    raise UserError(f"{key}={value}: names a shape to pretrain, as gpt2: give model.pretrained={value}")
+                    raise UserError(
+                        f"{key}={value}: names a shape to pretrain, such as gpt2: give model.pretrained={value}"
+                    )
                 own = f"a file of your own, <folder>/{key}/{value}.yaml, is found with --config-dir <folder>"
                 raise UserError(f"{key}={value}: want one of {', '.join(choices)}{nearest(value, choices)}; {own}")
         elif any(setting.startswith(f"{key}.") for setting in settings):
