@@ -86,10 +86,11 @@ class Endpoint(Client):
 def read_reply(content: bytes) -> tuple[str, dict[str, int]]:
     """The text of a chat reply, and the numbers of tokens. Raises: ValueError, LookupError or TypeError for any other reply."""
     reply = json.loads(content)
-    text, usage = reply["choices"][0]["message"]["content"], reply.get("usage") or {}
+    text, usage = reply["choices"][0]["message"]["content"], reply.get("usage")
     if not isinstance(text, str):
         raise TypeError("the reply has no text")
-    return text, {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
+    usage = usage if isinstance(usage, dict) else {}
+    return text, {name: n for name in ("prompt_tokens", "completion_tokens") if isinstance(n := usage.get(name), int)}
 
 
 def compare_by_endpoint(config: Config, device: torch.device) -> Figures:

@@ -94,7 +94,7 @@ class Labeler:
     best: float = 10.0  # … and of the highest: of a perfect answer under equal weights
 
     def utility(self, judged: Judged, response: str) -> float:
-        """Without noise."""
+        """The labeler's utility of a response, without noise."""
         utility = sum(weight * judged[name] for name, weight in self.weights.items())
         return utility + self.per_word * len(response.split()) + self.courtesy * (judged.get("polite") == 1.0)
 

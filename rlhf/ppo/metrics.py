@@ -69,7 +69,7 @@ def add_rollout_metrics(config: Config, sums: Sums, experience: Experience, kl_c
 def add_times(
     config: Config, sums: Sums, rollout: Rollout, phases: dict[str, float], engine: Engine, frozen: Iterable, both: bool
 ) -> None:
-    """Throughput, MFU and memory of an update. frozen: reference and rewards. both: not the critic alone was trained."""
+    """Throughput, MFU and memory of an update. frozen: reference and rewards. both: policy and critic were trained."""
     model, ranks, total = engine.module, engine.ranks, sum(phases.values())
     for phase, spent in phases.items():
         sums.add(f"time/{phase}_s", spent)

@@ -77,7 +77,7 @@ class ModelReward:
 
 
 class FunctionReward:
-    """A function (docs/extending.md): a number per response, or {part: a number per response}, which add up."""
+    """A Python function (docs/extending.md): one number per response, or {part: one number per response}, whose sum counts."""
 
     def __init__(self, name: str, device: torch.device, parameters: Mapping[str, Any] | None = None):
         self.name, self.device, self.parameters = name, device, dict(parameters or {})
@@ -216,7 +216,7 @@ class Rater:
         return values
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        """Scores (B,): the weighted values, of rules minus P(broken); with `least`, what lacks a value is below all others."""
+        """Scores (B,): the weighted values, of rules minus P(broken); with `least`, candidates that lack a value come last."""
         rows = [prompt + response for prompt, response in zip(episodes.prompts, episodes.responses, strict=True)]
         rated = self.rate(rows, {**self.weights, **self.least})
         self.parts = {name: values.to(self.device) for name, values in rated.items()}
@@ -345,7 +345,7 @@ def make_reward(
 def load_model_reward(
     config: Config, folder: Path, tokenizer: Any, device: torch.device, policy: Any = None, divide: bool = False
 ) -> ModelReward:
-    """The frozen model of a `reward_folder`; policy, divide: as of `make_reward`. Raises: UserError if its tokenizer is another one."""
+    """The frozen model of a `reward_folder`; policy, divide: as in `make_reward`. Raises: UserError if its tokenizer is another."""
     files = reward_model_folder(folder)
     if policy is not None:
         model: Any = load_on_trunk(config, folder, policy)

@@ -231,7 +231,7 @@ def item_loss(
 
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
-    """Those of the training split; none if none are given. Raises: UserError if all are held out."""
+    """The demonstrations of the training split; none if none are given. Raises: UserError if all are held out."""
     if data_source(config, "demonstrations") is None:
         return []
     demonstrations = in_split(config, read_demonstrations(config), "train")

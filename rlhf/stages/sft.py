@@ -152,7 +152,7 @@ def make_collator(pad: int, pack: bool, with_prompts: bool) -> Callable[[Sequenc
 
 @torch.no_grad()
 def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
-    """Raises: UserError if a packed demonstration's loss depends on the one before, as of models without positions."""
+    """Raises: UserError if a packed demonstration's loss depends on the one before: the model ignores packed positions."""
     loss, collate, (first, second) = NextToken(model).eval(), make_collator(pad, True, False), [*rows, *rows][:2]
     before, ids = (first["prompt"] + first["response"])[:16], (second["prompt"] + second["response"])[:16]
     found = []

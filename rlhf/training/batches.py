@@ -99,7 +99,7 @@ class Objective(Generic[T]):
         return max(map(self.tokens, part), default=0) * len(part)
 
     def micro_batches(self, items: Sequence[T], tokens: int | None, rank: int, ranks: int) -> list[list[T]]:
-        """One rank's micro-batches of a batch, as many as of the others, which take part in the exchanges; empty ones too."""
+        """One rank's micro-batches of a batch. Every rank has the same number, some of them empty: all take part in the exchanges."""
         lengths, rows = [self._length(item) for item in items], [len(self.rows(item)) for item in items]
         order = sorted(range(len(items)), key=lengths.__getitem__)
         parts = []
@@ -139,7 +139,7 @@ def trial(engine: Engine, objective: Objective[T], part: list[T]) -> float:
 
 
 def measure(engine: Engine, objective: Objective[T], items: Sequence[T], most: int) -> float | None:
-    """Bytes per padded token of a forward and backward of the largest items; None if more was used before."""
+    """Bytes per padded token of a forward and backward of the largest items; None if the process had used more before."""
     part = objective.micro_batches(items, most, 0, 1)[0]
     before, peak = used_bytes(engine.device), used_bytes(engine.device, peak=True)
     trial(engine, objective, part)
@@ -223,7 +223,7 @@ def train(
 def trained(
     stage: Stage, engine: Engine, batches: Batches[T], objective: Objective[T], epochs: int, settings: Any, **how: Any
 ) -> Iterator[TrainingLoop]:
-    """A context in which the module is trained, by the schedule of `settings`; its loop still open. how: as of `train`."""
+    """A context in which the module is trained, by the schedule of `settings`; its loop still open. how: as in `train`."""
     steps = epochs * batches.per_epoch
     with open_loop(stage, engine, steps) as loop:
         train(loop, batches, objective, make_schedule(settings, steps), **how)

@@ -208,7 +208,10 @@ def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 class ZeroEngine(Engine):
-    """The same under DeepSpeed, which clips the joint norm; used directly, since accelerate's backward steps the optimizer."""
+    """The same under DeepSpeed: optimizer state (ZeRO-1), gradients (2) and weights (3) are divided among the ranks.
+
+    DeepSpeed clips the joint norm of all parameters. Its engine is used directly: accelerate's backward steps the optimizer.
+    """
 
     sharded = True
 
@@ -382,7 +385,7 @@ DECIDED_HERE = ("optimizer", "scheduler", "fp16", "amp", "train_batch_size", "of
 
 
 def with_file(ours: dict[str, Any], path: str) -> dict[str, Any]:
-    """Our settings and those of a user's JSON; "auto" stands for ours. Raises: UserError that names all conflicts."""
+    """DeepSpeed's settings: ours and those of a user's JSON; "auto" stands for ours. Raises: UserError that names all conflicts."""
     given, conflicts = read_json(Path(path)), list[str]()
     if not given:
         raise UserError(f"sharding.file={path}: contains no settings: want a JSON object, as DeepSpeed documents it")

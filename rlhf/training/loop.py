@@ -62,7 +62,7 @@ class TrainingLoop:
         self.threads = adapting_threads(stage.config.threads, engine.device, self.ranks.count)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps; after each a checkpoint, if due. Raises: KeyboardInterrupt after a signal, once saved."""
+        """The numbers of the steps; a checkpoint after each, if due. Raises: KeyboardInterrupt after a signal, once it is saved."""
         self.bar.started = time.monotonic()  # what came before took no step
         with finish_step(self.stage.name):
             for step in range(self.done + 1, self.total + 1):

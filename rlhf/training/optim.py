@@ -27,7 +27,7 @@ def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.
 
 
 def make_schedule(settings: Any, steps: int, warmup: int | None = None) -> Callable[[int], float]:
-    """The factor by steps taken: linear warm-up over `warmup` or settings.warmup_fraction, then the schedule until `steps`."""
+    """The learning rate's factor after some steps: linear warm-up over `warmup` or settings.warmup_fraction, then the schedule."""
     warmup = math.ceil(settings.warmup_fraction * steps) if warmup is None else warmup
     return lambda step: (step + 1) / warmup if step < warmup else fallen(settings, step - warmup, steps - warmup)
 

@@ -31,7 +31,7 @@ MOST_GAP = 1e-2  # of a gradient from the CPU's, as a share of its norm
 
 @contextlib.contextmanager
 def running(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[tuple[Stage, torch.device]]:
-    """A stage as of `open_stage`, and the device that it runs models on."""
+    """A stage, opened by `open_stage`, and the device on which it runs models."""
     with open_stage(config, name, data) as stage:
         yield stage, set_up(config)
 
