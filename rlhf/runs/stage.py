@@ -26,7 +26,7 @@ from rlhf.runs.remembered import remember
 from rlhf.runs.sources import hash_sources
 from rlhf.system.files import beside, finish_swap, hash_files, locked, share, swap, write_json, writing
 from rlhf.system.memory import peak_rss_mb
-from rlhf.system.processes import is_first
+from rlhf.system.processes import barrier, is_first
 from rlhf.system.terminal import say
 
 # Files of a stage's folder that are not its output: they tell how it was run. An earlier version locked `.lock`.
@@ -160,6 +160,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
     stage = Stage(config, name, written_to, parents, data, writes=is_first(), replaces=replaces)
     if not stage.writes:
         yield stage
+        barrier()  # the next stage must find this one finished
         return
     with locked(folder, "working on it: wait for it, or choose another run=…"):
         finish_swap(folder)
@@ -180,6 +181,7 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
             if not written and not any(path.stat().st_size for path in stage.folder.glob("*.jsonl")):
                 shutil.rmtree(stage.folder, ignore_errors=True)  # it failed before it did anything
             raise
+    barrier()
 
 
 def _begin_or_resume(stage: Stage) -> dict | None:

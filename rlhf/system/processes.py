@@ -143,12 +143,8 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def disconnect() -> bool:
-    """Close the connection after all processes have reached this point; returns whether there was one.
-
-    A process that was connected should then `end` at once: threads of the connection release their last tensors late, and in a few percent
-    of launches abort an interpreter that is shutting down.
-    """
+def barrier() -> bool:
+    """Wait until all processes have come here; returns whether there is a connection."""
     if "torch" not in sys.modules:  # no connection was opened
         return False
     import torch.distributed as dist
@@ -156,8 +152,20 @@ def disconnect() -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return False
     dist.barrier()
-    dist.destroy_process_group()
     return True
+
+
+def disconnect() -> bool:
+    """Close the connection after all processes have reached this point; returns whether there was one.
+
+    A process that was connected should then `end` at once: threads of the connection release their last tensors late, and in a few percent
+    of launches abort an interpreter that is shutting down.
+    """
+    if connected := barrier():
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    return connected
 
 
 def share(value: T) -> T:

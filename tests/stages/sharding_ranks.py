@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import sys
+import time
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +23,10 @@ from rlhf.config.compose import compose_config
 from rlhf.config.stages import SftConfig
 from rlhf.model import batching
 from rlhf.model.gpt import GPTForCausalLM
+from rlhf.runs import stage as runs_stage
 from rlhf.stages import reward
 from rlhf.system.exits import end
+from rlhf.system.files import hash_files
 from rlhf.system.processes import connect, disconnect, is_first, rank
 from rlhf.training.divided import load_lm
 from rlhf.training.engine import deepspeed_settings, import_deepspeed, make_engine
@@ -164,7 +167,11 @@ def main(arguments: list[str]) -> None:
         if loop.engine.sharded:
             found[-1] = shares(loop.engine.module, loop.engine)
 
-    TrainingLoop.steps, reward.make_model = measured, draw_head_alike
+    def late(*args: Any, **kwargs: Any) -> dict[str, str]:
+        time.sleep(0.5)  # the other ranks must wait for it
+        return hash_files(*args, **kwargs)
+
+    TrainingLoop.steps, reward.make_model, runs_stage.hash_files = measured, draw_head_alike, late
     # some rows each: by their lengths the ranks score in different numbers of forwards
     batching.SCORING_BYTES = 300_000
     measures = {"held": measure_state, "loading": measure_loading, "average": check_average}
