@@ -27,7 +27,7 @@ def spoil_gradient(model) -> None:
 @pytest.fixture
 def steps(monkeypatch) -> list[str]:
     taken: list[str] = []
-    for cls in (torch.optim.AdamW, torch.optim.Muon):
+    for cls in (torch.optim.AdamW, MuonAdamW):
         step = cls.step
         monkeypatch.setattr(cls, "step", lambda self, *a, step=step: taken.append("step") or step(self, *a))
     return taken
