@@ -11,6 +11,7 @@ from rlhf.runs.folders import is_complete
 from rlhf.stages import pretrain, sft
 from rlhf.training import batches
 from rlhf.training.loop import TrainingLoop
+from rlhf.training.optim import MuonAdamW
 
 EVERY_STEP = "checkpoints.every_seconds=0"
 
