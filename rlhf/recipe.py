@@ -87,7 +87,7 @@ ROWS = (
         "take in the labels of a round: of people, or of the gold world's simulated labelers",
         parents=("world", "sft"),
         data=("prompts",),
-        settings=(*OF_MODELS, "gold", "rounds", "rollout.max_new_tokens", "round.keep_rankings"),
+        settings=(*OF_MODELS, "gold", "rounds", "rollout.max_new_tokens", "round.keep_rankings", "data.format", "data.limit"),
         reads=("data.prompts", *SAMPLER, "sample"),
         gold_data={"comparisons": "comparisons.jsonl"},
         every_round=True,

@@ -10,7 +10,6 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.reading import load_prompts
 from rlhf.data.records import PromptRecord, shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
@@ -37,7 +36,7 @@ from rlhf.runs.folders import (
     stage_folder,
 )
 from rlhf.runs.run_files import figures_of
-from rlhf.runs.sources import compared_folders, in_split, need_source
+from rlhf.runs.sources import compared_folders, in_split, read_prompts
 from rlhf.runs.stage import Stage
 from rlhf.runs.trackers import Tracker
 from rlhf.system.files import write_json, write_jsonl
@@ -81,7 +80,7 @@ def run_stage(config: Config) -> None:
         tuned = tuned_policies(config, stage.say)  # refuses unfinished ones before anything that takes time
         main = next(reversed(tuned))  # PPO's, if there is one
         tokenizer = load_tokenizer(tuned[main] / "model")
-        records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"), stage.say)
+        records, prompts = load_test_prompts(config, tokenizer, stage.say)
         truth = make_truth(config)
         asked = policies.Asked(records, prompts, tokenizer, truth, main=main)
         results: dict[str, Any] = {"policy": main}
@@ -146,14 +145,14 @@ def run_stage(config: Config) -> None:
 
 
 def load_test_prompts(
-    config: Config, tokenizer: Any, source: Any, say: Callable[[str], None] = say
+    config: Config, tokenizer: Any, say: Callable[[str], None] = say
 ) -> tuple[list[PromptRecord], list[list[int]]]:
     """A sample of `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
-    records, _ = load_prompts(source, config.data.format, config.data.allow_partial)
-    split, count = config.evaluate.split, config.evaluate.prompts
-    chosen = fit_prompts(config, tokenizer, in_split(config, records, split), count, split, say)
+    split, count, limit = config.evaluate.split, config.evaluate.prompts, config.data.limit
+    chosen = fit_prompts(config, tokenizer, in_split(config, read_prompts(config), split), count, split, say)
     if not chosen:
-        raise UserError(f"evaluate: no {split} prompt fits the context: raise data.{split}, or add shorter prompts")
+        remedy = f"raise data.{split}, or add shorter prompts" + (f", or raise data.limit={limit}" if limit else "")
+        raise UserError(f"evaluate: no {split} prompt fits the context: {remedy}")
     return [record for record, _ in chosen], [ids for _, ids in chosen]
 
 

@@ -12,7 +12,7 @@ from rlhf.config.precision import inference
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.chat_template import encode_prompts
 from rlhf.data.encoding import Answer
-from rlhf.data.reading import load_comparisons, load_prompts
+from rlhf.data.reading import load_comparisons
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
@@ -23,7 +23,7 @@ from rlhf.gold.truth import Truth, make_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import in_split, need_source, read_comparisons
+from rlhf.runs.sources import in_split, read_comparisons, read_prompts
 from rlhf.runs.stage import Stage, open_stage
 from rlhf.system.files import write_jsonl
 from rlhf.training.setup import load_frozen, set_up
@@ -107,8 +107,7 @@ def choose_prompts(config: Config) -> list[PromptRecord]:
     """The prompts to label: this round's part of the training split; in the first round also dev and test prompts.
     Only the SFT model answers held-out prompts, so that the accuracies of several rounds are comparable.
     """
-    records, _ = load_prompts(need_source(config, "prompts"), allow_partial=config.data.allow_partial)
-    gold = config.gold
+    records, gold = read_prompts(config), config.gold
     before = gold.comparison_prompts // config.rounds * (config.rounds - 1)
     wanted = {"train": slice(before, gold.comparison_prompts)}
     if before == 0:

@@ -70,7 +70,6 @@ def draw_candidates_of(config: Any, n: int) -> tuple[list[list[float]], list[lis
     from rlhf.gold.truth import make_truth
     from rlhf.ppo.rewards import make_reward
     from rlhf.runs.folders import stage_folder
-    from rlhf.runs.sources import need_source
     from rlhf.stages.evaluate import load_test_prompts
     from rlhf.training.setup import load_frozen, set_up
 
@@ -80,7 +79,7 @@ def draw_candidates_of(config: Any, n: int) -> tuple[list[list[float]], list[lis
     with inference(config, set_up(config)) as device:
         folder = stage_folder(config, "sft") / "model"
         tokenizer = load_tokenizer(folder)
-        records, prompts = load_test_prompts(config, tokenizer, need_source(config, "prompts"))
+        records, prompts = load_test_prompts(config, tokenizer)
         reward, _ = make_reward(config, tokenizer, device)
         policy = load_frozen(config, folder, device)
         answers, scores = draw_candidates(config, policy, Asked(records, prompts, tokenizer), n, reward)

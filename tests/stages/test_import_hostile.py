@@ -145,7 +145,7 @@ def test_every_stage_that_reads_labels_refuses_a_partial_import_unless_allowed(p
         "sample": lambda: sample.choose_prompts(config),
         "label": lambda: label.choose_prompts(config),
         "ppo": lambda: ppo_setup.load_ppo_prompts(config, None, None),  # type: ignore[arg-type]
-        "evaluate": lambda: evaluate.load_test_prompts(config, None, str(partial)),
+        "evaluate": lambda: evaluate.load_test_prompts(config, None),
         "reward": lambda: reward.training_demonstrations(config),
         "reward figures": lambda: reward_report.evaluate_reward_model(config, None, None),  # type: ignore[arg-type]
     } | {f"{stage}: hashes": partial_hashes(config, stage) for stage in ("sft", "reward", "ppo", "evaluate")}

@@ -17,8 +17,9 @@ from rlhf.gold.truth import Requests, make_labelers
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import in_split
+from rlhf.runs.sources import in_split, read_prompts
 from rlhf.serving.managing import compare_rounds
+from rlhf.stages.evaluate import load_test_prompts
 from rlhf.stages.label import choose_prompts, kept, rank_all, responses_wanted
 from rlhf.system.files import write_json
 from rlhf.training.setup import load_policy
@@ -147,6 +148,14 @@ def test_rounds_share_the_prompts_evenly(gold_run):
     whole = [p.id for p in choose_prompts(gold_run.config()) if p.metadata["split"] == "train"]
     assert chosen[2] + chosen[1] + chosen[0] == whole
     assert rounds[1].parents.sft == "gold" and rounds[1].parents.reward is None
+
+
+def test_a_trial_on_few_prompts_labels_and_measures_these_alone(gold_run):
+    config = gold_run.config("data.limit=40")
+    tried = {prompt.id for prompt in read_prompts(config)}
+    asked, _ = load_test_prompts(config, gold_run.tokenizer())
+    assert len(tried) == 40 and 0 < len(asked) < 40
+    assert {prompt.id for prompt in [*choose_prompts(config), *asked]} <= tried
 
 
 TRAINED = {labeler.name for labeler in make_labelers()}
