@@ -9,8 +9,7 @@ alpha counts every pair in both directions, and no figure depends on the order o
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +92,7 @@ class AgreementCounter:
             self._seconds[name].append(ranking.seconds)
         for one, rating in ranking.ratings.items():
             self._said.extend((item, place[one], _RATING, person, rating))
-        for one, other, verdict in verdicts(ranking):
+        for one, other, verdict in ranking.verdicts():
             i, j = place[one], place[other]
             if i != j:
                 self._said.extend((item, min(i, j), max(i, j), person, verdict if i < j else -verdict))
@@ -138,19 +137,6 @@ class AgreementCounter:
             "krippendorff_alpha_ratings": _alpha(said[said.j == _RATING], "responses"),
             "by_labeler": table,
         }
-
-
-def verdicts(ranking: Ranking) -> Iterator[tuple[str, str, int]]:
-    """(a, b, verdict) of each judged pair of responses: 1 if a is better, 0 a tie."""
-    ranked = [(name, rank) for rank, tie in enumerate(ranking.ranking or ()) for name in tie]
-    yield from ((one, other, int(a < b)) for (one, a), (other, b) in combinations(ranked, 2))
-    if ranking.pairs is None:
-        return
-    yield from ((better, worse, 1) for better, worse in ranking.pairs)
-    ties, known = ranking.metadata.get("ties"), {response.id for response in ranking.responses}
-    for tie in ties if isinstance(ties, list) else ():
-        if isinstance(tie, list) and len(tie) == 2 and all(isinstance(one, str) and one in known for one in tie):
-            yield tie[0], tie[1], 0
 
 
 def _couples(said: "pd.DataFrame") -> "pd.DataFrame":

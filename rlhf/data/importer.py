@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from pydantic import ValidationError
 
 from rlhf.config.commands import ImportConfig
-from rlhf.data.agreement import AgreementCounter, verdicts
+from rlhf.data.agreement import AgreementCounter
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats.shapes import BadRow
 from rlhf.data.formats.table import make_table_format
@@ -27,7 +28,7 @@ from rlhf.data.records import KINDS, Ranking, Record, check_of, join_judgements,
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import create, read_lines, to_line, write_assignments
 from rlhf.system.files import sha256_file, write_json
-from rlhf.system.schemas import shown
+from rlhf.system.schemas import first_problem, shown
 from rlhf.system.terminal import one_line
 
 SHOWN_REJECTS = 20
@@ -184,7 +185,7 @@ class Importer:
             except BadRow as error:
                 by = f" by {one_line(labeler, 60)}" if labeler is not None else ""
                 message = error.message.removeprefix(f"{error.field}: ")
-                said = f"{error.field}: the judgements of item {one_line(item, 60)}{by} {message}"
+                said = f"{error.field}: the judgements of item {one_line(item, 60)}{by}: {message}"
                 for row in {at: row for at, row, *_ in members}.values():
                     self._reject(row._replace(field=error.field, problem=said))
 
@@ -247,17 +248,14 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
         return records[0]
     first = records[0]
     if any(record.prompt != first.prompt for record in records):
-        raise BadRow("prompt", "come with two prompts, want one")
+        raise BadRow("prompt", "got two prompts, want one")
     responses: dict[str, Any] = {}
     for response in (response for record in records for response in record.responses):
         if responses.setdefault(response.id, response).text != response.text:
-            raise BadRow("responses", f'give response "{one_line(response.id, 60)}" two texts: want one')
-    judged = [one for record in records for one in verdicts(record)]
+            raise BadRow("responses", f'response "{one_line(response.id, 60)}" has two texts, want one')
+    judged = [one for record in records for one in record.verdicts()]
     better, equal = ([(a, b) for a, b, verdict in judged if verdict == wanted] for wanted in (1, 0))
-    try:
-        said, ties = join_judgements(list(responses), better, equal)
-    except ValueError as error:
-        raise BadRow("ranking", f"{error}: drop one of them") from error
+    said, ties = join_judgements(list(responses), better, equal)
     others = [record.metadata for record in records[1:]]
     shared = {k: v for k, v in first.metadata.items() if all(k in other and other[k] == v for other in others)}
     alone = [
@@ -267,14 +265,17 @@ def join_rankings_of_item(records: list[Ranking]) -> Ranking:
     ]
     times = [record.seconds for record in records if record.seconds is not None]
     update = {
-        "responses": list(responses.values()),
+        "responses": [response.model_dump() for response in responses.values()],
         "ratings": dict(ChainMap(*(record.ratings for record in records))),
         "flags": dict(ChainMap(*(record.flags for record in records))),
         "seconds": sum(times) if times else None,
         "created": max((record.created for record in records if record.created is not None), default=None),
         "metadata": shared | {"judgements": alone} | ties,
     }
-    return first.model_copy(update=update | (said if better or equal else {}))
+    try:
+        return Ranking.model_validate(first.model_dump() | update | (said if judged else {}))
+    except ValidationError as error:
+        raise BadRow(*first_problem(error)) from error
 
 
 class Summary:
@@ -289,7 +290,7 @@ class Summary:
         texts = [record.response] if record.kind == "demonstration" else []
         if record.kind == "ranking":
             texts = [response.text for response in record.responses]
-            said = Counter(verdict for *_, verdict in verdicts(record))
+            said = Counter(verdict for *_, verdict in record.verdicts())
             self.counts.update(ties=said[0], pairs=said[1], unpaired=int(not said[1]))
             self.sizes[len(texts)] += 1
         if record.kind != "prompt" and record.labeler is not None:

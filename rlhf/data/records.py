@@ -5,10 +5,10 @@ become records is in `formats/`, one file per family.
 """
 
 import graphlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import chain, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -28,30 +28,28 @@ _SHOWN_NAMES = 30  # of responses, in a message
 MOST_RESPONSES = 100  # of a ranking, whose pairs grow with the square
 
 
-def _problem(field: str, message: str) -> PydanticCustomError:
-    """An error whose message is already in the form `got …, want …`."""
-    return PydanticCustomError("record", "{message}", {"message": message, "field": field})
+def _check(fits: Any, field: str, message: str) -> None:
+    """Raises: PydanticCustomError with this message, which `first_problem` shows as it is."""
+    if not fits:
+        raise PydanticCustomError("record", "{message}", {"message": message, "field": field})
 
 
 def _check_prompt(prompt: "list[Message]") -> "list[Message]":
-    if prompt[-1].role != "user":
-        raise _problem("prompt", f'prompt: its last turn is "{prompt[-1].role}": want turns that end with role "user"')
-    if not any(message.content.strip() for message in prompt):
-        raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
+    role, said = prompt[-1].role, any(message.content.strip() for message in prompt)
+    _check(role == "user", "prompt", f'prompt: its last turn is "{role}": want turns that end with role "user"')
+    _check(said, "prompt", "prompt: got no text, want at least one turn that says something")
     return prompt
 
 
 def _check_time(created: str) -> str:
-    try:
+    with suppress(ValueError):
         datetime.fromisoformat(created)
-    except ValueError as error:
-        raise _problem("created", f'created: got "{created}", want a time as 2026-05-01T10:00:00Z') from error
-    return created
+        return created
+    raise PydanticCustomError("time", "a time as 2026-05-01T10:00:00Z")
 
 
 def _check_response(response: str) -> str:
-    if not response.strip():
-        raise _problem("response", "response: got no text, want the demonstrated answer: remove the record")
+    _check(response.strip(), "response", "response: got no text, want the demonstrated answer: remove the record")
     return response
 
 
@@ -103,8 +101,7 @@ class _Part(BaseModel):
         if not unknown or not isinstance(metadata, dict):
             return values
         clash = next((key for key in sorted(unknown) if key in metadata), None)
-        if clash is not None:
-            raise _problem("metadata", f'"{clash}" is both in the record and under metadata: keep one of them')
+        _check(clash is None, "metadata", f'"{clash}" is both in the record and under metadata: keep one of them')
         return values | {"metadata": metadata | {key: values.pop(key) for key in unknown}}
 
 
@@ -167,26 +164,23 @@ class Ranking(_Part):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         ids = [response.id for response in self.responses]
-        if (twice := first_repeat(ids)) is not None:
-            raise _problem("responses", f'responses: id "{twice}" appears twice: give each response a separate id')
-        if self.ranking is not None and self.pairs is not None:
-            raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
+        twice = first_repeat(ids)
+        _check(twice is None, "responses", f'responses: id "{twice}" appears twice: give each response a separate id')
+        alone = self.ranking is None or self.pairs is None
+        _check(alone, "pairs", "got both ranking and pairs, want one of them: set the other to null")
         ranked = list(chain.from_iterable(self.ranking or ()))
         names = ", ".join(ids[:_SHOWN_NAMES]) + (", …" if len(ids) > _SHOWN_NAMES else "")
-        once = f"responses are {names}: list each response at most once"
-        if (twice := first_repeat(ranked)) is not None:
-            raise _problem("ranking", f'ranking names "{twice}" twice, {once}')
+        once, twice = f"responses are {names}: list each response at most once", first_repeat(ranked)
+        _check(twice is None, "ranking", f'ranking names "{twice}" twice, {once}')
         named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags, "ranking": ranked}
         named["pairs"] = chain(*self.pairs or ())
         known = set(ids)
         for field, given in named.items():
             stray = next((name for name in given if name not in known), None)
-            if stray is not None:
-                wanted = once if field == "ranking" else f"responses are {names}: use these names"
-                raise _problem(field, f'{field} names "{stray}", {wanted}')
-        cycle = find_cycle((better, worse) for better, worse in self.pairs or ())
-        if cycle:
-            raise _problem("pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")
+            wanted = once if field == "ranking" else f"responses are {names}: use these names"
+            _check(stray is None, field, f'{field} names "{stray}", {wanted}')
+        cycle = find_cycle(self.pairs or ()) or ()
+        _check(not cycle, "pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")
         return self
 
     def ranks(self) -> list[int]:
@@ -200,11 +194,18 @@ class Ranking(_Part):
 
     def pair_list(self) -> list[tuple[int, int]]:
         """Every strictly ordered pair once, as (better, worse) indices into `responses`, ascending."""
-        if self.pairs is not None:
-            index = {response.id: i for i, response in enumerate(self.responses)}
-            return sorted({(index[better], index[worse]) for better, worse in self.pairs})
-        ranks = self.ranks()
-        return [(i, j) for i, better in enumerate(ranks) for j, worse in enumerate(ranks) if 0 <= better < worse]
+        index = {response.id: i for i, response in enumerate(self.responses)}
+        return sorted({(index[one], index[other]) for one, other, verdict in self.verdicts() if verdict})
+
+    def verdicts(self) -> Iterator[tuple[str, str, int]]:
+        """(a, b, verdict) of each judged pair of responses, by their ids: 1 if a is better, 0 a tie."""
+        ranked = [(name, rank) for rank, tie in enumerate(self.ranking or ()) for name in tie]
+        yield from ((one, other, int(a < b)) for (one, a), (other, b) in combinations(ranked, 2))
+        yield from ((better, worse, 1) for better, worse in self.pairs or ())
+        ties, known = self.metadata.get("ties"), {response.id for response in self.responses}
+        for tie in ties if self.pairs is not None and isinstance(ties, list) else ():
+            if isinstance(tie, list) and len(tie) == 2 and all(isinstance(one, str) and one in known for one in tie):
+                yield tie[0], tie[1], 0
 
 
 Record = Demonstration | Ranking | PromptRecord
@@ -270,7 +271,7 @@ def common_beginning(texts: Sequence[Any]) -> Any:
 Node = TypeVar("Node", bound=Hashable)
 
 
-def find_cycle(edges: Iterable[tuple[Node, Node]]) -> list[Node] | None:
+def find_cycle(edges: Iterable[Sequence[Node]]) -> list[Node] | None:
     """A circle among (better, worse) pairs: [a, b, c, a], each better than the next; None without one."""
     sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter()
     for better, worse in edges:
@@ -288,19 +289,14 @@ def join_judgements(
     """Join judgements of pairs of the named responses: those of (better, worse), and those judged equal.
 
     Returns a record's fields and metadata: one `ranking` if the judgements form a weak order, with transitivity
-    applied; else they stay `pairs`, and the equal ones are `metadata.ties`. A response never judged is left out.
-    Raises: ValueError that spells out the circle if the strict judgements go in one; for more than MOST_RESPONSES.
+    applied; else they stay `pairs`, which a record refuses if they go in a circle, and the equal ones are
+    `metadata.ties`. A response never judged is left out.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
-    if len(names) > MOST_RESPONSES:
-        raise ValueError(f"name {len(names)} responses, want at most {MOST_RESPONSES}")
     place = {name: i for i, name in enumerate(names)}
     sides = {(a, b) if place[a] < place[b] else (b, a) for a, b in equal}
     strict, ties = (sorted(pairs, key=lambda pair: (place[pair[0]], place[pair[1]])) for pairs in (set(better), sides))
-    if cycle := find_cycle(strict):
-        raise ValueError(f"go in a circle, {' over '.join(map(str, cycle))}")
-
     judged = sorted({name for pair in (*strict, *ties) for name in pair}, key=place.__getitem__)
     tied: Any = DisjointSet(judged)
     for a, b in ties:

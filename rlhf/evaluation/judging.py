@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlhf.config import Config
-from rlhf.data.agreement import pairwise_agreement, verdicts
+from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.reading import load_comparisons
 from rlhf.data.records import Ranking
 from rlhf.data.splits import prompt_key
@@ -287,7 +287,7 @@ def mean_points(told: Iterable[tuple[Ranking, Told]], names: Mapping[str, str]) 
 def said_of(record: Ranking) -> Told:
     """What a labeler says of each two responses that are both ranked."""
     place = {response.id: i for i, response in enumerate(record.responses)}
-    said = [(place[a], place[b], verdict / 2) for a, b, verdict in verdicts(record)]
+    said = [(place[a], place[b], verdict / 2) for a, b, verdict in record.verdicts()]
     return {(i, j): 0.5 + x for i, j, x in said} | {(j, i): 0.5 - x for i, j, x in said}
 
 

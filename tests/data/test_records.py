@@ -62,7 +62,7 @@ NAMES = "responses are a, b, c: "
     ({"prompt": " \n"}, "prompt: got no text, want at least one turn that says something"),
     ({"prompt": "\ud800"},
      "prompt.0.content: got a lone surrogate (half of a character), want text that UTF-8 can hold"),
-    ({"created": "yesterday"}, 'created: got "yesterday", want a time as 2026-05-01T10:00:00Z'),
+    ({"created": "yesterday"}, "created: got 'yesterday', want a time as 2026-05-01T10:00:00Z"),
 ])  # fmt: skip
 def test_a_bad_ranking_says_what_came_and_what_was_wanted(change, message):
     assert problem(Ranking, RANKING | change) == message
@@ -95,24 +95,17 @@ def test_all_judgements_of_four_responses_against_enumeration():
     for ranks in product(range(4), repeat=4):
         weak_orders[verdicts_of(ranks)] = [[i for i in range(4) if ranks[i] == r] for r in sorted(set(ranks))]
     assert len(weak_orders) == 75  # the number of weak orders of four things (Fubini)
-    seen = {"ranking": 0, "pairs": 0, "cycle": 0}
+    seen = {"ranking": 0, "pairs": 0}
     for verdicts in product(range(3), repeat=6):
         judgements = [(i, j, v) for (i, j), v in zip(PAIRS, verdicts, strict=True)]
         strict = sorted((i, j) if v == 1 else (j, i) for i, j, v in judgements if v)
-        try:
-            said, more = join_judgements(range(4), strict, [(i, j) for i, j, v in judgements if v == 0])
-        except ValueError as error:
-            cycle = list(map(int, str(error).removeprefix("go in a circle, ").split(" over ")))
-            assert cycle[0] == cycle[-1] and len(cycle) > 1 and set(pairwise(cycle)) <= set(strict)
-            seen["cycle"] += 1
-            continue
+        said, more = join_judgements(range(4), strict, [(i, j) for i, j, v in judgements if v == 0])
         assert said["ranking"] == weak_orders.get(verdicts)
         if said["ranking"] is None:
             assert said["pairs"] == list(map(list, strict))
             assert more.get("ties", []) == [[i, j] for i, j, v in judgements if v == 0]
         seen["pairs" if said["ranking"] is None else "ranking"] += 1
-    # 543 acyclic orientations: labelled directed acyclic graphs on four nodes
-    assert seen == {"ranking": 75, "pairs": 543 - 75, "cycle": 729 - 543}
+    assert seen == {"ranking": 75, "pairs": 729 - 75}
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=15))

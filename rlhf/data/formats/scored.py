@@ -131,10 +131,7 @@ def from_qa_feedback(row: Values) -> Made:
     names = ("1", "2", "3", "4")
     judged = list(zip(combinations(names, 2), verdicts, strict=True))
     better = [(one, other) if verdict == 1 else (other, one) for (one, other), verdict in judged if verdict]
-    try:
-        said, ties = join_judgements(names, better, [pair for pair, verdict in judged if not verdict])
-    except ValueError as error:
-        raise BadRow("preference", f"the judgements {error}: drop the row") from error
+    said, ties = join_judgements(names, better, [pair for pair, verdict in judged if not verdict])
     parts = []
     for title, *sentences in row.get("passages") or []:  # the first sentence may repeat the title
         text = " ".join(sentence.removeprefix(f"{title}\n\n").strip() for sentence in sentences)

@@ -136,7 +136,7 @@ WEIGHTS = {"messages": [USER, answer("a") | {"loss_weight": 0}]}
     ("webgpt", s.WEBGPT, {"score_1": None}, "score_1: got None, want a number"),
     ("ultrafeedback", s.ULTRAFEEDBACK, {"completions": [{"response": "x"}]}, "completions: some have no score"),
     ("nectar", s.NECTAR, {"answers": [{"answer": "x", "rank": 1}]}, "answers: got {'a': 1}, want two ranks or more"),
-    ("qa_feedback", s.QA_FEEDBACK, {"preference": [1, 2, 1, 1, 1, 1]}, "the judgements go in a circle, 1 over 2 over 3 over 1"),
+    ("qa_feedback", s.QA_FEEDBACK, {"preference": [1, 2, 1, 1, 1, 1]}, "pairs go in a circle, 1 over 2 over 3 over 1"),
     ("oasst", s.OASST, {"prompt": s.OASST["prompt"] | {"role": "bot"}}, f"message.0.role: got 'bot', {ROLE}"),
     ("argilla", s.ARGILLA_1, {"responses": {}}, "responses: got none, want one that judges response-1, response-2"),
     ("argilla", s.ARGILLA_1, {"responses": {"comment": [{"value": "Hm."}]}}, "responses: got ['comment'], want one that"),
