@@ -21,7 +21,7 @@ from rlhf.config.checks import check_config
 from rlhf.config.commands import CONFIG_GROUPS
 from rlhf.config.compose import check_adopted, compose_config, nearest, unknown_setting
 from rlhf.config.setting import listed, settings_in
-from rlhf.data.tables import plain as json_values
+from rlhf.data.rows import plain as json_values
 from rlhf.errors import UserError
 from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlhf.data.inputs import ROW_SUFFIXES, TEXT_SUFFIXES, Source, has_suffix, open_bytes, resolve_sources
-from rlhf.data.reading import read_rows
+from rlhf.data.rows import read_rows
 from rlhf.data.splits import uniform
 from rlhf.data.tokenizer import SEPARATOR, encode_texts, separator_id, tokenizer_hash
 from rlhf.errors import UserError

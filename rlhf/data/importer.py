@@ -22,9 +22,10 @@ from rlhf.data.agreement import AgreementCounter
 from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, Cleaner, Facts, facts_of
 from rlhf.data.formats.shapes import BadRow
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.inputs import MAX_RECORD_BYTES, ROW_SUFFIXES, Row, Source, has_suffix, open_bytes
-from rlhf.data.reading import FORMATS, Choose, convert_row, find_format, read, read_rows
+from rlhf.data.inputs import ROW_SUFFIXES, Source, has_suffix, open_bytes
+from rlhf.data.reading import FORMATS, Choose, convert_row, find_format, read
 from rlhf.data.records import KINDS, Ranking, Record, check_of, join_judgements, name_of, replaced_by, sum_checks
+from rlhf.data.rows import MAX_RECORD_BYTES, Row, read_rows
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
 from rlhf.data.storage import create, read_lines, to_line, write_assignments
 from rlhf.system.files import sha256_file, write_json

@@ -14,8 +14,8 @@ from typing import Any
 from rlhf.config.compose import nearest
 from rlhf.config.stages import ClassifyConfig
 from rlhf.data.formats.table import MISSING, lookup
-from rlhf.data.inputs import RECORD_SUFFIXES, Row, resolve_sources
-from rlhf.data.reading import read_rows
+from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
+from rlhf.data.rows import Row, read_rows
 from rlhf.data.splits import split_of
 from rlhf.data.tokenizer import END, ROLES, encode_texts, separator_id
 from rlhf.errors import UserError

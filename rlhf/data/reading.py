@@ -4,7 +4,6 @@ A row is an object under its keys or its header's names. A bad line of a line-ba
 a damaged array or table ends with a UserError that names the place.
 """
 
-import codecs
 import inspect
 import re
 import shlex
@@ -20,20 +19,7 @@ from pydantic import ValidationError
 from rlhf.data.formats import dialogues, scored, tools
 from rlhf.data.formats.shapes import BadRow, Format, Values, is_text
 from rlhf.data.formats.table import WANTS, propose_columns
-from rlhf.data.inputs import (
-    RECORD_SUFFIXES,
-    ROW_SUFFIXES,
-    Row,
-    Source,
-    has_suffix,
-    holds_lines,
-    open_bytes,
-    printable_path,
-    read_delimited,
-    read_lines,
-    read_values,
-    resolve_sources,
-)
+from rlhf.data.inputs import RECORD_SUFFIXES, Source, printable_path, resolve_sources
 from rlhf.data.records import (
     KINDS,
     Demonstration,
@@ -44,9 +30,9 @@ from rlhf.data.records import (
     check_of,
     without_replaced,
 )
+from rlhf.data.rows import Row, read_rows
 from rlhf.data.splits import given_split, prompt_key
 from rlhf.data.storage import read_records, verify
-from rlhf.data.tables import read_columns, read_hub, read_sheet
 from rlhf.errors import UserError
 from rlhf.system.files import read_json
 from rlhf.system.plugins import load_named
@@ -187,25 +173,6 @@ def _recognise_file(setting: str, name: str, rows: Sequence[Values]) -> Format:
     if setting != "format":
         how = f"`rlhf import path={shlex.quote(name)} out=imported {how}`, then give the folder imported instead"
     raise UserError(f"{name}: no format recognised: rows have the keys {keys}. Name the columns, as: {how}")
-
-
-def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a file or a hub data set. Raises: UserError if the source as a whole cannot be read."""
-    path = source.path
-    if path is None:
-        yield from read_hub(source.name)
-    elif has_suffix(path, ROW_SUFFIXES):
-        as_lines = has_suffix(path, (".jsonl",)) or holds_lines(path)
-        with open_bytes(path, source) as file:
-            if file.peek(3)[:3] == codecs.BOM_UTF8:  # type: ignore[attr-defined]
-                file.read(3)
-            yield from (read_lines if as_lines else read_values)(file, source.name)
-    elif has_suffix(path, (".csv", ".tsv")):
-        yield from read_delimited(path, source)
-    elif has_suffix(path, (".parquet",)):
-        yield from read_columns(path, source.name)
-    else:
-        yield from read_sheet(path, source)
 
 
 def read(source: Source, choose: Choose) -> Iterator[Row]:

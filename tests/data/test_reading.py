@@ -12,9 +12,10 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from rlhf.data import inputs, tables
+from rlhf.data import rows as module
 from rlhf.data.inputs import RECORD_SUFFIXES, ROW_SUFFIXES, Source, resolve_sources
-from rlhf.data.reading import load_all, read_rows
+from rlhf.data.reading import load_all
+from rlhf.data.rows import read_rows
 from rlhf.data.storage import is_import, seal
 from rlhf.errors import UserError
 from tests.data import sheets
@@ -52,7 +53,7 @@ def test_a_bad_line_is_a_reject_and_the_next_is_read(read, line, said):
 
 
 def test_a_line_that_is_too_long_is_skipped(read, monkeypatch):
-    monkeypatch.setattr(inputs, "MAX_RECORD_BYTES", 50)
+    monkeypatch.setattr(module, "MAX_RECORD_BYTES", 50)
     bad, good = read(b'{"a": "' + b"x" * 60 + b'"}\n{"n": 2}\n', "a.jsonl")
     assert bad.problem == "got a longer line, want one of at most 0 MB" and good.value == {"n": 2}
     assert good.line == 2
@@ -87,7 +88,7 @@ def test_an_array_that_is_too_deep_or_too_long_is_refused(read, monkeypatch):
     for levels in (500, 100_000):
         with pytest.raises(UserError, match=r"a\.json: damaged JSON \(nested too deeply"):
             read('[{"a": 1}, {"a": ' + "[" * levels + "]" * levels + "}]", "a.json")
-    monkeypatch.setattr(inputs, "MAX_ARRAY_BYTES", 10)
+    monkeypatch.setattr(module, "MAX_ARRAY_BYTES", 10)
     with pytest.raises(UserError, match=r"a\.json: above 0 MB: write it as JSON Lines"):
         read('[{"a": 1}, {"a": 2}]', "a.json")
 
@@ -134,7 +135,7 @@ def test_tables_of_columns_become_rows_and_damage_is_refused(tmp_path, read):
     parquet.write_table(typed, path)
     first, second = values(read(None, path.name))
     assert first == {"n": 1, "x": None, "t": "2026-05-01T10:00:00", "l": [{"a": "é"}]} and second["x"] == 0.5
-    with pytest.raises(UserError, match=r"a\.parquet: damaged \.parquet file after row 0"):
+    with pytest.raises(UserError, match=r"a\.parquet: damaged \.parquet file \("):
         read(path.read_bytes()[:-20], path.name)
 
 
@@ -163,7 +164,7 @@ def test_a_spreadsheet_that_is_damaged_or_too_large_is_refused(tmp_path, read, m
         read(content[:-40], "b.xlsx")
     with pytest.raises(UserError, match=r"c\.xlsx: damaged, or protected by a password"):
         read(b"\xd0\xcf\x11\xe0" + bytes(600), "c.xlsx")
-    monkeypatch.setattr(tables, "MAX_UNPACKED_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(UserError, match=r"a\.xlsx: unpacks to more than 0 MB"):
         read(None, "a.xlsx")
     monkeypatch.undo()

@@ -11,7 +11,7 @@ import pytest
 
 import rlhf
 from rlhf.data import chat_template
-from rlhf.data.tables import plain
+from rlhf.data.rows import plain
 from rlhf.errors import UserError
 from rlhf.runs.folders import read_stage
 from tests.stages.conftest import Run as GoldRun

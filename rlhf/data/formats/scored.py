@@ -25,8 +25,8 @@ from rlhf.data.formats.shapes import (
     require,
     require_text,
 )
-from rlhf.data.inputs import Row
 from rlhf.data.records import join_judgements
+from rlhf.data.rows import Row
 from rlhf.system.schemas import shown
 
 

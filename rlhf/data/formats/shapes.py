@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.data.inputs import Row, is_deep
+from rlhf.data.rows import Row, is_deep
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
 

@@ -8,8 +8,9 @@ import pytest
 
 from rlhf.data.formats.shapes import BadRow
 from rlhf.data.inputs import RECORD_SUFFIXES, resolve_sources
-from rlhf.data.reading import FORMATS, read_rows
+from rlhf.data.reading import FORMATS
 from rlhf.data.records import Ranking
+from rlhf.data.rows import read_rows
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "label_studio"
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.data.inputs import Row
 from rlhf.data.reading import FORMATS, convert_row, load_all, recognise
+from rlhf.data.rows import Row
 from rlhf.errors import UserError
 from tests.data.importers import samples as s
 from tests.data.importers.samples import USER, answer, says

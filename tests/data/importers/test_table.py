@@ -5,8 +5,8 @@ import pytest
 
 from rlhf.config.commands import ColumnsConfig, WordsConfig
 from rlhf.data.formats.table import make_table_format
-from rlhf.data.inputs import Row
 from rlhf.data.reading import convert_row
+from rlhf.data.rows import Row
 from rlhf.errors import UserError
 
 PAIR = {"prompt": "q", "responses": ["a", "b"]}
