@@ -159,16 +159,16 @@ def _alpha(said: "pd.DataFrame", unit: str, both_ways: bool = False) -> dict[str
     """Ordinal alpha (Krippendorff 2011), None without variance, and by `unit` the number of slots that two or more
     people judged. both_ways: each value -v counts beside v.
     """
+    import krippendorff
+    import pandas as pd
+
     said = said[said.groupby(_SLOT).person.transform("size") > 1]
     values = sorted({*said.value, *(-said.value if both_ways else ())})
     most = max(1, 8_000_000 // max(1, len(values)) ** 2)  # alpha allocates (N, V, V)
-    slots = said.groupby(_SLOT)
-    counts = np.zeros((slots.ngroups, len(values)), np.int64)  # people by slot and value
-    np.add.at(counts, (slots.ngroup(), np.searchsorted(values, said.value)), 1)
-    counts = counts[:most]
+    people = pd.crosstab(said.groupby(_SLOT).ngroup(), said.value)  # by slot and value
+    counts = people.reindex(columns=values, fill_value=0).to_numpy()[:most]
     if len(values) < 2:
         return {"value": None, unit: len(counts)}
-    import krippendorff
 
     units = np.concatenate([counts, counts[:, ::-1]]) if both_ways else counts
     scale: Any = {"value_domain": np.array(values), "level_of_measurement": "ordinal"}

@@ -139,8 +139,9 @@ class Importer:
             record = record.model_copy(update={"metadata": metadata | {"source_split": given}})
         try:
             return record, to_line(record)
-        except ValueError as error:
-            raise BadRow("metadata", str(error)) from error
+        except (ValueError, TypeError, RecursionError) as error:
+            wanted = "want strings, numbers, lists, objects"
+            raise BadRow("metadata", f"got a value that JSON has not ({error}), {wanted}") from error
 
     def _take(self, record: Record, line: str, own_id: bool, source: Source) -> int:
         """Clean a record, and write it if it is kept."""

@@ -9,6 +9,7 @@ Source: Radford et al. 2018, section 3.3 and figure 1.
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 from rlhf.config.compose import nearest
@@ -153,14 +154,9 @@ def encode_examples(
             pieces = [next(ids) for _ in row]
             over = sum(map(len, pieces)) - (context - len(pieces) - 1)
             cut += over > 0
-            while over > 0:
-                longest, second = sorted([*pieces, []], key=len, reverse=True)[:2]
-                removed = min(over, len(longest) - max(len(second) - 1, 0))
-                del longest[len(longest) - removed :]
-                over -= removed
-            joined = pieces[0]
-            for piece in pieces[1:]:
-                joined = [*joined, delimiter, *piece]
-            rows.append([start, *joined, extract])
+            for _ in range(over):
+                max(pieces, key=len).pop()
+            marked = chain.from_iterable([delimiter, *piece] for piece in pieces)
+            rows.append([start, *islice(marked, 1, None), extract])
         encoded.append(rows)
     return encoded, cut

@@ -97,8 +97,7 @@ def from_self_instruct(row: Values) -> Made:
     """One demonstration per instance of {input, output}."""
     rest = other_keys(row, "instruction", "instances")
     for instance in row["instances"]:
-        parts = [require_text(row, "instruction"), require_text(instance, "input")]
-        prompt = "\n\n".join(part.strip() for part in parts if is_text(part))
+        prompt = request({"instruction": row["instruction"], "input": instance["input"]})
         yield _demonstration(prompt, instance["output"], rest | other_keys(instance, "input", "output"))
 
 
