@@ -32,7 +32,7 @@ def test_a_stage_records_the_hashes_of_its_parents_and_the_worlds_where_it_is_en
     assert runs.read_stage(folders["sft"])["parents"] == {"pretrain": hashes["pretrain"]}
     said = f"sft: starting, built on {folders['pretrain']} ({hashes['pretrain'][:8]})\n"
     assert said in capsys.readouterr().out
-    with pytest.raises(UserError, match="no finished world there: run `rlhf world`"):
+    with pytest.raises(UserError, match="no finished world there: run `rlhf world run=demo`"):
         runs.collect_parents(changed(config, gold__enabled=True), "pretrain")
     assert list(runs.collect_parents(config, "pretrain")) == ["tokenizer"]
     assert runs.is_needed(config, "sft") and not runs.is_needed(config, "label")
@@ -48,7 +48,7 @@ def test_the_hash_covers_settings_parents_data_and_output(config):
 
 
 def test_a_parent_that_is_missing_not_finished_or_changed(config):
-    with pytest.raises(UserError, match=r"pretrain: no finished pretrain there: run `rlhf pretrain`, or name one w"):
+    with pytest.raises(UserError, match=r"no finished pretrain there: run `rlhf pretrain run=demo` .*, or name one w"):
         run_stage(config, "sft")
     assert not runs.stage_folder(config, "sft").exists()
     interrupt(config, "tokenizer")

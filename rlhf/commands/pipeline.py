@@ -203,7 +203,7 @@ def run_stage(config: Config, stage: str, overrides: list[str]) -> None:
     elif number > 0:  # it could not print an error itself
         why = f"{stage} was ended by signal {number} ({signal.strsignal(number)}): run the same command again to resume it"
     if code not in (0, INTERRUPTED):
-        report(f"pipeline: {why}")
+        report(why)
     if code:
         sys.exit(code)
 

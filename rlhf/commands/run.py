@@ -19,7 +19,7 @@ from rlhf.commands.pipeline import check_settings, ensure_stage, stages_to_run
 from rlhf.config import Config
 from rlhf.config.checks import check_config
 from rlhf.config.commands import CONFIG_GROUPS
-from rlhf.config.compose import check_adopted, compose_config, nearest, unknown_setting
+from rlhf.config.compose import check_adopted, check_overrides, compose_config, nearest, unknown_setting
 from rlhf.config.setting import listed, settings_in
 from rlhf.data.rows import plain as json_values
 from rlhf.errors import UserError
@@ -27,7 +27,7 @@ from rlhf.recipe import STAGES
 from rlhf.runs.folders import is_complete, lend_parents, read_stage, stage_folder
 from rlhf.runs.remembered import GIVEN, recall, text_of, trusted
 from rlhf.runs.run_files import read_jsonl
-from rlhf.runs.sources import beginnings_in
+from rlhf.runs.sources import beginnings_in, hash_sources
 from rlhf.system.files import read_json, write_text
 from rlhf.system.plugins import Named, call_plugins, named
 
@@ -54,7 +54,10 @@ class Run:
         **settings: Any,
     ):
         self.folder = Path(runs_dir) / name
+        if "overwrite" in settings:
+            raise UserError("overwrite: is given to a stage: run.ppo(overwrite=True)")
         preset = [f"experiment={experiment}"] if experiment is not None else []
+        check_overrides(preset, "pipeline")
         self._given, kept = preset, recall(self.folder)
         self._preset = [f"{key}={text}" for key, text in kept.items() if not (preset and key == "experiment")] + preset
         self._settings: dict[str, Any] = {"run": name, "runs_dir": str(runs_dir)}
@@ -97,7 +100,9 @@ class Run:
             raise UserError(f"stage {name!r}{nearest(name, list(STAGES))}: want one of {', '.join(STAGES)}")
         with self._starting(name, overwrite, settings) as config:
             check_settings(config, [name])
-            for stage in stages_to_run(config, [name]):
+            for stage in (stages := stages_to_run(config, [name])):
+                hash_sources(config, stage)  # a missing file is reported before the first stage runs
+            for stage in stages:
                 if stage == name or not is_complete(stage_folder(config, stage)):
                     ensure_stage(config, stage, [], run_here)
         return self

@@ -71,7 +71,7 @@ def read_words(arguments: list[str], command: str) -> Words:
             is_group = flag.startswith("+") and flag[1:] in CONFIG_GROUPS
             overrides.append(word[1:] if is_group else quoted(word))
         elif flag not in FLAGS:
-            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS))}: write settings as key=value")
+            raise UserError(f"unknown option {flag!r}{nearest(flag, list(FLAGS), 0.6)}: write settings as key=value")
         elif flag in ("-m", "--multirun"):
             sweeps = True
         else:
@@ -161,7 +161,8 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
     given = {}
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
-            raise UserError(f"{text!r}: want key=value: write for example `seed=1`{nearest(text, list(settings))}")
+            example = f"`{text}=…`" if text in settings else f"for example `seed=1`{nearest(text, list(settings))}"
+            raise UserError(f"{text!r}: want key=value: write {example}")
         override = parse(text)
         key, value = override.key_or_group, override.value()
         given[key] = text.partition("=")[2]

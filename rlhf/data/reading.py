@@ -183,7 +183,7 @@ def read(source: Source, choose: Choose) -> Iterator[Row]:
     head = list(islice(rows, HEAD_ROWS))
     values = [row.value for row in head if not row.problem]
     if not values:
-        raise UserError(str(head[0]) if head else f"{source.name}: the file is empty: want rows of a known format")
+        raise UserError(str(head[0]) if head else f"{source.name}: has no row: want rows of a known format")
     chosen = choose(source.name, values)
     source.format, source.joins = chosen.name, chosen.joins
     source.why = "; ".join(filter(None, [chosen.why or chosen.wants, source.note, chosen.note]))
@@ -259,7 +259,9 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
     if rejects:
         first = "; ".join([*map(str, rejects[:5]), *(["…"] if len(rejects) > 5 else [])])
         count = sum(file.rows for file in files)
-        raise UserError(f"{len(rejects)} of {count} rows cannot be used: correct or remove them: {first}")
+        wrong = format != "auto" and len(rejects) == count
+        remedy = f"is data.format={format} right?" if wrong else "correct or remove them"
+        raise UserError(f"{len(rejects)} of {count} rows cannot be used: {remedy}: {first}")
     return records, files
 
 

@@ -58,6 +58,11 @@ def ends(figure: Figures) -> list[float]:
     return figure["ci95"] or [-math.inf, math.inf]
 
 
+def within_bounds(share: Figures) -> Figures:
+    """A share's figure with the ends of its interval within 0 and 1."""
+    return share | {"ci95": share["ci95"] and [min(1.0, max(0.0, end)) for end in share["ci95"]]}
+
+
 def win(a: float, b: float) -> float:
     """1 if a is above b, 1/2 if they are equal, else 0."""
     return (a > b) + 0.5 * (a == b)
@@ -97,8 +102,7 @@ def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float
     rho = covariance / math.sqrt(y.var(ddof=1) * f.var(ddof=1)) if y.var() > 0 and f.var() > 0 else None
     value = float(y.mean() + weight * (np.mean(rest) - f.mean()))
     half = 1.96 * math.sqrt((y - weight * f).var(ddof=1) / n + weight**2 * both / len(rest))
-    corrected = figure(value, half, n + len(rest))
-    corrected["ci95"] = [min(1.0, max(0.0, end)) for end in corrected["ci95"]]
+    corrected = within_bounds(figure(value, half, n + len(rest)))
     return {"people": people, "corrected": corrected, "rho": rho and round(rho, 4), "judged": len(rest)}
 
 
@@ -241,4 +245,4 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     left = [(kinds - only) / max(1, total - len(row)) for row, only in zip(rows, alone, strict=True)]
     centre = fmean(left)
     half = 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)) if n >= LEAST_ITEMS else None
-    return figure(kinds / total, half, n)
+    return within_bounds(figure(kinds / total, half, n))

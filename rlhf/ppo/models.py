@@ -178,7 +178,7 @@ def make_critic(
         own = next(weight for source, weight in paid if getattr(source, "bare", None) is reward_model)
         return scaled(critic.fold_calibration(), own)
     if settings.critic == "reward":
-        stage.say("no reward model with this tokenizer: the critic starts from the SFT model with a new head")
+        stage.say("no reward model with this tokenizer in ppo.rewards: the critic is the SFT model with a new head")
     if config.lora.share_trunk:
         shared = share_weights(policy.base_model)
         return scaled(RewardModel.on_trunk(RewardConfig(trunk=policy.base_model.config), shared), 0.0)

@@ -205,10 +205,9 @@ def check_output(folder: Path, stage: str | None = None) -> dict:
     if record is not None and record.get("stage") != stage:
         raise UserError(f"{folder}: was written by {record.get('stage')}, want a {stage}: point parents.{stage} at one")
     if record is None:
+        make = f"run `rlhf {stage} run={folder.parent.name}` (`rlhf pipeline` runs all that is missing)"
         other = ", or give ppo.rewards=…" if stage == "reward" else ""
-        raise UserError(
-            f"{folder}: no finished {stage} there: run `rlhf {stage}`, or name one with parents.{stage}=…{other}"
-        )
+        raise UserError(f"{folder}: no finished {stage} there: {make}, or name one with parents.{stage}=…{other}")
     if record.get("status") != "complete":
         raise UserError(f"{folder}: {stage} is not finished: run `rlhf {stage}` again, it resumes")
     if hash_of(record) != record["hash"]:

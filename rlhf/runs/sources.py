@@ -151,7 +151,7 @@ def classifier_folder(config: Config, name: str, setting: str) -> Path:
     folder = Path(name) if (Path(name) / "config.json").is_file() else hub_folder(name, setting)
     if folder is None:
         no = f"no run under {config.runs_dir}/ with a reward model, and no folder or hub id of a classifier"
-        raise UserError(f"{setting}: {name}: {no}, nor a function module:name: check the name")
+        raise UserError(f"{setting}: {name}: {no}, nor a function file.py:name: check the name")
     described = read_json(folder / "config.json")
     if described.get("model_type") == "rlhf_reward":
         raise UserError(f"{setting}: {name}: the model of a reward stage: name the stage's folder, with stage.json")

@@ -131,10 +131,10 @@ def test_plugins_are_called_before_a_stage(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "said"), [
-    (lambda run: run.ppo(learning_rate=1), "learning_rate"),
-    (lambda run: run.sft(model_width=64), "a pretrained model has a shape"),
-    (lambda run: run.stage("rewrd"), "did you mean 'reward'"), (lambda run: run.metrics("ppo"), "has not run"),
-    (lambda run: run.ppo(rewards=[lambda responses: responses]), "takes"),
+    (lambda run: run.ppo(learning_rate=1), "learning_rate"), (lambda run: rlhf.Run("x", experiment="golt"), "did you mean 'gold'"),
+    (lambda run: rlhf.Run("x", overwrite=True), "given to a stage"), (lambda run: run.reward(data_comparisons="no.csv"), "no such file"),
+    (lambda run: run.sft(model_width=64), "a pretrained model has a shape"), (lambda run: run.stage("rewrd"), "did you mean 'reward'"),
+    (lambda run: run.metrics("ppo"), "has not run"), (lambda run: run.ppo(rewards=[lambda responses: responses]), "takes"),
 ])  # fmt: skip
 def test_mistakes_of_a_run_in_python_are_one_line(gold_run, base, tmp_path, call, said):
     with pytest.raises(UserError, match=said) as error:

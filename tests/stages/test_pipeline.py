@@ -166,7 +166,7 @@ def test_a_failing_stage_stops_the_pipeline_with_its_code(copy_until):
     done = subprocess.run(words, capture_output=True, text=True)
     told = done.stderr
     assert done.returncode == 2
-    assert "already has a complete world" in told and "pipeline: stopped in world" in told and "Traceback" not in told
+    assert "already has a complete world" in told and "error: stopped in world" in told and "Traceback" not in told
 
 
 def test_a_stage_that_was_stopped_is_resumed(copy_until, monkeypatch):
