@@ -7,7 +7,7 @@ workspace and `rlhf watch`. `Sums` combines numbers over micro-batches and ranks
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,14 +23,23 @@ class Metric:
     meaning: str
 
 
-# The global sums that each reduction needs, in the order of `Sums.add`.
-REDUCTIONS: dict[str, tuple[str, ...]] = {
-    "mean": ("total", "count"),
-    "std": ("total", "squares", "count"),
-    "explained": ("error", "error_squares", "target", "target_squares", "count"),
-    "ess": ("total", "squares", "count"),
-    "max": ("value",),
-    "last": ("value",),  # the newest, which is the same on every rank
+def _variance(total: float, squares: float, n: float) -> float:
+    return squares / n - (total / n) ** 2
+
+
+def _explained(error: float, error_squares: float, target: float, target_squares: float, n: float) -> float | None:
+    whole = _variance(target, target_squares, n)
+    return 1.0 - _variance(error, error_squares, n) / whole if whole > 0 else None
+
+
+# The global sums that each reduction needs, in the order of `Sums.add`, and the number that they give.
+REDUCTIONS: dict[str, tuple[tuple[str, ...], Callable[..., float | None]]] = {
+    "mean": (("total", "count"), lambda total, n: total / n),
+    "std": (("total", "squares", "count"), lambda *sums: math.sqrt(max(_variance(*sums), 0.0))),
+    "explained": (("error", "error_squares", "target", "target_squares", "count"), _explained),
+    "ess": (("total", "squares", "count"), lambda total, squares, n: total**2 / squares / n),
+    "max": (("value",), lambda *values: math.nan if any(map(math.isnan, values)) else max(values)),
+    "last": (("value",), lambda value: value),  # the newest, which is the same on every rank
 }
 
 _NATS_TOKEN, _NATS_SEQUENCE, _SHARE = "nats per token", "nats per sequence", "share"
@@ -57,8 +66,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("calibration/gain", "", "SFT samples", "last", "factor that gives scores of SFT samples standard deviation 1"),
     Metric("calibration/shift", "score", "demonstrations", "last", "bias that makes demonstrations score 0 on average"),
     # DPO
-    Metric("dpo/loss", "nats per prompt", "prompts with an ordered pair", "mean",
-           "ranking loss of beta * (logp - logp_ref)"),
+    Metric("dpo/loss", "nats per prompt", "prompts with an ordered pair", "mean", "ranking loss of beta * (logp - logp_ref)"),
     Metric("dpo/accuracy", _SHARE, _PAIRS, "mean", "pairs whose winner gained more log-probability over SFT"),
     Metric("dpo/margin", "score", _PAIRS, "mean", "beta * (logp - logp_ref) of the winner minus that of the loser"),
     # distillation
@@ -73,10 +81,8 @@ METRICS: tuple[Metric, ...] = (
            "mean over examples of the language model's loss on their rows"),
     # PPO: the objective
     Metric("objective/kl", _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of sum_t (logp_old - logp_ref)"),
-    Metric("objective/kl_k3", _NATS_SEQUENCE, _RESPONSE, "mean",
-           "mean over sequences of sum_t (exp(-d) - 1 + d), d = logp_old - logp_ref"),
-    Metric("objective/scores", "score", _SEQUENCES, "mean",
-           "score in the reward: after score_clip and the rule for a missing end token"),
+    Metric("objective/kl_k3", _NATS_SEQUENCE, _RESPONSE, "mean", "mean over sequences of sum_t (exp(-d) - 1 + d), d = logp_old - logp_ref"),
+    Metric("objective/scores", "score", _SEQUENCES, "mean", "score in the reward: after score_clip and the rule for a missing end token"),
     Metric("objective/scores/<part>", "score", _SEQUENCES, "mean", "score of one of several sources, or of a part that a function names"),
     Metric("objective/scores_std", "score", _SEQUENCES, "mean", "standard deviation over several reward models of a response's score"),
     Metric("objective/non_score_reward", "score", _SEQUENCES, "mean", "-kl_coef * KL; 0 if the KL is in the loss"),
@@ -166,6 +172,10 @@ def find(name: str) -> Metric | None:
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
+def _reduction(name: str) -> str:
+    return find(name).reduction  # type: ignore[union-attr]
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raises: ValueError that lists every name that the table lacks."""
     if unknown := [repr(name) for name in names if find(name) is None]:
@@ -173,27 +183,6 @@ def check_names(names: Iterable[str]) -> None:
 
 
 # --- sums over micro-batches and ranks ----------------------------------------------------------------------
-
-
-def _close(name: str, sums: Sequence[float]) -> float | None:
-    """One number from the sums of a metric's reduction; None if nothing was counted."""
-    reduction = find(name).reduction  # type: ignore[union-attr]
-    if reduction == "max":
-        return math.nan if any(map(math.isnan, sums)) else max(sums)
-    if reduction == "last":
-        return sums[0]
-    *totals, count = sums
-    if count == 0:
-        return None
-    if reduction == "mean":
-        return totals[0] / count
-    if reduction == "ess":
-        return totals[0] ** 2 / totals[1] / count
-    variances = [b / count - (a / count) ** 2 for a, b in zip(totals[::2], totals[1::2], strict=True)]
-    if reduction == "std":
-        return math.sqrt(max(variances[0], 0.0))
-    error, target = variances
-    return 1.0 - error / target if target > 0 else None
 
 
 class Sums:
@@ -209,14 +198,13 @@ class Sums:
         from rlhf.ops.masked import wide
 
         check_names([name])
-        reduction = find(name).reduction  # type: ignore[union-attr]
-        wanted = REDUCTIONS[reduction]
-        if len(sums) != len(wanted):
+        reduction = _reduction(name)
+        if len(sums) != len(wanted := REDUCTIONS[reduction][0]):
             raise ValueError(f"{name}: reduction {reduction!r} takes ({', '.join(wanted)}), got {len(sums)} sums")
         self._merge(name, [wide(x.detach().reshape(())) if hasattr(x, "detach") else float(x) for x in sums])
 
     def _merge(self, name: str, new: list[Any]) -> None:
-        before, reduction = self._sums.get(name, []), find(name).reduction  # type: ignore[union-attr]
+        before, reduction = self._sums.get(name, []), _reduction(name)
         if not before or reduction == "last":
             self._sums[name] = new
         elif reduction == "max":
@@ -240,8 +228,12 @@ class Sums:
 
     def reduce(self) -> dict[str, float]:
         """One number per metric, in the order in which they were first added; without those of which nothing was counted."""
-        closed = {name: _close(name, sums) for name, sums in self.state().items()}
-        return {name: value for name, value in closed.items() if value is not None}
+        reduced = dict[str, float]()
+        for name, sums in self.state().items():
+            needed, close = REDUCTIONS[_reduction(name)]
+            if (needed[-1] != "count" or sums[-1] != 0) and (value := close(*sums)) is not None:
+                reduced[name] = value
+        return reduced
 
 
 # --- charts -------------------------------------------------------------------------------------------------
@@ -310,8 +302,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     "ppo": (
         Chart("Reward", ("objective/scores=score", "objective/rlhf_reward=score less KL", "eval/*/scores", "objective/scores/*"),
               half=True, watch="reward"),
-        Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"),
-              half=True, watch="KL"),
+        Chart("KL to the SFT model", ("objective/kl=KL", "objective/kl_k3=k3 estimate", "eval/*/kl"), half=True, watch="KL"),
         Chart("Reward against the root of KL", ("objective/scores", "gold/total"), x="objective/sqrt_kl"),
         Chart("Gold score", ("gold/total=rollouts", "eval/*/gold/total"), watch="gold"),
         Chart("Gold score by part", ("gold/*", "-gold/total")),

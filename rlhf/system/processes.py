@@ -246,21 +246,20 @@ class Ranks:
         return sums
 
     def sum(self, x: "Tensor | float") -> float:
-        import torch
+        return self._reduce(x, "SUM")
 
+    def max(self, x: "Tensor | float") -> float:
+        return self._reduce(x, "MAX")
+
+    def _reduce(self, x: "Tensor | float", how: str) -> float:
         if self.count == 1:
             return float(x)
-        return float(self.sum_tensor(torch.as_tensor(x).detach().to(self.device, torch.float64)))
-
-    def max(self, x: float) -> float:
         import torch
         import torch.distributed as dist
 
-        if self.count == 1:
-            return float(x)
-        most = torch.tensor(float(x), dtype=torch.float64, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return float(most)
+        value = torch.tensor(float(x), dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, getattr(dist.ReduceOp, how))
+        return float(value)
 
     def merge(self, sums: Any) -> Any:
         """`rlhf.runs.metric_table.Sums` of all ranks, added up."""
