@@ -72,8 +72,8 @@ def answer_prompts(
     how = {"temperature": settings.temperature, "greedy": getattr(settings, "greedy", False), "max_new_tokens": length}
     ends = end_ids(tokenizer, base=folder.name == "pretrain")
     engine = make_sampler(config, load_frozen(config, folder / "model", device), tokenizer, eos_token_id=ends, **how)
-    keyed = [(ids, (command, r.id if to_label else prompt_key(r.prompt), *key)) for r, ids, _ in asked]
+    keyed = [(ids, (command, r.id if to_label else prompt_key(r.prompt), *key), count) for r, ids, _ in asked]
     with Progress(len(asked), command, unit="prompt") as bar, inference(config, device):
-        for (record, _, cut), answers in zip(asked, draw_in_turn(engine, tokenizer, keyed, count), strict=True):
+        for (record, _, cut), answers in zip(asked, draw_in_turn(engine, tokenizer, keyed), strict=True):
             yield record, cut, answers, how
             bar.update()

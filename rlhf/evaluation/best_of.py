@@ -52,10 +52,10 @@ def draw_candidates(
     if not asked.prompts:
         return [], []
     engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
-    keyed = [(ids, ("best_of", record.id)) for record, ids in zip(asked.records, asked.prompts, strict=True)]
+    keyed = [(ids, ("best_of", record.id), n) for record, ids in zip(asked.records, asked.prompts, strict=True)]
     answers = []
     with Progress(len(keyed), label, unit="prompt") as bar:
-        for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, n, together):
+        for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, together):
             answers.append(row)
             bar.update(1)
     scores = policies.score_by(reward, asked.records, asked.prompts, answers)

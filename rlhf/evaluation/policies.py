@@ -86,24 +86,26 @@ def draw_answers(
 def draw_in_turn(
     engine: SamplingEngine,
     tokenizer: Any,
-    asked: Sequence[tuple[list[int], tuple]],
-    count: int,
+    asked: Sequence[tuple[list[int], tuple, int]],
     together: int = TOGETHER,
     **how: Any,
 ) -> Iterator[list[Answer]]:
-    """`count` responses to each prompt, which is given with its key; `together` prompts are answered at once. how: as of `draw_answers`."""
+    """The responses to each prompt, which is given with its key and their number; `together` prompts are answered at once. how: as of
+    `draw_answers`.
+    """
     for part in batched(asked, together):
-        prompts = [ids for ids, _ in part for _ in range(count)]
-        keys = [(*key, j) for _, key in part for j in range(count)]
-        yield from batched(draw_answers(engine, tokenizer, prompts, keys, **how), count)
+        prompts = [ids for ids, _, count in part for _ in range(count)]
+        keys = [(*key, j) for _, key, count in part for j in range(count)]
+        answers = draw_answers(engine, tokenizer, prompts, keys, **how)
+        yield from split_like(answers, [range(count) for *_, count in part])
 
 
 def draw_divided(
     engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], name: str, count: int, **how: Any
 ) -> Answers:
     """`count` responses to each prompt; the prompts are divided among the processes. The model must be whole on each."""
-    asked = [(ids, ("evaluate", name, i)) for i, ids in enumerate(prompts)]
-    return divide(asked, lambda mine: list(draw_in_turn(engine, tokenizer, mine, count, max(1, len(mine)), **how)))
+    asked = [(ids, ("evaluate", name, i), count) for i, ids in enumerate(prompts)]
+    return divide(asked, lambda mine: list(draw_in_turn(engine, tokenizer, mine, max(1, len(mine)), **how)))
 
 
 def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: torch.device) -> dict[str, Responses]:

@@ -60,8 +60,7 @@ def run(config: Config) -> None:
             save_output(student, tokenizer, stage)
 
             # 3. Held-out figures
-            with inference(config, device):
-                summary = evaluate_items(engine, objective, rows["dev"], "distill")
+            summary = evaluate_items(config, engine, objective, rows["dev"])
             if summary:
                 loop.log_held_out({"loss": summary["loss"]})
                 stage.say(f"held out: KL to the teacher {summary['kl']:.3f} nats per token")

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config import Config
-from rlhf.config.precision import inference
 from rlhf.data.encoding import Item
 from rlhf.evaluation.audit import policy_encoder
 from rlhf.evaluation.scoring import collate_answers, item_length
@@ -63,8 +62,7 @@ def run(config: Config) -> None:
             save_output(model, tokenizer, stage)
 
             # 4. Held-out figures
-            with inference(config, device):
-                summary = evaluate_items(engine, objective, items["dev"], "dpo")
+            summary = evaluate_items(config, engine, objective, items["dev"])
             loop.log_held_out(summary)
         stage.finish(summary)
 

@@ -24,17 +24,8 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
 from rlhf.ppo.experience import fit_prompts
 from rlhf.ppo.rewards import load_rater
-from rlhf.runs.folders import (
-    check_output,
-    identity_of,
-    is_complete,
-    needs_parent,
-    parents_of,
-    read_stage,
-    run_folder,
-    scores_by_own,
-    stage_folder,
-)
+from rlhf.runs import folders
+from rlhf.runs.folders import check_output, is_complete, needs_parent, run_folder, stage_folder
 from rlhf.runs.run_files import figures_of
 from rlhf.runs.sources import compared_folders, in_split, read_prompts
 from rlhf.runs.stage import Stage
@@ -68,7 +59,7 @@ def run(config: Config) -> None:
 
 def stage_is_due(config: Config) -> bool:
     """Whether the evaluation stage has everything that it needs and is not complete."""
-    needed = parents_of(config, "evaluate")
+    needed = folders.parents_of(config, "evaluate")
     complete = [is_complete(stage_folder(config, parent)) for parent in needed]
     tuned = "ppo" in needed or compared_folders(config)
     return bool(tuned) and all(complete) and not is_complete(stage_folder(config, "evaluate"))
@@ -97,13 +88,13 @@ def run_stage(config: Config) -> None:
 
         # 2. Responses of every policy to the test prompts
         baselines = {name: folder for name, folder in tuned.items() if name != main}
-        folders = {"sft": stage_folder(config, "sft"), main: tuned[main]} | baselines
+        places = {"sft": stage_folder(config, "sft"), main: tuned[main]} | baselines
         if truth is not None and truth.base_text(records[0]) is not None:
-            folders = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | folders
-        models = {name: folder / "model" for name, folder in folders.items()}
+            places = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | places
+        models = {name: folder / "model" for name, folder in places.items()}
         answers = policies.answer_all(config, models, asked, device)
         compared = {name: given for name, given in answers.items() if not name.startswith("base")}
-        scored = reward_model is not None or not scores_by_own(config)  # else nothing gives a score
+        scored = reward_model is not None or not folders.scores_by_own(config)  # else nothing gives a score
         by = (config, compared, asked, reward_model, device)
         scores, rewards = policies.score_answers(*by) if scored else (ByPolicy(), ByPolicy())
 
@@ -158,15 +149,15 @@ def load_test_prompts(
 
 def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
     """Folders of the policies that are compared with SFT, PPO's last, but for those of another SFT model. Raises: UserError."""
-    sft, tuned, folders = check_output(stage_folder(config, "sft"), "sft")["hash"], {}, compared_folders(config)
-    if not folders or needs_parent(config, "evaluate", "ppo"):
-        folders["ppo"] = stage_folder(config, "ppo")
-    for name, folder in folders.items():
+    sft, tuned, compared = check_output(stage_folder(config, "sft"), "sft")["hash"], {}, compared_folders(config)
+    if not compared or needs_parent(config, "evaluate", "ppo"):
+        compared["ppo"] = stage_folder(config, "ppo")
+    for name, folder in compared.items():
         if check_output(folder, folder.name)["parents"].get("sft") == sft:
             tuned[name] = folder
         else:
             say(f"{folder}: built on another SFT model: left out, `rlhf {folder.name} overwrite=true` makes it anew")
-    record, now = read_stage(tuned["ppo"]) if "ppo" in tuned else None, identity_of(config, "ppo")
+    record, now = folders.read_stage(tuned["ppo"]) if "ppo" in tuned else None, folders.identity_of(config, "ppo")
     recorded = (record or {}).get("settings", {})
     keys = ("ppo.rewards", "ppo.reward_weights", "ppo.reward_parameters", "ppo.calibrated")
     if changed := [key for key in keys if key in recorded and recorded[key] != now[key]]:

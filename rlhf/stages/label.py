@@ -17,8 +17,8 @@ from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
-from rlhf.evaluation.policies import draw_answers
-from rlhf.evaluation.statistics import batched, flatten, split_like
+from rlhf.evaluation.policies import draw_in_turn
+from rlhf.evaluation.statistics import flatten
 from rlhf.gold.truth import Truth, make_truth, rank_responses, tune_noise
 from rlhf.runs.folders import earlier_run, read_record, read_stage, run_folder, stage_folder
 from rlhf.runs.progress import Progress
@@ -81,14 +81,13 @@ def simulate_labels(stage: Stage, truth: Truth, before: list[Ranking]) -> tuple[
         policy, tokenizer = load_frozen(config, source / "model", device), load_tokenizer(source / "model")
         engine = make_sampler(config, policy, tokenizer)
         prompt_ids = encode_prompts(tokenizer, [record.prompt for record in prompts])
-        for part in batched(list(zip(prompts, prompt_ids, strict=True)), PROMPTS_TOGETHER):
-            # more than will be ranked, since several can be the same
-            counts = [range(responses_wanted(config, record) + spare) for record, _ in part]
-            repeated = [ids for (_, ids), places in zip(part, counts, strict=True) for _ in places]
-            keys = [("label", record.id, j) for (record, _), places in zip(part, counts, strict=True) for j in places]
-            drawn = draw_answers(engine, tokenizer, repeated, keys)
-            responses += split_like(((one.text, one.ended) for one in drawn), counts)
-            bar.update(len(part))
+        asked = [  # more than will be ranked, since several can be the same
+            (ids, ("label", record.id), responses_wanted(config, record) + spare)
+            for record, ids in zip(prompts, prompt_ids, strict=True)
+        ]
+        for drawn in draw_in_turn(engine, tokenizer, asked, PROMPTS_TOGETHER):
+            responses.append([(one.text, one.ended) for one in drawn])
+            bar.update()
     policy_id = f"{source.name}@{(read_stage(source) or {}).get('hash', '')[:8]}"
     rankings, alike, noise = rank_all(config, truth, prompts, responses, policy_id)
     rankings = before + rankings

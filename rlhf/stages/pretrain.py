@@ -107,7 +107,7 @@ def run(config: Config) -> None:
                 else:
                     shown = [held_out[i] for i in range(min(len(held_out), settings.eval_sequences))]
                     items = make(held_out, rows, order).mask(shown, "heldout")
-                    summary = evaluate_items(engine, objective, items, "pretrain")
+                    summary = evaluate_items(config, engine, objective, items)
             loop.log_held_out(summary, "heldout")
         stage.finish(summary)
 

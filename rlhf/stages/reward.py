@@ -7,6 +7,7 @@ deviation 1. The model is the SFT trunk with a scalar head, or any text classifi
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +24,19 @@ from rlhf.data.records import Demonstration, Ranking
 from rlhf.data.splits import record_half
 from rlhf.engines.sampling import make_sampler
 from rlhf.errors import UserError
+from rlhf.evaluation import scoring
 from rlhf.evaluation.audit import Audited, audit_reward_model, decide, describe_audit
 from rlhf.evaluation.policies import room_for
-from rlhf.evaluation.scoring import (
-    by_item,
-    fit_head,
-    held_out_labelers,
-    item_encoder,
-    item_length,
-    length_baseline,
-    pad_weights,
-    read_features,
-)
 from rlhf.model.batching import joins_rows
 from rlhf.model.classifier import TextRewardModel
 from rlhf.model.interface import Episodes, score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ops.ranking import ranking_loss
 from rlhf.ppo.rewards import load_model_reward
+from rlhf.runs import sources
 from rlhf.runs.folders import earlier_reward, stage_folder
 from rlhf.runs.metric_table import Sums
 from rlhf.runs.progress import Progress
-from rlhf.runs.sources import (
-    beginnings,
-    data_source,
-    in_split,
-    read_comparisons,
-    read_demonstrations,
-    reward_folder,
-    sample_prompts,
-)
 from rlhf.runs.stage import Stage
 from rlhf.system.files import write_json
 from rlhf.training.adapters import add_adapters, save_output
@@ -73,7 +57,7 @@ def train_reward_model(config: Config, name: str) -> None:
     """Train and measure the reward model of a stage by config.reward."""
     with running(config, name) as (stage, device):
         folder, tokenizer = parent_model(config, "sft")
-        others = [reward_folder(config, other, f"{name}.audit_with") for other in listed(config.reward.audit_with)]
+        others = [sources.reward_folder(config, run, f"{name}.audit_with") for run in listed(config.reward.audit_with)]
 
         # 1. The rankings to train on, and the demonstrations to calibrate on
         labelled, records, held_out = load_rankings(config, stage)
@@ -83,7 +67,7 @@ def train_reward_model(config: Config, name: str) -> None:
         start = earlier_reward(config) if name == "reward" else None
         model = make_model(config, device, start)
         counts: Counter[str] = Counter()
-        items = load_items(stage, records, item_encoder(config, model, tokenizer, counts), counts)
+        items = load_items(stage, records, scoring.item_encoder(config, model, tokenizer, counts), counts)
 
         # 3. Train: with reward.fit_head first only the head; then all weights, or with lora.rank adapters and the head; then calibrate
         fit_before_training(stage, model, items["train"], tokenizer.pad_token_id, device)
@@ -96,11 +80,7 @@ def train_reward_model(config: Config, name: str) -> None:
         epochs = settings.epochs if start is None or later is None else later
         batches = Batches(items["train"], settings.batch_prompts, shuffled_order(f"{name}-{config.seed}"))
         objective = make_objective(config, engine)
-
-        def evaluate() -> dict[str, float]:
-            with inference(config, device):
-                return evaluate_items(engine, objective, items["dev"], "reward")
-
+        evaluate = partial(evaluate_items, config, engine, objective, items["dev"])
         look = {"evaluate": evaluate if items["dev"] else None, "looks": settings}
         with trained(stage, engine, batches, objective, epochs, settings, averages=False, **look) as loop:
             with inference(config, device):
@@ -110,7 +90,7 @@ def train_reward_model(config: Config, name: str) -> None:
 
             # 4. Held-out figures
             summary = evaluate()
-            bound = {"length_baseline": length_baseline(items["dev"])} if summary else {}
+            bound = {"length_baseline": scoring.length_baseline(items["dev"])} if summary else {}
             loop.log_held_out(summary | bound)
             loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=loop.total)
         zero = "demonstrations average 0" if demonstrations else "no demonstrations: SFT samples average 0"
@@ -143,8 +123,8 @@ def write_model(model: Any, tokenizer: Any, stage: Stage) -> None:
 
 def load_rankings(config: Config, stage: Stage) -> tuple[list[Ranking], list[Ranking], set[str]]:
     """All rankings of data.comparisons, those to train on, and the held-out labelers. Raises: UserError for an unknown labeler."""
-    records = read_comparisons(config, stage.say)
-    held_out = held_out_labelers(config, records)
+    records = sources.read_comparisons(config, stage.say)
+    held_out = scoring.held_out_labelers(config, records)
     known = [record for record in records if record.labeler not in held_out]
     check_labelers("reward.labeler_weights", list(config.reward.labeler_weights or {}), known)
     return records, known, held_out
@@ -172,8 +152,8 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
         return
     nn.Module.to(model, device)
     with inference(stage.config, device):
-        features = read_features(model, items, pad, device)
-    fit = fit_head(model.head, features, items, model.mix)
+        features = scoring.read_features(model, items, pad, device)
+    fit = scoring.fit_head(model.head, features, items, model.mix)
     validated = f"cross-validated accuracy {fit['accuracy']:.3f}, loss {fit['loss']:.3f}"
     stage.say(f"head fitted on the frozen trunk: {validated}, weight decay {fit['decay']:g}")
 
@@ -181,10 +161,10 @@ def fit_before_training(stage: Stage, model: Any, items: list[Item], pad: int, d
 def load_items(stage: Stage, records: list[Ranking], encode: Encode, counts: Counter[str]) -> dict[str, list[Item]]:
     """Items of the train and dev splits, of data.half of the training prompts. counts: of what `encode` has cut."""
     config, half = stage.config, stage.config.data.half
-    splits = {split: in_split(config, records, split) for split in ("train", "dev")}
+    splits = {split: sources.in_split(config, records, split) for split in ("train", "dev")}
     if half is not None:
         half = 3 - half if stage.name == "judge" else half
-        shared = beginnings(config, records)
+        shared = sources.beginnings(config, records)
         splits["train"] = [r for r in splits["train"] if record_half(r, config.data.split_seed, shared) == half]
         stage.say(f"train: half {half} of the prompts")
     items = {}
@@ -215,15 +195,15 @@ def make_objective(config: Config, engine: Engine) -> Objective[Item]:
         return loss, inputs | {"scores": scores}
 
     most, joined = config.reward.micro_batch_responses, joins_rows(engine.module)
-    return Objective(lambda item: item.rows, loss_of, most, length=item_length, joined=joined)
+    return Objective(lambda item: item.rows, loss_of, most, length=scoring.item_length, joined=joined)
 
 
 def item_loss(
     items: list[Item], scores: Tensor, count: int, sums: Sums, stage: str, **shape: float
 ) -> tuple[Tensor, Tensor]:
     """`ranking_loss` of the scores (R,) of all answers, over `count` prompts, and the scores by item (N, K)."""
-    scores = by_item(items, scores)
-    loss, figures = ranking_loss(scores, pad_weights(items, scores.device), denominator=count, **shape)
+    scores = scoring.by_item(items, scores)
+    loss, figures = ranking_loss(scores, scoring.pad_weights(items, scores.device), denominator=count, **shape)
     sums.add(f"{stage}/loss", float(figures["loss_sum"]), float(figures["prompts"]))
     sums.add(f"{stage}/accuracy", float(figures["pairs_correct"]), float(figures["pairs"]))
     sums.add(f"{stage}/margin", float(figures["margin_sum"]), float(figures["pairs"]))
@@ -232,9 +212,9 @@ def item_loss(
 
 def training_demonstrations(config: Config) -> list[Demonstration]:
     """The demonstrations of the training split; none if none are given. Raises: UserError if all are held out."""
-    if data_source(config, "demonstrations") is None:
+    if sources.data_source(config, "demonstrations") is None:
         return []
-    demonstrations = in_split(config, read_demonstrations(config), "train")
+    demonstrations = sources.in_split(config, sources.read_demonstrations(config), "train")
     if not demonstrations:
         raise UserError("data.demonstrations: none is in the training split, to calibrate the reward model: add some")
     return demonstrations
@@ -250,8 +230,8 @@ def calibrate(
     of `records` only the prompts of the training split that fit the context are used, not the judgements.
     """
     bare = unwrapped(model)
-    prompts = prompts_of(in_split(config, records, "train"))
-    prompts = sample_prompts(config, prompts, config.reward.calibration_samples)
+    prompts = prompts_of(sources.in_split(config, records, "train"))
+    prompts = sources.sample_prompts(config, prompts, config.reward.calibration_samples)
     context = row_limit(config, tokenizer)
     with Progress(len(demonstrations) + 2 * len(prompts), "reward: calibration", unit="row") as bar:
         rows = bare.demonstration_rows(demonstrations, tokenizer, context)

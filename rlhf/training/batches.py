@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.config import Config
+from rlhf.config.precision import inference
 from rlhf.config.stages import EvaluatedConfig
 from rlhf.errors import UserError
 from rlhf.model.batching import WORTH, by_length, scoring_tokens
@@ -230,14 +232,14 @@ def trained(
         yield loop
 
 
-@torch.no_grad()
-def evaluate_items(engine: Engine, objective: Objective[T], items: Sequence[T], stage: str) -> dict[str, float]:
+def evaluate_items(config: Config, engine: Engine, objective: Objective[T], items: Sequence[T]) -> dict[str, float]:
     """The objective's figures <stage>/… of items that are not trained on, by the rest of their names; empty without items."""
     engine.module.eval()
     sums = Sums()
-    for part in objective.micro_batches(items, scoring_tokens(engine.module), 0, 1):
-        objective.loss(part, 1, sums)
-    return {name.removeprefix(f"{stage}/"): value for name, value in sums.reduce().items()}
+    with inference(config, engine.device):
+        for part in objective.micro_batches(items, scoring_tokens(engine.module), 0, 1):
+            objective.loss(part, 1, sums)
+    return {name.partition("/")[2]: value for name, value in sums.reduce().items()}
 
 
 def put(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

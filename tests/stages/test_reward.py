@@ -127,7 +127,7 @@ def test_micro_batches_change_no_gradient_and_no_metric(gold_run, tokenizer, mod
 
 def held_out_loss(config, model, items) -> float:
     engine = make_engine(config, model, config.reward, CPU)
-    return reward.evaluate_items(engine, reward.make_objective(config, engine), items, "reward")["loss"]
+    return reward.evaluate_items(config, engine, reward.make_objective(config, engine), items)["loss"]
 
 
 def test_loss_of_a_batch_by_hand(gold_run, tokenizer, model):
@@ -172,7 +172,7 @@ def test_learns_comparisons_that_one_word_decides(copy_until, tokenizer, model, 
     objective = reward.make_objective(config, engine)
     with open_stage(config, "reward") as stage, open_loop(stage, engine, 3 * 8) as loop:
         train(loop, drawn, objective, lambda step: 1.0)
-        after = reward.evaluate_items(engine, objective, items["dev"], "reward")
+        after = reward.evaluate_items(config, engine, objective, items["dev"])
     assert after["accuracy"] > 0.95 and after["loss"] < 0.2
 
 
