@@ -223,8 +223,3 @@ def ancestors(stage: str) -> tuple[str, ...]:
     for parent in parents:
         reached |= set(ancestors(parent))
     return names(row for row in ROWS if row.name in reached)
-
-
-def gold_file(kind: str) -> tuple[str, str]:
-    """(stage, file name) of a kind of data in the gold world."""
-    return next((row.name, row.gold_data[kind]) for row in ROWS if kind in row.gold_data)

@@ -30,10 +30,6 @@ def test_every_kind_of_data_and_setting_of_a_row_exists():
     for row in recipe.ROWS:
         assert set(row.settings) <= keys.keys() | groups
         assert {f"data.{kind}" for kind in (*row.data, *row.gold_data)} <= keys.keys()
-    assert {kind: recipe.gold_file(kind) for kind in ("corpus", "comparisons")} == {
-        "corpus": ("world", "corpus.jsonl"),
-        "comparisons": ("label", "comparisons.jsonl"),
-    }
 
 
 def test_what_other_modules_derive_and_that_it_imports_nothing_of_the_project():

@@ -17,7 +17,7 @@ from rlhf.data.records import PromptRecord, Record
 from rlhf.data.splits import given_split, prompt_key, record_split, shared_beginnings, uniform
 from rlhf.data.storage import MANIFEST, verify
 from rlhf.errors import UserError
-from rlhf.recipe import BASELINES, REWARD_SOURCES, STAGES, gold_file
+from rlhf.recipe import BASELINES, REWARD_SOURCES, STAGES
 from rlhf.runs.folders import check_output, is_complete, policy_folder, rates, stage_folder
 from rlhf.system.files import download, read_json, sha256_file
 from rlhf.system.plugins import is_address, is_function, source_sha256
@@ -81,8 +81,8 @@ def data_source(config: Config, kind: str) -> Any:
     if given is not None:
         return given
     if config.gold.enabled and (kind, config.gold.truth) != ("corpus", "vader"):
-        stage, name = gold_file(kind)
-        return str(stage_folder(config, stage) / name)
+        row = next(row for row in STAGES.values() if kind in row.gold_data)
+        return str(stage_folder(config, row.name) / row.gold_data[kind])
     if kind == "prompts":
         return [*listed(config.data.demonstrations), *listed(config.data.comparisons)] or None
     return None

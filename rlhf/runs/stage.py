@@ -85,9 +85,9 @@ class Stage:
     def model(self) -> Path:
         return self.folder / "model"
 
-    def say(self, text: str) -> None:
-        if self.writes:
-            say(f"{self.name}: {text}")
+    def say(self, *lines: str) -> None:
+        for line in lines if self.writes else ():
+            say(f"{self.name}: {line}")
 
     def elapsed(self) -> float:
         return self.seconds_before + time.monotonic() - self.started

@@ -83,8 +83,7 @@ def run_stage(config: Config) -> None:
                 config, load_reward_model(stage_folder(config, "reward") / "model", device), device
             )
             results["reward_model"] = reward_report.evaluate_reward_model(config, reward_model, tokenizer)
-            for line in reward_report.describe_reward_model(results["reward_model"]):
-                stage.say(line)
+            stage.say(*reward_report.describe_reward_model(results["reward_model"]))
 
         # 2. Responses of every policy to the test prompts
         baselines = {name: folder for name, folder in tuned.items() if name != main}
@@ -194,5 +193,4 @@ def say_results(stage: Stage, results: dict[str, Any]) -> None:
         stage.say(f"win rate of {results['policy']} over SFT by the {gold['truth']} {rate}, greedy {greedy}")
         stage.say(f"mean true score {gold['mean_score']}")
     for name in ("baselines", "judge", "ratings", "best_of_n", "generate_and_rate"):
-        for line in describe(results.get(name, {}), name.replace("_", " ")):
-            stage.say(line)
+        stage.say(*describe(results.get(name, {}), name.replace("_", " ")))

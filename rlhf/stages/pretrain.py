@@ -78,8 +78,7 @@ def run(config: Config) -> None:
         tokens = corpus.token_count("train")
         stage.say(f"{tokens:,} tokens of text, {steps:,} steps, {steps * batch / tokens:.2f} passes over it")
         told = "{name}: {share:.1%} of them, {epochs:.2f} epochs of its {tokens:,} tokens".format
-        for source in corpus.meta.get("sources", []):
-            stage.say(told(**source))
+        stage.say(*(told(**source) for source in corpus.meta.get("sources", [])))
         held_out = corpus.blocks("heldout", length)  # refuses less than one block before training starts
         stage.say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 

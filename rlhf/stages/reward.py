@@ -103,8 +103,7 @@ def train_reward_model(config: Config, name: str) -> None:
                 models = Audited(engine, load_frozen(config, folder, device), tokenizer, device, rewards)
                 audit = audit_reward_model(config, models, labelled, held_out)
             verdict = decide(audit)
-            for line in describe_audit(audit, verdict):
-                stage.say(f"audit: {line}")
+            stage.say(*(f"audit: {line}" for line in describe_audit(audit, verdict)))
             if stage.writes:  # the stage's hash does not cover it: it changes no result
                 write_json(stage.folder / "audit.json", audit._asdict() | {"verdict": verdict})
         stage.finish(summary | {"gain": gain, "shift": shift})

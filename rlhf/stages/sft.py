@@ -9,11 +9,11 @@ trained on this one. Blocks of pretraining text are one document to the model, e
 Residual dropout acts in our GPT only.
 """
 
-import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +165,9 @@ def check_packing(model: Any, rows: Sequence[TokenRow], pad: int) -> None:
         raise UserError(f"sft.pack=true: in a packed row a {kind} model reads earlier ones: use sft.pack=false")
 
 
-@contextlib.contextmanager
 def fine_tuned(
     stage: Stage, model: Any, tokenizer: Any, rows: list[TokenRow], epochs: int, device: torch.device, **how: Any
-) -> Iterator[TrainingLoop]:
+) -> AbstractContextManager[TrainingLoop]:
     """`trained` on demonstrations and pretraining text, by the settings of SFT."""
     config, settings, pad = stage.config, stage.config.sft, tokenizer.pad_token_id
     context = row_limit(config, tokenizer)
@@ -178,8 +177,7 @@ def fine_tuned(
     if settings.pack:
         with engine.autocast():
             check_packing(model, rows, pad)
-    with trained(stage, engine, batches, make_objective(config, engine, pad), epochs, settings, **how) as loop:
-        yield loop
+    return trained(stage, engine, batches, make_objective(config, engine, pad), epochs, settings, **how)
 
 
 def make_objective(config: Config, engine: Engine, pad: int) -> Objective[Row]:

@@ -21,9 +21,7 @@ def run(config: Config) -> None:
             if checkpoint.revision is None:
                 checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
             tokenizer, notes = adopt_tokenizer(checkpoint, config.data.form, config.model.native)
-            for note in notes:
-                stage.say(note)
-            stage.say(f"{len(tokenizer)} entries, adopted from {config.model.pretrained}")
+            stage.say(*notes, f"{len(tokenizer)} entries, adopted from {config.model.pretrained}")
         else:
             documents = iterate_documents(need_source(config, "corpus"), config.data.encoding)
             tokenizer = train_tokenizer(
