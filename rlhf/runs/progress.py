@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 import time
-from typing import Self, TextIO
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 from rlhf.system.processes import is_first
 from rlhf.system.terminal import printable, say, write
@@ -17,10 +18,10 @@ from rlhf.system.terminal import printable, say, write
 LIVE_INTERVAL, PLAIN_INTERVAL = 0.2, 10.0
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Counts a loop of `total` units (None: unknown), `initial` of them done before this process began, and shows the count on `stream`: on
     a terminal one line that is drawn again, otherwise whole lines; both at the first update, every few seconds, and at the end.
-    The rate and the time left count only what this process did. A context manager.
+    The rate and the time left count only what this process did.
     """
 
     def __init__(
@@ -64,9 +65,6 @@ class Progress:
             write(f"\r\x1b[K{printable(line)[: shutil.get_terminal_size().columns - 1]}", self._stream)
         else:
             say(line, self._stream)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()

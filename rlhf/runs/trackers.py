@@ -13,9 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, TextIO
 
 from rlhf.config import TrackingConfig
 from rlhf.config.setting import flatten, listed
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own limits
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Writes metrics.jsonl, samples.jsonl and wandb/ in a stage's folder, as tracking.kind says; on ranks other than 0 it writes nothing.
     A context manager. resume_step: of the checkpoint from which training continues: later lines are dropped, since they will be written
     again; 0: all.
@@ -115,9 +116,6 @@ class Tracker:
         view, self._folder, self.view = self.view, None, None
         if view is not None:
             view.finish(failed)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.finish(failed=kind is not None)
