@@ -65,7 +65,7 @@ def main(runs_dir: str, name: str, count: int, overrides: list[str]) -> None:
             parts = ppo.load_parts(config, stage, truth)
 
             def one_update(update: int, tracker: Any) -> None:
-                metrics = ppo.one_update(parts, update)
+                metrics = ppo.one_update(update=update, **vars(parts))
                 held_out, rows = ppo.evaluate_held_out(parts, truth)
                 tracker.samples(update, rows)
                 tracker.log(metrics | held_out, step=update, episodes=update, tokens=parts.state.tokens)

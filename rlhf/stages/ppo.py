@@ -48,7 +48,7 @@ ReferenceLogprobs = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, A) of ppo.
 
 @dataclass
 class Parts:
-    """What `one_update` works with."""
+    """What `one_update` works with, by name."""
 
     config: Config
     sampler: SamplingEngine
@@ -87,7 +87,7 @@ def run(config: Config) -> None:
                     say_lengths(config, experience, stage.say)
                 loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
             for update in loop.steps():
-                metrics = one_update(parts, update)
+                metrics = one_update(update=update, **vars(parts))
                 last = update == updates or above_ceiling(config, metrics["objective/kl"])
                 if settings.eval_every and (update % settings.eval_every == 0 or last):
                     held_out, rows = evaluate_held_out(parts, truth)
@@ -133,9 +133,19 @@ def limit_memory(stage: Stage, parts: Parts) -> None:
     set_budget(stage, parts.state.engine, longest, min(settings.micro_batch_episodes, minibatch))
 
 
-def one_update(parts: Parts, update: int) -> dict[str, float]:
+def one_update(
+    *,
+    config: Config,
+    update: int,
+    sampler: SamplingEngine,
+    reference: ReferenceLogprobs,
+    reward: Reward,
+    prompts: Prompts,
+    state: State,
+    estimate: Estimator,
+    measures: Sequence[Measure] = (),
+) -> dict[str, float]:
     """One round of the recipe; returns its metrics."""
-    config, prompts, state, models = parts.config, parts.prompts, parts.state, (parts.reference, parts.reward)
     settings, engine, sums = config.ppo, state.engine, Sums()
     started, seconds = time.monotonic(), dict[str, float]()  # by phase
 
@@ -151,11 +161,11 @@ def one_update(parts: Parts, update: int) -> dict[str, float]:
 
     # 1. Sample a response to each prompt from the policy
     keys = [("ppo", update, episode) for episode in episodes]
-    samples, texts = sample_responses(engine, parts.sampler, prompts.tokenizer, asked, keys)
+    samples, texts = sample_responses(engine, sampler, prompts.tokenizer, asked, keys)
     end("rollout")
 
     # 2. Score it; log-probs of policy and reference, values
-    rollout = score_responses(config, engine, *models, prompts.tokenizer, asked, samples, texts)
+    rollout = score_responses(config, engine, reference, reward, prompts.tokenizer, asked, samples, texts)
     mask = rollout.response_mask
     end("score")
 
@@ -166,7 +176,7 @@ def one_update(parts: Parts, update: int) -> dict[str, float]:
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened
     factors = {"gamma": settings.gamma, "lam": settings.lam, "group_size": k}
-    advantages, returns = parts.estimate(rewards, rollout.values, mask, **factors)
+    advantages, returns = estimate(rewards, rollout.values, mask, **factors)
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
         advantages = whiten(advantages, mask, ranks.sum_tensor)
     if update == 1:
@@ -174,12 +184,12 @@ def one_update(parts: Parts, update: int) -> dict[str, float]:
         check_first_rollout(rollout, rewards, scores, kl_coef, engine.bfloat16, from_reference=same)
     if recomputes(config, engine):  # else the sampler's log-probs are the policy's
         advantages = advantages * weigh_by_sampler(config, rollout, ranks, sums)
-        sums.add("time/weights_s", parts.sampler.load_seconds)
+        sums.add("time/weights_s", sampler.load_seconds)
     experience = Experience([record for record, _ in asked], texts, rollout, scores, rewards, advantages, returns)
 
     # 5. Update policy and critic, minibatch by minibatch; then the KL coefficient
-    add_rollout_metrics(config, sums, experience, state.kl.coef, parts.reward)
-    for measure in parts.measures:
+    add_rollout_metrics(config, sums, experience, state.kl.coef, reward)
+    for measure in measures:
         for name, value in measure(experience).items():
             sums.add(name, value * len(texts), len(texts))
     kl = ranks.sum(sums.state()["objective/kl"][0]) / settings.episodes_per_update  # nats per sequence
@@ -191,7 +201,7 @@ def one_update(parts: Parts, update: int) -> dict[str, float]:
         state.kl.update(kl, settings.episodes_per_update)
 
     state.tokens += int(ranks.sum(mask.sum()))
-    add_times(config, sums, rollout, seconds, engine, (parts.reference, *sources_of(parts.reward)), trained)
+    add_times(config, sums, rollout, seconds, engine, (reference, *sources_of(reward)), trained)
     return ranks.merge(sums).reduce()
 
 

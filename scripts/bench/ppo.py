@@ -123,7 +123,7 @@ def ours(spec: Spec, turns: Turns, native: bool = True) -> None:
             ]
             parts.prompts = Prompts(given, [], parts.prompts.tokenizer)
             for update, _ in enumerate(turns, 1):
-                metrics = ppo.one_update(parts, update)
+                metrics = ppo.one_update(update=update, **vars(parts))
                 keys = {"generation": "time/rollout_s", "scoring": "time/score_s", "training": "time/update_s"}
                 keys |= {"kl": "objective/kl", "entropy": "policy/entropy_avg"}
                 length, figures = metrics["rollout/response_len"], {name: metrics[key] for name, key in keys.items()}

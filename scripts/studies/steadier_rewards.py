@@ -7,7 +7,6 @@ import copy
 import functools
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,13 @@ def average_reference() -> None:
 
     one_update, average = ppo.one_update, list[Any]()
 
-    def averaged(parts: ppo.Parts, update: int) -> dict[str, float]:
-        policy = parts.state.engine.module.policy
+    def averaged(*, update: int, state: Any, reference: Any, **parts: Any) -> dict[str, float]:
+        policy = state.engine.module.policy
         if not average:
             if update > 1:
                 sys.exit("the average of the references is not in the checkpoint: delete the run's folder")
             average.append(Reference(copy.deepcopy(policy)).requires_grad_(False))
-        metrics = one_update(replace(parts, reference=average[0]), update)
+        metrics = one_update(update=update, state=state, reference=average[0], **parts)
         with torch.no_grad():
             for kept, new in zip(average[0].model.parameters(), policy.parameters(), strict=True):
                 kept.lerp_(new, 1 - DECAY)

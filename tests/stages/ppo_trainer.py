@@ -23,7 +23,7 @@ from rlhf.stages import ppo
 
 @dataclass
 class Trainer:
-    """The parts of `one_update`."""
+    """The arguments of `one_update`."""
 
     config: Any
     stage: Stage
@@ -49,7 +49,7 @@ class Trainer:
         return self.prompts.tokenizer
 
     def update(self, number: int = 1) -> dict[str, float]:
-        return ppo.one_update(self.parts, number)
+        return ppo.one_update(update=number, **vars(self.parts))
 
     @property
     def parts(self) -> ppo.Parts:
