@@ -1,6 +1,7 @@
 """Configurations: presets, what a run remembers, and what is handed to W&B, DeepSpeed and the hub."""
 
 import json
+import shutil
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def test_every_yaml_composes_and_its_values_arrive(group, name):
     encodes = config.model.attention == "bidirectional"  # what needs a policy refuses it
     for command in ("tokenizer", "pretrain", "classify") if encodes else cli.COMMANDS:
         check_config(config, command)
+
+
+def test_a_yaml_file_that_changes_is_read_again(tmp_path, monkeypatch):
+    shutil.copytree(compose.conf_dir(), tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(compose, "conf_dir", lambda: tmp_path)
+    for seed in (5, 6):
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
+        assert compose_config(["experiment=mine"]).seed == seed
 
 
 @pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "experiment"])

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import functools
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -241,11 +242,13 @@ def compose_config(overrides: Sequence[str], command: str = "") -> Any:
     """The `Config` (or the command's own schema) that these overrides give. Raises: UserError if Hydra refuses them."""
     if any("${" in text or "hydra." in text for text in overrides):  # the time and the user's files may change
         return _compose.__wrapped__(overrides, command)
-    return deepcopy(_compose(tuple(overrides), command))
+    files = frozenset((path, path.stat().st_mtime_ns) for path in conf_dir().rglob("*.yaml"))
+    return deepcopy(_compose(tuple(overrides), command, files, frozenset(os.environ.items())))
 
 
 @functools.lru_cache(maxsize=16)
-def _compose(overrides: Sequence[str], command: str) -> Any:
+def _compose(overrides: Sequence[str], command: str, *read: object) -> Any:
+    """read: what else the result depends on."""
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
