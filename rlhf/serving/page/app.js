@@ -1,6 +1,6 @@
 // The page's start: the session of a labeler's link, and the tabs.
 
-import { el, get, post, say } from "./dom.js";
+import { button, el, get, post, say } from "./dom.js";
 import { makeChat } from "./chat.js";
 import { makeCompare } from "./compare.js";
 import { makeDemonstrate } from "./demonstrate.js";
@@ -11,11 +11,6 @@ const TABS = { chat: ["Chat", makeChat], compare: ["Compare", makeCompare], rank
   demonstrate: ["Demonstrate", makeDemonstrate], manage: ["Manage", makeManage] };
 let NAMES = [];
 const panels = {};
-
-async function openSession(secret) {
-  history.replaceState(null, "", location.pathname); // the secret stays in no address bar
-  sessionStorage.setItem("tab", (await post("/api/session", { token: secret })).labeler);
-}
 
 function select(name) {
   for (const one of NAMES) {
@@ -51,7 +46,9 @@ function onTabKey(event) {
 
 async function start() {
   try {
-    if (location.hash.length > 1) await openSession(location.hash.slice(1));
+    const token = location.hash.slice(1);
+    history.replaceState(null, "", location.pathname); // the secret stays in no address bar
+    if (token) sessionStorage.setItem("tab", (await post("/api/session", { token })).labeler);
     const me = await get("/api/me");
     sessionStorage.setItem("tab", me.tab); // sent with every request: another link that is opened in this browser must not change it
     document.getElementById("who").textContent = me.labeler ?? "";
@@ -59,7 +56,7 @@ async function start() {
     for (const name of NAMES) {
       const [title, make] = TABS[name];
       const panel = el("section", { id: name, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true });
-      document.getElementById("tabs").append(el("button", { id: `tab-${name}`, role: "tab", "aria-controls": name, onclick: () => select(name) }, title));
+      document.getElementById("tabs").append(button(title, () => select(name), { id: `tab-${name}`, role: "tab", "aria-controls": name }));
       document.querySelector("main").append(panel);
       panels[name] = make(panel, me, (...of) => { select("compare"); panels.compare.start(...of); });
     }

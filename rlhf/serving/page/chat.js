@@ -1,40 +1,32 @@
 // Chat with any loaded model: streamed, with regenerate, edit, and shading of tokens by log-prob or KL.
 
-import { ask, attempt, el, events, field, post, say, submissionId } from "./dom.js";
+import { attempt, button, choice, el, events, field, post, say, submissionId, temperatureBox, withControlEnter } from "./dom.js";
 
 const RANKED = 4; // answers to one turn that are ranked
 
 export function makeChat(panel, me, compare) {
-  const model = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
-  model.value = me.models.at(-1);
+  const model = choice(me.models, me.models.at(-1));
   const system = el("textarea", { rows: 1 });
   const seed = el("input", { type: "number", min: 0, placeholder: "random" });
-  const temperature = el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
-  const shading = el("select", {}, ...[["", "off"], ["logprobs", "log-prob"], ["kl", "KL to the reference"]].map(
-    ([value, text]) => el("option", { value }, text)));
-  const reference = el("select", {}, ...me.models.map((name) => el("option", { value: name }, name)));
-  reference.value = me.models.find((name) => name.endsWith("/sft")) ?? me.models[0];
+  const temperature = temperatureBox();
+  const shading = choice(["off", "log-prob", "KL to the reference"], "", ["", "logprobs", "kl"]);
+  const reference = choice(me.models, me.models.find((name) => name.endsWith("/sft")) ?? me.models[0]);
   const legend = el("p", { class: "name", hidden: true }); // of the shades
   const list = el("div", { class: "turns" });
-  const text = el("textarea", { rows: 3, placeholder: "Write a message" });
-  text.setAttribute("aria-label", "Message");
-  const send = el("button", { class: "main", onclick: onSend }, "Send");
-  const stop = el("button", { onclick: () => running?.abort(), disabled: true }, "Stop");
-  const write = el("button", { onclick: onWrite }, "Send, and write the answer myself");
-  const clear = el("button", { onclick: onClear }, "New dialogue");
-  const save = el("button", { onclick: onSave }, "Save as a demonstration");
+  const text = el("textarea", { rows: 3, placeholder: "Write a message", "aria-label": "Message" });
+  const send = button("Send", onSend, { class: "main" });
+  const stop = button("Stop", () => running?.abort(), { disabled: true });
   panel.append(
     el("div", { class: "row" }, field("Model", model), field("Seed", seed), field("Temperature", temperature),
       field("Shade tokens by", shading), field("Reference", reference)),
     el("details", {}, el("summary", {}, "System prompt"), field("System prompt", system)),
-    legend, list, text, el("div", { class: "row" }, send, stop, write, clear, save, el("span", { class: "name" }, "Ctrl+Enter sends")));
+    legend, list, text, el("div", { class: "row" }, send, stop, button("Send, and write the answer myself", onWrite), button("New dialogue", onClear),
+      button("Save as a demonstration", onSave), el("span", { class: "name" }, "Ctrl+Enter sends")));
 
   let turns = []; // {role, content, ids}
   let running = null, saving = null;
 
-  text.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSend();
-  });
+  withControlEnter(text, onSend);
   // Leaving the box of an answer moves what is below it, so the click on a button closes it first, not the button's focus.
   panel.addEventListener("click", (event) => { if (event.target.closest("button") && list.contains(document.activeElement)) document.activeElement.blur(); }, true);
   shading.addEventListener("change", draw);
@@ -60,11 +52,10 @@ export function makeChat(panel, me, compare) {
 
   // The turn becomes a box until it is left.
   function onRewrite(turn) {
-    const box = el("textarea", { rows: 4, value: turn.content, onblur: () => {
+    const box = el("textarea", { rows: 4, value: turn.content, "aria-label": "The answer", onblur: () => {
       if (box.value !== turn.content) Object.assign(turn, { content: box.value, ids: [], shades: null, edited: true });
       draw();
     } });
-    box.setAttribute("aria-label", "The answer");
     turn.place.replaceWith(box);
     box.focus();
   }
@@ -87,36 +78,34 @@ export function makeChat(panel, me, compare) {
     return [...before, ...turns.slice(0, until).map(({ role, content }) => ({ role, content }))];
   }
 
+  // running: what stops the answer in progress, if any.
+  function setRunning(controller) {
+    running = controller;
+    send.disabled = Boolean(running);
+    stop.disabled = !running;
+    draw();
+  }
+
   async function answer() {
     const asked = messages();
     const turn = { role: "assistant", content: "", ids: [], model: model.value, asked };
     turns.push(turn);
-    draw();
-    running = new AbortController();
-    send.disabled = true;
-    stop.disabled = false;
+    setRunning(new AbortController());
     say("");
     try {
       const body = { model: model.value, messages: asked, temperature: temperature.valueAsNumber, stream: true, return_token_ids: true };
       if (seed.value !== "") body.seed = Number(seed.value);
-      const reply = await ask("/v1/chat/completions", body, running.signal);
-      for await (const event of events(reply)) {
-        if (event.error) throw new Error(event.error.message);
-        const choice = event.choices[0];
-        if (!choice) continue;
-        turn.content += choice.delta.content ?? "";
-        turn.ids.push(...(choice.token_ids ?? []));
-        turn.finish = choice.finish_reason ?? turn.finish;
+      for await (const { choices: [{ delta, token_ids, finish_reason }] } of events("/v1/chat/completions", body, running.signal)) {
+        turn.content += delta.content;
+        turn.ids.push(...token_ids);
+        turn.finish = finish_reason;
         turn.place.textContent = turn.content;
       }
     } catch (error) {
       if (error.name !== "AbortError") turn.error = error.message;
       turn.finish = "stopped";
     }
-    running = null;
-    send.disabled = false;
-    stop.disabled = true;
-    draw();
+    setRunning(null);
     text.focus();
   }
 
@@ -140,9 +129,9 @@ export function makeChat(panel, me, compare) {
       turn.place = el("p", { class: "text" }, turn.content);
       if (turn.role === "assistant" && turn.finish && shading.value && turn.ids.length) shade(turn);
       const tools = turn.role === "user"
-        ? [el("button", { onclick: () => onEdit(index) }, "Edit")]
-        : [el("button", { onclick: () => onRegenerate(index) }, "Regenerate"), el("button", { onclick: () => onRewrite(turn) }, "Edit"),
-          el("button", { onclick: () => compare(messages(index), Array(RANKED).fill(model.value)) }, `Rank ${RANKED} answers`)];
+        ? [button("Edit", () => onEdit(index))]
+        : [button("Regenerate", () => onRegenerate(index)), button("Edit", () => onRewrite(turn)),
+          button(`Rank ${RANKED} answers`, () => compare(messages(index), Array(RANKED).fill(model.value)))];
       const name = turn.role === "user" ? "you" : turn.model + (turn.edited ? " (edited)" : "") + (turn.finish === "length" ? " (cut at the length limit)" : "");
       return el("div", { class: `turn ${turn.role}` }, el("div", { class: "name" }, name), turn.place,
         turn.error ? el("p", { class: "bad", role: "alert" }, turn.error) : null,

@@ -1,16 +1,16 @@
 // One prompt to several models, side by side; the models are named after the judgement.
 
-import { ask, attempt, el, events, field, post, say, turnsOf } from "./dom.js";
+import { attempt, button, el, events, field, post, say, temperatureBox, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeCompare(panel, me) {
   const prompt = el("textarea", { rows: 3 });
   const boxes = me.models.map((name, i) => el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }));
-  const temperature = el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
-  const draw = el("button", { class: "main", onclick: onDraw }, "Ask all");
+  const temperature = temperatureBox();
+  const draw = button("Ask all", onDraw, { class: "main" });
   const place = el("div");
-  const save = el("button", { class: "main", onclick: () => onSave(false) }, "Save the judgement");
-  const bad = el("button", { onclick: () => onSave(true) }, "All are bad");
+  const save = button("Save the judgement", () => onSave(false), { class: "main" });
+  const bad = button("All are bad", () => onSave(true));
   panel.append(field("Prompt", prompt, true),
     el("div", { class: "row" }, ...boxes.map((box) => el("label", { class: "inline" }, box, box.value)), field("Temperature", temperature), draw),
     place);
@@ -32,8 +32,7 @@ export function makeCompare(panel, me) {
     draw.disabled = true;
     say("The models answer …");
     await attempt(async () => {
-      for await (const event of events(await ask("/api/compare", { messages, models, temperature: temperature.valueAsNumber }))) {
-        if (event.error) throw new Error(event.error.message);
+      for await (const event of events("/api/compare", { messages, models, temperature: temperature.valueAsNumber })) {
         if (event.name) { judge(cards, event); return; }
         texts[event.id.charCodeAt(0) - "a".charCodeAt(0)].textContent += event.text;
       }

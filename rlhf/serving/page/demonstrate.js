@@ -1,6 +1,6 @@
 // Write the ideal response to a prompt: of the next task, or one's own. The task's responses can be edited.
 
-import { attempt, draft, el, field, get, post, say, stopwatch, submissionId, turnsOf } from "./dom.js";
+import { attempt, button, draft, el, field, get, instructionsOf, post, say, stopwatch, submissionId, turnsOf, withControlEnter } from "./dom.js";
 
 export function makeDemonstrate(panel, me) {
   const shown = el("div");
@@ -9,14 +9,13 @@ export function makeDemonstrate(panel, me) {
   const response = el("textarea", { rows: 8 });
   const drafts = el("div");
   const draftBox = el("details", {}, el("summary", {}, "Start from a response"), drafts);
-  const save = el("button", { class: "main", onclick: onSave }, "Save");
-  const other = el("button", { onclick: () => open(null, null, []) }, "Write a prompt of my own");
-  panel.append(el("details", {}, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions)),
-    shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
+  const save = button("Save", onSave, { class: "main" });
+  const other = button("Write a prompt of my own", () => open(null, null, []));
+  panel.append(instructionsOf(me), shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
   let task = null, messages = null, edited = null, submission = submissionId(), seconds = stopwatch();
   const saved = draft(me, "demonstration");
   panel.addEventListener("input", keep);
-  panel.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) onSave(); });
+  withControlEnter(panel, onSave);
 
   function keep() {
     submission = submissionId(); // another answer is another submission
@@ -32,7 +31,7 @@ export function makeDemonstrate(panel, me) {
     draftBox.open = false;
     drafts.replaceChildren(...responses.map((one, i) => el("div", { class: "turn" },
       el("p", { class: "text" }, one.text),
-      el("div", { class: "tools" }, el("button", { onclick: () => edit(one, responses) }, `Edit response ${i + 1}`)))));
+      el("div", { class: "tools" }, button(`Edit response ${i + 1}`, () => edit(one, responses))))));
     submission = submissionId();
     shown.replaceChildren(...(turns ? turnsOf(turns) : []));
     ownField.hidden = turns !== null;
@@ -65,10 +64,7 @@ export function makeDemonstrate(panel, me) {
     if (!response.value.trim() || !prompt.at(-1).content) { say("Write a prompt and a response.", true); return; }
     save.disabled = true;
     await attempt(async () => {
-      const body = { messages: prompt, response: response.value.trim(), submission, seconds: seconds() };
-      if (task) body.task = task;
-      if (edited) body.edited = edited;
-      await post("/api/demonstrate", body);
+      await post("/api/demonstrate", { messages: prompt, response: response.value.trim(), submission, seconds: seconds(), task, edited });
       response.value = own.value = "";
       saved.set(null);
       say("Saved.");

@@ -2,17 +2,24 @@
 
 export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
+  made.append(...children.filter((child) => child !== null && child !== undefined)); // first: a select has no value without options
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (name === "class") made.className = value;
     else if (name.includes("-") || name === "role" || name === "for") made.setAttribute(name, value);
     else made[name] = value;
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
   return made;
 }
 
-export function field(label, control, wide = false) { return el("label", { class: wide ? "field wide" : "field" }, label, control); }
+export const field = (label, control, wide = false) => el("label", { class: wide ? "field wide" : "field" }, label, control);
+export const button = (label, onclick, more = {}) => el("button", { onclick, ...more }, label);
+export const choice = (names, value, values = names) => el("select", { value }, ...names.map((name, i) => el("option", { value: values[i] }, name)));
+export const temperatureBox = () => el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
+export const instructionsOf = (me, more) => el("details", more, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions));
+export const withControlEnter = (place, does) => place.addEventListener("keydown", ({ key, ctrlKey, metaKey }) => {
+  if (key === "Enter" && (ctrlKey || metaKey)) does();
+});
 
 export function say(text, bad = false) {
   Object.assign(document.getElementById("status"), { className: bad ? "bad" : "", textContent: text });
@@ -44,7 +51,7 @@ export function submissionId() {
   return Array.from(numbers, (n) => n.toString(16).padStart(8, "0")).join("-");
 }
 
-export async function ask(path, body, signal) {
+async function ask(path, body, signal) {
   const tab = sessionStorage.getItem("tab"); // whose it is
   const headers = { "content-type": "application/json", ...(tab === null ? {} : { "x-tab": tab }) };
   const sent = { method: body === undefined ? "GET" : "POST", headers, body: JSON.stringify(body), signal };
@@ -87,10 +94,8 @@ export function differenceOf(text, other) {
   return made;
 }
 
-export function turnsOf(messages) {
-  return messages.map((m) =>
-    el("div", { class: `turn ${m.role}` }, el("div", { class: "name" }, m.role), textOf(m.content)));
-}
+export const turnsOf = (messages) => messages.map(({ role, content }) =>
+  el("div", { class: `turn ${role}` }, el("div", { class: "name" }, role), textOf(content)));
 
 // The seconds that the page was looked at since the call, so far; not those after a minute without a key, a move or a scroll.
 let used = Date.now(), tenths = 0;
@@ -101,9 +106,9 @@ export function stopwatch() {
   return () => (tenths - start) / 10;
 }
 
-// The events of a stream, parsed.
-export async function* events(reply) {
-  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+// The events of an answer, parsed, as they come.
+export async function* events(path, body, signal) {
+  const reader = (await ask(path, body, signal)).body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -112,7 +117,9 @@ export async function* events(reply) {
     rest = lines.pop();
     for (const line of lines) {
       if (line === "data: [DONE]") return;
-      yield JSON.parse(line.slice("data: ".length));
+      const event = JSON.parse(line.slice("data: ".length));
+      if (event.error) throw new Error(event.error.message);
+      yield event;
     }
   }
 }

@@ -1,6 +1,6 @@
 // The page of who runs the labelling: progress, labelers, where they disagree, and the instructions. Nothing needs a restart.
 
-import { attempt, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
+import { attempt, button, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeManage(panel, me) {
@@ -11,9 +11,6 @@ export function makeManage(panel, me) {
   const name = el("input", { type: "text" });
   const link = el("p", { class: "text", role: "status" });
   const text = el("textarea", { rows: 12 });
-  const start = el("button", { onclick: () => attempt(async () => { await post("/api/manage/round", {}); await load(); }) }, "Train on these labels, and answer the next tasks");
-  const state = el("p", { class: "name", role: "status" }), effect = el("div");
-  const rounds = el("div", { hidden: !me.rounds }, el("h2", {}, "Round"), start, state, effect);
   const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
     el("thead", {}, el("tr", {}, ...names.map((one) => (one ? el("th", { scope: "col" }, one) : el("td"))))), body));
   const act = (path, body, said, then) => () => attempt(async () => {
@@ -22,24 +19,26 @@ export function makeManage(panel, me) {
     then?.(answer);
     await load();
   });
+  const start = button("Train on these labels, and answer the next tasks", act("round", () => ({}), ""));
+  const state = el("p", { class: "name", role: "status" }), effect = el("div");
+  const rounds = el("div", { hidden: !me.rounds }, el("h2", {}, "Round"), start, state, effect);
   const assign = act("assign", () => ({ tasks: checked(tasks), labelers: checked(names) }), "The marked tasks are assigned.",
     () => { for (const inside of [tasks, names]) for (const box of inside.querySelectorAll("input:checked")) box.checked = false; });
-  const labeler = (label, who, does) => el("button", { class: "small",
-    onclick: act("labeler", () => ({ name: who, do: does }), `${who}: done.`), "aria-label": `${label} ${who}` }, label);
+  const labeler = (label, who) => button(label, act("labeler", () => ({ name: who, do: label.toLowerCase() }), `${who}: done.`),
+    { class: "small", "aria-label": `${label} ${who}` });
   panel.append(bar, about, el("h2", {}, "Labelers"),
     table("Agreement: pairs that others order in the same way", ["name", "labels", "median seconds", "agreement", "gold items",
       "with itself", "warnings", "last label", ""], people),
-    el("div", { class: "row" }, field("Name", name), el("button", { onclick: act("labeler", () => ({ name: name.value.trim(), do: "add" }), "Added.",
-      (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }) }, "Add a labeler")), link,
+    el("div", { class: "row" }, field("Name", name), button("Add a labeler", act("labeler", () => ({ name: name.value.trim(), do: "add" }), "Added.",
+      (answer) => { link.textContent = `The link of ${name.value}, for this person only: ${answer.link}`; name.value = ""; }))), link,
     el("h2", {}, "Labels, most disputed first"), table("Pairs that two labelers order in opposite ways", ["", "task", "labels", "disputed pairs", "assigned to", ""], tasks),
-    el("div", { class: "row" }, el("button", { onclick: () => { for (const box of tasks.querySelectorAll("input")) box.checked = true; } }, "Mark all"), names,
-      el("button", { onclick: () => (checked(tasks).length ? assign() : say("Mark tasks first.", true)) },
-        "Assign the marked tasks to these only (to everybody if none)")), task,
+    el("div", { class: "row" }, button("Mark all", () => { for (const box of tasks.querySelectorAll("input")) box.checked = true; }), names,
+      button("Assign the marked tasks to these only (to everybody if none)",
+        () => (checked(tasks).length ? assign() : say("Mark tasks first.", true)))), task,
     rounds, el("h2", {}, "Instructions"), field("Shown to every labeler, and open until it was read", text),
-    el("button", { onclick: act("instructions", () => ({ text: text.value }), "The instructions are saved.") }, "Save the instructions"));
+    button("Save the instructions", act("instructions", () => ({ text: text.value }), "The instructions are saved.")));
   let clicked = null;
-
-  const percent = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)}%`);
+  const percent = (value) => (value == null ? "–" : `${Math.round(100 * value)}%`);
   const row = (...cells) => el("tr", {}, ...cells.map((cell) => el("td", {}, cell)));
 
   // A click with Shift marks all tasks since the last click.
@@ -54,14 +53,14 @@ export function makeManage(panel, me) {
     const marked = new Set(checked(tasks)), chosen = new Set(checked(names)); // still so after the page is drawn again
     [bar.max, bar.value] = [Math.max(1, found.wanted), found.done];
     about.textContent = `${found.done} of ${found.wanted} labels`;
-    people.replaceChildren(...found.people.map((one) => row(one.name, String(one.done), one.seconds === null ? "–" : one.seconds.toFixed(0),
-      percent(one.agreement), percent(one.gold), percent(one.again), one.warnings.join("; ") || "–", one.last.slice(0, 16).replace("T", " "), one.known ? el("span", {}, one.paused ? labeler("Resume", one.name, "resume")
-        : labeler("Pause", one.name, "pause"), " ", labeler("Revoke", one.name, "revoke")) : "revoked")));
+    people.replaceChildren(...found.people.map((one) => row(one.name, one.done, one.seconds?.toFixed(0) ?? "–",
+      percent(one.agreement), percent(one.gold), percent(one.again), one.warnings.join("; ") || "–", one.last.slice(0, 16).replace("T", " "),
+      one.known ? el("span", {}, labeler(one.paused ? "Resume" : "Pause", one.name), " ", labeler("Revoke", one.name)) : "revoked")));
     found.tasks.sort((a, b) => b.clashes - a.clashes);
     names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" }, el("input", { type: "checkbox", value: one.name, checked: chosen.has(one.name) }), one.name)));
     tasks.replaceChildren(...found.tasks.map((one) => row(el("input", { type: "checkbox", value: one.name, checked: marked.has(one.name), "aria-label": `Mark ${one.name}`, onclick: mark }),
-      one.name, String(one.labels), one.pairs ? `${one.clashes} of ${one.pairs}` : "–", one.assigned.join(", ") || "–",
-      el("button", { class: "small", onclick: () => open(one.name), "aria-label": `${one.decided ? "Decided" : "Open"} ${one.name}` }, one.decided ? "Decided" : "Open"))));
+      one.name, one.labels, one.pairs ? `${one.clashes} of ${one.pairs}` : "–", one.assigned.join(", ") || "–",
+      button(one.decided ? "Decided" : "Open", () => open(one.name), { class: "small", "aria-label": `${one.decided ? "Decided" : "Open"} ${one.name}` }))));
     if (me.rounds) await showRound();
     if (text.dataset.said !== found.instructions) text.value = text.dataset.said = found.instructions;
   }
@@ -72,13 +71,13 @@ export function makeManage(panel, me) {
     start.disabled = running;
     state.textContent = `Run ${run}: ${Object.entries(stages).map(([stage, is]) => `${stage} ${is}`).join(", ")}`
       + `${running ? ". Running" : code === null ? "" : `. Ended with code ${code}`}${last ? `: ${last}` : ""}`;
-    if (running) { setTimeout(() => { if (!panel.hidden) attempt(showRound); }, 2000); return; }
+    if (running) setTimeout(() => { if (!panel.hidden) attempt(showRound); }, 2000);
     if (!found) { effect.replaceChildren(); return; }
-    const own = Object.entries(found.new).map(([how, one]) => row(`this round's labels (${how}), before training on them`, String(one.pairs), percent(one.before), "–"));
+    const own = Object.entries(found.new).map(([how, one]) => row(`this round's labels (${how}), before training on them`, one.pairs, percent(one.before), "–"));
     const two = (values) => values.map((value) => value.toFixed(2)).join(" → ");
     effect.replaceChildren(
       table("Pairs that the reward model orders as labelers do", ["pairs of", "pairs", "before", "after"],
-        el("tbody", {}, row("held-out prompts", String(found.held_out.pairs), percent(found.held_out.before), percent(found.held_out.after)), ...own)),
+        el("tbody", {}, row("held-out prompts", found.held_out.pairs, percent(found.held_out.before), percent(found.held_out.after)), ...own)),
       table("The most surprising pairs; surprise in nats, before → after", ["prompt", "preferred", "to", "by", "score difference", "surprise"],
         el("tbody", {}, ...found.pairs.map((one) => row(one.prompt, one.better, one.worse, one.labeler ?? "–", two(one.difference), two(one.surprise))))));
   }
@@ -89,12 +88,12 @@ export function makeManage(panel, me) {
     const shown = (tiers) => tiers?.map((tier) => tier.map((id) => number.get(id)).join(" = ")).join(" > ") ?? "cannot judge";
     const before = labels.find((one) => one.labeler === "manager");
     if (before) ranking.load(before);
-    const decide = act("decide", () => ({ ...ranking.verdict(which), ...(before ? { replaces: before.id } : {}) }),
+    const decide = act("decide", () => ({ ...ranking.verdict(which), replaces: before?.id }),
       "The decision is saved.", () => task.replaceChildren());
     task.replaceChildren(...turnsOf(messages), table("Rankings, best first", ["labeler", "ranking", "ratings", "flags", "note"],
       el("tbody", {}, ...labels.map((one) => row(one.labeler, shown(one.ranking),
         ...[one.ratings, one.flags].map((of) => Object.entries(of).map(([id, value]) => `${number.get(id)}: ${value}`).join("; ")), textOf(one.note))))),
-    ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, el("button", { class: "main", onclick: decide }, "Save the decision"))));
+    ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, button("Save the decision", decide, { class: "main" }))));
     task.scrollIntoView();
   }
   return { show: () => attempt(load) };

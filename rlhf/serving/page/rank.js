@@ -1,6 +1,6 @@
 // The next labelling task: prompt, responses to rank, save, undo; progress. The prompt and the buttons stay in view.
 
-import { attempt, draft, el, field, get, post, say, turnsOf } from "./dom.js";
+import { attempt, button, draft, el, field, get, instructionsOf, post, say, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], ["Backspace", "unrank the last"], ["j, k", "next response, the one before"],
@@ -8,10 +8,8 @@ const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], 
   ["Enter", "save"], ["u", "undo the last"], ["?", "these keys"]];
 
 export function makeRank(panel, me) {
-  const guide = el("details", { ontoggle: () => { if (!guide.open) read.set(me.instructions); } },
-    el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions));
-  const read = draft(me, "instructions");
-  guide.open = read.get() !== me.instructions; // a must-read until it was closed once
+  const read = draft(me, "instructions"); // a must-read until it was closed once
+  const guide = instructionsOf(me, { open: read.get() !== me.instructions, ontoggle: () => { if (!guide.open) read.set(me.instructions); } });
   const keys = el("details", {}, el("summary", {}, "Keys (?)"), el("dl", { class: "keys" },
     ...KEYS.flatMap(([key, does]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, does)])));
   const about = el("span", { class: "name" });
@@ -19,12 +17,11 @@ export function makeRank(panel, me) {
   const cards = el("div");
   const note = el("input", { type: "text", maxLength: 2000, oninput: () => ranking?.changed(), onkeydown: onNoteKey });
   const strip = el("div");
-  const save = el("button", { class: "main", disabled: true, onclick: () => submit(false) }, "Save");
-  const unable = el("button", { onclick: () => submit(true) }, "Cannot judge");
-  const undo = el("button", { onclick: onUndo }, "Undo the last");
-  const cancel = el("button", { onclick: next, hidden: true }, "Cancel");
+  const save = button("Save", () => submit(false), { class: "main", disabled: true });
+  const unable = button("Cannot judge", () => submit(true));
+  const cancel = button("Cancel", next, { hidden: true });
   panel.append(el("div", { class: "row help" }, guide, keys), place, cards, field("Note", note, true),
-    el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, unable, undo, cancel, about)));
+    el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, unable, button("Undo the last", onUndo), cancel, about)));
   let task = null, ranking = null, replaces = null, busy = false, sure = false, saved = null;
 
   function onEnter() { if (!save.disabled) submit(false); }
@@ -95,10 +92,7 @@ export function makeRank(panel, me) {
     }
     busy = save.disabled = true;
     try {
-      const verdict = { ...ranking.verdict(task.name), note: note.value.trim() };
-      if (cannot) verdict.ranking = null;
-      if (replaces) verdict.replaces = replaces;
-      await post("/api/rank", verdict);
+      await post("/api/rank", { ...ranking.verdict(task.name), note: note.value.trim(), replaces, ...(cannot ? { ranking: null } : {}) });
       saved.set(null);
       say("Saved.");
       await next();

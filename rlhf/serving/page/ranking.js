@@ -1,9 +1,9 @@
 // Responses to put in order, best first: by number keys, by clicking, or by dragging; with ties, ratings and flags.
 // The cards never move. The strip has a chip per response in the order of the ranking, then a divider, then those not ranked.
 
-import { differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
+import { button as plainButton, differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
 
-const button = (label, onclick, more = {}) => el("button", { class: "small", onclick, ...more }, label);
+const button = (label, onclick, more = {}) => plainButton(label, onclick, { class: "small", ...more });
 
 export class Ranking {
   constructor(responses, { flags }) {
