@@ -14,8 +14,6 @@ from rlhf.system.terminal import say
 
 SEND_TIMEOUT = 60.0  # seconds after which a server that does not answer is given up
 WORKSPACE = "RLHF: reward and KL"
-# Grid units of W&B's page: 24 across.
-COLUMNS, PANEL_HEIGHT, TABLE_HEIGHT = 24, 8, 14
 STEP_AXIS = "progress/step"
 SECTIONS = {
     "ppo": "PPO", "reward": "Reward model", "dpo": "DPO", "classify": "Labelled tasks", "sft": "SFT", "pretrain": "Pretraining",
@@ -73,17 +71,9 @@ def make_workspace(project: str, entity: str) -> Any:
         name: [line_plot(chart, X_AXES.get(stage, STEP_AXIS)) for chart in CHARTS[stage] if chart not in COST]
         for stage, name in SECTIONS.items()
     }
-    samples = wr.WeavePanelSummaryTable(table_name="samples", layout=wr.Layout(w=COLUMNS, h=TABLE_HEIGHT))
-    panels["PPO"].append(samples)
+    panels["PPO"].append(wr.WeavePanelSummaryTable(table_name="samples"))
     panels["Cost"] = [line_plot(chart, STEP_AXIS) for chart in COST]
-    for row in panels.values():  # in rows, as words in lines
-        x = y = 0
-        for panel in row:
-            if x + panel.layout.w > COLUMNS:
-                x, y = 0, y + PANEL_HEIGHT
-            panel.layout.x, panel.layout.y = x, y
-            x += panel.layout.w
-    layout = ws.SectionLayoutSettings(columns=3, rows=3)
+    layout = ws.SectionLayoutSettings(columns=3, rows=3)  # W&B places the panels
     sections = [
         ws.Section(name=name, panels=shown, is_open=i < 2, layout_settings=layout)
         for i, (name, shown) in enumerate(panels.items())
@@ -98,5 +88,4 @@ def line_plot(chart: Chart, x: str) -> Any:
     names = chart.metrics
     shown: dict[str, Any] = {"metric_regex": metric_pattern(names)} if "*" in "".join(names) else {"y": list(names)}
     shown |= {"title": chart.title, "x": chart.x or x, "log_y": chart.log_y}
-    layout = wr.Layout(w=12 if chart.half else 8, h=PANEL_HEIGHT)
-    return wr.LinePlot(**shown, layout=layout, smoothing_factor=0.0, smoothing_show_original=True)
+    return wr.LinePlot(**shown, smoothing_factor=0.0, smoothing_show_original=True)
