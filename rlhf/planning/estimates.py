@@ -15,6 +15,7 @@ from rlhf.system.memory import GB, SCORING_BYTES
 
 PHASES = ("pretrain", "sft", "reward", "ppo rollout", "ppo score", "ppo update")
 BYTE_PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "buffers", "activations", "logits", "kv_cache")
+SETUP = ("gpus", "deepspeed", "dtype", "gpu_memory_gb", "memory_margin", "mfu", "bandwidth_gb")
 MAX_GPUS = 16384
 RESPONSES = 9  # the most that InstructGPT's labelers ranked (K)
 
@@ -272,13 +273,10 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
     budget = 6.0 * parameters * tokens
     optimal: dict[str, Any] = {"budget_flops": budget, "loss": scaling.PUBLISHED.loss(parameters, tokens)}
     for number, frontier in scaling.FRONTIERS.items():
-        flops = frontier.flops(parameters)
-        optimal[f"approach {number}"] = {
-            "model_flops": flops,
-            "model_tokens": frontier.tokens(flops),
-            "budget_parameters": frontier.parameters(budget),
-            "budget_tokens": frontier.tokens(budget),
-        }
+        flops, size = frontier.flops(parameters), frontier.parameters(budget)
+        row = {"model_flops": flops, "model_tokens": frontier.tokens(flops)}
+        row |= {"budget_parameters": size, "budget_tokens": frontier.tokens(budget)}
+        optimal[f"approach {number}"] = row
     return optimal
 
 
@@ -292,9 +290,8 @@ def make_served(config: PlanConfig) -> dict[str, Any]:
         return {}
     parameters, tokens = float(planned_shape(config).language_model), float(pretraining_tokens(config))
     if tokens == 0:
-        raise UserError(
-            "served_tokens: an adopted model's loss is not known by the law: set pretrain.tokens, or leave it out"
-        )
+        unknown = "an adopted model's loss is not known by the law"
+        raise UserError(f"served_tokens: {unknown}: set pretrain.tokens, or leave it out")
     loss = scaling.PUBLISHED.loss(parameters, tokens)
     best, cheapest = (scaling.cheapest(scaling.PUBLISHED, loss, use) for use in (0.0, served))
     rows = {"this model": (parameters, tokens), "compute-optimal": best, "cheapest": cheapest}
@@ -316,28 +313,15 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     shape = planned_shape(config)
     stage, most = largest(config)
     held = {name: stage_bytes(config, name) for name in planned_stages(config)}
+    kept = dict.fromkeys(PHASES, "activations") | {"ppo rollout": "kv_cache"}  # of each row
+    counts = {"policy": shape.language_model, "reference": shape.language_model, "reward": shape.scalar_model}
+    lora = f"lora.rank={config.lora.rank}" if config.lora.rank else "all weights"
+    setup = {"checkpointing": config.gradient_checkpointing, "engine": config.rollout.engine, "lora": lora}
     return {
         "shape": asdict(shape),
-        "parameters": {
-            "policy": shape.language_model,
-            "critic": critic_parameters(config, shape),
-            "reference": shape.language_model,
-            "reward": shape.scalar_model,
-        },
-        "setup": {
-            "gpus": config.gpus,
-            "deepspeed": config.deepspeed,
-            "engine": config.rollout.engine,
-            "checkpointing": config.gradient_checkpointing,
-            "lora": f"lora.rank={config.lora.rank}" if config.lora.rank else "all weights",
-            **{name: getattr(config, name) for name in ("dtype", "gpu_memory_gb", "memory_margin", "mfu")},
-            "peak_tflops": peak_tflops(config),
-            "bandwidth_gb": config.bandwidth_gb,
-        },
-        "micro_batches": {
-            name: parts["kv_cache" if name == "ppo rollout" else "activations"] // row_bytes(config, name)
-            for name, parts in held.items()
-        },
+        "parameters": counts | {"critic": critic_parameters(config, shape)},
+        "setup": {name: getattr(config, name) for name in SETUP} | setup | {"peak_tflops": peak_tflops(config)},
+        "micro_batches": {name: parts[kept[name]] // row_bytes(config, name) for name, parts in held.items()},
         "bytes": held,
         "largest": {"stage": stage, "bytes": most},
         "room_bytes": room(config),

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
-from rlhf.data.records import Message, RankedResponse, Ranking
+from rlhf.data.records import RankedResponse, Ranking
 from rlhf.serving import openai_api
 from rlhf.serving.labelling import Labelling, make_label_router
 from rlhf.serving.managing import Rounds, Staff, make_manage_router
@@ -93,7 +93,6 @@ def make_app(
             "models": list(thread.models),
             "tasks": len(labelling.tasks),
             "rounds": rounds is not None,
-            "max_tokens": thread.most_tokens,
             "instructions": labelling.instructions,
         }
 
@@ -128,27 +127,19 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         drawn = [await openai_api.chat_prompt(model, messages) for model in models]
         prompts = [(model, ids, (*key, place)) for place, (model, ids, key) in enumerate(drawn)]  # each its own numbers
         completion = Completion(thread, prompts, most=asked.max_tokens, temperature=asked.temperature)
-        return openai_api.EventStream(completion, comparison_events(labelling, labeler, messages, completion))
+
+        async def events() -> AsyncIterator[str]:
+            """One response of each model under a letter; the last event has the comparison's id, with which it can be judged."""
+            letters, responses = "abcdef", []
+            async for chunk in completion.chunks():
+                yield openai_api.event({"id": letters[chunk.place], "text": chunk.text})
+            for letter, one in zip(letters, completion.generations, strict=False):
+                about = {"policy": one.model.policy_id, "metadata": {"ended": one.finish == "stop"}}
+                responses.append(RankedResponse(id=letter, text=one.text.text.strip(), **about))
+            name = f"comparison-{secrets.token_hex(8)}"
+            labelling.add_comparison(Ranking(id=name, prompt=messages, responses=responses, labeler=labeler))
+            yield openai_api.event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})
+
+        return openai_api.EventStream(completion, events())
 
     return router
-
-
-async def comparison_events(
-    labelling: Labelling, labeler: str, messages: list[Message], completion: Completion
-) -> AsyncIterator[str]:
-    """One response of each model under a letter, as drawn; the last event has the comparison's id, with which it can be judged."""
-    letters = "abcdef"
-    async for chunk in completion.chunks():
-        yield openai_api.event({"id": letters[chunk.place], "text": chunk.text})
-    responses = [
-        RankedResponse(
-            id=letter,
-            text=one.text.text.strip(),
-            policy=one.model.policy_id,
-            metadata={"ended": one.finish == "stop"},
-        )
-        for letter, one in zip(letters, completion.generations, strict=False)
-    ]
-    name = f"comparison-{secrets.token_hex(8)}"
-    labelling.add_comparison(Ranking(id=name, prompt=messages, responses=responses, labeler=labeler))
-    yield openai_api.event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})

@@ -390,8 +390,7 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
     @router.get("/rank/next")
     def next_task(labeler: str = who) -> dict[str, Any]:
         task = labelling.next_task(labeler)
-        body = task and task_body(labelling.shown(task, labeler))
-        return {"task": body, "progress": labelling.progress(labeler)}
+        return {"task": task and task_body(labelling.shown(task, labeler)), "progress": labelling.progress(labeler)}
 
     @router.get("/rank/last")
     def last_task(labeler: str = who) -> dict[str, Any]:
@@ -409,10 +408,8 @@ def make_label_router(labelling: Labelling, who: Any) -> APIRouter:
 
     @router.get("/demonstrate/next")
     def next_prompt(labeler: str = who) -> dict[str, Any]:
-        if (task := labelling.next_prompt(labeler)) is None:
-            return {"task": None, "messages": None, "responses": []}
-        body = task_body(labelling.shown(task, labeler))
-        return {"task": body.pop("name")} | body
+        task = labelling.next_prompt(labeler)
+        return {"task": task and task_body(labelling.shown(task, labeler))}
 
     @router.post("/demonstrate")
     def demonstrate(asked: DemonstrationRequest, labeler: str = who) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
 
 from rlhf.data.chat_template import encode_prompt
 from rlhf.data.records import Message, Text
 from rlhf.data.splits import prompt_key
 from rlhf.serving.models import Chunk, Completion, ModelThread, ServedModel
-from rlhf.serving.security import Receive, RefusedError, Scope, Send
+from rlhf.serving.security import RefusedError
 
 MOST_RESPONSES = 16  # n
 CHARACTERS = 32  # per token of the context: a longer text is refused before it is encoded, which takes time and memory

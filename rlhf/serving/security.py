@@ -10,7 +10,6 @@ import hmac
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rlhf.config.commands import ServeConfig
@@ -45,10 +45,6 @@ HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]  # fmt: skip
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class RefusedError(Exception):
@@ -111,7 +107,7 @@ class Guard:
         self.minute, self.counts = time.monotonic(), Counter[str]()  # the requests of each client since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *HEADERS]
             await send(message)
@@ -190,7 +186,7 @@ def bounded(receive: Receive, most: int) -> Receive:
     """`receive` with a limit on the bytes of the body, and on its time."""
     left, more, deadline = most, True, asyncio.get_running_loop().time() + BODY_SECONDS
 
-    async def limited() -> MutableMapping[str, Any]:
+    async def limited() -> Message:
         nonlocal left, more
         if not more:
             return await receive()  # waits for the client to disconnect

@@ -195,8 +195,8 @@ async def test_tokens_are_shaded(clients, thread, gold_run):
 
 async def test_nobody_demonstrates_a_prompt_twice_and_each_goes_to_enough_labelers(clients, labelling, tmp_path):
     async def write(name, submission):
-        task = (await clients[name].get("/api/demonstrate/next")).json()
-        said = {"messages": task["messages"], "task": task["task"], "response": f"{name} .", "submission": submission}
+        task = (await clients[name].get("/api/demonstrate/next")).json()["task"]
+        said = {"messages": task["messages"], "task": task["name"], "response": f"{name} .", "submission": submission}
         return said, await clients[name].post("/api/demonstrate", json=said)
 
     said, first = await write("anna", "first-tab")
@@ -256,11 +256,11 @@ def test_labels_of_an_earlier_draw_are_not_those_of_a_task(tmp_path):
 
 
 async def test_a_task_whose_turns_have_further_keys_gets_its_demonstration(clients, labelling):
-    task = (await clients["anna"].get("/api/demonstrate/next")).json()
-    known = labelling.tasks[task["task"]]
+    task = (await clients["anna"].get("/api/demonstrate/next")).json()["task"]
+    known = labelling.tasks[task["name"]]
     known.prompt[0] = Message.model_validate({**known.prompt[0].model_dump(), "toxic": 0.1})
     known.metadata["group"] = "g"
-    said = {"messages": task["messages"], "task": task["task"], "response": "a .", "submission": "submission-1"}
+    said = {"messages": task["messages"], "task": task["name"], "response": "a .", "submission": "submission-1"}
     assert (await clients["anna"].post("/api/demonstrate", json=said)).status_code == 200
     [record] = load_demonstrations(str(labelling.file.path))[0]
     assert record.metadata["group"] == "g", "the task's split and group"

@@ -32,23 +32,21 @@ export function makeCompare(panel, me) {
     draw.disabled = true;
     say("The models answer …");
     await attempt(async () => {
+      let drawn = {};
       for await (const event of events("/api/compare", { messages, models, temperature: temperature.valueAsNumber })) {
-        if (event.name) { judge(cards, event); return; }
-        texts[event.id.charCodeAt(0) - "a".charCodeAt(0)].textContent += event.text;
+        if (event.name) drawn = event;
+        else texts[event.id.charCodeAt(0) - "a".charCodeAt(0)].textContent += event.text;
       }
-      throw new Error("The answers ended early: ask again.");
+      if (!drawn.name) throw new Error("The answers ended early: ask again.");
+      name = drawn.name;
+      ranking = new Ranking(drawn.responses, me);
+      ranking.onchange = () => { save.disabled = ranking.placed < 2; };
+      save.disabled = true;
+      bad.disabled = false;
+      cards.replaceWith(ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, save, bad)));
+      say("");
     });
     draw.disabled = false;
-  }
-
-  function judge(cards, drawn) {
-    name = drawn.name;
-    ranking = new Ranking(drawn.responses, me);
-    ranking.onchange = () => { save.disabled = ranking.placed < 2; };
-    save.disabled = true;
-    bad.disabled = false;
-    cards.replaceWith(ranking.list, el("div", { class: "bar" }, ranking.strip, el("div", { class: "row" }, save, bad)));
-    say("");
   }
 
   // allBad: a tie of all, marked as such.

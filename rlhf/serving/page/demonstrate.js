@@ -10,7 +10,7 @@ export function makeDemonstrate(panel, me) {
   const drafts = el("div");
   const draftBox = el("details", {}, el("summary", {}, "Start from a response"), drafts);
   const save = button("Save", onSave, { class: "main" });
-  const other = button("Write a prompt of my own", () => open(null, null, []));
+  const other = button("Write a prompt of my own", () => open(null));
   panel.append(instructionsOf(me), shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
   let task = null, messages = null, edited = null, submission = submissionId(), seconds = stopwatch();
   const saved = draft(me, "demonstration");
@@ -20,12 +20,14 @@ export function makeDemonstrate(panel, me) {
   function keep() {
     submission = submissionId(); // another answer is another submission
     const typed = own.value || response.value;
-    saved.set(typed ? { task, messages, edited, own: own.value, response: response.value } : null);
+    saved.set(typed ? { task, edited, own: own.value, response: response.value } : null);
   }
 
-  function open(name, turns, responses) {
-    task = name;
-    messages = turns;
+  // A task, or none to write a prompt of one's own.
+  function open(found) {
+    const responses = found?.responses ?? [];
+    task = found?.name ?? null;
+    messages = found?.messages;
     edited = null;
     draftBox.hidden = responses.length === 0;
     draftBox.open = false;
@@ -33,8 +35,8 @@ export function makeDemonstrate(panel, me) {
       el("p", { class: "text" }, one.text),
       el("div", { class: "tools" }, button(`Edit response ${i + 1}`, () => edit(one, responses))))));
     submission = submissionId();
-    shown.replaceChildren(...(turns ? turnsOf(turns) : []));
-    ownField.hidden = turns !== null;
+    shown.replaceChildren(...turnsOf(messages ?? []));
+    ownField.hidden = found !== null;
     seconds = stopwatch();
   }
 
@@ -49,13 +51,9 @@ export function makeDemonstrate(panel, me) {
 
   async function next() {
     await attempt(async () => {
-      const found = await get("/api/demonstrate/next");
-      open(found.task, found.messages, found.responses);
-      const before = saved.get();
-      if (before && (before.task === task || before.task === null)) { // what was typed before a reload
-        if (before.task === null) open(null, before.messages, []);
-        [own.value, response.value, edited] = [before.own, before.response, before.edited];
-      }
+      const found = (await get("/api/demonstrate/next")).task, before = saved.get();
+      open(before && !before.task ? null : found);
+      if (before && before.task === task) [own.value, response.value, edited] = [before.own, before.response, before.edited]; // before a reload
     });
   }
 

@@ -48,28 +48,22 @@ export function makeRank(panel, me) {
 
   function open(found, answer) {
     task = found;
-    replaces = answer?.replaces ?? null;
-    save.disabled = unable.disabled = true;
+    ranking = task && new Ranking(task.responses, me);
+    replaces = answer?.replaces;
+    save.disabled = true;
+    unable.disabled = !task;
     cancel.hidden = !replaces;
-    for (const one of [place, cards, strip]) one.replaceChildren();
-    note.value = "";
-    note.blur(); // the keys are for the new task
-    if (!task) {
-      ranking = null;
-      place.append(el("p", {}, me.tasks ? "Nothing is left to label. Thank you!"
-        : "There are no labelling tasks. Make some with `rlhf sample run=…`, and start the server again."));
-      return;
-    }
-    saved = draft(me, `rank-${task.name}`);
-    const before = answer ?? saved.get();
-    ranking = new Ranking(task.responses, me);
-    place.append(...turnsOf(task.messages));
-    cards.append(ranking.list);
-    strip.append(ranking.strip);
+    place.replaceChildren(...(task ? turnsOf(task.messages) : [el("p", {}, me.tasks ? "Nothing is left to label. Thank you!"
+      : "There are no labelling tasks. Make some with `rlhf sample run=…`, and start the server again.")]));
+    cards.replaceChildren(ranking?.list ?? "");
+    strip.replaceChildren(ranking?.strip ?? "");
+    saved = task && draft(me, `rank-${task.name}`);
+    const before = answer ?? saved?.get();
     note.value = before?.note ?? "";
+    note.blur(); // the keys are for the new task
+    if (!task) return;
     ranking.onchange = keep;
     ranking.load(before ?? undefined);
-    unable.disabled = false;
     cards.dataset.task = task.name;
     place.scrollTop = 0;
     if (!answer) window.scrollTo(0, 0);
